@@ -1,0 +1,137 @@
+"""The one table from ATen operators to JAX: what a lowering is, how it is found, how dtypes are decided.
+
+A lowering is a pure function over ``jax.Array`` values whose parameters are those of the *functional* ATen
+overload, in schema order (keyword-only schema arguments are passed by keyword).  In-place and ``out=`` overloads
+never reach this table: the recorder turns them into "functional op, then write".
+
+What arrives for each schema type
+    Tensor              jax.Array (or None where the schema allows an undefined tensor)
+    Tensor[]            list of jax.Array (elements may be None for ``Tensor?[]``)
+    Scalar, float, int  a Python number when static, a 0-d traced array when runtime
+    ScalarType          torch.dtype (or None)
+    bool, str, int[]    the Python value
+    Device, Layout, MemoryFormat, Generator   always None
+
+Two extra keyword parameters are filled in when a lowering declares them
+    out: tuple[jax.ShapeDtypeStruct, ...]     shape and dtype PyTorch's own inference gave for every output
+    key: jax.Array                            a typed JAX PRNG key, a pure function of (seed, offset); marks the op random
+
+Dtypes are decided here and nowhere else.  ``promote``
+    "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a 16-bit
+               float (PyTorch's opmath); the default of a pointwise op
+    "inputs"   cast to ``torch.result_type`` of the tensor inputs (comparisons: the output is bool), same opmath rule
+    "opmath"   only widen 16-bit floats to float32, leave all else alone (softmax, norms, losses, reductions)
+    None       nothing is touched
+and afterwards each result is cast to the dtype that PyTorch inferred for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Promote = Literal["result", "inputs", "opmath"] | None
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One entry of the table."""
+
+    name: str
+    function: Callable[..., Any]
+    promote: Promote
+    static: frozenset[str]
+    runtime: frozenset[str]
+    takes_out: bool
+    is_random: bool
+
+
+TABLE: dict[str, Lowering] = {}
+
+
+def lowering(
+    *names: str,
+    promote: Promote = None,
+    static: Sequence[str] = (),
+    runtime: Sequence[str] = (),
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar", promote="result")``.
+
+    Names omit ``aten::``; an overload without a name is written bare (``"mm"``).  ``static`` and ``runtime`` name
+    the numeric arguments whose values are part of the program or its inputs.  Undeclared: ``Scalar`` arguments are
+    runtime, ``float`` and ``int`` arguments are static.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters
+        for name in names:
+            if name in TABLE:
+                raise ValueError(f"aten::{name} has two lowerings")
+            TABLE[name] = Lowering(
+                name, function, promote, frozenset(static), frozenset(runtime), "out" in parameters, "key" in parameters
+            )
+        return function
+
+    return register
+
+
+_WIDE = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.float32), jnp.dtype(jnp.float16): jnp.dtype(jnp.float32)}
+
+
+def opmath(dtype: Any) -> Any:
+    """The dtype PyTorch computes in for a storage dtype: float32 for 16-bit floats, else the dtype itself."""
+    return _WIDE.get(jnp.dtype(dtype), jnp.dtype(dtype))
+
+
+def apply(
+    entry: Lowering,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    out: tuple[jax.ShapeDtypeStruct, ...],
+    compute_dtype: Any = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Run one lowering under the dtype rules above.
+
+    ``compute_dtype`` is ``torch.result_type`` of the tensor inputs (needed for promote="inputs" only).
+    Raises ValueError when a result's shape is not the one PyTorch inferred.
+    """
+    if entry.promote == "result":
+        target = opmath(out[0].dtype)
+    elif entry.promote == "inputs":
+        target = opmath(compute_dtype)
+    else:
+        target = None
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, list):
+            return [cast(item) for item in value]
+        if not isinstance(value, jax.Array):
+            return value
+        if target is not None:
+            return value.astype(target)
+        return value.astype(opmath(value.dtype))
+
+    if entry.promote is not None:
+        args = [cast(value) for value in args]
+        kwargs = {name: cast(value) for name, value in kwargs.items()}
+    extra: dict[str, Any] = {}
+    if entry.takes_out:
+        extra["out"] = out
+    if entry.is_random:
+        extra["key"] = key
+    results = entry.function(*args, **kwargs, **extra)
+    if not isinstance(results, (tuple, list)):
+        results = (results,)
+    checked = []
+    for value, spec in zip(results, out, strict=True):
+        value = jnp.asarray(value).astype(spec.dtype)
+        if value.shape != tuple(spec.shape):
+            raise ValueError(f"aten::{entry.name}: lowered to shape {value.shape}, PyTorch says {tuple(spec.shape)}")
+        checked.append(value)
+    return tuple(checked)
