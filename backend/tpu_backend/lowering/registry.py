@@ -13,16 +13,23 @@ What arrives for each schema type
     Device, Layout, MemoryFormat, Generator   always None
 
 Two extra keyword parameters are filled in when a lowering declares them
-    out: tuple[jax.ShapeDtypeStruct, ...]     shape and dtype PyTorch's own inference gave for every output
+    out: tuple[jax.ShapeDtypeStruct | None, ...]   shape and dtype PyTorch's own inference gave for every output, None
+                                              where it is undefined (an ``output_mask`` entry that is False)
     key: jax.Array                            a typed JAX PRNG key, a pure function of (seed, offset); marks the op random
 
 Dtypes are decided here and nowhere else.  ``promote``
     "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a 16-bit
                float (PyTorch's opmath); the default of a pointwise op
-    "inputs"   cast to ``torch.result_type`` of the tensor inputs (comparisons: the output is bool), same opmath rule
+    "inputs"   cast to ``torch.result_type`` of the tensor and scalar inputs (comparisons: the output is bool), same
+               opmath rule
     "opmath"   only widen 16-bit floats to float32, leave all else alone (softmax, norms, losses, reductions)
     None       nothing is touched
-and afterwards each result is cast to the dtype that PyTorch inferred for it.
+and afterwards each result is cast to the dtype that PyTorch inferred for it.  Without "result" or "inputs" a runtime
+scalar has its natural dtype (float64, int64, bool): such a lowering casts it, or it would widen the arithmetic.
+
+Results come in schema order: the functional overload's returns, where ``Tensor[]`` returns may be lists (they are
+flattened) and an undefined output is None.  A lowering that cannot express a case which shapes, dtypes and static
+arguments alone decide (a boolean mask as index) raises ``NotLowered``; tracing it once tells.
 """
 
 from __future__ import annotations
@@ -49,6 +56,10 @@ class Lowering:
     runtime: frozenset[str]
     takes_out: bool
     is_random: bool
+
+
+class NotLowered(NotImplementedError):
+    """This case of an operator has no XLA form; the caller falls back to the CPU, or reports it."""
 
 
 TABLE: dict[str, Lowering] = {}
@@ -92,17 +103,17 @@ def apply(
     entry: Lowering,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    out: tuple[jax.ShapeDtypeStruct, ...],
+    out: tuple[jax.ShapeDtypeStruct | None, ...],
     compute_dtype: Any = None,
     key: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array | None, ...]:
     """Run one lowering under the dtype rules above.
 
-    ``compute_dtype`` is ``torch.result_type`` of the tensor inputs (needed for promote="inputs" only).
+    ``compute_dtype`` is ``torch.result_type`` of the tensor and scalar inputs (needed for promote="inputs" only).
     Raises ValueError when a result's shape is not the one PyTorch inferred.
     """
     if entry.promote == "result":
-        target = opmath(out[0].dtype)
+        target = opmath(next(spec.dtype for spec in out if spec is not None))
     elif entry.promote == "inputs":
         target = opmath(compute_dtype)
     else:
@@ -113,9 +124,7 @@ def apply(
             return [cast(item) for item in value]
         if not isinstance(value, jax.Array):
             return value
-        if target is not None:
-            return value.astype(target)
-        return value.astype(opmath(value.dtype))
+        return value.astype(opmath(value.dtype) if target is None else target)
 
     if entry.promote is not None:
         args = [cast(value) for value in args]
@@ -126,12 +135,19 @@ def apply(
     if entry.is_random:
         extra["key"] = key
     results = entry.function(*args, **kwargs, **extra)
-    if not isinstance(results, (tuple, list)):
-        results = (results,)
     checked = []
-    for value, spec in zip(results, out, strict=True):
+    for value, spec in zip(_flatten(results), out, strict=True):
+        if spec is None:
+            checked.append(None)
+            continue
         value = jnp.asarray(value).astype(spec.dtype)
         if value.shape != tuple(spec.shape):
             raise ValueError(f"aten::{entry.name}: lowered to shape {value.shape}, PyTorch says {tuple(spec.shape)}")
         checked.append(value)
     return tuple(checked)
+
+
+def _flatten(results: Any) -> list[Any]:
+    if isinstance(results, (tuple, list)):
+        return [leaf for item in results for leaf in _flatten(item)]
+    return [results]

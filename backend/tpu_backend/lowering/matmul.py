@@ -1,0 +1,102 @@
+"""Matrix products.
+
+Precision, stated once: float32 products follow ``torch.get_float32_matmul_precision()`` ("highest", "high" or
+"medium" map to XLA's HIGHEST, HIGH and DEFAULT); 16-bit floats multiply as they are and accumulate in float32;
+everything else is exact.  The setting is read while lowering, so it belongs to a compiled program's key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from tpu_backend.lowering.registry import lowering, opmath
+
+_FLOAT32_PRECISION = {
+    "highest": lax.Precision.HIGHEST,
+    "high": lax.Precision.HIGH,
+    "medium": lax.Precision.DEFAULT,
+}
+
+
+def product_precision(dtype: Any) -> lax.Precision:
+    """The XLA precision of a matrix product or convolution whose operands have this dtype."""
+    if jnp.dtype(dtype) in (jnp.float32, jnp.complex64):
+        return _FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
+    return lax.Precision.DEFAULT
+
+
+def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
+    """``left @ right`` with numpy's batching, in the accumulation dtype (float32 for 16-bit floats)."""
+    return jnp.matmul(
+        left, right, precision=product_precision(left.dtype), preferred_element_type=opmath(left.dtype)
+    )
+
+
+def scaled(value: jax.Array, factor: Any) -> jax.Array:
+    """``factor * value`` in value's dtype; a factor known to be 1 costs nothing."""
+    if isinstance(factor, (int, float)) and factor == 1:
+        return value
+    return value * jnp.asarray(factor, value.dtype)
+
+
+def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
+    product = scaled(product, alpha)
+    if isinstance(beta, (int, float)) and beta == 0:  # PyTorch: self is ignored, NaN in it does not propagate
+        return product
+    return scaled(self.astype(product.dtype), beta) + product
+
+
+@lowering("mm", "bmm", "mv", "dot", "_int_mm")
+def mm(self, mat2):
+    if self.dtype == jnp.int8:  # _int_mm
+        return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
+    return matmul(self, mat2)
+
+
+@lowering("mm.dtype", "bmm.dtype")
+def mm_dtype(self, mat2, out_dtype):
+    return matmul(self, mat2)
+
+
+@lowering("vdot")
+def vdot(self, other):
+    return matmul(self.conj(), other)
+
+
+@lowering("addmm", "baddbmm", "addmv")
+def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
+    result = _add_product(self, matmul(mat1, mat2), beta, alpha)
+    return jnp.broadcast_to(result, out[0].shape)
+
+
+@lowering("addmm.dtype", "baddbmm.dtype")
+def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1):
+    return _add_product(self, matmul(mat1, mat2), beta, alpha)
+
+
+@lowering("_addmm_activation")
+def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
+    result = _add_product(self, matmul(mat1, mat2), beta, alpha)
+    return jax.nn.gelu(result, approximate=True) if use_gelu else jnp.maximum(result, 0)
+
+
+@lowering("addbmm")
+def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    product = jnp.einsum(
+        "bij,bjk->ik",
+        batch1,
+        batch2,
+        precision=product_precision(batch1.dtype),
+        preferred_element_type=opmath(batch1.dtype),
+    )
+    return _add_product(self, product, beta, alpha)
+
+
+@lowering("addr", promote="result")
+def addr(self, vec1, vec2, *, beta=1, alpha=1):
+    return _add_product(self, vec1[:, None] * vec2[None, :], beta, alpha)

@@ -1,0 +1,293 @@
+"""Softmax and the normalisations over layers, groups, batches and root mean squares, each with its derivative.
+
+Statistics are computed in float32 for 16-bit inputs, in two passes.  Formulas: PyTorch's ATen/native
+(layer_norm_kernel.cpp, group_norm_kernel.cpp, Normalization.cpp).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_backend.lowering.dims import at_least_1d, wrap_dim
+from tpu_backend.lowering.registry import lowering
+
+# ---- softmax
+
+
+def _shifted(self, axis):
+    largest = jnp.max(self, axis, keepdims=True)
+    return self - jnp.where(jnp.isfinite(largest), largest, 0)
+
+
+@lowering("_softmax", promote="opmath")
+def softmax(self, dim, half_to_float):
+    if self.ndim == 0 or self.size == 0:
+        return jnp.ones_like(self)
+    exponentials = jnp.exp(self - jnp.max(self, dim, keepdims=True))
+    return exponentials / jnp.sum(exponentials, dim, keepdims=True)
+
+
+@lowering("_safe_softmax", promote="opmath")
+def safe_softmax(self, dim, dtype=None):
+    """Rows that are -inf throughout give zeros."""
+    if self.ndim == 0 or self.size == 0:
+        return jnp.where(self == -jnp.inf, 0, jnp.ones_like(self))
+    exponentials = jnp.exp(_shifted(self, dim))
+    total = jnp.sum(exponentials, dim, keepdims=True)
+    return jnp.where(total == 0, 0, exponentials / jnp.where(total == 0, 1, total))
+
+
+@lowering("_log_softmax", promote="opmath")
+def log_softmax(self, dim, half_to_float):
+    if self.ndim == 0 or self.size == 0:
+        return jnp.zeros_like(self)
+    shifted = self - jnp.max(self, dim, keepdims=True)
+    return shifted - jnp.log(jnp.sum(jnp.exp(shifted), dim, keepdims=True))
+
+
+@lowering("_softmax_backward_data", promote="opmath")
+def softmax_backward(grad_output, output, dim, input_dtype):
+    weighted = at_least_1d(grad_output * output)
+    grad = weighted - at_least_1d(output) * jnp.sum(weighted, dim, keepdims=True)
+    return grad.reshape(output.shape)
+
+
+@lowering("_log_softmax_backward_data", promote="opmath")
+def log_softmax_backward(grad_output, output, dim, input_dtype):
+    total = jnp.sum(at_least_1d(grad_output), dim, keepdims=True)
+    return grad_output - jnp.exp(output) * (total.reshape(()) if output.ndim == 0 else total)
+
+
+@lowering("_masked_softmax", promote="opmath")
+def masked_softmax(self, mask, dim=None, mask_type=None):
+    if mask_type == 0:  # (L, L), the same for every batch and head
+        mask = mask.reshape((1, 1, *mask.shape))
+    elif mask_type == 1:  # (B, L): keys that are padding
+        mask = mask.reshape(mask.shape[0], 1, 1, mask.shape[1])
+    return safe_softmax(jnp.where(mask.astype(bool), -jnp.inf, self), -1 if dim is None else dim)
+
+
+# ---- layer norm and RMS norm
+
+
+def _trailing(self, normalized_shape):
+    return tuple(range(self.ndim - len(normalized_shape), self.ndim))
+
+
+def _leading(self, normalized_shape):
+    return tuple(range(self.ndim - len(normalized_shape)))
+
+
+def _affine(normalized, weight, bias):
+    if weight is not None:
+        normalized = normalized * weight
+    return normalized if bias is None else normalized + bias
+
+
+@lowering("native_layer_norm", promote="opmath")
+def layer_norm(input, normalized_shape, weight, bias, eps):
+    dims = _trailing(input, normalized_shape)
+    mean = jnp.mean(input, dims, keepdims=True)
+    centred = input - mean
+    rstd = lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
+    return _affine(centred * rstd, weight, bias), mean, rstd
+
+
+@lowering("native_layer_norm_backward", promote="opmath")
+def layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+    dims, batch = _trailing(input, normalized_shape), _leading(input, normalized_shape)
+    normalized = (input - mean) * rstd
+    grad_normalized = grad_out if weight is None else grad_out * weight
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        grad_mean = jnp.mean(grad_normalized, dims, keepdims=True)
+        grad_scale = jnp.mean(grad_normalized * normalized, dims, keepdims=True)
+        grad_input = rstd * (grad_normalized - grad_mean - normalized * grad_scale)
+    if output_mask[1]:
+        grad_weight = jnp.sum(grad_out * normalized, batch)
+    if output_mask[2]:
+        grad_bias = jnp.sum(grad_out, batch)
+    return grad_input, grad_weight, grad_bias
+
+
+@lowering("_fused_rms_norm", promote="opmath")
+def rms_norm(input, normalized_shape, weight, eps, out=None):
+    eps = jnp.finfo(out[0].dtype).eps if eps is None else eps
+    rstd = lax.rsqrt(jnp.mean(input * input, _trailing(input, normalized_shape), keepdims=True) + eps)
+    return _affine(input * rstd, weight, None), rstd
+
+
+@lowering("_fused_rms_norm_backward", promote="opmath")
+def rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask):
+    normalized = input * rstd
+    grad_normalized = grad_out if weight is None else grad_out * weight
+    grad_input = grad_weight = None
+    if output_mask[0]:
+        dims = _trailing(input, normalized_shape)
+        grad_scale = jnp.mean(grad_normalized * normalized, dims, keepdims=True)
+        grad_input = rstd * (grad_normalized - normalized * grad_scale)
+    if output_mask[1] and weight is not None:
+        grad_weight = jnp.sum(grad_out * normalized, _leading(input, normalized_shape))
+    return grad_input, grad_weight
+
+
+# ---- group norm
+
+
+@lowering("native_group_norm", promote="opmath")
+def group_norm(input, weight, bias, N, C, HxW, group, eps):
+    grouped = input.reshape(N, group, -1)
+    mean = jnp.mean(grouped, -1, keepdims=True)
+    centred = grouped - mean
+    rstd = lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
+    normalized = (centred * rstd).reshape(input.shape)
+    weight, bias = (_per_channel(value, input.ndim) for value in (weight, bias))
+    return _affine(normalized, weight, bias), mean.reshape(N, group), rstd.reshape(N, group)
+
+
+@lowering("native_group_norm_backward", promote="opmath")
+def group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
+    mean, rstd = mean.reshape(N, group, 1), rstd.reshape(N, group, 1)
+    normalized = (input.reshape(N, group, -1) - mean) * rstd
+    grad_normalized = grad_out if weight is None else grad_out * _per_channel(weight, grad_out.ndim)
+    grad_normalized = grad_normalized.reshape(N, group, -1)
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        grad_mean = jnp.mean(grad_normalized, -1, keepdims=True)
+        grad_scale = jnp.mean(grad_normalized * normalized, -1, keepdims=True)
+        grad_input = (rstd * (grad_normalized - grad_mean - normalized * grad_scale)).reshape(input.shape)
+    grad_channels = grad_out.reshape(N, C, -1)
+    if output_mask[1]:
+        grad_weight = jnp.sum(grad_channels * normalized.reshape(N, C, -1), (0, 2))
+    if output_mask[2]:
+        grad_bias = jnp.sum(grad_channels, (0, 2))
+    return grad_input, grad_weight, grad_bias
+
+
+# ---- batch norm: channels are dim 1
+
+
+def _per_channel(value, ndim):
+    return None if value is None else value.reshape((1, -1) + (1,) * (ndim - 2))
+
+
+def _channel_dims(input):
+    return tuple(axis for axis in range(input.ndim) if axis != 1)
+
+
+def _batch_statistics(input):
+    dims = _channel_dims(input)
+    mean = jnp.mean(input, dims)
+    variance = jnp.mean(jnp.square(input - _per_channel(mean, input.ndim)), dims)
+    return mean, variance
+
+
+def _normalize(input, weight, bias, mean, rstd):
+    ndim = input.ndim
+    normalized = (input - _per_channel(mean, ndim)) * _per_channel(rstd, ndim)
+    return _affine(normalized, _per_channel(weight, ndim), _per_channel(bias, ndim))
+
+
+@lowering("native_batch_norm", promote="opmath")
+def batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, out=None):
+    """Does not update the running statistics: see ``names.HIDDEN_WRITES``."""
+    if not training:
+        result = _normalize(input, weight, bias, running_mean, lax.rsqrt(running_var + eps))
+        return result, jnp.zeros(out[1].shape), jnp.zeros(out[2].shape)
+    mean, variance = _batch_statistics(input)
+    rstd = lax.rsqrt(variance + eps)
+    return _normalize(input, weight, bias, mean, rstd), mean, rstd
+
+
+@lowering("_native_batch_norm_legit.no_stats", promote="opmath")
+def batch_norm_no_stats(input, weight, bias, training, momentum, eps, out=None):
+    return batch_norm(input, weight, bias, None, None, True, momentum, eps, out)
+
+
+@lowering("_native_batch_norm_legit_no_training", promote="opmath")
+def batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
+    return batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, out)
+
+
+def _updated_statistics(input, running_mean, running_var, momentum):
+    mean, variance = _batch_statistics(input)
+    count = input.size // input.shape[1]
+    unbiased = variance * (count / max(count - 1, 1))
+    return (
+        (1 - momentum) * running_mean + momentum * mean,
+        (1 - momentum) * running_var + momentum * unbiased,
+    )
+
+
+@lowering("_native_batch_norm_legit_functional", promote="opmath")
+def batch_norm_functional(input, weight, bias, running_mean, running_var, training, momentum, eps, out=None):
+    """(output, mean, rstd, new running_mean, new running_var)."""
+    results = batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, out)
+    if training:
+        running_mean, running_var = _updated_statistics(input, running_mean, running_var, momentum)
+    return *results, running_mean, running_var
+
+
+@lowering("_batch_norm_with_update_functional", promote="opmath")
+def batch_norm_with_update(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
+    """(output, mean, rstd, reserve, new running_mean, new running_var)."""
+    results = batch_norm_functional(input, weight, bias, running_mean, running_var, True, momentum, eps, out)
+    return *results[:3], jnp.zeros(out[3].shape), *results[3:]
+
+
+@lowering("_batch_norm_no_update", promote="opmath")
+def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
+    results = batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, out)
+    return *results, jnp.zeros(out[3].shape)
+
+
+@lowering("native_batch_norm_backward", promote="opmath")
+def batch_norm_backward(
+    grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+):
+    mean, rstd = (save_mean, save_invstd) if train else (running_mean, lax.rsqrt(running_var + eps))
+    dims, ndim = _channel_dims(input), input.ndim
+    normalized = (input - _per_channel(mean, ndim)) * _per_channel(rstd, ndim)
+    grad_weight, grad_bias = jnp.sum(grad_out * normalized, dims), jnp.sum(grad_out, dims)
+    scale = rstd if weight is None else rstd * weight
+    grad_input = grad_out
+    if train:
+        count = input.size // input.shape[1]
+        grad_input = grad_out - (_per_channel(grad_bias, ndim) + normalized * _per_channel(grad_weight, ndim)) / count
+    grad_input = grad_input * _per_channel(scale, ndim)
+    return tuple(grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), output_mask))
+
+
+@lowering("batch_norm_backward", promote="opmath")
+def batch_norm_backward_reserve(
+    grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask, reserve
+):
+    return batch_norm_backward(
+        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
+    )
+
+
+@lowering("batch_norm_update_stats", promote="opmath")
+def batch_norm_update_stats(input, running_mean, running_var, momentum):
+    return _batch_statistics(input)
+
+
+# ---- weight norm
+
+
+def _weight_norm_dims(v, dim):
+    return tuple(axis for axis in range(v.ndim) if axis != wrap_dim(dim, v.ndim))
+
+
+@lowering("_weight_norm_interface", promote="opmath")
+def weight_norm(v, g, dim=0):
+    norms = jnp.sqrt(jnp.sum(v * v, _weight_norm_dims(v, dim), keepdims=True))
+    return v * (g / norms), norms
+
+
+@lowering("_weight_norm_interface_backward", promote="opmath")
+def weight_norm_backward(grad_w, saved_v, saved_g, saved_norms, dim):
+    along = jnp.sum(grad_w * saved_v, _weight_norm_dims(saved_v, dim), keepdims=True)
+    grad_v = saved_g / saved_norms * (grad_w - saved_v * along / jnp.square(saved_norms))
+    return grad_v, along / saved_norms

@@ -1,0 +1,342 @@
+"""Elementwise arithmetic, comparisons, logic and bits. Special functions: ``special.py``; activations: ``activation.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_backend.lowering.matmul import scaled
+from tpu_backend.lowering.registry import lowering
+
+
+def is_floating(value: jax.Array) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _unless_integral(function):
+    """Rounding functions leave integers as they are."""
+
+    def rounded(self):
+        return function(self) if jnp.issubdtype(self.dtype, jnp.inexact) else self
+
+    return rounded
+
+
+_UNARY = {
+    "acos": jnp.arccos,
+    "acosh": jnp.arccosh,
+    "asin": jnp.arcsin,
+    "asinh": jnp.arcsinh,
+    "atan": jnp.arctan,
+    "atanh": jnp.arctanh,
+    "ceil": _unless_integral(jnp.ceil),
+    "cos": jnp.cos,
+    "cosh": jnp.cosh,
+    "deg2rad": jnp.deg2rad,
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "floor": _unless_integral(jnp.floor),
+    "log": jnp.log,
+    "log10": jnp.log10,
+    "log1p": jnp.log1p,
+    "log2": jnp.log2,
+    "neg": jnp.negative,
+    "rad2deg": jnp.rad2deg,
+    "reciprocal": jnp.reciprocal,
+    "round": _unless_integral(jnp.round),
+    "rsqrt": lax.rsqrt,
+    "sgn": jnp.sign,
+    "sigmoid": jax.nn.sigmoid,
+    "sin": jnp.sin,
+    "sinh": jnp.sinh,
+    "sqrt": jnp.sqrt,
+    "tan": jnp.tan,
+    "tanh": jnp.tanh,
+    "trunc": _unless_integral(jnp.trunc),
+}
+for _name, _function in _UNARY.items():
+    lowering(_name, promote="result")(_function)
+
+_TESTS = {
+    "isnan": jnp.isnan,
+    "isinf": jnp.isinf,
+    "isposinf": jnp.isposinf,
+    "isneginf": jnp.isneginf,
+    "signbit": lambda self: jnp.signbit(self) if is_floating(self) else self < 0,
+    "logical_not": jnp.logical_not,
+}
+for _name, _function in _TESTS.items():
+    lowering(_name)(_function)
+
+lowering("abs", promote="opmath")(jnp.abs)
+lowering("angle", promote="opmath")(jnp.angle)
+lowering("conj_physical", "_conj_physical")(jnp.conj)
+lowering("bitwise_not")(jnp.bitwise_not)
+
+
+@lowering("sign", promote="result")
+def sign(self):
+    if self.dtype == jnp.bool_:
+        return self
+    return (self > 0).astype(self.dtype) - (self < 0).astype(self.dtype)  # 0 for NaN, as in PyTorch
+
+
+@lowering("frac", promote="result")
+def frac(self):
+    return self - jnp.trunc(self)
+
+
+@lowering("round.decimals", promote="result")
+def round_decimals(self, *, decimals):
+    if not is_floating(self):
+        return self
+    scale = 10.0 ** abs(decimals)
+    return jnp.round(self * scale) / scale if decimals >= 0 else jnp.round(self / scale) * scale
+
+
+@lowering("nan_to_num", promote="result")
+def nan_to_num(self, nan=None, posinf=None, neginf=None):
+    return jnp.nan_to_num(self, nan=nan or 0.0, posinf=posinf, neginf=neginf) if is_floating(self) else self
+
+
+# ---- arithmetic
+
+
+@lowering("add.Tensor", "add.Scalar", promote="result")
+def add(self, other, alpha=1):
+    if self.dtype == jnp.bool_:
+        return jnp.logical_or(self, jnp.logical_and(other, alpha))
+    return self + scaled(jnp.asarray(other, self.dtype), alpha)
+
+
+@lowering("sub.Tensor", "sub.Scalar", promote="result")
+def sub(self, other, alpha=1):
+    return self - scaled(jnp.asarray(other, self.dtype), alpha)
+
+
+@lowering("rsub.Tensor", "rsub.Scalar", promote="result")
+def rsub(self, other, alpha=1):
+    return other - scaled(self, alpha)
+
+
+@lowering("mul.Tensor", "mul.Scalar", promote="result")
+def mul(self, other):
+    return jnp.logical_and(self, other) if self.dtype == jnp.bool_ else self * other
+
+
+@lowering("div.Tensor", "div.Scalar", promote="result")
+def div(self, other):
+    return self / other
+
+
+def _trunc_divide(self: jax.Array, other: Any) -> jax.Array:
+    other = jnp.asarray(other, self.dtype)
+    if is_floating(self):
+        return jnp.trunc(self / other)
+    return lax.div(*jnp.broadcast_arrays(self, other))
+
+
+@lowering("floor_divide", "floor_divide.Scalar", promote="result")
+def floor_divide(self, other):
+    other = jnp.asarray(other, self.dtype)
+    if not is_floating(self):
+        return jnp.floor_divide(self, other)
+    # PyTorch's div_floor_floating (c10/util/generic_math.h): exact where self / other would round up to an integer.
+    remainder_ = lax.rem(*jnp.broadcast_arrays(self, other))
+    quotient = (self - remainder_) / other
+    quotient = jnp.where((remainder_ != 0) & ((other < 0) != (remainder_ < 0)), quotient - 1, quotient)
+    floored = jnp.floor(quotient)
+    floored = jnp.where(quotient - floored > 0.5, floored + 1, floored)
+    floored = jnp.where(quotient != 0, floored, jnp.copysign(jnp.zeros_like(quotient), self / other))
+    return jnp.where(other == 0, self / other, floored)
+
+
+@lowering("div.Tensor_mode", "div.Scalar_mode", promote="result")
+def div_mode(self, other, *, rounding_mode):
+    if rounding_mode is None:
+        return self / other
+    return _trunc_divide(self, other) if rounding_mode == "trunc" else floor_divide(self, other)
+
+
+@lowering("fmod.Tensor", "fmod.Scalar", promote="result")
+def fmod(self, other):
+    return lax.rem(*jnp.broadcast_arrays(self, jnp.asarray(other, self.dtype)))
+
+
+@lowering("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", promote="result")
+def remainder(self, other):
+    return jnp.remainder(self, other)
+
+
+@lowering("pow.Tensor_Scalar", promote="result", static=("exponent",))
+def pow_scalar(self, exponent):
+    if isinstance(exponent, (int, float)):
+        if exponent == 0.5:
+            return jnp.sqrt(self)
+        if exponent == -0.5:
+            return lax.rsqrt(self)
+        if float(exponent).is_integer() and abs(exponent) <= 16 and self.dtype != jnp.bool_:
+            return lax.integer_pow(self, int(exponent))
+    return pow_tensor(self, jnp.asarray(exponent, self.dtype))
+
+
+@lowering("pow.Tensor_Tensor", "pow.Scalar", promote="result")
+def pow_tensor(self, exponent):
+    self = jnp.asarray(self, exponent.dtype)
+    if jnp.issubdtype(exponent.dtype, jnp.inexact):
+        return jnp.power(self, exponent)
+    if exponent.dtype == jnp.bool_:
+        return jnp.logical_or(self, jnp.logical_not(exponent))
+    result = jnp.power(self, jnp.maximum(exponent, 0))
+    if jnp.issubdtype(exponent.dtype, jnp.unsignedinteger):
+        return result
+    # A negative power of an integer is 0 unless the base is 1 or -1.
+    of_minus_one = jnp.where(exponent % 2 == 0, 1, -1)
+    negative = jnp.where(self == 1, 1, jnp.where(self == -1, of_minus_one, 0))
+    return jnp.where(exponent < 0, negative, result)
+
+
+@lowering("lerp.Scalar", "lerp.Tensor", promote="result")
+def lerp(self, end, weight):
+    near, far = self + weight * (end - self), end - (end - self) * (1 - weight)
+    if isinstance(weight, (int, float)):
+        return near if abs(weight) < 0.5 else far
+    return jnp.where(jnp.abs(weight) < 0.5, near, far)
+
+
+@lowering("addcmul", promote="result")
+def addcmul(self, tensor1, tensor2, *, value=1):
+    return self + scaled(tensor1, value) * tensor2
+
+
+@lowering("addcdiv", promote="result")
+def addcdiv(self, tensor1, tensor2, *, value=1):
+    return self + scaled(tensor1, value) / tensor2
+
+
+# ---- bounds
+
+
+@lowering("clamp", "clamp.Tensor", promote="result")
+def clamp(self, min=None, max=None):
+    if min is not None:
+        self = jnp.maximum(self, min)
+    return self if max is None else jnp.minimum(self, max)
+
+
+@lowering("clamp_min", "clamp_min.Tensor", "maximum", promote="result")
+def maximum(self, other):
+    return jnp.maximum(self, other)
+
+
+@lowering("clamp_max", "clamp_max.Tensor", "minimum", promote="result")
+def minimum(self, other):
+    return jnp.minimum(self, other)
+
+
+lowering("fmax", promote="result")(lambda self, other: jnp.fmax(self, other))
+lowering("fmin", promote="result")(lambda self, other: jnp.fmin(self, other))
+
+# ---- binary functions of real numbers
+
+lowering("atan2", promote="result")(lambda self, other: jnp.arctan2(self, other))
+lowering("hypot", promote="result")(lambda self, other: jnp.hypot(self, other))
+lowering("copysign.Tensor", "copysign.Scalar", promote="result")(lambda self, other: jnp.copysign(self, other))
+lowering("logaddexp", promote="result")(lambda self, other: jnp.logaddexp(self, other))
+lowering("logaddexp2", promote="result")(lambda self, other: jnp.logaddexp2(self, other))
+lowering("nextafter")(lambda self, other: jnp.nextafter(self, other))
+lowering("gcd", promote="result")(lambda self, other: jnp.gcd(self, other))
+lowering("lcm", promote="result")(lambda self, other: jnp.lcm(self, other))
+lowering("heaviside")(lambda self, values: jnp.where(self == 0, values, (self > 0).astype(values.dtype)))
+
+
+@lowering("ldexp.Tensor", promote="result")
+def ldexp(self, other):
+    return self * jnp.exp2(other)
+
+
+@lowering("frexp.Tensor", promote="opmath")
+def frexp(self):
+    return jnp.frexp(self)
+
+
+# ---- comparisons
+
+_COMPARISONS = {
+    "eq": lambda self, other: self == other,
+    "ne": lambda self, other: self != other,
+    "lt": lambda self, other: self < other,
+    "le": lambda self, other: self <= other,
+    "gt": lambda self, other: self > other,
+    "ge": lambda self, other: self >= other,
+}
+for _name, _function in _COMPARISONS.items():
+    lowering(f"{_name}.Tensor", f"{_name}.Scalar", promote="inputs")(_function)
+
+lowering("logical_and")(lambda self, other: jnp.logical_and(self, other))
+lowering("logical_or")(lambda self, other: jnp.logical_or(self, other))
+lowering("logical_xor")(lambda self, other: jnp.logical_xor(self, other))
+
+# ---- bits
+
+
+def _left_shift(self: Any, other: Any) -> jax.Array:
+    self, other = jnp.broadcast_arrays(self, other)
+    return lax.shift_left(self, other)
+
+
+def _right_shift(self: Any, other: Any) -> jax.Array:
+    self, other = jnp.broadcast_arrays(self, other)
+    if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
+        return lax.shift_right_logical(self, other)
+    return lax.shift_right_arithmetic(self, other)
+
+
+def _typed(function):
+    """Both operands as arrays of one dtype: one of them may be a Python number."""
+
+    def typed(self, other):
+        dtype = self.dtype if isinstance(self, jax.Array) else other.dtype
+        return function(jnp.asarray(self, dtype), jnp.asarray(other, dtype))
+
+    return typed
+
+
+_BITWISE = {"and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
+for _name, _function in _BITWISE.items():
+    lowering(
+        f"bitwise_{_name}.Tensor", f"bitwise_{_name}.Scalar", f"bitwise_{_name}.Scalar_Tensor", promote="result"
+    )(_typed(_function))
+
+for _name, _function in {"left": _left_shift, "right": _right_shift}.items():
+    lowering(
+        f"bitwise_{_name}_shift.Tensor",
+        f"bitwise_{_name}_shift.Tensor_Scalar",
+        f"bitwise_{_name}_shift.Scalar_Tensor",
+        f"__{_name[0]}shift__.Tensor",
+        f"__{_name[0]}shift__.Scalar",
+        promote="result",
+    )(_typed(_function))
+
+# ---- copies and complex numbers
+
+
+@lowering("copy")
+def copy(self, src, non_blocking=False):
+    if jnp.iscomplexobj(src) and not jnp.iscomplexobj(self):
+        src = src.real
+    return jnp.broadcast_to(src.astype(self.dtype), self.shape)
+
+
+@lowering("complex")
+def complex_(real, imag):
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@lowering("polar")
+def polar(abs, angle):
+    return lax.complex(abs * jnp.cos(angle), abs * jnp.sin(angle))

@@ -1,0 +1,240 @@
+"""Reductions: sums, extrema, moments and norms. 16-bit floats accumulate in float32."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_backend.lowering.dims import at_least_1d, reduced_dims, wrap_dim
+from tpu_backend.lowering.registry import lowering, opmath
+
+
+@lowering("sum", "sum.dim_IntList", promote="result")
+def sum_(self, dim=None, keepdim=False, *, dtype=None):
+    return jnp.sum(self, reduced_dims(dim, self.ndim), keepdims=keepdim, dtype=self.dtype)
+
+
+@lowering("nansum", promote="result")
+def nansum(self, dim=None, keepdim=False, *, dtype=None):
+    return sum_(jnp.where(jnp.isnan(self), 0, self), dim, keepdim)
+
+
+@lowering("mean", "mean.dim", promote="result")
+def mean(self, dim=None, keepdim=False, *, dtype=None):
+    return jnp.mean(self, reduced_dims(dim, self.ndim), keepdims=keepdim)
+
+
+@lowering("prod", "prod.dim_int", promote="result")
+def prod(self, dim=None, keepdim=False, *, dtype=None):
+    return jnp.prod(self, reduced_dims(dim, self.ndim), keepdims=keepdim)
+
+
+@lowering("count_nonzero", "count_nonzero.dim_IntList")
+def count_nonzero(self, dim=None):
+    return jnp.count_nonzero(self, axis=reduced_dims(dim, self.ndim))
+
+
+@lowering("trace", promote="result")
+def trace(self):
+    return jnp.trace(self)
+
+
+@lowering("any", "any.dim", "any.dims")
+def any_(self, dim=None, keepdim=False):
+    return jnp.any(self, _listed_dims(dim, self.ndim), keepdims=keepdim)
+
+
+@lowering("all", "all.dim", "all.dims")
+def all_(self, dim=None, keepdim=False):
+    return jnp.all(self, _listed_dims(dim, self.ndim), keepdims=keepdim)
+
+
+def _listed_dims(dim, ndim):
+    """any and all reduce over no dim at all when given an empty list."""
+    return () if isinstance(dim, (list, tuple)) and len(dim) == 0 else reduced_dims(dim, ndim)
+
+
+lowering("_is_any_true")(lambda self: jnp.any(self))
+lowering("_is_all_true")(lambda self: jnp.all(self))
+
+# ---- extrema; NaN wins in all of them, as in PyTorch
+
+
+@lowering("amax", "max")
+def amax(self, dim=(), keepdim=False):
+    return jnp.max(self, reduced_dims(dim, self.ndim), keepdims=keepdim)
+
+
+@lowering("amin", "min")
+def amin(self, dim=(), keepdim=False):
+    return jnp.min(self, reduced_dims(dim, self.ndim), keepdims=keepdim)
+
+
+@lowering("aminmax")
+def aminmax(self, *, dim=None, keepdim=False):
+    return amin(self, dim, keepdim), amax(self, dim, keepdim)
+
+
+@lowering("_aminmax", "_aminmax.dim")
+def _aminmax(self, dim=None, keepdim=False):
+    return amin(self, dim, keepdim), amax(self, dim, keepdim)
+
+
+@lowering("argmax")
+def argmax(self, dim=None, keepdim=False):
+    return _arg_extremum(jnp.argmax, self, dim, keepdim)
+
+
+@lowering("argmin")
+def argmin(self, dim=None, keepdim=False):
+    return _arg_extremum(jnp.argmin, self, dim, keepdim)
+
+
+def _arg_extremum(find, self, dim, keepdim):
+    if self.ndim == 0:
+        return jnp.zeros((), jnp.int64)
+    return find(self, axis=None if dim is None else wrap_dim(dim, self.ndim), keepdims=keepdim)
+
+
+@lowering("max.dim")
+def max_dim(self, dim, keepdim=False):
+    return amax(self, dim, keepdim), argmax(self, dim, keepdim)
+
+
+@lowering("min.dim")
+def min_dim(self, dim, keepdim=False):
+    return amin(self, dim, keepdim), argmin(self, dim, keepdim)
+
+
+# ---- moments
+
+
+def _moments(self, dim, correction, keepdim):
+    """Variance (two passes, as accurate as Welford) and mean; correction None means 1."""
+    dims = reduced_dims(dim, self.ndim)
+    count = math.prod(self.shape[axis] for axis in dims)
+    average = jnp.mean(self, dims, keepdims=True)
+    squares = jnp.sum(jnp.square(jnp.abs(self - average)), dims, keepdims=keepdim)
+    # PyTorch: max(0, count - correction), so that too few elements give NaN or inf and no negative variance.
+    variance = squares / jnp.asarray(max(count - (1 if correction is None else correction), 0), squares.dtype)
+    return variance, average if keepdim else average.squeeze(dims)
+
+
+@lowering("var.correction", promote="opmath", static=("correction",))
+def var(self, dim=None, *, correction=None, keepdim=False):
+    return _moments(self, dim, correction, keepdim)[0]
+
+
+@lowering("std.correction", promote="opmath", static=("correction",))
+def std(self, dim=None, *, correction=None, keepdim=False):
+    return jnp.sqrt(_moments(self, dim, correction, keepdim)[0])
+
+
+@lowering("var_mean.correction", promote="opmath", static=("correction",))
+def var_mean(self, dim=None, *, correction=None, keepdim=False):
+    return _moments(self, dim, correction, keepdim)
+
+
+@lowering("std_mean.correction", promote="opmath", static=("correction",))
+def std_mean(self, dim=None, *, correction=None, keepdim=False):
+    variance, average = _moments(self, dim, correction, keepdim)
+    return jnp.sqrt(variance), average
+
+
+# ---- norms
+
+
+@lowering("linalg_vector_norm", static=("ord",))
+def vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None, out=None):
+    dims = reduced_dims(dim, self.ndim)
+    if jnp.iscomplexobj(self):
+        self = jnp.abs(self)
+    self = self.astype(opmath(out[0].dtype))
+    if ord == 2:
+        return jnp.sqrt(jnp.sum(self * self, dims, keepdims=keepdim))
+    magnitude = jnp.abs(self)
+    if ord == math.inf:
+        return jnp.max(magnitude, dims, keepdims=keepdim, initial=0)
+    if ord == -math.inf:
+        return jnp.min(magnitude, dims, keepdims=keepdim)
+    if ord == 0:
+        return jnp.sum((magnitude != 0).astype(magnitude.dtype), dims, keepdims=keepdim)
+    if ord == 1:
+        return jnp.sum(magnitude, dims, keepdims=keepdim)
+    return jnp.power(jnp.sum(jnp.power(magnitude, ord), dims, keepdims=keepdim), 1 / ord)
+
+
+@lowering("linalg__powsum", static=("ord",))
+def powsum(self, ord=2, dim=None, keepdim=False, *, dtype=None, out=None):
+    magnitude = jnp.abs(self).astype(opmath(out[0].dtype))
+    return jnp.sum(jnp.power(magnitude, ord), reduced_dims(dim, self.ndim), keepdims=keepdim)
+
+
+@lowering("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype", static=("p",))
+def norm(self, p=2, dim=None, keepdim=False, *, dtype=None, out=None):
+    return vector_norm(self, 2 if p is None else p, dim, keepdim, out=out)
+
+
+@lowering("logsumexp", promote="result")
+def logsumexp(self, dim, keepdim=False):
+    dims = reduced_dims(dim, self.ndim)
+    largest = jnp.max(self, dims, keepdims=True, initial=-jnp.inf)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    total = jnp.log(jnp.sum(jnp.exp(self - largest), dims, keepdims=True)) + largest
+    return total if keepdim else total.squeeze(dims)
+
+
+@lowering("renorm", static=("p",))
+def renorm(self, p, dim, maxnorm, *, out=None):
+    others = tuple(axis for axis in range(self.ndim) if axis != wrap_dim(dim, self.ndim))
+    norms = vector_norm(self, p, others, True, out=out)
+    maxnorm = jnp.asarray(maxnorm, norms.dtype)
+    return self * jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
+
+
+# ---- running reductions
+
+
+@lowering("cumsum", promote="result")
+def cumsum(self, dim, *, dtype=None):
+    return _running(jnp.cumsum, self, dim)
+
+
+@lowering("cumprod", promote="result")
+def cumprod(self, dim, *, dtype=None):
+    return _running(jnp.cumprod, self, dim)
+
+
+@lowering("logcumsumexp", "_logcumsumexp", promote="result")
+def logcumsumexp(self, dim):
+    return _running(lambda value, axis: lax.associative_scan(jnp.logaddexp, value, axis=axis), self, dim)
+
+
+@lowering("cummax")
+def cummax(self, dim):
+    return _running_extremum(self, dim, lambda new, old: new >= old)
+
+
+@lowering("cummin")
+def cummin(self, dim):
+    return _running_extremum(self, dim, lambda new, old: new <= old)
+
+
+def _running(function, self, dim):
+    return function(at_least_1d(self), axis=wrap_dim(dim, self.ndim)).reshape(self.shape)
+
+
+def _running_extremum(self, dim, replaces):
+    """Values and positions of the best element so far; the last of equals wins, and NaN stays."""
+    values, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
+    positions = lax.broadcasted_iota(jnp.int64, values.shape, axis)
+
+    def pick(old, new):
+        take_new = replaces(new[0], old[0]) | jnp.isnan(new[0])
+        take_new &= ~jnp.isnan(old[0]) | jnp.isnan(new[0])
+        return jnp.where(take_new, new[0], old[0]), jnp.where(take_new, new[1], old[1])
+
+    best, where = lax.associative_scan(pick, (values, positions), axis=axis)
+    return best.reshape(self.shape), where.reshape(self.shape)

@@ -1,0 +1,90 @@
+"""Elementwise special functions: error, gamma and Bessel functions, entropies and their relatives."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy import special
+
+from tpu_backend.lowering.registry import lowering
+
+_UNARY = {
+    "digamma": special.digamma,
+    "erf": special.erf,
+    "erfc": special.erfc,
+    "erfinv": special.erfinv,
+    "i0": special.i0,
+    "special_i0e": special.i0e,
+    "special_i1": special.i1,
+    "special_i1e": special.i1e,
+    "special_modified_bessel_i0": special.i0,
+    "special_modified_bessel_i1": special.i1,
+    "special_ndtri": special.ndtri,
+    "special_log_ndtr": special.log_ndtr,
+    "sinc": jnp.sinc,
+}
+for _name, _function in _UNARY.items():
+    lowering(_name, promote="result")(_function)
+
+
+@lowering("lgamma", promote="result")
+def lgamma(self):
+    return lax.lgamma(self)
+
+
+@lowering("special_entr", promote="result")
+def entr(self):
+    return special.entr(self)
+
+
+@lowering("logit", promote="result")
+def logit(self, eps=None):
+    if eps is not None:
+        self = jnp.clip(self, eps, 1 - eps)
+    return jnp.log(self / (1 - self))
+
+
+@lowering("logit_backward", promote="result")
+def logit_backward(grad_output, self, eps=None):
+    grad = grad_output / (self * (1 - self))
+    if eps is None:
+        return jnp.where((self < 0) | (self > 1), jnp.nan, grad)
+    return jnp.where((self < eps) | (self > 1 - eps), 0, grad)
+
+
+@lowering("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other", promote="result")
+def xlogy(self, other):
+    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log(other)))
+
+
+@lowering("special_xlog1py", "special_xlog1py.self_scalar", "special_xlog1py.other_scalar", promote="result")
+def xlog1py(self, other):
+    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log1p(other)))
+
+
+@lowering("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar", promote="result")
+def zeta(self, other):
+    return special.zeta(self, other)
+
+
+@lowering("igamma", promote="result")
+def igamma(self, other):
+    return special.gammainc(self, other)
+
+
+@lowering("igammac", promote="result")
+def igammac(self, other):
+    return special.gammaincc(self, other)
+
+
+@lowering("polygamma", promote="result")
+def polygamma(n, self):
+    return special.digamma(self) if n == 0 else special.polygamma(n, self)
+
+
+@lowering("mvlgamma", promote="result")
+def mvlgamma(self, p):
+    shifts = jnp.arange(p, dtype=self.dtype) / 2
+    return p * (p - 1) / 4 * math.log(math.pi) + lax.lgamma(self[..., None] - shifts).sum(-1)
