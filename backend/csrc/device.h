@@ -1,0 +1,85 @@
+// The device as PyTorch sees it: guard, hooks, generators, and the one object that owns the streams.
+#pragma once
+
+#include "stream.h"
+
+#include <ATen/core/Generator.h>
+#include <c10/core/GeneratorImpl.h>
+
+#include <map>
+
+namespace tpu {
+
+constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
+
+// Counter-based: a draw is a pure function of (seed, offset), and each random op takes one offset.
+class GeneratorImpl final : public c10::GeneratorImpl {
+ public:
+  explicit GeneratorImpl(c10::DeviceIndex device);
+  void set_current_seed(uint64_t seed) override;
+  uint64_t current_seed() const override {
+    return seed_;
+  }
+  void set_offset(uint64_t offset) override {
+    offset_ = offset;
+  }
+  uint64_t get_offset() const override {
+    return offset_;
+  }
+  uint64_t seed() override;
+  void set_state(const c10::TensorImpl& state) override; // uint8[16]: seed, offset, little endian
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
+  static c10::DeviceType device_type() {
+    return kDeviceType;
+  }
+  uint64_t take_offset() {
+    return offset_++;
+  }
+
+ private:
+  GeneratorImpl* clone_impl() const override;
+  uint64_t seed_;
+  uint64_t offset_{0};
+};
+
+// Everything mutable and global, in one place.
+class Device {
+ public:
+  static Device& get();
+
+  // Imports tpu_backend.runtime (and so JAX) on first use; raises what it raises.
+  void ensure_initialized();
+  bool initialized() const {
+    return initialized_.load(std::memory_order_acquire);
+  }
+  void mark_initialized() {
+    initialized_.store(true, std::memory_order_release);
+  }
+
+  Stream& stream(c10::DeviceIndex device);
+  const at::Generator& default_generator(c10::DeviceIndex device);
+  c10::DeviceIndex count() const {
+    return count_;
+  }
+  c10::DeviceIndex current() const;
+  void set_current(c10::DeviceIndex device);
+  void synchronize(c10::DeviceIndex device);
+
+  // Overloads that ran on the CPU for want of a lowering.
+  void count_fallback(const std::string& op);
+  std::map<std::string, int64_t> fallbacks();
+  void clear_fallbacks();
+
+ private:
+  Device();
+  std::atomic<bool> initialized_{false};
+  c10::DeviceIndex count_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+  std::vector<at::Generator> generators_;
+  std::mutex fallback_mutex_;
+  std::map<std::string, int64_t> fallbacks_;
+};
+
+void register_hooks();
+
+} // namespace tpu

@@ -1,0 +1,281 @@
+// The few ATen kernels that are about storage and not about numbers: making, viewing, resizing, copying, reading.
+#include "device.h"
+
+#include <ATen/NativeFunctions.h>
+#include <ATen/native/Resize.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+namespace py = pybind11;
+
+namespace tpu {
+namespace {
+
+c10::DeviceIndex index_of(std::optional<c10::Device> device) {
+  const auto index = device.has_value() ? device->index() : c10::DeviceIndex{-1};
+  const auto chosen = index < 0 ? Device::get().current() : index;
+  TORCH_CHECK(
+      chosen < Device::get().count(),
+      "tpu:",
+      static_cast<int>(chosen),
+      " does not exist: there are ",
+      static_cast<int>(Device::get().count()),
+      " tpu devices");
+  return chosen;
+}
+
+c10::DimVector concrete_sizes(c10::SymIntArrayRef sizes) {
+  c10::DimVector result;
+  for (const auto& size : sizes) {
+    result.push_back(size.guard_int(__FILE__, __LINE__));
+    TORCH_CHECK(result.back() >= 0, "Trying to create tensor with negative dimension ", result.back(), ": ", sizes);
+  }
+  return result;
+}
+
+at::Tensor empty_memory_format(
+    c10::SymIntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> layout,
+    std::optional<at::Device> device,
+    std::optional<bool>,
+    std::optional<at::MemoryFormat> memory_format) {
+  TORCH_CHECK(
+      layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided; sparse layouts live on the CPU");
+  Device::get().ensure_initialized();
+  const auto sizes = concrete_sizes(size);
+  auto tensor = make_tensor(
+      sizes, c10::contiguous_strides(sizes), dtype.value_or(at::get_default_dtype_as_scalartype()), index_of(device));
+  const auto format = memory_format.value_or(at::MemoryFormat::Contiguous);
+  if (format != at::MemoryFormat::Contiguous && format != at::MemoryFormat::Preserve) {
+    tensor.unsafeGetTensorImpl()->empty_tensor_restride(format);
+    auto restrided = make_tensor(tensor.sizes(), tensor.strides(), tensor.scalar_type(), tensor.device().index());
+    return restrided;
+  }
+  return tensor;
+}
+
+at::Tensor empty_strided(
+    c10::SymIntArrayRef size,
+    c10::SymIntArrayRef stride,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<at::Device> device,
+    std::optional<bool>) {
+  Device::get().ensure_initialized();
+  return make_tensor(
+      concrete_sizes(size),
+      C10_AS_INTARRAYREF_SLOW(stride),
+      dtype.value_or(at::get_default_dtype_as_scalartype()),
+      index_of(device));
+}
+
+const at::Tensor& resize_(
+    const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> memory_format) {
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (self.sizes() == sizes && !memory_format.has_value()) {
+    return self;
+  }
+  auto* impl = self.unsafeGetTensorImpl();
+  const auto needed = at::detail::computeStorageNbytesContiguous(sizes, impl->itemsize(), impl->storage_offset());
+  if (needed > impl->unsafe_storage().nbytes()) {
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(impl->unsafe_storage(), needed);
+  }
+  impl->set_sizes_contiguous(sizes);
+  if (memory_format.has_value() && *memory_format != at::MemoryFormat::Contiguous) {
+    impl->empty_tensor_restride(*memory_format);
+  }
+  return self;
+}
+
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(
+      self,
+      std::move(source),
+      offset.guard_int(__FILE__, __LINE__),
+      C10_AS_INTARRAYREF_SLOW(size),
+      C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+at::Tensor& set_source_storage(at::Tensor& self, at::Storage source) {
+  const auto count = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return at::native::set_storage_cpu_(self, std::move(source), 0, {count}, {});
+}
+
+at::Tensor& set_source_tensor(at::Tensor& self, const at::Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  auto fresh = make_tensor({0}, {1}, self.scalar_type(), self.device().index());
+  return at::native::set_tensor_(self, fresh);
+}
+
+// Host tensor -> a fresh device array in the destination's memory order.
+void write_from_host(const at::Tensor& source, const at::Tensor& target) {
+  Buffer* buffer = buffer_of(target);
+  auto& stream = Device::get().stream(buffer->device);
+  const auto order = memory_order(target.sizes(), target.strides());
+  const bool whole = order.dense && target.storage_offset() == 0 &&
+      static_cast<size_t>(target.numel()) * target.element_size() == buffer->layout->nbytes();
+  const auto expanded = source.expand(target.sizes());
+  if (!whole) {
+    auto staged = make_tensor(
+        target.sizes(), c10::contiguous_strides(target.sizes()), target.scalar_type(), target.device().index());
+    write_from_host(expanded, staged);
+    target.copy_(staged);
+    return;
+  }
+  auto host = expanded.permute(order.permutation).to(target.scalar_type()).contiguous();
+  const Layout* layout = intern_layout(host.sizes(), target.scalar_type());
+  PyObject* array = nullptr;
+  {
+    py::gil_scoped_acquire gil;
+    auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(host));
+    array = PyObject_CallFunction(runtime().put, "Oi", tensor.ptr(), static_cast<int>(buffer->device));
+    if (array == nullptr) {
+      py::error_already_set error;
+      TORCH_CHECK(false, error.what());
+    }
+  }
+  StreamLock lock(stream.mutex());
+  stream.overwrite(buffer, layout, array);
+}
+
+at::Tensor read_to_host(const at::Tensor& source) {
+  Buffer* buffer = buffer_of(source);
+  auto& stream = Device::get().stream(buffer->device);
+  PyObject* array = nullptr;
+  const Layout* layout = nullptr;
+  {
+    StreamLock lock(stream.mutex());
+    ++stream.counters.host_reads;
+    array = stream.concrete(buffer);
+    layout = buffer->layout;
+    if (array == nullptr) {
+      return at::zeros(source.sizes(), source.options().device(at::kCPU));
+    }
+    Py_INCREF(array); // held by the value, and by us while the lock is open
+  }
+  py::gil_scoped_acquire gil;
+  auto held = py::reinterpret_steal<py::object>(array);
+  py::object host = py::reinterpret_steal<py::object>(
+      PyObject_CallFunction(runtime().get, "Oi", held.ptr(), static_cast<int>(layout->dtype)));
+  if (!host) {
+    py::error_already_set error;
+    TORCH_CHECK(false, error.what());
+  }
+  at::Tensor flat = THPVariable_Unpack(host.ptr()).reshape({-1});
+  if (source.scalar_type() != flat.scalar_type()) {
+    flat = flat.view(source.scalar_type());
+  }
+  return flat.as_strided(source.sizes(), source.strides(), source.storage_offset());
+}
+
+// A whole-buffer copy between tensors of one dtype and memory order shares the value: values never change.
+bool share_value(const at::Tensor& source, const at::Tensor& target) {
+  if (source.scalar_type() != target.scalar_type() || source.sizes() != target.sizes() ||
+      source.strides() != target.strides() || source.storage_offset() != 0 || target.storage_offset() != 0) {
+    return false;
+  }
+  Buffer* from = buffer_of(source);
+  Buffer* to = buffer_of(target);
+  const auto nbytes = static_cast<size_t>(source.numel()) * source.element_size();
+  if (from->device != to->device || !from->value || from->layout->nbytes() != nbytes || to->layout->nbytes() != nbytes ||
+      !memory_order(source.sizes(), source.strides()).dense) {
+    return false;
+  }
+  StreamLock lock(Device::get().stream(from->device).mutex());
+  to->value = from->value;
+  to->layout = from->layout;
+  return true;
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool /*non_blocking*/) {
+  if (dst.numel() == 0) {
+    return dst;
+  }
+  if (self.device().type() != kDeviceType) {
+    write_from_host(self, dst);
+    return dst;
+  }
+  if (dst.device().type() != kDeviceType) {
+    dst.copy_(read_to_host(self));
+    return dst;
+  }
+  if (self.device() != dst.device()) {
+    write_from_host(read_to_host(self), dst);
+    return dst;
+  }
+  if (share_value(self, dst)) {
+    return dst;
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tpu::copy", "")
+                             .typed<at::Tensor&(const at::Tensor&, at::Tensor&)>();
+  at::Tensor target = dst;
+  op.call(self, target);
+  return dst;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
+  if (self.sizes() != dst.sizes()) {
+    dst.resize_(self.sizes());
+  }
+  return copy_from(self, dst, false);
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  TORCH_CHECK(self.numel() == 1, "a Tensor with ", self.numel(), " elements cannot be converted to Scalar");
+  return read_to_host(self).item();
+}
+
+at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
+  source.expand(out.sizes()); // raises PyTorch's error where it cannot be broadcast
+  return out;
+}
+
+bool equal(const at::Tensor& self, const at::Tensor& other) {
+  if (self.sizes() != other.sizes()) {
+    return false;
+  }
+  return self.eq(other).all().item().toBool();
+}
+
+} // namespace
+} // namespace tpu
+
+namespace {
+
+TORCH_LIBRARY(tpu, m) {
+  // A device-to-device copy: `out` takes the values of `source`, broadcast and cast.
+  m.def("copy(Tensor source, *, Tensor(a!) out) -> Tensor(a!)");
+}
+
+TORCH_LIBRARY_IMPL(tpu, Meta, m) {
+  m.impl("copy", &tpu::copy_meta);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &tpu::empty_memory_format);
+  m.impl("empty_strided", &tpu::empty_strided);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", &at::native::view);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("resize_", &tpu::resize_);
+  m.impl("set_", &tpu::set_empty);
+  m.impl("set_.source_Tensor", &tpu::set_source_tensor);
+  m.impl("set_.source_Storage", &tpu::set_source_storage);
+  m.impl("set_.source_Storage_storage_offset", &tpu::set_storage);
+  m.impl("_copy_from", &tpu::copy_from);
+  m.impl("_copy_from_and_resize", &tpu::copy_from_and_resize);
+  m.impl("_local_scalar_dense", &tpu::local_scalar_dense);
+  m.impl("equal", &tpu::equal);
+}
+
+} // namespace

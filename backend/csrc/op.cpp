@@ -1,0 +1,108 @@
+#include "op.h"
+
+#include "record.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+
+namespace tpu {
+namespace {
+
+std::deque<OpInfo>& op_table() {
+  static auto* table = new std::deque<OpInfo>;
+  return *table;
+}
+
+bool is_number(const c10::TypePtr& type) {
+  auto kind = type->kind();
+  if (kind == c10::TypeKind::OptionalType) {
+    kind = type->castRaw<c10::OptionalType>()->getElementType()->kind();
+  }
+  return kind == c10::TypeKind::NumberType || kind == c10::TypeKind::FloatType || kind == c10::TypeKind::IntType;
+}
+
+bool is_scalar_type(const c10::TypePtr& type) {
+  auto kind = type->kind();
+  if (kind == c10::TypeKind::OptionalType) {
+    kind = type->castRaw<c10::OptionalType>()->getElementType()->kind();
+  }
+  return kind == c10::TypeKind::NumberType;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
+  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, lowered.is_random, {}, {}, false};
+  const auto& schema = handle.schema();
+  for (const auto& argument : schema.arguments()) {
+    ArgInfo info;
+    info.is_out = argument.is_out();
+    info.is_read = !info.is_out && !contains(lowered.unread_args, argument.name());
+    if (is_number(argument.real_type())) {
+      const bool runtime = contains(lowered.runtime_args, argument.name()) ||
+          (is_scalar_type(argument.real_type()) && !contains(lowered.static_args, argument.name()));
+      info.policy = runtime ? NumberPolicy::Runtime : NumberPolicy::Static;
+      info.zero_or_one_static = argument.name() == "alpha" || argument.name() == "beta";
+    }
+    op.args.push_back(info);
+  }
+  for (const auto& result : schema.returns()) {
+    int written = -1;
+    if (result.alias_info() != nullptr && result.alias_info()->isWrite()) {
+      for (size_t i = 0; i < schema.arguments().size(); ++i) {
+        const auto* alias = schema.arguments()[i].alias_info();
+        if (alias != nullptr && alias->isWrite() && alias->beforeSets() == result.alias_info()->beforeSets()) {
+          written = static_cast<int>(i);
+        }
+      }
+    }
+    op.writes |= written >= 0;
+    op.written_arg.push_back(written);
+  }
+  const auto dot = lowered.table_name.find('.');
+  const std::string base = std::string(handle.schema().getNamespace().value_or("aten")) + "::" + lowered.table_name.substr(0, dot);
+  const std::string overload = dot == std::string::npos ? "" : lowered.table_name.substr(dot + 1);
+  if (auto found = c10::Dispatcher::singleton().findSchema({base, overload})) {
+    if (found->operator_name() != handle.operator_name()) {
+      op.functional = *found;
+    }
+  }
+  return op;
+}
+
+} // namespace
+
+void register_lowered_ops(const std::vector<LoweredOp>& ops) {
+  // The registrations live as long as the process.
+  static auto* libraries = new std::map<std::string, std::unique_ptr<torch::Library>>;
+  for (const auto& lowered : ops) {
+    const auto dot = lowered.overload.find('.');
+    const std::string name = lowered.overload.substr(0, dot);
+    const std::string overload = dot == std::string::npos ? "" : lowered.overload.substr(dot + 1);
+    auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    op_table().push_back(describe(handle, lowered));
+    auto& library = (*libraries)[lowered.overload.substr(0, lowered.overload.find("::"))];
+    if (library == nullptr) {
+      library = std::make_unique<torch::Library>(
+          torch::Library::IMPL,
+          lowered.overload.substr(0, lowered.overload.find("::")),
+          c10::DispatchKey::PrivateUse1,
+          __FILE__,
+          __LINE__);
+    }
+    library->impl(
+        lowered.overload.c_str(),
+        torch::CppFunction::makeFromBoxedFunctor(std::make_unique<RecordKernel>(&op_table().back())));
+  }
+}
+
+const OpInfo& op_by_id(uint32_t id) {
+  return op_table().at(id);
+}
+
+} // namespace tpu

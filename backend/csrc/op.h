@@ -1,0 +1,52 @@
+// What the device knows about one ATen overload: how it is called, which lowering serves it, what it writes.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tpu {
+
+// What becomes of a number that is passed to an op.
+enum class NumberPolicy : uint8_t {
+  Static, // part of the program, so a new value is a new program
+  Runtime, // an input of the program
+};
+
+struct ArgInfo {
+  bool is_out{false}; // an out= argument: written, and not an argument of the lowering
+  bool is_read{true}; // false for out= and where an in-place op ignores what was there (fill_, normal_)
+  bool zero_or_one_static{false}; // alpha and beta: 0 and 1 are worth a program of their own
+  NumberPolicy policy{NumberPolicy::Static};
+};
+
+struct OpInfo {
+  uint32_t id;
+  c10::OperatorHandle handle;
+  std::string table_name; // the lowering, e.g. "add.Tensor"
+  std::optional<c10::OperatorHandle> functional; // the overload that table_name stands for, if ATen has it
+  bool is_random{false};
+  std::vector<ArgInfo> args;
+  // For each return: the argument that it aliases and writes, or -1 for a new tensor.
+  std::vector<int> written_arg;
+  bool writes{false};
+};
+
+struct LoweredOp {
+  std::string overload; // "aten::add_.Tensor"
+  std::string table_name; // "add.Tensor"
+  std::vector<std::string> static_args;
+  std::vector<std::string> runtime_args;
+  std::vector<std::string> unread_args;
+  bool is_random;
+};
+
+// Register the recorder as PrivateUse1 kernel of every overload given.  Called once, at first use of the device.
+void register_lowered_ops(const std::vector<LoweredOp>& ops);
+
+const OpInfo& op_by_id(uint32_t id);
+
+} // namespace tpu

@@ -1,0 +1,219 @@
+#include "program.h"
+
+#include "stream.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+namespace py = pybind11;
+
+namespace tpu {
+namespace {
+
+py::handle check(PyObject* object) {
+  if (object == nullptr) {
+    throw py::error_already_set();
+  }
+  return object;
+}
+
+// Runtime numbers travel packed, one array a dtype; the array of the last call is used again when nothing changed.
+template <class T>
+PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& array) {
+  const std::string_view bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(T));
+  if (array != nullptr && bytes == last) {
+    return array;
+  }
+  py::array_t<T> host(static_cast<py::ssize_t>(numbers.size()));
+  std::memcpy(host.mutable_data(), numbers.data(), bytes.size());
+  PyObject* fresh = PyObject_CallOneArg(runtime().put_numbers, host.ptr());
+  check(fresh);
+  Py_XDECREF(array);
+  array = fresh;
+  last.assign(bytes);
+  return array;
+}
+
+bool includes(const std::vector<int32_t>& outputs, const std::vector<int32_t>& live) {
+  return std::all_of(live.begin(), live.end(), [&](int32_t local) {
+    return std::find(outputs.begin(), outputs.end(), local) != outputs.end();
+  });
+}
+
+} // namespace
+
+Runtime& runtime() {
+  static auto* instance = new Runtime;
+  return *instance;
+}
+
+Program& ProgramCache::find(const Segment& segment) {
+  auto& bucket = programs_[segment.hash];
+  for (auto& program : bucket) {
+    if (program->tape == segment.tape) {
+      return *program;
+    }
+  }
+  bucket.push_back(std::make_unique<Program>());
+  bucket.back()->tape = segment.tape;
+  return *bucket.back();
+}
+
+Variant& ProgramCache::variant_for(
+    Program& program,
+    const Segment& segment,
+    const std::vector<int32_t>& live,
+    const std::vector<std::pair<int32_t, int32_t>>& donations,
+    Counters& counters) {
+  const auto offsets_match = [&](const Variant& variant) {
+    for (size_t i = 0; i < segment.offsets.size(); ++i) {
+      if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
+        return false;
+      }
+    }
+    return true;
+  };
+  const auto may_donate = [&](const Variant& variant) {
+    return std::all_of(variant.donated.begin(), variant.donated.end(), [&](int32_t local) {
+      return std::any_of(donations.begin(), donations.end(), [&](const auto& pair) { return pair.first == local; });
+    });
+  };
+  // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
+  Variant* best = nullptr;
+  for (auto& variant : program.variants) {
+    if (offsets_match(*variant) && may_donate(*variant) && includes(variant->outputs, live) &&
+        (best == nullptr || variant->outputs.size() < best->outputs.size())) {
+      best = variant.get();
+    }
+  }
+  if (best != nullptr) {
+    ++counters.memory_hits;
+    return *best;
+  }
+
+  auto variant = std::make_unique<Variant>();
+  variant->offsets = segment.offsets;
+  variant->offset_is_input.assign(segment.offsets.size(), 0);
+  // An offset that has been seen with two values becomes an input.
+  for (const auto& other : program.variants) {
+    for (size_t i = 0; i < segment.offsets.size(); ++i) {
+      variant->offset_is_input[i] |=
+          static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
+    }
+  }
+  // Donated inputs and the outputs that take over their memory stand in the same order, so that XLA pairs them so.
+  for (const auto& [input, output] : donations) {
+    variant->donated.push_back(input);
+    variant->outputs.push_back(output);
+  }
+  for (int32_t local : live) {
+    if (std::find(variant->outputs.begin(), variant->outputs.end(), local) == variant->outputs.end()) {
+      variant->outputs.push_back(local);
+    }
+  }
+
+  const auto start = std::chrono::steady_clock::now();
+  py::dict description;
+  description["tape"] = py::cast(segment.tape);
+  py::list input_layouts;
+  for (int32_t local : segment.inputs) {
+    input_layouts.append(py::make_tuple(
+        static_cast<int>(segment.values[local]->layout->dtype), py::cast(segment.values[local]->layout->dims)));
+  }
+  description["input_layouts"] = input_layouts;
+  description["inputs"] = py::cast(segment.inputs);
+  description["outputs"] = py::cast(variant->outputs);
+  description["donated"] = py::cast(variant->donated);
+  description["offsets"] = py::cast(segment.offsets);
+  description["offset_is_input"] =
+      py::cast(std::vector<bool>(variant->offset_is_input.begin(), variant->offset_is_input.end()));
+  description["num_floats"] = segment.floats.size();
+  description["num_doubles"] = segment.doubles.size();
+  description["num_integers"] = segment.integers.size();
+  variant->executable = check(PyObject_CallOneArg(runtime().compile, description.ptr())).ptr();
+  ++counters.compilations;
+  counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  program.variants.push_back(std::move(variant));
+  ++size_;
+  return *program.variants.back();
+}
+
+void ProgramCache::execute(Variant& variant, Segment& segment) {
+  py::list arguments(segment.inputs.size());
+  for (size_t i = 0; i < segment.inputs.size(); ++i) {
+    arguments[i] = py::reinterpret_borrow<py::object>(segment.values[segment.inputs[i]]->array);
+  }
+  if (!segment.floats.empty()) {
+    arguments.append(py::handle(packed(segment.floats, variant.last_floats, variant.float_array)));
+  }
+  if (!segment.doubles.empty()) {
+    arguments.append(py::handle(packed(segment.doubles, variant.last_doubles, variant.double_array)));
+  }
+  for (size_t i = 0; i < segment.offsets.size(); ++i) {
+    if (variant.offset_is_input[i] != 0) {
+      segment.integers.push_back(segment.offsets[i]);
+    }
+  }
+  if (!segment.integers.empty()) {
+    arguments.append(py::handle(packed(segment.integers, variant.last_integers, variant.integer_array)));
+  }
+  static PyObject* disassemble = PyUnicode_InternFromString("disassemble_into_single_device_arrays");
+  auto results = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(variant.executable, arguments.ptr())));
+  auto arrays =
+      py::reinterpret_steal<py::object>(check(PyObject_CallMethodNoArgs(results.ptr(), disassemble)));
+  for (size_t i = 0; i < variant.outputs.size(); ++i) {
+    Value& value = *segment.values[variant.outputs[i]];
+    PyObject* shards = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
+    PyObject* array = check(PyList_GetItem(shards, 0)).ptr();
+    Py_INCREF(array);
+    value.array = array;
+  }
+}
+
+void ProgramCache::run(Segment& segment, Counters& counters) {
+  std::vector<int32_t> live;
+  std::vector<uint8_t> is_input(segment.values.size(), 0);
+  for (int32_t local : segment.inputs) {
+    is_input[local] = 1;
+  }
+  for (size_t local = 0; local < segment.values.size(); ++local) {
+    if (is_input[local] == 0 && segment.values[local].use_count() > 1) {
+      live.push_back(static_cast<int32_t>(local));
+    }
+  }
+  if (live.empty()) {
+    return; // nobody can see what was recorded
+  }
+  // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.
+  std::vector<std::pair<int32_t, int32_t>> donations;
+  for (int32_t local : live) {
+    const int32_t origin = segment.origin[local];
+    if (origin >= 0 && is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
+        segment.values[origin]->layout == segment.values[local]->layout &&
+        Py_REFCNT(segment.values[origin]->array) == 1) {
+      donations.emplace_back(origin, local);
+    }
+  }
+  std::sort(donations.begin(), donations.end());
+  try {
+    Program& program = find(segment);
+    Variant& variant = variant_for(program, segment, live, donations, counters);
+    execute(variant, segment);
+    ++counters.segments_run;
+  } catch (py::error_already_set& error) {
+    auto message = std::make_shared<const std::string>(error.what());
+    for (size_t local = 0; local < segment.values.size(); ++local) {
+      if (segment.values[local]->array == nullptr) {
+        segment.values[local]->error = message;
+      }
+    }
+    TORCH_CHECK(false, *message);
+  }
+}
+
+} // namespace tpu

@@ -1,0 +1,92 @@
+// Segments and the executables they run on.
+#pragma once
+
+#include "signature.h"
+
+#include <memory>
+#include <unordered_map>
+
+namespace tpu {
+
+struct Counters;
+
+struct Segment {
+  uint64_t serial{0};
+  // For each entry its signature id and then the local numbers of the values it reads.
+  std::vector<uint32_t> tape;
+  uint64_t hash{0};
+  std::vector<const Signature*> entries;
+  std::vector<ValuePtr> values; // by local number
+  std::vector<int32_t> inputs; // the locals that were there before
+  std::vector<int32_t> origin; // by local: the input whose buffer it has taken over, or -1
+  // What is not part of the key: starts of slices and runtime numbers.
+  std::vector<int64_t> offsets;
+  std::vector<float> floats;
+  std::vector<double> doubles;
+  std::vector<int64_t> integers;
+
+  void clear();
+  void push(uint32_t word) {
+    tape.push_back(word);
+    hash = (hash ^ word) * 0x9fb21c651e98df25ULL;
+    hash ^= hash >> 29;
+  }
+};
+
+// One executable of a program: for these outputs, these donations and these constant offsets.
+struct Variant {
+  std::vector<uint8_t> offset_is_input;
+  std::vector<int64_t> offsets; // where not an input
+  std::vector<int32_t> outputs; // locals, in the order the executable returns them
+  std::vector<int32_t> donated; // locals of inputs that the executable consumes
+  PyObject* executable{nullptr}; // owned, never freed: executables live as long as the process
+  // The numbers passed last and their device arrays: most repeat from call to call.
+  std::string last_floats, last_doubles, last_integers;
+  PyObject* float_array{nullptr};
+  PyObject* double_array{nullptr};
+  PyObject* integer_array{nullptr};
+};
+
+struct Program {
+  std::vector<uint32_t> tape;
+  std::vector<std::unique_ptr<Variant>> variants;
+};
+
+class ProgramCache {
+ public:
+  // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error.
+  void run(Segment& segment, Counters& counters);
+
+  size_t size() const {
+    return size_;
+  }
+
+ private:
+  Program& find(const Segment& segment);
+  Variant& variant_for(
+      Program& program,
+      const Segment& segment,
+      const std::vector<int32_t>& live,
+      const std::vector<std::pair<int32_t, int32_t>>& donations,
+      Counters& counters);
+  void execute(Variant& variant, Segment& segment);
+
+  std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
+  size_t size_{0};
+};
+
+// Callbacks into tpu_backend.runtime, set once at first use of the device.
+struct Runtime {
+  PyObject* compile{nullptr}; // (description) -> executable
+  PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
+  PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array
+  PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor
+  PyObject* wait{nullptr}; // () -> None, until everything launched has finished
+  PyObject* after_debug_op{nullptr}; // (op name, shapes, arrays) -> None: waits, checks
+};
+Runtime& runtime();
+
+// A signature in Python's terms, for the lowering; see tpu_backend/runtime/decode.py for the form.
+PyObject* describe_signature(uint32_t id);
+
+} // namespace tpu

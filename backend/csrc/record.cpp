@@ -1,0 +1,118 @@
+#include "record.h"
+
+#include "device.h"
+
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <pybind11/pybind11.h>
+
+namespace tpu {
+namespace {
+
+c10::DeviceIndex device_of(c10::ArrayRef<c10::IValue> args) {
+  for (const auto& value : args) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kDeviceType) {
+      return value.toTensor().device().index();
+    }
+    if (value.isTensorList() && !value.toTensorList().empty()) {
+      return value.toTensorList().get(0).device().index();
+    }
+  }
+  return Device::get().current();
+}
+
+GeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> args, c10::DeviceIndex device) {
+  for (const auto& value : args) {
+    if (value.isGenerator()) {
+      auto generator = value.toGenerator();
+      TORCH_CHECK(
+          generator.device().type() == kDeviceType,
+          "Expected a 'tpu' device type for generator but found '",
+          generator.device().type(),
+          "'; make one with torch.Generator(\"tpu\")");
+      return *generator.get<GeneratorImpl>();
+    }
+  }
+  return *Device::get().default_generator(device).get<GeneratorImpl>();
+}
+
+at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      info.layout->nbytes(),
+      make_buffer(info.layout->nbytes(), info.layout, device),
+      allocator(),
+      /*resizable=*/true);
+  auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
+      c10::Storage(std::move(storage)),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::scalarTypeToTypeMeta(info.dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(info.sizes, info.strides);
+  return at::Tensor(std::move(tensor));
+}
+
+} // namespace
+
+void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const OpInfo& op = *op_;
+  const auto arguments = torch::jit::last(*stack, op.args.size());
+  const c10::DeviceIndex device = device_of(arguments);
+  Stream& stream = Device::get().stream(device);
+
+  EncodedCall call;
+  encode_call(op, arguments, device, call);
+  const Signature* signature = find_signature(call);
+  if (signature == nullptr) {
+    signature = make_signature(op, arguments, call);
+  }
+  if (!signature->out_resizes.empty()) {
+    for (const auto& [arg, sizes] : signature->out_resizes) {
+      at::native::resize_output(arguments[arg].toTensor(), sizes);
+    }
+    call.clear();
+    encode_call(op, arguments, device, call);
+    signature = find_signature(call);
+    if (signature == nullptr) {
+      signature = make_signature(op, arguments, call);
+    }
+  }
+  if (op.is_random) {
+    auto& generator = generator_of(arguments, device);
+    std::lock_guard<std::mutex> guard(generator.mutex_);
+    call.numbers.push_back({.is_integer = true, .integer = static_cast<int64_t>(generator.current_seed())});
+    call.numbers.push_back({.is_integer = true, .integer = static_cast<int64_t>(generator.take_offset())});
+  }
+
+  c10::SmallVector<at::Tensor, 4> results;
+  c10::SmallVector<Buffer*, 4> buffers;
+  for (const auto& output : signature->outputs) {
+    results.push_back(output.written_arg >= 0 ? arguments[output.written_arg].toTensor() : make_output(output, device));
+    buffers.push_back(buffer_of(results.back()));
+  }
+  {
+    StreamLock lock(stream.mutex());
+    stream.append(*signature, call, {buffers.data(), buffers.size()});
+    if (mode() != Mode::Fused) {
+      stream.cut_after(*signature, {buffers.data(), buffers.size()});
+    }
+  }
+  torch::jit::drop(*stack, op.args.size());
+  for (auto& result : results) {
+    stack->emplace_back(std::move(result));
+  }
+}
+
+void cpu_fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  const auto& name = handle.schema().operator_name();
+  Device::get().ensure_initialized();
+  Device::get().count_fallback(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
+  at::native::cpu_fallback(handle, stack);
+}
+
+} // namespace tpu
+
+namespace {
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::cpu_fallback>());
+}
+} // namespace

@@ -1,0 +1,435 @@
+#include "signature.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <c10/util/strides.h>
+
+#include <bit>
+#include <deque>
+#include <mutex>
+#include <unordered_map>
+
+namespace tpu {
+namespace {
+
+constexpr c10::DeviceType kTpu = c10::DeviceType::PrivateUse1;
+
+struct SignatureTable {
+  std::mutex mutex;
+  std::deque<Signature> signatures;
+  std::unordered_multimap<uint64_t, const Signature*> by_hash;
+  std::deque<std::string> strings;
+  std::unordered_map<std::string, uint64_t> string_ids;
+};
+SignatureTable& table() {
+  static auto* instance = new SignatureTable;
+  return *instance;
+}
+
+uint64_t hash_of(c10::ArrayRef<uint64_t> words) {
+  uint64_t hash = words.size();
+  for (uint64_t word : words) {
+    hash = (hash ^ word) * 0x9fb21c651e98df25ULL;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+uint64_t intern_string(const std::string& text) {
+  auto& t = table();
+  std::lock_guard<std::mutex> guard(t.mutex);
+  auto [it, inserted] = t.string_ids.try_emplace(text, t.strings.size());
+  if (inserted) {
+    t.strings.push_back(text);
+  }
+  return it->second;
+}
+
+void encode_runtime(EncodedCall& call, c10::ScalarType dtype, bool wrapped, RuntimeNumber number) {
+  call.words.push_back(tagged(
+      Tag::Runtime,
+      static_cast<uint64_t>(number.is_integer) | static_cast<uint64_t>(dtype) << 8 |
+          static_cast<uint64_t>(wrapped) << 16));
+  call.numbers.push_back(number);
+}
+
+// A 0-d CPU tensor is a number that PyTorch wrapped (`x * 2.5`), or one the user keeps on the host (Adam's step).
+void encode_cpu_scalar(const at::Tensor& tensor, EncodedCall& call) {
+  const auto dtype = tensor.scalar_type();
+  const bool wrapped = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+  const auto value = tensor.item();
+  if (value.isComplex()) {
+    const auto number = value.toComplexDouble();
+    call.words.push_back(tagged(Tag::Complex, static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(wrapped) << 16));
+    call.words.push_back(std::bit_cast<uint64_t>(number.real()));
+    call.words.push_back(std::bit_cast<uint64_t>(number.imag()));
+  } else if (value.isFloatingPoint()) {
+    encode_runtime(call, dtype, wrapped, {.is_integer = false, .real = value.toDouble()});
+  } else {
+    encode_runtime(call, dtype, wrapped, {.is_integer = true, .integer = value.toLong()});
+  }
+}
+
+void encode_number(const ArgInfo& arg, const c10::IValue& value, EncodedCall& call) {
+  const bool is_integer = !value.isDouble();
+  const double real = value.isDouble() ? value.toDouble() : static_cast<double>(value.toInt());
+  const bool runtime = arg.policy == NumberPolicy::Runtime && !(arg.zero_or_one_static && (real == 0 || real == 1));
+  if (runtime) {
+    if (is_integer) {
+      encode_runtime(call, c10::kLong, true, {.is_integer = true, .integer = value.toInt()});
+    } else {
+      encode_runtime(call, c10::kDouble, true, {.is_integer = false, .real = real});
+    }
+  } else if (is_integer) {
+    call.words.push_back(tagged(Tag::Int));
+    call.words.push_back(static_cast<uint64_t>(value.toInt()));
+  } else {
+    call.words.push_back(tagged(Tag::Double));
+    call.words.push_back(std::bit_cast<uint64_t>(real));
+  }
+}
+
+void encode_any_tensor(const at::Tensor& tensor, bool reads, c10::DeviceIndex device, EncodedCall& call) {
+  if (!tensor.defined()) {
+    call.words.push_back(tagged(Tag::None));
+  } else if (tensor.device().type() == kTpu) {
+    encode_tensor(tensor, reads, call);
+  } else if (tensor.device().is_cpu() && tensor.dim() == 0) {
+    encode_cpu_scalar(tensor, call);
+  } else {
+    TORCH_CHECK(
+        false,
+        "Expected all tensors to be on the same device, but found at least two devices, tpu:",
+        static_cast<int>(device),
+        " and ",
+        tensor.device(),
+        "! Move the other one first: tensor.to(\"tpu\")");
+  }
+}
+
+void encode_value(const ArgInfo& arg, const c10::IValue& value, c10::DeviceIndex device, EncodedCall& call) {
+  if (value.isTensor()) {
+    encode_any_tensor(value.toTensor(), arg.is_read, device, call);
+  } else if (value.isNone() || value.isDevice() || value.isGenerator()) {
+    call.words.push_back(tagged(Tag::None));
+  } else if (value.isBool()) {
+    call.words.push_back(tagged(Tag::Bool, value.toBool()));
+  } else if (value.isInt() || value.isDouble()) {
+    encode_number(arg, value, call);
+  } else if (value.isSymInt()) {
+    encode_number(arg, c10::IValue(value.toSymInt().guard_int(__FILE__, __LINE__)), call);
+  } else if (value.isComplexDouble()) {
+    const auto number = value.toComplexDouble();
+    call.words.push_back(tagged(Tag::Complex, static_cast<uint64_t>(c10::kComplexDouble) << 8 | 1ULL << 16));
+    call.words.push_back(std::bit_cast<uint64_t>(number.real()));
+    call.words.push_back(std::bit_cast<uint64_t>(number.imag()));
+  } else if (value.isIntList()) {
+    const auto& list = value.toIntList();
+    call.words.push_back(tagged(Tag::IntList, list.size()));
+    for (int64_t item : list) {
+      call.words.push_back(static_cast<uint64_t>(item));
+    }
+  } else if (value.isDoubleList()) {
+    const auto& list = value.toDoubleList();
+    call.words.push_back(tagged(Tag::DoubleList, list.size()));
+    for (double item : list) {
+      call.words.push_back(std::bit_cast<uint64_t>(item));
+    }
+  } else if (value.isBoolList()) {
+    const auto& list = value.toBoolList();
+    call.words.push_back(tagged(Tag::BoolList, list.size()));
+    for (bool item : list) {
+      call.words.push_back(static_cast<uint64_t>(item));
+    }
+  } else if (value.isString()) {
+    call.words.push_back(tagged(Tag::String, intern_string(value.toStringRef())));
+  } else if (value.isTensorList()) {
+    const auto& list = value.toTensorList();
+    call.words.push_back(tagged(Tag::List, list.size()));
+    for (const at::Tensor& item : list) {
+      encode_any_tensor(item, arg.is_read, device, call);
+    }
+  } else if (value.isList()) { // Tensor?[] of index, SymInt[], Scalar[]
+    const auto list = value.toListRef();
+    call.words.push_back(tagged(Tag::List, list.size()));
+    for (const c10::IValue& item : list) {
+      if (item.isTensor() && item.toTensor().defined() && item.toTensor().is_cpu() && item.toTensor().dim() > 0) {
+        // PyTorch allows CPU index tensors beside a device tensor.
+        call.moved.push_back(item.toTensor().to(c10::Device(kTpu, device)));
+        encode_tensor(call.moved.back(), true, call);
+      } else {
+        encode_value(arg, item, device, call);
+      }
+    }
+  } else {
+    TORCH_CHECK(false, "an argument of type ", value.tagKind(), " cannot be recorded on tpu");
+  }
+}
+
+// A meta tensor of the same shape: PyTorch's shape inference runs on these.
+at::Tensor to_meta(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.device().type() != kTpu) {
+    return tensor;
+  }
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
+}
+
+c10::IValue to_meta(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return to_meta(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& item : value.toTensorList()) {
+      list.push_back(to_meta(item));
+    }
+    return list;
+  }
+  if (value.isDevice()) {
+    return c10::Device(c10::kMeta);
+  }
+  if (value.isGenerator()) {
+    return {};
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& item : value.toOptionalTensorList()) {
+      if (!item.has_value()) {
+        list.push_back(std::nullopt);
+      } else if (item->is_cpu()) {
+        list.push_back(at::empty_strided(item->sizes(), item->strides(), item->options().device(c10::kMeta)));
+      } else {
+        list.push_back(to_meta(*item));
+      }
+    }
+    return list;
+  }
+  return value;
+}
+
+std::vector<at::Tensor> flatten_returns(const torch::jit::Stack& stack) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& value : stack) {
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+    } else {
+      TORCH_CHECK(false, "a lowered op must return tensors, got ", value.tagKind());
+    }
+  }
+  return tensors;
+}
+
+std::vector<at::Tensor> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  handle.callBoxed(stack);
+  return flatten_returns(stack);
+}
+
+// The functional overload's arguments out of an in-place or out= call: the same, without the out= ones.
+torch::jit::Stack functional_arguments(const OpInfo& op, const torch::jit::Stack& meta) {
+  torch::jit::Stack stack;
+  for (size_t i = 0; i < meta.size(); ++i) {
+    if (!op.args[i].is_out) {
+      stack.push_back(meta[i]);
+    }
+  }
+  return stack;
+}
+
+void describe_write(const at::Tensor& target, OutputInfo& output) {
+  at::assert_no_internal_overlap(target);
+  output.sizes = target.sizes().vec();
+  output.strides = target.strides().vec();
+  output.dtype = target.scalar_type();
+  output.skip = target.numel() == 0;
+  const Buffer* buffer = buffer_of(target);
+  const auto order = memory_order(target.sizes(), target.strides());
+  const bool whole = order.dense && target.storage_offset() == 0 &&
+      static_cast<size_t>(target.numel()) * target.element_size() == buffer->layout->nbytes();
+  output.partial = !whole;
+  if (whole) {
+    c10::SmallVector<int64_t, 6> dims;
+    for (int64_t axis : order.permutation) {
+      dims.push_back(target.size(axis));
+    }
+    output.layout = intern_layout(dims, output.dtype);
+  } else {
+    output.layout = buffer->layout;
+  }
+}
+
+void describe_new(const at::Tensor& meta, OutputInfo& output) {
+  output.sizes = meta.sizes().vec();
+  output.strides = meta.strides().vec();
+  output.dtype = meta.scalar_type();
+  output.skip = meta.numel() == 0;
+  const auto order = memory_order(meta.sizes(), meta.strides());
+  if (!order.dense) { // a meta kernel that leaves gaps or overlaps: values would not survive, make it contiguous
+    const auto contiguous = c10::contiguous_strides(output.sizes);
+    output.strides.assign(contiguous.begin(), contiguous.end());
+    output.layout = intern_layout(output.sizes, output.dtype);
+    return;
+  }
+  c10::SmallVector<int64_t, 6> dims;
+  for (int64_t axis : order.permutation) {
+    dims.push_back(meta.size(axis));
+  }
+  output.layout = intern_layout(dims, output.dtype);
+}
+
+bool is_wide(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.dim() >= 0 &&
+      (tensor.scalar_type() == c10::kDouble || tensor.scalar_type() == c10::kComplexDouble) &&
+      !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+const Signature* intern(Signature signature) {
+  auto& t = table();
+  const uint64_t hash = hash_of(signature.words);
+  std::lock_guard<std::mutex> guard(t.mutex);
+  signature.id = static_cast<uint32_t>(t.signatures.size());
+  t.signatures.push_back(std::move(signature));
+  const Signature* interned = &t.signatures.back();
+  t.by_hash.emplace(hash, interned);
+  return interned;
+}
+
+} // namespace
+
+void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call) {
+  Buffer* buffer = buffer_of(tensor);
+  const Layout* layout = buffer->layout;
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const auto sizes = impl->sizes();
+  const auto dtype = c10::typeMetaToScalarType(impl->dtype());
+  call.tensors.push_back({buffer, reads});
+  if (impl->storage_offset() == 0 && impl->is_contiguous() && dtype == layout->dtype && sizes == layout->dims) {
+    call.words.push_back(tagged(Tag::TensorWhole, layout->id));
+    return;
+  }
+  const auto strides = impl->strides();
+  const auto itemsize = impl->itemsize();
+  const auto capacity = static_cast<int64_t>(layout->nbytes() / itemsize);
+  ViewKind kind = ViewKind::General;
+  if (impl->storage_offset() == 0 && impl->numel() == capacity && memory_order(sizes, strides).dense) {
+    kind = ViewKind::Dense;
+  } else {
+    if (dtype == layout->dtype && is_box(layout->dims, sizes, strides, impl->storage_offset())) {
+      kind = ViewKind::Box;
+    }
+    call.offsets.push_back(impl->storage_offset());
+  }
+  call.words.push_back(tagged(
+      Tag::TensorView,
+      sizes.size() | static_cast<uint64_t>(kind) << 8 | static_cast<uint64_t>(dtype) << 16 |
+          static_cast<uint64_t>(layout->id) << 24));
+  for (int64_t size : sizes) {
+    call.words.push_back(static_cast<uint64_t>(size));
+  }
+  for (int64_t stride : strides) {
+    call.words.push_back(static_cast<uint64_t>(stride));
+  }
+}
+
+void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceIndex device, EncodedCall& call) {
+  call.words.push_back(op.id);
+  for (size_t i = 0; i < args.size(); ++i) {
+    encode_value(op.args[i], args[i], device, call);
+  }
+  if (op.is_random) {
+    call.words.push_back(tagged(Tag::Random));
+  }
+}
+
+const Signature* find_signature(const EncodedCall& call) {
+  auto& t = table();
+  const c10::ArrayRef<uint64_t> words(call.words.data(), call.words.size());
+  const uint64_t hash = hash_of(words);
+  std::lock_guard<std::mutex> guard(t.mutex);
+  auto range = t.by_hash.equal_range(hash);
+  for (auto it = range.first; it != range.second; ++it) {
+    if (words == c10::ArrayRef<uint64_t>(it->second->words)) {
+      return it->second;
+    }
+  }
+  return nullptr;
+}
+
+const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> args, const EncodedCall& call) {
+  Signature signature{0, &op, {call.words.begin(), call.words.end()}, {}, false, {}};
+  torch::jit::Stack meta;
+  for (const auto& value : args) {
+    if (value.isTensor()) {
+      signature.wide |= is_wide(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& item : value.toTensorList()) {
+        signature.wide |= is_wide(item);
+      }
+    }
+    meta.push_back(to_meta(value));
+  }
+
+  // What the op computes, before it is written anywhere.
+  std::vector<at::Tensor> computed;
+  const auto before = meta;
+  const auto returned = call_meta(op.handle, meta);
+  if (op.functional.has_value()) {
+    computed = call_meta(*op.functional, functional_arguments(op, before));
+  } else {
+    computed = returned;
+  }
+
+  for (size_t i = 0; i < returned.size(); ++i) {
+    OutputInfo output;
+    output.written_arg = op.written_arg[i];
+    output.computed_sizes = computed[i].sizes().vec();
+    output.computed_dtype = computed[i].scalar_type();
+    signature.wide |= is_wide(computed[i]);
+    if (output.written_arg >= 0) {
+      const at::Tensor& target = args[output.written_arg].toTensor();
+      if (target.sizes() != returned[i].sizes()) { // out= of another shape
+        signature.out_resizes.emplace_back(output.written_arg, returned[i].sizes().vec());
+      }
+      describe_write(target, output);
+    } else {
+      describe_new(returned[i], output);
+    }
+    signature.outputs.push_back(std::move(output));
+  }
+  return intern(std::move(signature));
+}
+
+const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call, const Layout* output) {
+  if (const Signature* known = find_signature(call)) {
+    return known;
+  }
+  Signature signature{0, nullptr, {call.words.begin(), call.words.end()}, {}, false, {}};
+  TORCH_INTERNAL_ASSERT(signature.words[0] == builtin_op);
+  OutputInfo info;
+  info.sizes = output->dims;
+  const auto contiguous = c10::contiguous_strides(output->dims);
+  info.strides.assign(contiguous.begin(), contiguous.end());
+  info.dtype = output->dtype;
+  info.layout = output;
+  info.computed_sizes = output->dims;
+  info.computed_dtype = output->dtype;
+  signature.outputs.push_back(std::move(info));
+  return intern(std::move(signature));
+}
+
+const Signature& signature_by_id(uint32_t id) {
+  auto& t = table();
+  std::lock_guard<std::mutex> guard(t.mutex);
+  return t.signatures.at(id);
+}
+
+const std::string& interned_string(uint64_t id) {
+  auto& t = table();
+  std::lock_guard<std::mutex> guard(t.mutex);
+  return t.strings.at(id);
+}
+
+} // namespace tpu

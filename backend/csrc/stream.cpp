@@ -1,0 +1,205 @@
+#include "stream.h"
+
+#include <pybind11/pybind11.h>
+
+namespace tpu {
+namespace {
+
+// A segment that nothing cuts (inference that is never read) is cut here, so that memory and compile time stay bounded.
+constexpr size_t kMaxEntries = 16384;
+
+std::atomic<Mode> g_mode{Mode::Fused};
+
+} // namespace
+
+Mode mode() {
+  return g_mode.load(std::memory_order_relaxed);
+}
+void set_mode(Mode mode) {
+  g_mode.store(mode, std::memory_order_relaxed);
+}
+
+StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
+  if (mutex_.try_lock()) {
+    return;
+  }
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    PyThreadState* state = PyEval_SaveThread();
+    mutex_.lock();
+    PyEval_RestoreThread(state);
+  } else {
+    mutex_.lock();
+  }
+}
+
+void Segment::clear() {
+  tape.clear();
+  hash = 0;
+  entries.clear();
+  values.clear();
+  inputs.clear();
+  origin.clear();
+  offsets.clear();
+  floats.clear();
+  doubles.clear();
+  integers.clear();
+}
+
+int32_t Stream::number(const ValuePtr& value, int32_t origin) {
+  const auto local = static_cast<int32_t>(segment_.values.size());
+  value->segment = segment_.serial;
+  value->local = local;
+  segment_.values.push_back(value);
+  segment_.origin.push_back(origin);
+  return local;
+}
+
+const Value& Stream::readable(Buffer* buffer) {
+  if (!buffer->value) { // read before it was written: some value, the same in every mode
+    EncodedCall call;
+    call.words.push_back(kBuiltinZeros);
+    call.words.push_back(buffer->layout->id);
+    append(*builtin_signature(kBuiltinZeros, call, buffer->layout), call, {buffer});
+  }
+  const Value& value = *buffer->value;
+  TORCH_CHECK(value.error == nullptr, "this tensor has no value: it was to be computed by a program that failed:\n", *value.error);
+  return value;
+}
+
+int32_t Stream::link(Buffer* buffer) {
+  const Value& value = readable(buffer);
+  if (value.segment == segment_.serial) {
+    return value.local;
+  }
+  const auto local = static_cast<int32_t>(segment_.values.size());
+  segment_.inputs.push_back(local);
+  return number(buffer->value, local);
+}
+
+void Stream::append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs) {
+  if (cut_before_next_ || segment_.entries.size() >= kMaxEntries) {
+    cut_before_next_ = false;
+    cut();
+  }
+  if (segment_.serial == 0) {
+    segment_.serial = next_serial_++;
+  }
+  // Values that were never written become entries of their own, before this one.
+  for (const auto& tensor : call.tensors) {
+    if (tensor.reads) {
+      readable(tensor.buffer);
+    }
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (signature.outputs[i].partial && !signature.outputs[i].skip) {
+      readable(outputs[i]);
+    }
+  }
+  segment_.push(signature.id);
+  segment_.entries.push_back(&signature);
+  for (const auto& tensor : call.tensors) {
+    if (tensor.reads) {
+      segment_.push(static_cast<uint32_t>(link(tensor.buffer)));
+    }
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (signature.outputs[i].partial && !signature.outputs[i].skip) {
+      segment_.push(static_cast<uint32_t>(link(outputs[i])));
+    }
+  }
+  segment_.offsets.insert(segment_.offsets.end(), call.offsets.begin(), call.offsets.end());
+  for (const auto& number : call.numbers) {
+    if (number.is_integer) {
+      segment_.integers.push_back(number.integer);
+    } else if (signature.wide) {
+      segment_.doubles.push_back(number.real);
+    } else {
+      segment_.floats.push_back(static_cast<float>(number.real));
+    }
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto& output = signature.outputs[i];
+    Buffer* buffer = outputs[i];
+    if (output.skip) {
+      continue;
+    }
+    int32_t origin = -1;
+    if (buffer->value && buffer->value->segment == segment_.serial) {
+      origin = segment_.origin[buffer->value->local];
+    }
+    auto value = c10::make_intrusive<Value>(output.layout);
+    number(value, origin);
+    buffer->value = std::move(value);
+    buffer->layout = output.layout;
+  }
+  ++counters.ops_recorded;
+}
+
+void Stream::cut() {
+  if (segment_.entries.empty()) {
+    return;
+  }
+  Segment running = std::move(segment_);
+  segment_ = std::move(spare_);
+  segment_.clear();
+  segment_.serial = 0;
+  cut_before_next_ = false;
+  {
+    pybind11::gil_scoped_acquire gil;
+    drain_released_references();
+    programs_.run(running, counters);
+    running.clear();
+  }
+  spare_ = std::move(running);
+}
+
+void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {
+  cut();
+  if (mode() != Mode::Debug) {
+    return;
+  }
+  pybind11::gil_scoped_acquire gil;
+  pybind11::list arrays;
+  for (Buffer* buffer : outputs) {
+    if (buffer->value && buffer->value->array != nullptr) {
+      arrays.append(pybind11::handle(buffer->value->array));
+    }
+  }
+  auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
+      runtime().after_debug_op, "IO", static_cast<unsigned int>(signature.id), arrays.ptr()));
+  if (!done) {
+    pybind11::error_already_set error;
+    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+  }
+}
+
+void Stream::copy_resized(Buffer* from, Buffer* to) {
+  if (!from->value || from->nbytes == 0 || to->nbytes == 0) {
+    return;
+  }
+  EncodedCall call;
+  call.words.push_back(kBuiltinResize);
+  call.words.push_back(from->layout->id);
+  call.words.push_back(to->layout->id);
+  call.tensors.push_back({from, true});
+  append(*builtin_signature(kBuiltinResize, call, to->layout), call, {to});
+}
+
+PyObject* Stream::concrete(Buffer* buffer) {
+  if (!buffer->value) {
+    return nullptr;
+  }
+  if (buffer->value->array == nullptr && buffer->value->error == nullptr) {
+    cut();
+  }
+  readable(buffer);
+  TORCH_INTERNAL_ASSERT(buffer->value->array != nullptr, "a value is neither computed nor pending");
+  return buffer->value->array;
+}
+
+void Stream::overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array) {
+  buffer->value = c10::make_intrusive<Value>(layout, owned_array);
+  buffer->layout = layout;
+}
+
+} // namespace tpu

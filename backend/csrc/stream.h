@@ -1,0 +1,88 @@
+// The op stream of one device: entries are appended to a segment, a cut hands the segment to XLA.
+#pragma once
+
+#include "program.h"
+#include "signature.h"
+
+#include <atomic>
+#include <mutex>
+
+namespace tpu {
+
+// A mode is only a rule for when the stream is cut.
+enum class Mode : uint8_t {
+  Debug, // after each op, and wait for it
+  Strict, // after each op
+  Fused, // at a natural boundary: a host read, a flush, the op after an optimizer step
+};
+
+struct Counters {
+  uint64_t ops_recorded{0};
+  uint64_t segments_run{0};
+  uint64_t compilations{0};
+  uint64_t memory_hits{0};
+  uint64_t disk_hits{0};
+  double compile_seconds{0};
+  uint64_t host_reads{0};
+};
+
+// Holds the stream.  Order of locks: the stream before the GIL; nobody waits for the stream while holding the GIL.
+class StreamLock {
+ public:
+  explicit StreamLock(std::recursive_mutex& mutex);
+  ~StreamLock() {
+    mutex_.unlock();
+  }
+  StreamLock(const StreamLock&) = delete;
+  StreamLock& operator=(const StreamLock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+};
+
+class Stream {
+ public:
+  explicit Stream(c10::DeviceIndex device) : device_(device) {}
+
+  c10::DeviceIndex device() const {
+    return device_;
+  }
+  std::recursive_mutex& mutex() {
+    return mutex_;
+  }
+
+  // All of these want the lock held.
+  void append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs);
+  // Strict and debug: the entry is a segment of its own.
+  void cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs);
+  void cut();
+  // The buffer's value as a borrowed jax.Array, computed if need be; null if it was never written.
+  PyObject* concrete(Buffer* buffer);
+  void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
+  void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
+
+  void cut_before_next_entry() {
+    cut_before_next_ = true;
+  }
+
+  Counters counters; // guarded by the lock
+
+ private:
+  int32_t link(Buffer* buffer);
+  int32_t number(const ValuePtr& value, int32_t origin);
+  const Value& readable(Buffer* buffer);
+
+  c10::DeviceIndex device_;
+  std::recursive_mutex mutex_;
+  Segment segment_;
+  Segment spare_; // its storage is used again
+  ProgramCache programs_;
+
+  uint64_t next_serial_{1};
+  bool cut_before_next_{false};
+};
+
+Mode mode();
+void set_mode(Mode mode);
+
+} // namespace tpu

@@ -1,0 +1,64 @@
+// What a storage holds: a Buffer is the context of its DataPtr; a Value is one immutable version of its contents.
+#pragma once
+
+#include "layout.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <Python.h>
+
+#include <memory>
+#include <string>
+
+namespace tpu {
+
+// One version of a buffer's contents.  Entries of the stream refer to values, never to buffers, so whatever happens to
+// a tensor later (in-place writes, resize_, set_, del) cannot change what was recorded.
+struct Value final : c10::intrusive_ptr_target {
+  explicit Value(const Layout* value_layout) : layout(value_layout) {}
+  Value(const Layout* value_layout, PyObject* owned_array) : layout(value_layout), array(owned_array) {}
+  ~Value() override;
+
+  const Layout* layout;
+  PyObject* array{nullptr}; // the jax.Array, owned; null while the value is still to be computed
+  uint64_t segment{0}; // serial number of the segment that numbered this value
+  int32_t local{-1}; // its number there
+  std::shared_ptr<const std::string> error; // why the value could not be computed
+};
+using ValuePtr = c10::intrusive_ptr<Value>;
+
+struct Buffer {
+  ValuePtr value; // null until first written
+  const Layout* layout; // of `value`, or how a first write is expected
+  size_t nbytes;
+  uintptr_t address; // unique, never dereferenced
+  c10::DeviceIndex device;
+};
+
+// Never null for a tpu tensor.
+inline Buffer* buffer_of(const at::Tensor& tensor) {
+  return static_cast<Buffer*>(
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_context());
+}
+
+// Memory that tensors hold, in bytes.  Counted where storages are made and freed.
+struct MemoryCounters {
+  int64_t current;
+  int64_t peak;
+  int64_t allocations;
+};
+MemoryCounters memory_counters(c10::DeviceIndex device);
+void reset_peak_memory(c10::DeviceIndex device);
+
+c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device);
+c10::Allocator* allocator();
+
+// A tensor over a new buffer.  Strides must be dense or the storage is padded to what they span.
+at::Tensor make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, c10::DeviceIndex device);
+
+// Drop a Python reference from any thread: at once if the GIL is held, else when somebody who holds it drains the queue.
+void release_reference(PyObject* object) noexcept;
+void drain_released_references();
+
+} // namespace tpu

@@ -1,0 +1,49 @@
+"""The half of the device that needs JAX; imported at the first use of a tpu tensor."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+from tpu_backend import _C
+from tpu_backend.lowering import names, registry
+from tpu_backend.runtime import compiler, platform, transfer
+from tpu_backend.runtime.debug import after_debug_op
+
+_once = threading.Lock()
+
+
+def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]]:
+    """What the recorder serves: overload, table name, static, runtime and unread arguments, whether it is random."""
+    ops = []
+    for overload, table_name in [*[(f"aten::{o}", t) for o, t in names.recordable_overloads()], ("tpu::copy", "tpu::copy")]:
+        entry = registry.TABLE[table_name]
+        ops.append((overload, table_name, sorted(entry.static), sorted(entry.runtime), _unread(entry), entry.is_random))
+    return ops
+
+
+def _unread(entry: registry.Lowering) -> list[str]:
+    """Arguments whose contents the lowering ignores: their parameter starts with an underscore."""
+    return [name[1:] for name in inspect.signature(entry.function).parameters if name.startswith("_")]
+
+
+def initialize() -> None:
+    """Start JAX, say what "tpu" is here, and register every lowered op with PyTorch's dispatcher.  Idempotent."""
+    with _once:
+        if _C.is_initialized():
+            return
+        compiler.configure_logging()
+        platform.announce()
+        transfer.spend_read_only_warning()
+        _C.initialize(
+            lowered_ops(),
+            compiler.compile_segment,
+            transfer.put_numbers,
+            transfer.put,
+            transfer.get,
+            transfer.wait,
+            after_debug_op,
+        )
+
+
+__all__ = ["initialize", "lowered_ops"]

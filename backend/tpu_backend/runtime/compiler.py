@@ -1,0 +1,73 @@
+"""The one place that talks to XLA: a segment's function becomes a loaded executable."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.segment import entries, segment_function
+
+log = logging.getLogger("tpu_backend.compile")
+
+# Bytes of temporaries of every executable compiled so far, the largest first: what a step needs beyond its buffers.
+_temporaries: list[int] = []
+
+
+def largest_temporary() -> int:
+    """Bytes of temporary memory that the hungriest executable needs."""
+    return max(_temporaries, default=0)
+
+
+def compile_segment(description: dict[str, Any]) -> Callable[[list[jax.Array]], Any]:
+    """Compile a segment; the result takes the list of its arguments and returns jaxlib's ExecuteResults.
+
+    Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
+    """
+    function = segment_function(description)
+    sharding = SingleDeviceSharding(platform().devices[0])
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
+        for dtype, dims in description["input_layouts"]
+    ]
+    num_integers = description["num_integers"] + sum(description["offset_is_input"])
+    for count, dtype in (
+        (description["num_floats"], "float32"),
+        (description["num_doubles"], "float64"),
+        (num_integers, "int64"),
+    ):
+        if count:
+            shapes.append(jax.ShapeDtypeStruct((count,), dtype, sharding=sharding))
+    places = {local: position for position, local in enumerate(description["inputs"])}
+    donated = tuple(places[local] for local in description["donated"])
+    with jax.enable_x64(True):
+        lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", lowered.as_text())
+        compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        _temporaries.append(memory.temp_size_in_bytes)
+    if log.isEnabledFor(logging.INFO):
+        names = [entry.overload for entry, _ in entries(description["tape"])]
+        log.info("compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else ""))
+    return compiled.runtime_executable().execute_sharded  # type: ignore[no-any-return]
+
+
+def configure_logging() -> None:
+    """``TPU_LOGS="compile"`` or ``"+compile"`` (with the program's text), in the manner of ``TORCH_LOGS``."""
+    for item in filter(None, os.environ.get("TPU_LOGS", "").split(",")):
+        name = item.strip().lstrip("+-")
+        level = logging.DEBUG if item.strip().startswith("+") else logging.INFO
+        logger = logging.getLogger(f"tpu_backend.{name}")
+        logger.setLevel(logging.ERROR if item.strip().startswith("-") else level)
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("[tpu %(name)s] %(message)s"))
+            logger.addHandler(handler)

@@ -1,0 +1,54 @@
+"""Memory across the border: host tensors to device arrays and back."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import SingleDeviceSharding
+from jaxlib import _jax
+
+from tpu_backend.runtime.dtypes import TORCH_DTYPES, from_numpy, to_numpy
+from tpu_backend.runtime.platform import platform
+
+
+def put_array(host: np.ndarray, index: int) -> jax.Array:
+    """A device array over a host array that nobody writes any more.
+
+    XLA may keep a CPU array's memory instead of copying it, so the caller gives up `host`.
+    """
+    device = platform().devices[index]
+    aval = jax.core.ShapedArray(host.shape, host.dtype)
+    return _jax.batched_device_put(aval, SingleDeviceSharding(device), [host], [device], True)
+
+
+def put(tensor: torch.Tensor, index: int) -> jax.Array:
+    """A contiguous CPU tensor as an array on device `index`.  Copies: the tensor may be written right after."""
+    return put_array(np.array(to_numpy(tensor), order="C", copy=True), index)
+
+
+def put_numbers(numbers: np.ndarray) -> jax.Array:
+    """A segment's packed runtime numbers (1-d, float32, float64 or int64) on device 0."""
+    return put_array(numbers, 0)
+
+
+def get(array: jax.Array, dtype: int) -> torch.Tensor:
+    """A device array as a CPU tensor; waits for it.  Read-only where XLA's memory is shared (the CPU)."""
+    return from_numpy(np.asarray(array), TORCH_DTYPES[dtype])
+
+
+def wait() -> None:
+    """Return when everything that was launched on this process' devices has finished."""
+    for device in platform().devices:
+        device.synchronize_all_activity()
+
+
+def spend_read_only_warning() -> None:
+    """PyTorch warns once a process that a NumPy array is read-only; ours are, and are never written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read_only = np.zeros(1, np.float32)
+        read_only.flags.writeable = False
+        torch.from_numpy(read_only)
