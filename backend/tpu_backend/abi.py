@@ -1,0 +1,89 @@
+"""Whether the compiled extension and the torch it meets fit: asked before the extension is loaded.
+
+A C++ extension that meets another torch than it was compiled for dies with an undefined symbol, or worse,
+runs.  The build (setup.py) leaves `_build_info.json` beside the extension; `check` compares it with this
+process and raises one line that says what to do.  Nothing here imports the extension or JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Build:
+    """What an extension was compiled for, or what a process is."""
+
+    torch: str  # as torch.__version__ has it: "2.13.0+cpu"
+    cxx11_abi: bool  # which std::string the C++ library uses
+    python: str  # "3.11"
+
+    @classmethod
+    def of_this_process(cls) -> Build:
+        return cls(
+            torch=str(torch.__version__),
+            cxx11_abi=bool(torch.compiled_with_cxx11_abi()),
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        )
+
+    @property
+    def torch_release(self) -> str:
+        """The part of torch's version within which the C++ interface is stable: "2.13" of "2.13.0+cpu"."""
+        return ".".join(self.torch.split("+")[0].split(".")[:2])
+
+
+def mismatch(built: Build, met: Build) -> str | None:
+    """Why an extension built for `built` cannot be loaded in `met`; None when it can."""
+    if built.python != met.python:
+        return f"was built for Python {built.python} and met Python {met.python}"
+    if built.torch_release != met.torch_release:
+        return f"was built for torch {built.torch} and met torch {met.torch}"
+    if built.cxx11_abi != met.cxx11_abi:
+        return (
+            f"was built for torch {built.torch} with the C++11 ABI {_switch(built.cxx11_abi)} "
+            f"and met torch {met.torch} with it {_switch(met.cxx11_abi)}"
+        )
+    return None
+
+
+def check(folder: Path | None = None) -> None:
+    """Raise ImportError, in one line, if the extension in `folder` does not fit this process.
+
+    ``folder`` is where the extension lies; by default this package's own.
+    """
+    folder = folder or Path(__file__).resolve().parent
+    info = folder / "_build_info.json"
+    if not info.is_file() or not any(folder.glob("_C*")):
+        raise ImportError(
+            f"tpu_backend's C++ extension is not built (no _C* with _build_info.json in {folder}); "
+            f"{_rebuild(folder)}"
+        )
+    try:
+        built = Build(**json.loads(info.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ImportError(
+            f"{info} does not say what the extension was built for ({error}); {_rebuild(folder)}"
+        ) from None
+    reason = mismatch(built, Build.of_this_process())
+    if reason is None and not any((folder / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+        found = ", ".join(sorted(path.name for path in folder.glob("_C*")))
+        reason = f"({found}) is not for this interpreter, which loads *{EXTENSION_SUFFIXES[0]}"
+    if reason is not None:
+        raise ImportError(f"tpu_backend's C++ extension {reason}; {_rebuild(folder)}")
+
+
+def _rebuild(folder: Path) -> str:
+    checkout = folder.parents[1]
+    if (checkout / "setup.py").is_file():  # an editable install: the extension lies in the source tree
+        return f"rebuild it: `pip install --no-build-isolation --no-deps -e {checkout}`"
+    return "rebuild it in a source checkout: `pip install --no-build-isolation --no-deps .`"
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"

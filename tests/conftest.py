@@ -1,0 +1,15 @@
+"""What holds for every test: no network, and the same examples in every run."""
+
+import os
+
+import hypothesis
+
+# Before any test imports these libraries: they read the switches when they are imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A compilation takes as long as it takes, and what fails once must fail again for whoever looks at it.
+hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("reproducible")
