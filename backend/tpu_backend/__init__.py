@@ -1,0 +1,49 @@
+"""The "tpu" device: an out-of-tree PyTorch backend that runs every operation through XLA.
+
+``import torch`` loads this package through the ``torch.backends`` entry point, which makes the device known and
+nothing more: JAX is imported at the first use of a tpu tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+
+def _autoload() -> None:
+    """Called by ``import torch``.  Whatever goes wrong is one warning: `import torch` itself stays unharmed."""
+    try:
+        register()
+    except Exception as error:
+        warnings.warn(f"the tpu device is not available: {error}", RuntimeWarning, stacklevel=2)
+
+
+def register() -> None:
+    """Make the device "tpu" known to PyTorch.  Idempotent.
+
+    Raises ImportError if the extension does not match this torch, RuntimeError if another backend already holds
+    PyTorch's one slot for out-of-tree devices.
+    """
+    if getattr(torch, "tpu", None) is not None:
+        return
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", "tpu"):
+        raise RuntimeError(
+            f'PyTorch has one slot for an out-of-tree device and "{taken}" holds it; '
+            "uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only one of the two"
+        )
+    from tpu_backend import abi
+
+    abi.check()
+    from tpu_backend import _C, device_module, printing
+
+    torch.utils.rename_privateuse1_backend("tpu")
+    _C.register_device()
+    torch._register_device_module("tpu", device_module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    printing.install()
+    device_module._cut_after_optimizer_steps()
+
+
+__all__ = ["register"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 
+import torch
+
 from tpu_backend import _C
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, platform, transfer
@@ -16,7 +18,10 @@ _once = threading.Lock()
 def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]]:
     """What the recorder serves: overload, table name, static, runtime and unread arguments, whether it is random."""
     ops = []
-    for overload, table_name in [*[(f"aten::{o}", t) for o, t in names.recordable_overloads()], ("tpu::copy", "tpu::copy")]:
+    served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
+    for overload, table_name in [*served, ("tpu::copy", "tpu::copy")]:
+        if table_name == "copy" or torch._C._dispatch_has_kernel_for_dispatch_key(overload, "PrivateUse1"):
+            continue  # a hand-written kernel of csrc/kernels.cpp
         entry = registry.TABLE[table_name]
         ops.append((overload, table_name, sorted(entry.static), sorted(entry.runtime), _unread(entry), entry.is_random))
     return ops

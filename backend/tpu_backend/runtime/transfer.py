@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache, lru_cache
 
 import jax
 import numpy as np
@@ -19,9 +20,23 @@ def put_array(host: np.ndarray, index: int) -> jax.Array:
 
     XLA may keep a CPU array's memory instead of copying it, so the caller gives up `host`.
     """
+    sharding, device = _placement(index)
+    if host.dtype.itemsize < 8:
+        return _jax.batched_device_put(_aval(host.shape, host.dtype), sharding, [host], [device], True)
+    with jax.enable_x64(True):  # or JAX would narrow 64-bit types
+        return _jax.batched_device_put(_aval(host.shape, host.dtype), sharding, [host], [device], True)
+
+
+@cache
+def _placement(index: int) -> tuple[SingleDeviceSharding, jax.Device]:
     device = platform().devices[index]
-    aval = jax.core.ShapedArray(host.shape, host.dtype)
-    return _jax.batched_device_put(aval, SingleDeviceSharding(device), [host], [device], True)
+    return SingleDeviceSharding(device), device
+
+
+@lru_cache(4096)
+def _aval(shape: tuple[int, ...], dtype: np.dtype) -> jax.core.ShapedArray:
+    with jax.enable_x64(True):
+        return jax.core.ShapedArray(shape, dtype)
 
 
 def put(tensor: torch.Tensor, index: int) -> jax.Array:

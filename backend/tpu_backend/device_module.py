@@ -1,0 +1,372 @@
+"""`torch.tpu`: the device module, in the shape of `torch.cuda`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tpu_backend import _C
+
+_MODES = ("debug", "strict", "fused")
+
+
+# ---- devices -----------------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Always true: without a TPU the device is XLA on the CPU, and says so at first use."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether JAX has been started by a first use of the device."""
+    return _C.is_initialized()
+
+
+def init() -> None:
+    """Start the device now instead of at first use."""
+    _C.ensure_initialized()
+
+
+_lazy_init = init
+
+
+def device_count() -> int:
+    """Number of tpu devices that this process sees; constant for its life."""
+    return _C.device_count()
+
+
+def current_device() -> int:
+    return _C.current_device()
+
+
+def _index(device: Any) -> int:
+    """The index in "tpu", "tpu:1", 1, torch.device or None (the current device).  Raises ValueError for others."""
+    if device is None:
+        return _C.current_device()
+    if isinstance(device, int):
+        return device
+    parsed = torch.device(device)
+    if parsed.type != "tpu":
+        raise ValueError(f"expected a tpu device, got {parsed}")
+    return _C.current_device() if parsed.index is None else parsed.index
+
+
+def set_device(device: Any) -> None:
+    _C.set_device(_index(device))
+
+
+class device:  # noqa: N801 - torch.cuda's name
+    """Context manager that makes a device current."""
+
+    def __init__(self, device: Any):
+        self.idx = _index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = _C.current_device()
+        _C.set_device(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        _C.set_device(self.prev_idx)
+
+
+class device_of(device):  # noqa: N801 - torch.cuda's name
+    """Context manager that makes the device of a tensor current; does nothing for other tensors."""
+
+    def __init__(self, tensor: torch.Tensor):
+        super().__init__(tensor.device.index if tensor.device.type == "tpu" else None)
+
+
+def synchronize(device: Any = None) -> None:
+    """Run everything recorded and wait until it has finished."""
+    _C.synchronize(_index(device))
+
+
+def flush(device: Any = None) -> None:
+    """Hand everything recorded so far to XLA as one program, without waiting for it."""
+    _C.flush(_index(device))
+
+
+def get_device_name(device: Any = None) -> str:
+    """The chip behind the device, as XLA names it: "TPU v5e", "NVIDIA H200", "cpu"."""
+    return str(get_device_properties(device).name)
+
+
+class _DeviceProperties:
+    def __init__(self, name: str, platform: str, total_memory: int):
+        self.name, self.platform, self.total_memory = name, platform, total_memory
+        self.multi_processor_count = 1
+
+    def __repr__(self) -> str:
+        return (
+            f"_TpuDeviceProperties(name={self.name!r}, platform={self.platform!r}, "
+            f"total_memory={self.total_memory // 2**20}MB)"
+        )
+
+
+def get_device_properties(device: Any = None) -> _DeviceProperties:
+    """Name, XLA platform (tpu, cuda or cpu) and total memory in bytes of a device."""
+    index = _index(device)
+    init()
+    from tpu_backend.runtime.platform import platform
+
+    found = platform()
+    return _DeviceProperties(found.devices[index].device_kind, found.name, mem_get_info(index)[1])
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """XLA has no compute capability; (0, 0) keeps scripts that ask going."""
+    return (0, 0)
+
+
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    return False
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """XLA computes in bfloat16 on every platform."""
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+# ---- modes and counters ------------------------------------------------------------------------------------
+
+
+class eager_mode:  # noqa: N801 - reads as a function
+    """When the op stream is cut: "debug" after each op, waiting; "strict" after each op; "fused" at natural boundaries.
+
+    ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.  Raises ValueError for
+    another name.  The environment variable ``TPU_EAGER_MODE`` sets the mode that a process starts in.
+    """
+
+    def __init__(self, mode: str):
+        if mode not in _MODES:
+            raise ValueError(f"unknown eager mode {mode!r}: expected one of {', '.join(_MODES)}")
+        self._before = _C.get_mode()
+        if is_initialized():
+            flush()
+        _C.set_mode(_MODES.index(mode))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if is_initialized():
+            flush()
+        _C.set_mode(self._before)
+
+
+def get_eager_mode() -> str:
+    return _MODES[_C.get_mode()]
+
+
+def compile_stats() -> dict[str, Any]:
+    """Counters since the start: ops_recorded, segments_run, compilations, memory_hits, disk_hits, compile_seconds, host_reads."""
+    return _C.compile_stats(_C.current_device())
+
+
+def fallback_stats() -> dict[str, int]:
+    """{operator: calls} that ran on the CPU for want of a lowering."""
+    return _C.fallback_stats()
+
+
+def reset_fallback_stats() -> None:
+    _C.clear_fallback_stats()
+
+
+def _cut_after_optimizer_steps() -> None:
+    """An optimizer step ends the work of a step: the op after it begins a new program.
+
+    The cut waits for that op, so that gradients dropped by ``zero_grad`` need not be outputs.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def after_step(*_: object) -> None:
+        if _C.is_initialized():
+            _C.cut_before_next_entry(_C.current_device())
+
+    register_optimizer_step_post_hook(after_step)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes that live tensors hold, a storage counted once."""
+    return _C.memory_counters(_index(device))[0]
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return _C.memory_counters(_index(device))[1]
+
+
+def memory_reserved(device: Any = None) -> int:
+    """The same as `memory_allocated`: XLA keeps no cache of its own that a tensor could be given from."""
+    return memory_allocated(device)
+
+
+max_memory_reserved = max_memory_allocated
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    _C.reset_peak_memory(_index(device))
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Counters in bytes, under torch.cuda's names where it has them.
+
+    ``executable_temp_bytes`` is what the hungriest compiled program needs beside the live buffers.
+    """
+    current, peak, allocations = _C.memory_counters(_index(device))
+    temporary = 0
+    if is_initialized():
+        from tpu_backend.runtime.compiler import largest_temporary
+
+        temporary = largest_temporary()
+    return {
+        "allocated_bytes.all.current": current,
+        "allocated_bytes.all.peak": peak,
+        "allocation.all.allocated": allocations,
+        "live_bytes": current,
+        "executable_temp_bytes": temporary,
+    }
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(free, total) bytes: of the chip where XLA tells, of the host where the device is the CPU."""
+    index = _index(device)
+    init()
+    from tpu_backend.runtime.platform import platform
+
+    stats = platform().devices[index].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def empty_cache() -> None:
+    """Nothing is cached beyond live tensors; this releases what Python's garbage still holds."""
+    import gc
+
+    gc.collect()
+
+
+# ---- random numbers ----------------------------------------------------------------------------------------
+
+
+class _DefaultGenerators:
+    """One generator a device, made by the device itself."""
+
+    def __len__(self) -> int:
+        return device_count()
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        if not 0 <= index < device_count():
+            raise IndexError(f"tpu:{index} does not exist: there are {device_count()} tpu devices")
+        return _C.default_generator(index)
+
+    def __iter__(self) -> Iterator[torch.Generator]:
+        return (self[index] for index in range(device_count()))
+
+
+default_generators = _DefaultGenerators()
+
+
+def manual_seed(seed: int) -> None:
+    default_generators[current_device()].manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    for generator in default_generators:
+        generator.manual_seed(int(seed))
+
+
+def seed() -> None:
+    default_generators[current_device()].seed()
+
+
+def seed_all() -> None:
+    manual_seed_all(default_generators[0].seed())
+
+
+def initial_seed() -> int:
+    return default_generators[current_device()].initial_seed()
+
+
+def get_rng_state(device: Any = "tpu") -> torch.Tensor:
+    """The generator's (seed, offset) as a uint8 CPU tensor of 16 bytes."""
+    return default_generators[_index(device)].get_state()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in default_generators]
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "tpu") -> None:
+    default_generators[_index(device)].set_state(new_state)
+
+
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+    for generator, state in zip(default_generators, new_states, strict=True):
+        generator.set_state(state)
+
+
+# ---- streams and events ------------------------------------------------------------------------------------
+
+
+class Stream(torch.Stream):
+    """The device's one stream.  Work on it is ordered, so waiting between streams holds by itself."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+        if "stream_id" in kwargs:
+            return super().__new__(cls, **kwargs)
+        return super().__new__(cls, device=torch.device("tpu", _index(device)), priority=priority)
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        pass
+
+
+class Event(torch.Event):
+    """An event on the device's stream.
+
+    With ``enable_timing`` recording waits for the work before it, so that its time is the moment that work was done.
+    """
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        return super().__new__(
+            cls, torch.device("tpu"), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    return Stream(device)
+
+
+def default_stream(device: Any = None) -> torch.Stream:
+    return Stream(device)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    _C.set_device(stream.device_index)
+
+
+@contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Context manager for code that names a stream; there is one a device, so the order of work does not change."""
+    yield
+
+
+eager_mode(os.environ.get("TPU_EAGER_MODE", "fused"))
