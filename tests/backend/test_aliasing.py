@@ -4,9 +4,9 @@ A program is a list of Python lines over tensors r0, r1, ...  A random one is wr
 (which tells what is valid and what must come out) and then run line by line on the device.  A failure prints
 it, ready to be pasted.
 
-Values are small integers, so float32 is exact and a fused multiply-add rounds nothing.  Each program runs with
-a few sets of runtime values (starts of slices, scalars) that share its shapes: a compiled program takes those
-as inputs.
+Values are small integers, so float32 is exact and a fused multiply-add rounds nothing.  Each program runs
+with a few sets of runtime values (starts of slices, scalars) that share its shapes: a compiled program takes
+those as inputs.
 """
 
 from __future__ import annotations
