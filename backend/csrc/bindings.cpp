@@ -16,6 +16,7 @@ PyObject* keep(const py::object& callable) {
 
 void initialize(
     const py::list& lowered_ops,
+    const py::object& is_lowered,
     const py::object& compile,
     const py::object& put_numbers,
     const py::object& put,
@@ -23,6 +24,7 @@ void initialize(
     const py::object& wait,
     const py::object& after_debug_op) {
   auto& runtime = tpu::runtime();
+  runtime.is_lowered = keep(is_lowered);
   runtime.compile = keep(compile);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);

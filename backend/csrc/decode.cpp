@@ -136,7 +136,13 @@ PyObject* describe_signature(uint32_t id) {
     py::dict item;
     item["written_arg"] = output.written_arg;
     item["partial"] = output.partial;
+    item["element"] = output.element;
+    item["undefined"] = output.undefined;
     item["skip"] = output.skip;
+    if (output.undefined) {
+      outputs.append(item);
+      continue;
+    }
     item["sizes"] = output.sizes;
     item["strides"] = output.strides;
     item["dtype"] = static_cast<int>(output.dtype);

@@ -37,7 +37,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 }
 
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
-  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, lowered.is_random, {}, {}, false};
+  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, lowered.is_random, {}, {}, {}};
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
     ArgInfo info;
@@ -51,6 +51,7 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
     }
     op.args.push_back(info);
   }
+  std::vector<bool> returned(schema.arguments().size(), false);
   for (const auto& result : schema.returns()) {
     int written = -1;
     if (result.alias_info() != nullptr && result.alias_info()->isWrite()) {
@@ -58,11 +59,17 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
         const auto* alias = schema.arguments()[i].alias_info();
         if (alias != nullptr && alias->isWrite() && alias->beforeSets() == result.alias_info()->beforeSets()) {
           written = static_cast<int>(i);
+          returned[i] = true;
         }
       }
     }
-    op.writes |= written >= 0;
-    op.written_arg.push_back(written);
+    op.returned_arg.push_back(written);
+  }
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite() && !returned[i]) {
+      op.silently_written.push_back(static_cast<int>(i));
+    }
   }
   const auto dot = lowered.table_name.find('.');
   const std::string base = std::string(handle.schema().getNamespace().value_or("aten")) + "::" + lowered.table_name.substr(0, dot);

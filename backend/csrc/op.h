@@ -30,9 +30,10 @@ struct OpInfo {
   std::optional<c10::OperatorHandle> functional; // the overload that table_name stands for, if ATen has it
   bool is_random{false};
   std::vector<ArgInfo> args;
-  // For each return: the argument that it aliases and writes, or -1 for a new tensor.
-  std::vector<int> written_arg;
-  bool writes{false};
+  // For each return: the argument that it aliases and writes, or -1 for something new.
+  std::vector<int> returned_arg;
+  // Arguments that are written and not returned (`_foreach_add_`, running statistics), in schema order.
+  std::vector<int> silently_written;
 };
 
 struct LoweredOp {

@@ -77,6 +77,7 @@ class ProgramCache {
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
+  PyObject* is_lowered{nullptr}; // (signature id) -> bool
   PyObject* compile{nullptr}; // (description) -> executable
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array

@@ -51,9 +51,39 @@ at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device) {
   return at::Tensor(std::move(tensor));
 }
 
+// Takes the arguments off the stack and puts the returns on it; list returns are gathered again.
+void return_results(
+    const OpInfo& op, const Signature& signature, c10::ArrayRef<at::Tensor> results, torch::jit::Stack& stack) {
+  const auto num_returns = op.returned_arg.size();
+  if (num_returns == 1 && results.size() == 1 && signature.outputs[0].element < 0) { // nearly every op
+    torch::jit::drop(stack, op.args.size());
+    stack.emplace_back(results[0]);
+    return;
+  }
+  torch::jit::Stack returns;
+  for (size_t slot = 0; slot < num_returns; ++slot) {
+    const bool is_list = op.handle.schema().returns()[slot].type()->kind() == c10::TypeKind::ListType;
+    c10::List<at::Tensor> list;
+    at::Tensor single;
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (signature.outputs[i].return_slot == static_cast<int>(slot)) {
+        single = results[i];
+        if (is_list) {
+          list.push_back(results[i]);
+        }
+      }
+    }
+    returns.push_back(is_list ? c10::IValue(std::move(list)) : c10::IValue(std::move(single)));
+  }
+  torch::jit::drop(stack, op.args.size());
+  for (auto& value : returns) {
+    stack.push_back(std::move(value));
+  }
+}
+
 } // namespace
 
-void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const OpInfo& op = *op_;
   const auto arguments = torch::jit::last(*stack, op.args.size());
   const c10::DeviceIndex device = device_of(arguments);
@@ -65,6 +95,10 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   if (signature == nullptr) {
     signature = make_signature(op, arguments, call);
   }
+  if (signature->on_cpu) {
+    cpu_fallback(handle, stack);
+    return;
+  }
   if (!signature->out_resizes.empty()) {
     for (const auto& [arg, sizes] : signature->out_resizes) {
       at::native::resize_output(arguments[arg].toTensor(), sizes);
@@ -74,6 +108,10 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     signature = find_signature(call);
     if (signature == nullptr) {
       signature = make_signature(op, arguments, call);
+    }
+    if (signature->on_cpu) {
+      cpu_fallback(handle, stack);
+      return;
     }
   }
   if (op.is_random) {
@@ -86,7 +124,12 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   c10::SmallVector<at::Tensor, 4> results;
   c10::SmallVector<Buffer*, 4> buffers;
   for (const auto& output : signature->outputs) {
-    results.push_back(output.written_arg >= 0 ? arguments[output.written_arg].toTensor() : make_output(output, device));
+    if (output.undefined) {
+      results.emplace_back();
+      buffers.push_back(nullptr);
+      continue;
+    }
+    results.push_back(output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device));
     buffers.push_back(buffer_of(results.back()));
   }
   {
@@ -96,10 +139,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
       stream.cut_after(*signature, {buffers.data(), buffers.size()});
     }
   }
-  torch::jit::drop(*stack, op.args.size());
-  for (auto& result : results) {
-    stack->emplace_back(std::move(result));
-  }
+  return_results(op, *signature, results, *stack);
 }
 
 void cpu_fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {

@@ -1,5 +1,7 @@
 #include "signature.h"
 
+#include "program.h"
+
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
@@ -7,6 +9,9 @@
 
 #include <c10/util/strides.h>
 
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
 #include <bit>
 #include <deque>
 #include <mutex>
@@ -210,11 +215,24 @@ c10::IValue to_meta(const c10::IValue& value) {
   return value;
 }
 
-std::vector<at::Tensor> flatten_returns(const torch::jit::Stack& stack) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& value : stack) {
-    if (value.isTensor()) {
-      tensors.push_back(value.toTensor());
+struct MetaTensor {
+  at::Tensor tensor;
+  int slot;
+  int element; // -1 outside a list
+};
+
+// What a call returned, lists flattened.
+std::vector<MetaTensor> flatten_returns(const torch::jit::Stack& stack) {
+  std::vector<MetaTensor> tensors;
+  for (size_t slot = 0; slot < stack.size(); ++slot) {
+    const auto& value = stack[slot];
+    if (value.isTensor() || value.isNone()) {
+      tensors.push_back({value.isNone() ? at::Tensor() : value.toTensor(), static_cast<int>(slot), -1});
+    } else if (value.isTensorList()) {
+      int element = 0;
+      for (const at::Tensor& item : value.toTensorList()) {
+        tensors.push_back({item, static_cast<int>(slot), element++});
+      }
     } else {
       TORCH_CHECK(false, "a lowered op must return tensors, got ", value.tagKind());
     }
@@ -222,9 +240,14 @@ std::vector<at::Tensor> flatten_returns(const torch::jit::Stack& stack) {
   return tensors;
 }
 
-std::vector<at::Tensor> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
+// Runs a meta kernel.  nullopt where PyTorch has none; its errors about the arguments pass through.
+std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  handle.callBoxed(stack);
+  try {
+    handle.callBoxed(stack);
+  } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
+  }
   return flatten_returns(stack);
 }
 
@@ -262,6 +285,10 @@ void describe_write(const at::Tensor& target, OutputInfo& output) {
 }
 
 void describe_new(const at::Tensor& meta, OutputInfo& output) {
+  if (!meta.defined()) {
+    output.undefined = output.skip = true;
+    return;
+  }
   output.sizes = meta.sizes().vec();
   output.strides = meta.strides().vec();
   output.dtype = meta.scalar_type();
@@ -286,15 +313,27 @@ bool is_wide(const at::Tensor& tensor) {
       !tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-const Signature* intern(Signature signature) {
+Signature* intern(Signature signature) {
   auto& t = table();
   const uint64_t hash = hash_of(signature.words);
   std::lock_guard<std::mutex> guard(t.mutex);
   signature.id = static_cast<uint32_t>(t.signatures.size());
   t.signatures.push_back(std::move(signature));
-  const Signature* interned = &t.signatures.back();
+  Signature* interned = &t.signatures.back();
   t.by_hash.emplace(hash, interned);
   return interned;
+}
+
+// Asks Python to trace the lowering of this form once; raises what it raises.
+bool is_lowered(uint32_t id) {
+  pybind11::gil_scoped_acquire gil;
+  auto answer = pybind11::reinterpret_steal<pybind11::object>(
+      PyObject_CallFunction(runtime().is_lowered, "I", static_cast<unsigned int>(id)));
+  if (!answer) {
+    pybind11::error_already_set error;
+    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+  }
+  return answer.cast<bool>();
 }
 
 } // namespace
@@ -359,7 +398,7 @@ const Signature* find_signature(const EncodedCall& call) {
 }
 
 const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> args, const EncodedCall& call) {
-  Signature signature{0, &op, {call.words.begin(), call.words.end()}, {}, false, {}};
+  Signature signature{0, &op, {call.words.begin(), call.words.end()}, {}, false, {}, false};
   torch::jit::Stack meta;
   for (const auto& value : args) {
     if (value.isTensor()) {
@@ -372,41 +411,100 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     meta.push_back(to_meta(value));
   }
 
-  // What the op computes, before it is written anywhere.
-  std::vector<at::Tensor> computed;
   const auto before = meta;
-  const auto returned = call_meta(op.handle, meta);
+  auto returned = call_meta(op.handle, meta);
+  const bool returns_new = std::any_of(op.returned_arg.begin(), op.returned_arg.end(), [](int arg) { return arg < 0; });
+  if (!returned.has_value() && returns_new) {
+    signature.on_cpu = true; // nobody can say what comes out: the CPU's kernel will
+    return intern(std::move(signature));
+  }
+  // What the op computes, before it is written anywhere.
+  auto computed = returned;
   if (op.functional.has_value()) {
     computed = call_meta(*op.functional, functional_arguments(op, before));
-  } else {
-    computed = returned;
   }
 
-  for (size_t i = 0; i < returned.size(); ++i) {
-    OutputInfo output;
-    output.written_arg = op.written_arg[i];
-    output.computed_sizes = computed[i].sizes().vec();
-    output.computed_dtype = computed[i].scalar_type();
-    signature.wide |= is_wide(computed[i]);
-    if (output.written_arg >= 0) {
-      const at::Tensor& target = args[output.written_arg].toTensor();
-      if (target.sizes() != returned[i].sizes()) { // out= of another shape
-        signature.out_resizes.emplace_back(output.written_arg, returned[i].sizes().vec());
-      }
+  const auto add_output = [&](OutputInfo output, const at::Tensor& result) {
+    const auto place = signature.outputs.size();
+    const at::Tensor target = written_tensor(output, args);
+    if (target.defined()) {
       describe_write(target, output);
     } else {
-      describe_new(returned[i], output);
+      describe_new(result, output);
+    }
+    const bool known = computed.has_value() && place < computed->size() && (*computed)[place].tensor.defined();
+    if (known) {
+      output.computed_sizes = (*computed)[place].tensor.sizes().vec();
+      output.computed_dtype = (*computed)[place].tensor.scalar_type();
+      signature.wide |= is_wide((*computed)[place].tensor);
+    } else {
+      output.computed_sizes = output.sizes;
+      output.computed_dtype = output.dtype;
     }
     signature.outputs.push_back(std::move(output));
+  };
+  const auto add_written = [&](int arg, int slot) {
+    const auto& value = args[arg];
+    if (value.isTensorList()) {
+      for (size_t i = 0; i < value.toTensorList().size(); ++i) {
+        OutputInfo output;
+        output.written_arg = arg;
+        output.element = static_cast<int>(i);
+        output.return_slot = slot;
+        add_output(std::move(output), {});
+      }
+    } else if (value.isTensor() && value.toTensor().defined()) {
+      OutputInfo output;
+      output.written_arg = arg;
+      output.return_slot = slot;
+      add_output(std::move(output), {});
+    }
+  };
+  for (size_t slot = 0; slot < op.returned_arg.size(); ++slot) {
+    if (op.returned_arg[slot] >= 0) {
+      const int arg = op.returned_arg[slot];
+      if (returned.has_value() && args[arg].isTensor()) {
+        for (const auto& item : *returned) {
+          if (item.slot == static_cast<int>(slot) && item.tensor.sizes() != args[arg].toTensor().sizes()) {
+            signature.out_resizes.emplace_back(arg, item.tensor.sizes().vec()); // out= of another shape
+          }
+        }
+      }
+      add_written(arg, static_cast<int>(slot));
+      continue;
+    }
+    for (const auto& item : *returned) {
+      if (item.slot == static_cast<int>(slot)) {
+        OutputInfo output;
+        output.element = item.element;
+        output.return_slot = static_cast<int>(slot);
+        add_output(std::move(output), item.tensor);
+      }
+    }
   }
-  return intern(std::move(signature));
+  for (int arg : op.silently_written) {
+    add_written(arg, -1);
+  }
+  Signature* interned = intern(std::move(signature));
+  if (interned->out_resizes.empty()) {
+    interned->on_cpu = !is_lowered(interned->id);
+  }
+  return interned;
+}
+
+at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> args) {
+  if (output.written_arg < 0) {
+    return {};
+  }
+  const auto& value = args[output.written_arg];
+  return output.element < 0 ? value.toTensor() : value.toTensorList().get(output.element);
 }
 
 const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call, const Layout* output) {
   if (const Signature* known = find_signature(call)) {
     return known;
   }
-  Signature signature{0, nullptr, {call.words.begin(), call.words.end()}, {}, false, {}};
+  Signature signature{0, nullptr, {call.words.begin(), call.words.end()}, {}, false, {}, false};
   TORCH_INTERNAL_ASSERT(signature.words[0] == builtin_op);
   OutputInfo info;
   info.sizes = output->dims;

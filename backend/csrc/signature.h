@@ -46,6 +46,9 @@ constexpr uint64_t payload_of(uint64_t word) {
 // How an output reaches its buffer.
 struct OutputInfo {
   int written_arg{-1}; // -1: a new tensor
+  int element{-1}; // of a list: which one
+  int return_slot{-1}; // the return it is, or part of; -1 where only an argument is written
+  bool undefined{false}; // not computed (an output_mask entry that is false)
   bool partial{false}; // only a part of the buffer is written: its old value is read as well
   std::vector<int64_t> sizes; // of the tensor written or made
   std::vector<int64_t> strides;
@@ -63,6 +66,7 @@ struct Signature {
   std::vector<OutputInfo> outputs;
   bool wide{false}; // runtime floats travel as float64, else as float32
   std::vector<std::pair<int, std::vector<int64_t>>> out_resizes; // out= arguments that must first be resized
+  bool on_cpu{false}; // the lowering cannot express this form: it runs on the CPU
 };
 
 // A tensor argument that was met while an op was encoded.
@@ -103,8 +107,12 @@ void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call);
 // The interned signature, or null if this form of the op has not been seen.
 const Signature* find_signature(const EncodedCall& call);
 
-// Infers outputs with PyTorch's own meta kernels; raises their errors.  Not to be called under the recorder's lock.
+// Infers outputs with PyTorch's own meta kernels, raising their errors, and asks the lowering whether it can express this
+// form.  Not to be called under the recorder's lock.
 const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> args, const EncodedCall& call);
+
+// The tensor an output is written to; undefined for a new one.
+at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> args);
 
 // A signature of the device's own: one output of this layout.
 const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call, const Layout* output);

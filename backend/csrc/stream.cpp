@@ -161,7 +161,7 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
   pybind11::gil_scoped_acquire gil;
   pybind11::list arrays;
   for (Buffer* buffer : outputs) {
-    if (buffer->value && buffer->value->array != nullptr) {
+    if (buffer != nullptr && buffer->value && buffer->value->array != nullptr) {
       arrays.append(pybind11::handle(buffer->value->array));
     }
   }

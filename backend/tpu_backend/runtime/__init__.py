@@ -11,6 +11,7 @@ from tpu_backend import _C
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, platform, transfer
 from tpu_backend.runtime.debug import after_debug_op
+from tpu_backend.runtime.segment import is_lowered
 
 _once = threading.Lock()
 
@@ -42,6 +43,7 @@ def initialize() -> None:
         transfer.spend_read_only_warning()
         _C.initialize(
             lowered_ops(),
+            is_lowered,
             compiler.compile_segment,
             transfer.put_numbers,
             transfer.put,

@@ -67,13 +67,16 @@ class Argument:
 @dataclass(frozen=True)
 class Output:
     written_arg: int  # -1: a new tensor
+    element: int  # of a list; -1 outside one
+    undefined: bool  # not computed (an output_mask entry that is false)
     partial: bool
     skip: bool
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: int
-    layout_dims: tuple[int, ...]
-    computed: jax.ShapeDtypeStruct
+    layout_dims: tuple[int, ...]  # of the buffer's value
+    layout_dtype: int
+    computed: jax.ShapeDtypeStruct | None
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,24 @@ def _result_type(arguments: Sequence[Argument]) -> Any:
     return jax_dtype(total.dtype)
 
 
+def _output(item: dict[str, Any]) -> Output:
+    if item["undefined"]:
+        return Output(-1, item["element"], True, False, True, (), (), 0, (), 0, None)
+    return Output(
+        item["written_arg"],
+        item["element"],
+        False,
+        item["partial"],
+        item["skip"],
+        tuple(item["sizes"]),
+        tuple(item["strides"]),
+        item["dtype"],
+        tuple(item["layout_dims"]),
+        item["layout_dtype"],
+        jax.ShapeDtypeStruct(tuple(item["computed_sizes"]), jax_dtype(item["computed_dtype"])),
+    )
+
+
 @cache
 def signature(number: int) -> Signature:
     """The decoded signature with this id."""
@@ -161,19 +182,7 @@ def signature(number: int) -> Signature:
             Argument(name, kwarg_only, is_out, _decode(value, schema_type))
             for name, kwarg_only, is_out, schema_type, value in raw["arguments"]
         )
-    outputs = tuple(
-        Output(
-            item["written_arg"],
-            item["partial"],
-            item["skip"],
-            tuple(item["sizes"]),
-            tuple(item["strides"]),
-            item["dtype"],
-            tuple(item["layout_dims"]),
-            jax.ShapeDtypeStruct(tuple(item["computed_sizes"]), jax_dtype(item["computed_dtype"])),
-        )
-        for item in raw["outputs"]
-    )
+    outputs = tuple(_output(item) for item in raw["outputs"])
     return Signature(
         raw["overload"], raw["name"], arguments, outputs, raw["wide"], raw["random"], _result_type(arguments)
     )
@@ -221,19 +230,19 @@ def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
 
 def replay(entry: Signature, links: Iterator[int], values: dict[int, jax.Array], numbers: Numbers) -> list[jax.Array]:
     """Run one entry on the values so far; returns the new value of each output that is not skipped."""
-    written_views: dict[int, tuple[views.Geometry, Any]] = {}
+    written_views: dict[tuple[int, int], tuple[views.Geometry, Any]] = {}
 
-    def evaluate(value: Any, position: int) -> Any:
+    def evaluate(value: Any, position: int, element: int = -1) -> Any:
         if isinstance(value, ConstantArg):
             return value.value
         if isinstance(value, RuntimeArg):
             return numbers.integer() if value.is_integer else numbers.real(entry.wide)
         if isinstance(value, ListArg):
-            return [evaluate(item, position) for item in value.items]
+            return [evaluate(item, position, i) for i, item in enumerate(value.items)]
         geometry = traced = None
         if value.geometry is not None:
             geometry, traced = _view(value, numbers.offset() if value.has_offset else None)
-            written_views[position] = (geometry, traced)
+            written_views[position, element] = (geometry, traced)
         if not value.reads:
             return None
         base = values[next(links)]
@@ -267,13 +276,43 @@ def replay(entry: Signature, links: Iterator[int], values: dict[int, jax.Array],
             value = jnp.broadcast_to(value, output.sizes)
         if output.partial:
             base = values[next(links)]
-            geometry, traced = written_views[output.written_arg]
+            geometry, traced = written_views[output.written_arg, output.element]
             new_values.append(views.write(base, geometry, value, traced))
             continue
         order = views.memory_order(output.sizes, output.strides)
         assert order is not None
         new_values.append(value if order == tuple(range(len(order))) else value.transpose(order))
     return new_values
+
+
+def is_lowered(number: int) -> bool:
+    """Whether the lowering can express this form of an op: it is traced once, on shapes alone.
+
+    Raises what the lowering raises, other than NotLowered: at the line that recorded the op.
+    """
+    entry = signature(number)
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))
+        for argument in entry.arguments
+        for leaf in _leaves(argument.value)
+        if isinstance(leaf, TensorArg) and leaf.reads
+    ]
+    partial = [output for output in entry.outputs if output.partial and not output.skip]
+    shapes += [jax.ShapeDtypeStruct(output.layout_dims, jax_dtype(output.layout_dtype)) for output in partial]
+
+    def trace(*bases: jax.Array) -> list[jax.Array]:
+        many = 2 + sum(1 for argument in entry.arguments for _ in _leaves(argument.value))
+        numbers = Numbers(
+            jnp.zeros(many, jnp.float32), jnp.zeros(many, jnp.float64), jnp.zeros(many, jnp.int64), [0] * many
+        )
+        return replay(entry, iter(range(len(bases))), dict(enumerate(bases)), numbers)
+
+    try:
+        with jax.enable_x64(True):
+            jax.eval_shape(trace, *shapes)
+    except registry.NotLowered:
+        return False
+    return True
 
 
 def _resize(base: jax.Array, num_bytes: int) -> jax.Array:
