@@ -114,7 +114,11 @@ def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
 @lowering("rrelu_with_noise_backward", promote="result")
 def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, self_is_result):
     if training:
-        return jnp.where(jnp.abs(upper - lower) > 1e-6, grad_output * noise, _mean_slope_grad(grad_output, self, lower, upper))
+        return jnp.where(
+            jnp.abs(upper - lower) > 1e-6,
+            grad_output * noise,
+            _mean_slope_grad(grad_output, self, lower, upper),
+        )
     return _mean_slope_grad(grad_output, self, lower, upper)
 
 
@@ -213,6 +217,4 @@ def glu(self, dim=-1):
 def glu_backward(grad_output, self, dim):
     value, gate = jnp.split(self, 2, axis=dim)
     sigmoid = jax.nn.sigmoid(gate)
-    return jnp.concatenate(
-        [grad_output * sigmoid, grad_output * value * sigmoid * (1 - sigmoid)], axis=dim
-    )
+    return jnp.concatenate([grad_output * sigmoid, grad_output * value * sigmoid * (1 - sigmoid)], axis=dim)

@@ -17,7 +17,9 @@ from tpu_backend.lowering.registry import TABLE
 
 # Overloads whose kernels write tensors that their schema does not declare as written: a caller that trusts the schema
 # would lose the running statistics of batch norm.  They need a hand-written kernel over the functional overload.
-HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm.out"})
+HIDDEN_WRITES = frozenset(
+    {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm.out"}
+)
 
 
 def overload_name(schema: torch._C.FunctionSchema) -> str:
@@ -65,7 +67,11 @@ def recordable_overloads() -> list[tuple[str, str]]:
             continue
         own = overload_name(schema)
         table_name = functional_name(schema)
-        if table_name is None or own in HIDDEN_WRITES or not torch._C._dispatch_has_kernel(schema_name(schema)):
+        if (
+            table_name is None
+            or own in HIDDEN_WRITES
+            or not torch._C._dispatch_has_kernel(schema_name(schema))
+        ):
             continue
         if _has_kernel(schema, "CompositeImplicitAutograd"):
             continue

@@ -254,9 +254,13 @@ def batch_norm_backward(
     grad_input = grad_out
     if train:
         count = input.size // input.shape[1]
-        grad_input = grad_out - (_per_channel(grad_bias, ndim) + normalized * _per_channel(grad_weight, ndim)) / count
+        grad_input = (
+            grad_out - (_per_channel(grad_bias, ndim) + normalized * _per_channel(grad_weight, ndim)) / count
+        )
     grad_input = grad_input * _per_channel(scale, ndim)
-    return tuple(grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), output_mask))
+    return tuple(
+        grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), output_mask)
+    )
 
 
 @lowering("batch_norm_backward", promote="opmath")

@@ -245,7 +245,9 @@ lowering("fmin", promote="result")(lambda self, other: jnp.fmin(self, other))
 
 lowering("atan2", promote="result")(lambda self, other: jnp.arctan2(self, other))
 lowering("hypot", promote="result")(lambda self, other: jnp.hypot(self, other))
-lowering("copysign.Tensor", "copysign.Scalar", promote="result")(lambda self, other: jnp.copysign(self, other))
+lowering("copysign.Tensor", "copysign.Scalar", promote="result")(
+    lambda self, other: jnp.copysign(self, other)
+)
 lowering("logaddexp", promote="result")(lambda self, other: jnp.logaddexp(self, other))
 lowering("logaddexp2", promote="result")(lambda self, other: jnp.logaddexp2(self, other))
 lowering("nextafter")(lambda self, other: jnp.nextafter(self, other))
@@ -309,7 +311,10 @@ def _typed(function):
 _BITWISE = {"and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
 for _name, _function in _BITWISE.items():
     lowering(
-        f"bitwise_{_name}.Tensor", f"bitwise_{_name}.Scalar", f"bitwise_{_name}.Scalar_Tensor", promote="result"
+        f"bitwise_{_name}.Tensor",
+        f"bitwise_{_name}.Scalar",
+        f"bitwise_{_name}.Scalar_Tensor",
+        promote="result",
     )(_typed(_function))
 
 for _name, _function in {"left": _left_shift, "right": _right_shift}.items():

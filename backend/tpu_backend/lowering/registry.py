@@ -84,7 +84,13 @@ def lowering(
             if name in TABLE:
                 raise ValueError(f"aten::{name} has two lowerings")
             TABLE[name] = Lowering(
-                name, function, promote, frozenset(static), frozenset(runtime), "out" in parameters, "key" in parameters
+                name,
+                function,
+                promote,
+                frozenset(static),
+                frozenset(runtime),
+                "out" in parameters,
+                "key" in parameters,
             )
         return function
 
@@ -142,7 +148,9 @@ def apply(
             continue
         value = jnp.asarray(value).astype(spec.dtype)
         if value.shape != tuple(spec.shape):
-            raise ValueError(f"aten::{entry.name}: lowered to shape {value.shape}, PyTorch says {tuple(spec.shape)}")
+            raise ValueError(
+                f"aten::{entry.name}: lowered to shape {value.shape}, PyTorch says {tuple(spec.shape)}"
+            )
         checked.append(value)
     return tuple(checked)
 
