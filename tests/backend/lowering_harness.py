@@ -1,8 +1,9 @@
-"""Checks lowerings against PyTorch's CPU kernels: every ATen call that the table serves, wherever it comes from.
+"""Checks lowerings against PyTorch's CPU kernels: every ATen call that the table serves, wherever it comes
+from.
 
-``CheckLowerings`` is a dispatch mode: code that runs under it (an OpInfo sample, forward and backward, a whole model)
-runs on the CPU as usual, and each ATen call is evaluated a second time by its lowering under ``jax.jit``, on copies of
-the inputs, and compared in shape, dtype and value.  No device is needed.
+``CheckLowerings`` is a dispatch mode: code that runs under it (an OpInfo sample, forward and backward, a
+whole model) runs on the CPU as usual, and each ATen call is evaluated a second time by its lowering under
+``jax.jit``, on copies of the inputs, and compared in shape, dtype and value. No device is needed.
 
 As a script it sweeps PyTorch's operator database and prints one line an operator that fails:
 
@@ -28,8 +29,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from tpu_backend.lowering import TABLE, Lowering, NotLowered, apply, functional_name
+from tpu_backend.lowering import TABLE, Lowering, NotLoweredError, apply, functional_name
 from tpu_backend.lowering.names import overload_name
 
 # Wider than torch's defaults where float32 sums run in another order.
@@ -151,7 +151,7 @@ def _flat_tensors(values: Iterable[Any]) -> list[torch.Tensor | None]:
 
 @dataclass
 class CheckLowerings(TorchDispatchMode):
-    """Counts in ``checked``, texts in ``failures``; ``declined`` are calls whose lowering raised NotLowered."""
+    """Counts in ``checked``, texts in ``failures``; ``declined`` counts calls that raised NotLoweredError."""
 
     skip: frozenset[str] = frozenset()
     checked: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -193,7 +193,7 @@ class CheckLowerings(TorchDispatchMode):
                 for value in expected
             )
             results = call.evaluate(out)
-        except NotLowered:
+        except NotLoweredError:
             self.declined[call.entry.name] += 1
             return
         except Exception as error:
@@ -247,7 +247,7 @@ def _wants_grad(leaf: Any) -> bool:
 def check_op(
     op: OpInfo, dtype: torch.dtype, num_samples: int, gradient: bool = True, **options: Any
 ) -> CheckLowerings:
-    """Check the first samples of an operator of PyTorch's database; samples that PyTorch refuses are passed over."""
+    """Check the first samples of an operator of PyTorch's database; samples PyTorch refuses are passed over."""
     mode = CheckLowerings(**options)
     torch.manual_seed(0)
     differentiable = gradient and op.supports_autograd and dtype.is_floating_point

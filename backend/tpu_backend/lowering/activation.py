@@ -198,8 +198,9 @@ def softplus_backward(grad_output, self, beta, threshold):
 
 @lowering("log_sigmoid_forward", promote="opmath")
 def log_sigmoid_forward(self, *, out=None):
-    # The buffer is what CPU kernels keep for backward; ours recomputes, so any value of the right shape serves.
-    return jax.nn.log_sigmoid(self), jnp.zeros(out[1].shape, out[1].dtype)
+    """The buffer saves CPU kernels an exponential in backward; ours does not read it."""
+    unused = jnp.zeros(out[1].shape) if out[1].shape != self.shape else jnp.exp(-jnp.abs(self))
+    return jax.nn.log_sigmoid(self), unused
 
 
 @lowering("log_sigmoid_backward", promote="result")

@@ -1,7 +1,7 @@
 """Convolutions of any rank, plain and transposed, and their derivatives.
 
-Layout is PyTorch's: input (N, C, ...), weight (out, in / groups, ...), or (in, out / groups, ...) when transposed.
-Derivatives are JAX's own transposes of the forward convolution.
+Layout is PyTorch's: input (N, C, ...), weight (out, in / groups, ...), or (in, out / groups, ...) when
+transposed. Derivatives are JAX's own transposes of the forward convolution.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors out of nothing: fills, ranges, triangles' indices. Every size comes from the output that PyTorch inferred."""
+"""Tensors out of nothing: fills, ranges, triangles' indices. Sizes come from the outputs PyTorch inferred."""
 
 from __future__ import annotations
 

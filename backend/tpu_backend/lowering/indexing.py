@@ -1,7 +1,7 @@
 """Reading and writing by index: embedding, index, gather, scatter and their relatives, masks.
 
-Out-of-range indices are not reported: a read is clamped to the last row, a write is dropped (XLA's own semantics).
-Duplicate targets of a plain write keep an arbitrary one of the values, as PyTorch documents.
+Out-of-range indices are not reported: a read is clamped to the last row, a write is dropped (XLA's own
+semantics). Duplicate targets of a plain write keep an arbitrary one of the values, as PyTorch documents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
-from tpu_backend.lowering.registry import NotLowered, lowering, opmath
+from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
 _IN_BOUNDS = (
     lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -78,7 +78,7 @@ def _is_mask(index: jax.Array | None) -> bool:
 
 def _numpy_index(self, indices):
     if any(_is_mask(index) for index in indices):
-        raise NotLowered("indexing with a boolean mask: the result's shape depends on the mask's values")
+        raise NotLoweredError("indexing with a boolean mask: the result's shape depends on the mask's values")
     return tuple(
         slice(None) if index is None else _positions(index, self.shape[axis])
         for axis, index in enumerate(indices)
@@ -106,11 +106,11 @@ def _put_where(self, indices, values, accumulate):
     """``self[mask] = value`` where every masked element gets the same value (or row): a select."""
     mask, rest = indices[0], indices[1:]
     if not _is_mask(mask) or any(index is not None for index in rest):
-        raise NotLowered("index_put with a mask that is not the first and only index")
+        raise NotLoweredError("index_put with a mask that is not the first and only index")
     trailing = self.shape[mask.ndim :]
     if values.ndim > len(trailing):
         if values.shape[: values.ndim - len(trailing)] != (1,) * (values.ndim - len(trailing)):
-            raise NotLowered(
+            raise NotLoweredError(
                 "index_put of one value per True of a boolean mask: their number depends on the mask"
             )
         values = values.reshape(values.shape[values.ndim - len(trailing) :])
@@ -207,7 +207,7 @@ def put(self, index, source, accumulate=False):
 
 
 def _grid(shape, dim, index):
-    """Index arrays that address, for every element of ``index``, its own place with ``dim`` replaced by the index."""
+    """Index arrays that address each element's own place, with ``dim`` replaced by ``index``."""
     axis = wrap_dim(dim, index.ndim)
     return tuple(
         _positions(index, shape[axis])

@@ -1,7 +1,8 @@
 """Matrix factorisations, inverses and triangular solves.
 
-``info`` outputs report failure as LAPACK would (non-zero), seen from NaN in the result.  Left to the CPU fallback:
-``_linalg_det``, ``_linalg_slogdet``, ``_linalg_solve_ex`` (their saved factors depend on the input's strides).
+``info`` outputs report failure as LAPACK would (non-zero), seen from NaN in the result. Left to the CPU
+fallback: ``_linalg_det``, ``_linalg_slogdet``, ``_linalg_solve_ex`` (their saved factors depend on the
+input's strides).
 """
 
 from __future__ import annotations

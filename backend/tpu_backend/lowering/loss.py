@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.dims import at_least_1d
 from tpu_backend.lowering.registry import lowering
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -175,7 +176,7 @@ def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None
 @lowering("multilabel_margin_loss_forward", promote="opmath")
 def multilabel_margin_loss_forward(self, target, reduction):
     """Targets are class numbers, ended by the first -1."""
-    is_target = _label_mask(self, target)
+    is_target = _label_mask(at_least_1d(self), at_least_1d(target)).reshape(target.shape)
     return _multilabel_margin(self, target, reduction), is_target
 
 

@@ -1,4 +1,5 @@
-"""Softmax and the normalisations over layers, groups, batches and root mean squares, each with its derivative.
+"""Softmax and the normalisations over layers, groups, batches and root mean squares, each with its
+derivative.
 
 Statistics are computed in float32 for 16-bit inputs, in two passes.  Formulas: PyTorch's ATen/native
 (layer_norm_kernel.cpp, group_norm_kernel.cpp, Normalization.cpp).

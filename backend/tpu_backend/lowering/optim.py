@@ -1,7 +1,9 @@
-"""Fused optimizer steps: one operation for all parameters. Formulas: PyTorch's ATen/native/cpu/Fused*Kernel.cpp.
+"""Fused optimizer steps: one operation for all parameters. Formulas: PyTorch's
+ATen/native/cpu/Fused*Kernel.cpp.
 
-Hyperparameters are runtime values, so that a schedule (also OneCycleLR's, which moves beta1) never recompiles.  They
-arrive as float64, and 1 - beta is taken there: in float32 it would cost half of the digits of 1 - 0.999.
+Hyperparameters are runtime values, so that a schedule (also OneCycleLR's, which moves beta1) never
+recompiles. They arrive as float64, and 1 - beta is taken there: in float32 it would cost half of the digits
+of 1 - 0.999.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ lowering("_fused_adamw", "_fused_adamw.tensor_lr", runtime=_ADAM_RUNTIME)(_adam(
 @lowering("_fused_sgd", "_fused_sgd.tensor_lr", runtime=_SGD_RUNTIME)
 def fused_sgd(
     self, grads, momentum_buffer_list,
-    *, weight_decay, momentum, lr, dampening, nesterov, maximize, is_first_step, grad_scale=None, found_inf=None,
+    *, weight_decay, momentum, lr, dampening, nesterov, maximize, is_first_step,
+    grad_scale=None, found_inf=None,
 ):  # fmt: skip
     """New (parameters, gradients, momentum buffers), each a list."""
     columns = []

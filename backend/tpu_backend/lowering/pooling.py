@@ -31,7 +31,7 @@ class _Windows:
     dilation: int
 
     def positions(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """(outputs, longest window) positions that are safe to read, and whether they belong to the window."""
+        """(outputs, longest window) positions that are safe to read, and which belong to their window."""
         offsets = np.arange(self.lengths.max(initial=1))
         positions = self.starts[:, None] + offsets * self.dilation
         valid = (positions >= 0) & (positions < size) & (offsets < self.lengths[:, None])

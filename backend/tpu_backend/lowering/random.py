@@ -1,9 +1,9 @@
 """Random numbers: pure functions of a key, the same bits in whatever program they are part of.
 
-Two things could change the bits of a float between programs.  A scale and shift could be contracted into one fused
-multiply-add, or with the arithmetic of whoever consumes the number; ``_rounded`` prevents both on every platform.
-And the values could be recomputed inside a consumer; the optimization barrier prevents that where XLA honours it.
-Integers and masks are exact whatever happens and need neither.
+Two things could change the bits of a float between programs. A scale and shift could be contracted into one
+fused multiply-add, or with the arithmetic of whoever consumes the number; ``_rounded`` prevents both on every
+platform. And the values could be recomputed inside a consumer; the optimization barrier prevents that where
+XLA honours it. Integers and masks are exact whatever happens and need neither.
 """
 
 from __future__ import annotations

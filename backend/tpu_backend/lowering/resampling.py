@@ -1,4 +1,4 @@
-"""Upsampling and grid sampling. Interpolation is separable: one small matrix a spatial dim (MXU-friendly on a TPU)."""
+"""Upsampling and grid sampling. Interpolation is separable: one small matrix a spatial dim, good for an MXU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpu_backend.lowering.registry import NotLowered, lowering
+from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 _CUBIC_A = -0.75  # PyTorch's choice of the cubic convolution kernel
 
@@ -159,7 +159,7 @@ def _sample(input, grid, interpolation_mode, padding_mode, align_corners):
             )
             corners.append((places, math.prod(distances)))
     else:
-        raise NotLowered("grid_sampler with bicubic interpolation")
+        raise NotLoweredError("grid_sampler with bicubic interpolation")
     batch = jnp.arange(input.shape[0]).reshape((-1,) + (1,) * len(plane))
     channels_last = jnp.moveaxis(input, 1, -1)
     total = 0

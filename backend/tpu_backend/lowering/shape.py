@@ -36,7 +36,7 @@ def flip(self, dims):
 def roll(self, shifts, dims=()):
     if self.size == 0 or self.ndim == 0:
         return self
-    return jnp.roll(self, tuple(shifts), tuple(dims)) if dims else jnp.roll(self, tuple(shifts)[0])
+    return jnp.roll(self, tuple(shifts), tuple(dims)) if dims else jnp.roll(self, shifts[0])
 
 
 @lowering("repeat")
@@ -108,7 +108,11 @@ def constant_pad_nd(self, pad, value=0):
 
 def _border_pad(mode):
     def pad_(self, padding):
-        return jnp.pad(self, _pad_pairs(padding, self.ndim), mode=mode)
+        pairs = _pad_pairs(padding, self.ndim)
+        crop = tuple(
+            slice(max(-before, 0), n - max(-after, 0)) for n, (before, after) in zip(self.shape, pairs)
+        )
+        return jnp.pad(self[crop], [(max(before, 0), max(after, 0)) for before, after in pairs], mode=mode)
 
     def pad_backward(grad_output, self, padding):
         return jax.vjp(lambda value: pad_(value, padding), self)[1](grad_output)[0]
@@ -191,5 +195,4 @@ def affine_grid_generator(theta, size, align_corners):
     axes = [positions(count) for count in size[2:]]
     grids = jnp.meshgrid(*axes, indexing="ij")
     base = jnp.stack([*grids[::-1], jnp.ones_like(grids[0])], axis=-1)  # x is the last dim
-    grid = jnp.einsum("...k,njk->n...j", base, theta, precision=lax.Precision.HIGHEST)
-    return grid
+    return jnp.einsum("...k,njk->n...j", base, theta, precision=lax.Precision.HIGHEST)

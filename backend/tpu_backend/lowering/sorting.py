@@ -46,7 +46,7 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
 
 
 def _ranked(self, rank, dim, keepdim):
-    """The element of a given rank along dim (``rank`` may be an array over the other dims), and where it is."""
+    """The element of a given rank along dim (``rank`` may differ over the other dims), and where it is."""
     axis = wrap_dim(dim, self.ndim)
     values, positions = _sorted(at_least_1d(self), axis, descending=False)
     rank = jnp.broadcast_to(rank, (*values.shape[:axis], 1, *values.shape[axis + 1 :]))
