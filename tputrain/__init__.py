@@ -1,0 +1,55 @@
+"""tputrain: train PyTorch models on TPUs, and on the machine in front of you.
+
+`Trainer(model, RunConfig(...), train_loader=...).fit()`, or `tputrain run llama` on the command line.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tputrain.callbacks.callback import Callback
+    from tputrain.checkpoint.store import CheckpointConfig
+    from tputrain.config import RunConfig, TrainerConfig
+    from tputrain.device import ExecutionConfig
+    from tputrain.errors import UserError
+    from tputrain.loggers.logger import LogConfig, Logger
+    from tputrain.optim.optimizer import OptimConfig
+    from tputrain.optim.schedule import ScheduleConfig
+    from tputrain.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Callback",
+    "CheckpointConfig",
+    "ExecutionConfig",
+    "LogConfig",
+    "Logger",
+    "OptimConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "Trainer",
+    "TrainerConfig",
+    "UserError",
+]
+
+_HOME = {
+    "Callback": "tputrain.callbacks.callback",
+    "CheckpointConfig": "tputrain.checkpoint.store",
+    "ExecutionConfig": "tputrain.device",
+    "LogConfig": "tputrain.loggers.logger",
+    "Logger": "tputrain.loggers.logger",
+    "OptimConfig": "tputrain.optim.optimizer",
+    "RunConfig": "tputrain.config",
+    "ScheduleConfig": "tputrain.optim.schedule",
+    "Trainer": "tputrain.trainer",
+    "TrainerConfig": "tputrain.config",
+    "UserError": "tputrain.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Torch takes seconds to import: the command line prints its first line before anything here needs it.
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'tputrain' has no attribute {name!r}")

@@ -114,7 +114,11 @@ def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
 @lowering("rrelu_with_noise_backward", promote="result")
 def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, self_is_result):
     if training:
-        return jnp.where(jnp.abs(upper - lower) > 1e-6, grad_output * noise, _mean_slope_grad(grad_output, self, lower, upper))
+        return jnp.where(
+            jnp.abs(upper - lower) > 1e-6,
+            grad_output * noise,
+            _mean_slope_grad(grad_output, self, lower, upper),
+        )
     return _mean_slope_grad(grad_output, self, lower, upper)
 
 
@@ -194,8 +198,9 @@ def softplus_backward(grad_output, self, beta, threshold):
 
 @lowering("log_sigmoid_forward", promote="opmath")
 def log_sigmoid_forward(self, *, out=None):
-    # The buffer is what CPU kernels keep for backward; ours recomputes, so any value of the right shape serves.
-    return jax.nn.log_sigmoid(self), jnp.zeros(out[1].shape, out[1].dtype)
+    """The buffer saves CPU kernels an exponential in backward; ours does not read it."""
+    unused = jnp.zeros(out[1].shape) if out[1].shape != self.shape else jnp.exp(-jnp.abs(self))
+    return jax.nn.log_sigmoid(self), unused
 
 
 @lowering("log_sigmoid_backward", promote="result")
@@ -213,6 +218,4 @@ def glu(self, dim=-1):
 def glu_backward(grad_output, self, dim):
     value, gate = jnp.split(self, 2, axis=dim)
     sigmoid = jax.nn.sigmoid(gate)
-    return jnp.concatenate(
-        [grad_output * sigmoid, grad_output * value * sigmoid * (1 - sigmoid)], axis=dim
-    )
+    return jnp.concatenate([grad_output * sigmoid, grad_output * value * sigmoid * (1 - sigmoid)], axis=dim)

@@ -1,4 +1,4 @@
-"""PyTorch's conventions for dimension arguments: negative dims, missing dims, 0-d tensors that accept dim 0 and -1."""
+"""PyTorch's conventions for dimension arguments: negative or missing dims, 0-d tensors that accept dim 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def wrap_dim(dim: int, ndim: int) -> int:
 
 
 def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """The axes a reduction runs over: all of them for None and for an empty list, none of them for a 0-d tensor."""
+    """The axes a reduction runs over: all for None and for an empty list, none for a 0-d tensor."""
     if ndim == 0:
         return ()
     if dim is None:

@@ -1,8 +1,9 @@
 """Matrix products.
 
 Precision, stated once: float32 products follow ``torch.get_float32_matmul_precision()`` ("highest", "high" or
-"medium" map to XLA's HIGHEST, HIGH and DEFAULT); 16-bit floats multiply as they are and accumulate in float32;
-everything else is exact.  The setting is read while lowering, so it belongs to a compiled program's key.
+"medium" map to XLA's HIGHEST, HIGH and DEFAULT); 16-bit floats multiply as they are and accumulate in
+float32; everything else is exact. The setting is read while lowering, so it belongs to a compiled program's
+key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Which entry of the lowering table serves which ATen overload: in-place, ``out=`` and functional names are one op.
+"""Which entry of the lowering table serves which ATen overload: in-place, ``out=`` and functional names are
+one op.
 
-What a caller of the table entry must know about outputs: the functional overload returns, in this order, what the
-overload itself returns fresh, then the new value of every argument it mutates (``_native_batch_norm_legit``: three
-returns, then running_mean and running_var).  An ``out=`` overload returns its out arguments in schema order.
+What a caller of the table entry must know about outputs: the functional overload returns, in this order, what
+the overload itself returns fresh, then the new value of every argument it mutates
+(``_native_batch_norm_legit``: three returns, then running_mean and running_var). An ``out=`` overload returns
+its out arguments in schema order.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import torch
 
 from tpu_backend.lowering.registry import TABLE
 
-# Overloads whose kernels write tensors that their schema does not declare as written: a caller that trusts the schema
-# would lose the running statistics of batch norm.  They need a hand-written kernel over the functional overload.
-HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm.out"})
+# Overloads whose kernels write tensors that their schema does not declare as written: a caller that trusts
+# the schema would lose the running statistics of batch norm.  They need a hand-written kernel over the
+# functional overload.
+HIDDEN_WRITES = frozenset(
+    {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm.out"}
+)
 
 
 def overload_name(schema: torch._C.FunctionSchema) -> str:
@@ -29,8 +34,9 @@ def overload_name(schema: torch._C.FunctionSchema) -> str:
 def functional_name(schema: torch._C.FunctionSchema) -> str | None:
     """The table entry that computes what this ATen overload computes, or None when the table has none.
 
-    An overload with an entry of its own keeps it; an in-place or ``out=`` overload is served by the functional overload
-    with the same arguments (``max.dim_max`` by ``max.dim``, ``bernoulli_.float`` by ``bernoulli.p``).
+    An overload with an entry of its own keeps it; an in-place or ``out=`` overload is served by the
+    functional overload with the same arguments (``max.dim_max`` by ``max.dim``, ``bernoulli_.float`` by
+    ``bernoulli.p``).
     """
     if not schema.name.startswith("aten::"):
         return None
@@ -56,8 +62,8 @@ def functional_name(schema: torch._C.FunctionSchema) -> str | None:
 def recordable_overloads() -> list[tuple[str, str]]:
     """Every ATen overload that should be a recorded operation, as (overload name, table name), sorted.
 
-    Left out: what PyTorch decomposes before any backend (CompositeImplicitAutograd), factories that it makes out of
-    ``empty`` and a write, and overloads that write undeclared tensors (``HIDDEN_WRITES``).
+    Left out: what PyTorch decomposes before any backend (CompositeImplicitAutograd), factories that it makes
+    out of ``empty`` and a write, and overloads that write undeclared tensors (``HIDDEN_WRITES``).
     """
     found = []
     for schema in torch._C._jit_get_all_schemas():
@@ -65,7 +71,11 @@ def recordable_overloads() -> list[tuple[str, str]]:
             continue
         own = overload_name(schema)
         table_name = functional_name(schema)
-        if table_name is None or own in HIDDEN_WRITES or not torch._C._dispatch_has_kernel(schema_name(schema)):
+        if (
+            table_name is None
+            or own in HIDDEN_WRITES
+            or not torch._C._dispatch_has_kernel(schema_name(schema))
+        ):
             continue
         if _has_kernel(schema, "CompositeImplicitAutograd"):
             continue
@@ -90,7 +100,7 @@ def _is_mutated(argument: Any) -> bool:
 
 
 def _signature(arguments: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Names and types without the out arguments; a Generator is no value, so overloads may differ in having one."""
+    """Names and types without out arguments; a Generator is no value, overloads may differ in it."""
     return tuple(
         (argument.name, str(argument.type))
         for argument in arguments

@@ -1,4 +1,5 @@
-"""Softmax and the normalisations over layers, groups, batches and root mean squares, each with its derivative.
+"""Softmax and the normalisations over layers, groups, batches and root mean squares, each with its
+derivative.
 
 Statistics are computed in float32 for 16-bit inputs, in two passes.  Formulas: PyTorch's ATen/native
 (layer_norm_kernel.cpp, group_norm_kernel.cpp, Normalization.cpp).
@@ -254,9 +255,13 @@ def batch_norm_backward(
     grad_input = grad_out
     if train:
         count = input.size // input.shape[1]
-        grad_input = grad_out - (_per_channel(grad_bias, ndim) + normalized * _per_channel(grad_weight, ndim)) / count
+        grad_input = (
+            grad_out - (_per_channel(grad_bias, ndim) + normalized * _per_channel(grad_weight, ndim)) / count
+        )
     grad_input = grad_input * _per_channel(scale, ndim)
-    return tuple(grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), output_mask))
+    return tuple(
+        grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), output_mask)
+    )
 
 
 @lowering("batch_norm_backward", promote="opmath")

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic, comparisons, logic and bits. Special functions: ``special.py``; activations: ``activation.py``."""
+"""Elementwise arithmetic, comparisons, logic and bits (see also ``special.py`` and ``activation.py``)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _UNARY = {
     "log10": jnp.log10,
     "log1p": jnp.log1p,
     "log2": jnp.log2,
-    "neg": jnp.negative,
+    "neg": lambda self: -self,
     "rad2deg": jnp.rad2deg,
     "reciprocal": jnp.reciprocal,
     "round": _unless_integral(jnp.round),
@@ -145,7 +145,8 @@ def floor_divide(self, other):
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
         return jnp.floor_divide(self, other)
-    # PyTorch's div_floor_floating (c10/util/generic_math.h): exact where self / other would round up to an integer.
+    # PyTorch's div_floor_floating (c10/util/generic_math.h): exact where self / other would round up to an
+    # integer.
     remainder_ = lax.rem(*jnp.broadcast_arrays(self, other))
     quotient = (self - remainder_) / other
     quotient = jnp.where((remainder_ != 0) & ((other < 0) != (remainder_ < 0)), quotient - 1, quotient)
@@ -245,7 +246,9 @@ lowering("fmin", promote="result")(lambda self, other: jnp.fmin(self, other))
 
 lowering("atan2", promote="result")(lambda self, other: jnp.arctan2(self, other))
 lowering("hypot", promote="result")(lambda self, other: jnp.hypot(self, other))
-lowering("copysign.Tensor", "copysign.Scalar", promote="result")(lambda self, other: jnp.copysign(self, other))
+lowering("copysign.Tensor", "copysign.Scalar", promote="result")(
+    lambda self, other: jnp.copysign(self, other)
+)
 lowering("logaddexp", promote="result")(lambda self, other: jnp.logaddexp(self, other))
 lowering("logaddexp2", promote="result")(lambda self, other: jnp.logaddexp2(self, other))
 lowering("nextafter")(lambda self, other: jnp.nextafter(self, other))
@@ -309,7 +312,10 @@ def _typed(function):
 _BITWISE = {"and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
 for _name, _function in _BITWISE.items():
     lowering(
-        f"bitwise_{_name}.Tensor", f"bitwise_{_name}.Scalar", f"bitwise_{_name}.Scalar_Tensor", promote="result"
+        f"bitwise_{_name}.Tensor",
+        f"bitwise_{_name}.Scalar",
+        f"bitwise_{_name}.Scalar_Tensor",
+        promote="result",
     )(_typed(_function))
 
 for _name, _function in {"left": _left_shift, "right": _right_shift}.items():

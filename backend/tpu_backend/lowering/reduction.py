@@ -172,7 +172,9 @@ def powsum(self, ord=2, dim=None, keepdim=False, *, dtype=None, out=None):
     return jnp.sum(jnp.power(magnitude, ord), reduced_dims(dim, self.ndim), keepdims=keepdim)
 
 
-@lowering("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype", static=("p",))
+@lowering(
+    "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype", static=("p",)
+)
 def norm(self, p=2, dim=None, keepdim=False, *, dtype=None, out=None):
     return vector_norm(self, 2 if p is None else p, dim, keepdim, out=out)
 

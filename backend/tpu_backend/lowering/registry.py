@@ -1,8 +1,8 @@
 """The one table from ATen operators to JAX: what a lowering is, how it is found, how dtypes are decided.
 
 A lowering is a pure function over ``jax.Array`` values whose parameters are those of the *functional* ATen
-overload, in schema order (keyword-only schema arguments are passed by keyword).  In-place and ``out=`` overloads
-never reach this table: the recorder turns them into "functional op, then write".
+overload, in schema order (keyword-only schema arguments are passed by keyword). In-place and ``out=``
+overloads never reach this table: the recorder turns them into "functional op, then write".
 
 What arrives for each schema type
     Tensor              jax.Array (or None where the schema allows an undefined tensor)
@@ -13,23 +13,25 @@ What arrives for each schema type
     Device, Layout, MemoryFormat, Generator   always None
 
 Two extra keyword parameters are filled in when a lowering declares them
-    out: tuple[jax.ShapeDtypeStruct | None, ...]   shape and dtype PyTorch's own inference gave for every output, None
-                                              where it is undefined (an ``output_mask`` entry that is False)
-    key: jax.Array                            a typed JAX PRNG key, a pure function of (seed, offset); marks the op random
+    out: tuple[jax.ShapeDtypeStruct | None, ...]   shape and dtype that PyTorch inferred for every output,
+                                                   None where undefined (``output_mask`` is False)
+    key: jax.Array                                 a typed JAX PRNG key, a pure function of (seed, offset);
+                                                   marks the op random
 
 Dtypes are decided here and nowhere else.  ``promote``
-    "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a 16-bit
-               float (PyTorch's opmath); the default of a pointwise op
-    "inputs"   cast to ``torch.result_type`` of the tensor and scalar inputs (comparisons: the output is bool), same
-               opmath rule
+    "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a
+               16-bit float (PyTorch's opmath); the default of a pointwise op
+    "inputs"   cast to ``torch.result_type`` of the tensor and scalar inputs (comparisons, whose output is
+               bool), same opmath rule
     "opmath"   only widen 16-bit floats to float32, leave all else alone (softmax, norms, losses, reductions)
     None       nothing is touched
-and afterwards each result is cast to the dtype that PyTorch inferred for it.  Without "result" or "inputs" a runtime
-scalar has its natural dtype (float64, int64, bool): such a lowering casts it, or it would widen the arithmetic.
+and afterwards each result is cast to the dtype that PyTorch inferred for it. Without "result" or "inputs" a
+runtime scalar has its natural dtype (float64, int64, bool): such a lowering casts it, or it would widen the
+arithmetic.
 
-Results come in schema order: the functional overload's returns, where ``Tensor[]`` returns may be lists (they are
-flattened) and an undefined output is None.  A lowering that cannot express a case which shapes, dtypes and static
-arguments alone decide (a boolean mask as index) raises ``NotLowered``; tracing it once tells.
+Results come in schema order: the functional overload's returns, where ``Tensor[]`` returns may be lists (they
+are flattened) and an undefined output is None. A lowering that cannot express a case which shapes, dtypes and
+static arguments alone decide (a boolean mask as index) raises ``NotLoweredError``; tracing it once tells.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Lowering:
     is_random: bool
 
 
-class NotLowered(NotImplementedError):
+class NotLoweredError(NotImplementedError):
     """This case of an operator has no XLA form; the caller falls back to the CPU, or reports it."""
 
 
@@ -71,11 +73,12 @@ def lowering(
     static: Sequence[str] = (),
     runtime: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar", promote="result")``.
+    """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar",
+    promote="result")``.
 
-    Names omit ``aten::``; an overload without a name is written bare (``"mm"``).  ``static`` and ``runtime`` name
-    the numeric arguments whose values are part of the program or its inputs.  Undeclared: ``Scalar`` arguments are
-    runtime, ``float`` and ``int`` arguments are static.
+    Names omit ``aten::``; an overload without a name is written bare (``"mm"``). ``static`` and ``runtime``
+    name the numeric arguments whose values are part of the program or its inputs. Undeclared: ``Scalar``
+    arguments are runtime, ``float`` and ``int`` arguments are static.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +87,13 @@ def lowering(
             if name in TABLE:
                 raise ValueError(f"aten::{name} has two lowerings")
             TABLE[name] = Lowering(
-                name, function, promote, frozenset(static), frozenset(runtime), "out" in parameters, "key" in parameters
+                name,
+                function,
+                promote,
+                frozenset(static),
+                frozenset(runtime),
+                "out" in parameters,
+                "key" in parameters,
             )
         return function
 
@@ -109,8 +118,8 @@ def apply(
 ) -> tuple[jax.Array | None, ...]:
     """Run one lowering under the dtype rules above.
 
-    ``compute_dtype`` is ``torch.result_type`` of the tensor and scalar inputs (needed for promote="inputs" only).
-    Raises ValueError when a result's shape is not the one PyTorch inferred.
+    ``compute_dtype`` is ``torch.result_type`` of the tensor and scalar inputs (needed for promote="inputs"
+    only). Raises ValueError when a result's shape is not the one PyTorch inferred.
     """
     if entry.promote == "result":
         target = opmath(next(spec.dtype for spec in out if spec is not None))
@@ -142,7 +151,9 @@ def apply(
             continue
         value = jnp.asarray(value).astype(spec.dtype)
         if value.shape != tuple(spec.shape):
-            raise ValueError(f"aten::{entry.name}: lowered to shape {value.shape}, PyTorch says {tuple(spec.shape)}")
+            raise ValueError(
+                f"aten::{entry.name}: lowered to shape {value.shape}, PyTorch says {tuple(spec.shape)}"
+            )
         checked.append(value)
     return tuple(checked)
 

@@ -1,0 +1,28 @@
+"""ATen to JAX: importing this package fills ``registry.TABLE``, one module a family of operators."""
+
+from tpu_backend.lowering import (  # noqa: F401
+    activation,
+    convolution,
+    factory,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    normalization,
+    optim,
+    pointwise,
+    pooling,
+    random,
+    reduction,
+    resampling,
+    shape,
+    sorting,
+    special,
+    spectral,
+)
+
+from tpu_backend.lowering import foreach  # noqa: F401  isort: skip  (built from the entries above)
+from tpu_backend.lowering.names import functional_name, recordable_overloads
+from tpu_backend.lowering.registry import TABLE, Lowering, NotLoweredError, apply
+
+__all__ = ["TABLE", "Lowering", "NotLoweredError", "apply", "functional_name", "recordable_overloads"]

@@ -1,0 +1,123 @@
+"""Tensors out of nothing: fills, ranges, triangles' indices. Sizes come from the outputs PyTorch inferred."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tpu_backend.lowering.registry import lowering, opmath
+
+
+@lowering("fill.Scalar", "fill.Tensor")
+def fill(self, value):
+    return jnp.broadcast_to(jnp.asarray(value).astype(self.dtype), self.shape)
+
+
+@lowering("zero")
+def zero(self):
+    return jnp.zeros(self.shape, self.dtype)
+
+
+@lowering("full", "new_full", "full_like", "scalar_tensor")
+def full(*args, out=None, **options):
+    """The fill value is the last positional argument of each of them."""
+    return jnp.broadcast_to(jnp.asarray(args[-1]).astype(out[0].dtype), out[0].shape)
+
+
+@lowering("zeros", "new_zeros", "zeros_like")
+def zeros(*args, out=None, **options):
+    return jnp.zeros(out[0].shape, out[0].dtype)
+
+
+@lowering("ones", "new_ones", "ones_like")
+def ones(*args, out=None, **options):
+    return jnp.ones(out[0].shape, out[0].dtype)
+
+
+@lowering("clone")
+def clone(self, *, memory_format=None):
+    return self
+
+
+@lowering("_to_copy")
+def to_copy(self, *, out=None, **options):
+    return (
+        self.real
+        if jnp.iscomplexobj(self) and not jnp.issubdtype(out[0].dtype, jnp.complexfloating)
+        else self
+    )
+
+
+# ---- ranges
+
+
+def _range(start, step, out):
+    """start + i * step, computed in the accumulation dtype as PyTorch's range kernels do."""
+    (count,), dtype = out[0].shape, out[0].dtype
+    compute = opmath(dtype)
+    steps = lax.iota(compute, count)
+    return jnp.asarray(start).astype(compute) + steps * jnp.asarray(step).astype(compute)
+
+
+@lowering("arange", "arange.out")
+def arange(end, *, out=None, **options):
+    return _range(0, 1, out)
+
+
+@lowering("arange.start", "arange.start_step", "arange.start_out", "range", "range.step", "range.out")
+def arange_start(start, end, step=1, *, out=None, **options):
+    return _range(start, step, out)
+
+
+_OVERLOADS = [
+    (name, name + ".out" if "." not in name else name + "_out")
+    for name in ("linspace", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
+]
+
+
+def _spaced(start, end, steps, dtype):
+    """Counted from both ends, so that start and end are met exactly."""
+    compute = opmath(dtype)
+    start, end = (jnp.asarray(value).astype(compute) for value in (start, end))
+    positions = lax.iota(compute, steps)
+    if jnp.issubdtype(dtype, jnp.integer):
+        positions, start, end = (value.astype(jnp.float64) for value in (positions, start, end))
+    if steps < 2:
+        return jnp.broadcast_to(start, (steps,))
+    step = (end - start) / (steps - 1)
+    return jnp.where(positions < steps // 2, start + step * positions, end - step * (steps - 1 - positions))
+
+
+@lowering(*(name for pair in _OVERLOADS for name in pair))
+def linspace(start, end, steps, *, out=None, **options):
+    return _spaced(start, end, steps, out[0].dtype)
+
+
+@lowering(*(name.replace("linspace", "logspace") for pair in _OVERLOADS for name in pair))
+def logspace(start, end, steps, base=10.0, *, out=None, **options):
+    exponents = _spaced(start, end, steps, out[0].dtype)
+    return jnp.power(jnp.asarray(base, exponents.dtype), exponents)
+
+
+# ---- matrices
+
+
+@lowering("eye", "eye.out")
+def eye(n, *, out=None, **options):
+    return jnp.eye(n, dtype=out[0].dtype)
+
+
+@lowering("eye.m", "eye.m_out")
+def eye_m(n, m, *, out=None, **options):
+    return jnp.eye(n, m, dtype=out[0].dtype)
+
+
+@lowering("tril_indices", "tril_indices.out")
+def tril_indices(row, col, offset=0, **options):
+    return jnp.asarray(np.stack(np.tril_indices(row, offset, col)))
+
+
+@lowering("triu_indices", "triu_indices.out")
+def triu_indices(row, col, offset=0, **options):
+    return jnp.asarray(np.stack(np.triu_indices(row, offset, col)))

@@ -1,0 +1,86 @@
+"""``_foreach_*``: a single-tensor entry of the table applied to every element of the lists.
+
+Recording one entry for a whole list of parameters costs less than one an element; the program is the same.
+Lists (``Tensor[]``, ``Scalar[]``) are walked together, all other arguments go to every element.
+"""
+
+from __future__ import annotations
+
+from tpu_backend.lowering.registry import TABLE, apply, lowering
+
+
+def _each(single: str):
+    entry = TABLE[single]
+
+    def foreach(*args, out, **kwargs):
+        results = []
+        for i, spec in enumerate(out):
+            args_of_one = [
+                argument[i] if isinstance(argument, (list, tuple)) else argument for argument in args
+            ]
+            results.extend(apply(entry, args_of_one, kwargs, (spec,)))
+        return results
+
+    return foreach
+
+
+# fmt: off
+_UNARY = [
+    "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac",
+    "lgamma", "log", "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign",
+    "sin", "sinh", "sqrt", "tan", "tanh", "trunc", "clone", "zero", "max",
+]
+# fmt: on
+for _name in _UNARY:
+    lowering(f"_foreach_{_name}")(_each(_name))
+
+for _name in ("add", "sub", "mul", "div"):
+    lowering(f"_foreach_{_name}.List")(_each(f"{_name}.Tensor"))
+    lowering(f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList")(_each(f"{_name}.Scalar"))
+    if _name != "sub":
+        lowering(f"_foreach_{_name}.Tensor")(_each(f"{_name}.Tensor"))
+
+for _name, _single in {
+    "clamp_min": "maximum",
+    "maximum": "maximum",
+    "clamp_max": "minimum",
+    "minimum": "minimum",
+}.items():
+    lowering(f"_foreach_{_name}.List", f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList")(
+        _each(_single)
+    )
+
+lowering("_foreach_pow.List")(_each("pow.Tensor_Tensor"))
+lowering("_foreach_pow.Scalar", "_foreach_pow.ScalarList", static=("exponent",))(_each("pow.Tensor_Scalar"))
+lowering("_foreach_pow.ScalarAndTensor")(_each("pow.Scalar"))
+lowering("_foreach_lerp.List")(_each("lerp.Tensor"))
+lowering("_foreach_lerp.Scalar", "_foreach_lerp.ScalarList")(_each("lerp.Scalar"))
+lowering("_foreach_copy")(_each("copy"))
+
+
+def _with_value(single: str):
+    """addcmul and addcdiv take their scale positionally here, by keyword there."""
+    entry = TABLE[single]
+
+    def foreach(self, tensor1, tensor2, value=1, *, out):
+        def of(i):  # one scalar for all, or a list or 1-d tensor of them
+            return value[i] if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1 else value
+
+        return [
+            apply(entry, tensors, {"value": of(i)}, (out[i],))
+            for i, tensors in enumerate(zip(self, tensor1, tensor2, strict=True))
+        ]
+
+    return foreach
+
+
+for _name in ("addcmul", "addcdiv"):
+    lowering(f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList", f"_foreach_{_name}.Tensor")(
+        _with_value(_name)
+    )
+
+
+@lowering("_foreach_norm.Scalar", static=("ord",))
+def foreach_norm(self, ord=2, dtype=None, *, out):
+    entry = TABLE["linalg_vector_norm"]
+    return [apply(entry, [tensor, ord], {}, (spec,)) for tensor, spec in zip(self, out, strict=True)]

@@ -1,0 +1,346 @@
+"""Reading and writing by index: embedding, index, gather, scatter and their relatives, masks.
+
+Out-of-range indices are not reported: a read is clamped to the last row, a write is dropped (XLA's own
+semantics). Duplicate targets of a plain write keep an arbitrary one of the values, as PyTorch documents.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_backend.lowering.dims import at_least_1d, wrap_dim
+from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
+
+_IN_BOUNDS = (
+    lax.GatherScatterMode.PROMISE_IN_BOUNDS
+)  # XLA itself clamps reads and drops writes: no checks are added
+
+
+def _positions(index: jax.Array, size: int, may_be_negative: bool = True) -> jax.Array:
+    """An index as int32 where it fits (int64 is emulated on TPUs), counted from the front."""
+    dtype = jnp.int32 if size < 2**31 else jnp.int64
+    index = index.astype(dtype)
+    return jnp.where(index < 0, index + size, index) if may_be_negative else index
+
+
+def _read(self, index):
+    return self.at[index].get(mode=_IN_BOUNDS, wrap_negative_indices=False)
+
+
+def _write(self, index):
+    """``.set``, ``.add`` and so on of JAX's indexed update, with our bounds convention."""
+    target = self.at[index]
+
+    def update(method, values, **options):
+        return getattr(target, method)(values, mode=_IN_BOUNDS, wrap_negative_indices=False, **options)
+
+    return update
+
+
+# ---- embedding
+
+
+@lowering("embedding")
+def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    return _read(weight, _positions(indices, weight.shape[0], may_be_negative=False))
+
+
+@lowering("embedding_dense_backward", promote="opmath")
+def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
+    indices = _positions(indices, num_weights, may_be_negative=False)
+    width = grad_output.shape[-1]
+    if scale_grad_by_freq:
+        counts = _write(jnp.zeros(num_weights, grad_output.dtype), indices)("add", 1)
+        grad_output = grad_output / _read(counts, indices)[..., None]
+    if padding_idx >= 0:
+        grad_output = jnp.where((indices == padding_idx)[..., None], 0, grad_output)
+    return _write(jnp.zeros((num_weights, width), grad_output.dtype), indices)("add", grad_output)
+
+
+@lowering("embedding_renorm", promote="opmath")
+def embedding_renorm(self, indices, max_norm, norm_type):
+    norms = jnp.power(jnp.sum(jnp.power(jnp.abs(self), norm_type), -1, keepdims=True), 1 / norm_type)
+    renormed = jnp.where(norms > max_norm, self * (max_norm / (norms + 1e-7)), self)
+    touched = _write(jnp.zeros(self.shape[0], bool), _positions(indices, self.shape[0]))("set", True)
+    return jnp.where(touched[:, None], renormed, self)
+
+
+# ---- index and index_put: NumPy's advanced indexing
+
+
+def _is_mask(index: jax.Array | None) -> bool:
+    return index is not None and index.dtype in (jnp.bool_, jnp.uint8)
+
+
+def _numpy_index(self, indices):
+    if any(_is_mask(index) for index in indices):
+        raise NotLoweredError("indexing with a boolean mask: the result's shape depends on the mask's values")
+    return tuple(
+        slice(None) if index is None else _positions(index, self.shape[axis])
+        for axis, index in enumerate(indices)
+    )
+
+
+@lowering("index.Tensor", "_unsafe_index.Tensor")
+def index(self, indices):
+    return _read(self, _numpy_index(self, indices))
+
+
+@lowering("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(self, indices, values, accumulate=False, unsafe=False):
+    masks = [index for index in indices if _is_mask(index)]
+    if masks:
+        return _put_where(self, indices, values, accumulate)
+    return (
+        _accumulate(self, _numpy_index(self, indices), values)
+        if accumulate
+        else (_write(self, _numpy_index(self, indices))("set", values.astype(self.dtype)))
+    )
+
+
+def _put_where(self, indices, values, accumulate):
+    """``self[mask] = value`` where every masked element gets the same value (or row): a select."""
+    mask, rest = indices[0], indices[1:]
+    if not _is_mask(mask) or any(index is not None for index in rest):
+        raise NotLoweredError("index_put with a mask that is not the first and only index")
+    trailing = self.shape[mask.ndim :]
+    if values.ndim > len(trailing):
+        if values.shape[: values.ndim - len(trailing)] != (1,) * (values.ndim - len(trailing)):
+            raise NotLoweredError(
+                "index_put of one value per True of a boolean mask: their number depends on the mask"
+            )
+        values = values.reshape(values.shape[values.ndim - len(trailing) :])
+    mask = mask.astype(bool).reshape(mask.shape + (1,) * len(trailing))
+    values = values.astype(self.dtype)
+    return jnp.where(mask, self + values if accumulate else values, self)
+
+
+def _accumulate(self, index, values):
+    """Scatter-add; 16-bit floats are added up in float32."""
+    dtype = opmath(self.dtype)
+    return _write(self.astype(dtype), index)("add", values.astype(dtype)).astype(self.dtype)
+
+
+@lowering("_unsafe_masked_index")
+def unsafe_masked_index(self, mask, indices, fill):
+    clamped = _clamped_indices(self, indices)
+    return jnp.where(mask, _read(self, clamped), jnp.asarray(fill, self.dtype))
+
+
+@lowering("_unsafe_masked_index_put_accumulate")
+def unsafe_masked_index_put_accumulate(self, mask, indices, values):
+    return _accumulate(self, _clamped_indices(self, indices), jnp.where(mask, values, 0))
+
+
+def _clamped_indices(self, indices):
+    return tuple(
+        slice(None) if index is None else jnp.clip(index, 0, self.shape[axis] - 1).astype(jnp.int32)
+        for axis, index in enumerate(indices)
+    )
+
+
+# ---- one index a dimension
+
+
+@lowering("index_select")
+def index_select(self, dim, index):
+    axis, values = wrap_dim(dim, self.ndim), at_least_1d(self)
+    index = _positions(at_least_1d(index), values.shape[axis])
+    result = _read(values, (slice(None),) * axis + (index,))
+    return result if self.ndim else result.reshape(())
+
+
+def _rows(self, dim, index):
+    """The indexed update of ``self`` along dim, which is at least 1-d here."""
+    axis = wrap_dim(dim, self.ndim)
+    return (slice(None),) * axis + (_positions(at_least_1d(index), self.shape[axis]),)
+
+
+@lowering("index_add")
+def index_add(self, dim, index, source, *, alpha=1):
+    dtype = opmath(self.dtype)
+    source = at_least_1d(source).astype(dtype)
+    if not (isinstance(alpha, (int, float)) and alpha == 1):
+        source = source * jnp.asarray(alpha, dtype)
+    base = at_least_1d(self)
+    return _accumulate(base, _rows(base, dim, index), source).reshape(self.shape)
+
+
+@lowering("index_copy")
+def index_copy(self, dim, index, source):
+    base = at_least_1d(self)
+    return _write(base, _rows(base, dim, index))("set", at_least_1d(source)).reshape(self.shape)
+
+
+@lowering("index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(self, dim, index, value):
+    base = at_least_1d(self)
+    value = jnp.asarray(value).astype(self.dtype)
+    return _write(base, _rows(base, dim, index))("set", value).reshape(self.shape)
+
+
+@lowering("index_reduce")
+def index_reduce(self, dim, index, source, reduce, *, include_self=True):
+    base, source = at_least_1d(self), at_least_1d(source)
+    result = _reduce_into(base, _rows(base, dim, index), source, reduce, include_self)
+    return result.reshape(self.shape)
+
+
+@lowering("take")
+def take(self, index):
+    return _read(self.reshape(-1), _positions(index, self.size))
+
+
+@lowering("put")
+def put(self, index, source, accumulate=False):
+    flat, index = self.reshape(-1), _positions(index, self.size)
+    source = source.reshape(index.shape)
+    result = _accumulate(flat, index, source) if accumulate else _write(flat, index)("set", source)
+    return result.reshape(self.shape)
+
+
+# ---- gather and scatter: an index of the tensor's own rank
+
+
+def _grid(shape, dim, index):
+    """Index arrays that address each element's own place, with ``dim`` replaced by ``index``."""
+    axis = wrap_dim(dim, index.ndim)
+    return tuple(
+        _positions(index, shape[axis])
+        if position == axis
+        else lax.broadcasted_iota(jnp.int32, index.shape, position)
+        for position in range(index.ndim)
+    )
+
+
+@lowering("gather")
+def gather(self, dim, index, *, sparse_grad=False):
+    base, positions, axis = at_least_1d(self), at_least_1d(index), wrap_dim(dim, self.ndim)
+    if positions.size == 0:
+        return jnp.zeros(index.shape, self.dtype)
+    cut = tuple(slice(None) if axis == i else slice(n) for i, n in enumerate(positions.shape))
+    positions = _positions(positions, base.shape[axis], may_be_negative=False).astype(
+        jnp.uint32
+    )  # unsigned: no wrap
+    return jnp.take_along_axis(base[cut], positions, axis, mode=_IN_BOUNDS).reshape(index.shape)
+
+
+def _scatter_operands(self, dim, index, src):
+    base, index = at_least_1d(self), at_least_1d(index)
+    src = at_least_1d(src)[tuple(slice(n) for n in index.shape)]
+    return base, _grid(base.shape, dim, index), src
+
+
+@lowering("scatter.src")
+def scatter(self, dim, index, src):
+    if index.size == 0:
+        return self
+    base, grid, src = _scatter_operands(self, dim, index, src)
+    return _write(base, grid)("set", src).reshape(self.shape)
+
+
+@lowering("scatter.value")
+def scatter_value(self, dim, index, value):
+    return scatter(self, dim, index, _filled(index, value, self.dtype))
+
+
+def _filled(index, value, dtype):
+    return jnp.broadcast_to(jnp.asarray(value).astype(dtype), index.shape)
+
+
+@lowering("scatter_add")
+def scatter_add(self, dim, index, src):
+    if index.size == 0:
+        return self
+    base, grid, src = _scatter_operands(self, dim, index, src)
+    return _accumulate(base, grid, src).reshape(self.shape)
+
+
+@lowering("scatter.reduce", "scatter_reduce.two")
+def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
+    if index.size == 0:
+        return self
+    base, grid, src = _scatter_operands(self, dim, index, src)
+    return _reduce_into(base, grid, src, reduce, include_self).reshape(self.shape)
+
+
+@lowering("scatter.value_reduce")
+def scatter_value_reduce(self, dim, index, value, *, reduce):
+    return scatter_reduce(self, dim, index, _filled(index, value, self.dtype), reduce)
+
+
+_REDUCERS = {  # name: (method of JAX's indexed update, neutral element)
+    "add": ("add", lambda dtype: 0),
+    "sum": ("add", lambda dtype: 0),
+    "mean": ("add", lambda dtype: 0),
+    "multiply": ("multiply", lambda dtype: 1),
+    "prod": ("multiply", lambda dtype: 1),
+    "amax": ("max", lambda dtype: -math.inf if jnp.issubdtype(dtype, jnp.floating) else _limits(dtype)[0]),
+    "amin": ("min", lambda dtype: math.inf if jnp.issubdtype(dtype, jnp.floating) else _limits(dtype)[1]),
+}
+
+
+def _limits(dtype):
+    return (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+
+
+def _reduce_into(self, index, src, reduce, include_self):
+    method, neutral = _REDUCERS[reduce]
+    dtype = opmath(self.dtype)
+    base = self.astype(dtype)
+    if not include_self:
+        base = _write(base, index)("set", jnp.asarray(neutral(dtype), dtype))
+    result = _write(base, index)(method, src.astype(dtype))
+    if reduce == "mean":
+        ones = jnp.ones(self.shape, dtype)
+        counts = ones if include_self else _write(ones, index)("set", jnp.zeros((), dtype))
+        counts = jnp.maximum(_write(counts, index)("add", jnp.ones((), dtype)), 1)
+        result = result / counts if jnp.issubdtype(dtype, jnp.floating) else jnp.floor_divide(result, counts)
+    return result
+
+
+# ---- masks
+
+
+@lowering("where.self")
+def where(condition, self, other, out=None):
+    dtype = out[0].dtype
+    return jnp.where(condition.astype(bool), self.astype(dtype), other.astype(dtype))
+
+
+@lowering("masked_fill.Scalar", "masked_fill.Tensor")
+def masked_fill(self, mask, value):
+    return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)
+
+
+@lowering("masked_scatter")
+def masked_scatter(self, mask, source):
+    mask = jnp.broadcast_to(mask, self.shape)
+    order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
+    taken = _read(source.reshape(-1), jnp.maximum(order, 0)).reshape(self.shape)
+    return jnp.where(mask, taken, self)
+
+
+@lowering("masked_scatter_backward")
+def masked_scatter_backward(grad_output, mask, sizes):
+    count = math.prod(sizes)
+    mask = jnp.broadcast_to(mask, grad_output.shape).reshape(-1)
+    order = jnp.where(
+        mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, count
+    )  # not selected: dropped past the end
+    packed = jnp.zeros(count, grad_output.dtype).at[order].set(grad_output.reshape(-1), mode="drop")
+    return packed.reshape(sizes)
+
+
+@lowering("_masked_scale", "native_dropout_backward", promote="result")
+def masked_scale(self, mask, scale):
+    return self * mask * scale
+
+
+@lowering("nonzero_static")
+def nonzero_static(self, *, size, fill_value=-1):
+    return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

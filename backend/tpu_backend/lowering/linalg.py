@@ -1,0 +1,216 @@
+"""Matrix factorisations, inverses and triangular solves.
+
+``info`` outputs report failure as LAPACK would (non-zero), seen from NaN in the result. Left to the CPU
+fallback: ``_linalg_det``, ``_linalg_slogdet``, ``_linalg_solve_ex`` (their saved factors depend on the
+input's strides).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_backend.lowering.registry import lowering
+
+
+def _info(result):
+    failed = (
+        jnp.any(~jnp.isfinite(jnp.abs(result)), (-2, -1))
+        if result.size
+        else jnp.zeros(result.shape[:-2], bool)
+    )
+    return failed.astype(jnp.int32)
+
+
+def _adjoint(matrix):
+    return matrix.mT.conj()
+
+
+@lowering("linalg_cholesky_ex")
+def cholesky_ex(self, *, upper=False, check_errors=False):
+    factor = jnp.linalg.cholesky(_adjoint(self) if upper else self, symmetrize_input=False)
+    return _adjoint(factor) if upper else factor, _info(factor)
+
+
+@lowering("cholesky")
+def cholesky(self, upper=False):
+    return cholesky_ex(self, upper=upper)[0]
+
+
+@lowering("linalg_inv_ex")
+def inv_ex(A, *, check_errors=False):
+    inverse = jnp.linalg.inv(A)
+    return inverse, _info(inverse)
+
+
+@lowering("linalg_qr")
+def qr(A, mode="reduced", out=None):
+    if mode == "r":
+        return jnp.zeros(out[0].shape, out[0].dtype), jnp.linalg.qr(A, mode="r")
+    return tuple(jnp.linalg.qr(A, mode=mode))
+
+
+@lowering("_linalg_eigh")
+def eigh(A, UPLO="L", compute_v=True, out=None):
+    lower = UPLO.upper() == "L"
+    if compute_v:
+        return tuple(jnp.linalg.eigh(A, UPLO="L" if lower else "U", symmetrize_input=False))
+    return jnp.linalg.eigvalsh(A, UPLO="L" if lower else "U", symmetrize_input=False), _nothing(out[1])
+
+
+def _nothing(spec):
+    return jnp.zeros(spec.shape, spec.dtype)
+
+
+@lowering("_linalg_svd")
+def svd(A, full_matrices=False, compute_uv=True, *, driver=None, out=None):
+    if compute_uv:
+        return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
+    return _nothing(out[0]), jnp.linalg.svd(A, compute_uv=False), _nothing(out[2])
+
+
+# ---- triangular systems
+
+
+def _solve_triangular(A, B, upper, left, unitriangular, transpose=False):
+    batch = jnp.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+    A = jnp.broadcast_to(A, batch + A.shape[-2:])
+    B = jnp.broadcast_to(B, batch + B.shape[-2:])
+    return lax.linalg.triangular_solve(
+        A, B, left_side=left, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
+    )
+
+
+@lowering("linalg_solve_triangular")
+def solve_triangular(self, B, *, upper, left=True, unitriangular=False):
+    return _solve_triangular(self, B, upper, left, unitriangular)
+
+
+@lowering("triangular_solve")
+def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
+    solution = _solve_triangular(A, self, upper, True, unitriangular, transpose)
+    return solution, jnp.broadcast_to(A, solution.shape[:-2] + A.shape[-2:])
+
+
+@lowering("_cholesky_solve_helper")
+def cholesky_solve(self, A, upper):
+    factor = _adjoint(A) if upper else A
+    half = _solve_triangular(factor, self, False, True, False)
+    return _solve_triangular(_adjoint(factor), half, True, True, False)
+
+
+@lowering("cholesky_inverse")
+def cholesky_inverse(self, upper=False):
+    identity = jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape)
+    return cholesky_solve(identity, self, upper)
+
+
+# ---- LU; pivots count from 1
+
+
+@lowering("linalg_lu_factor_ex")
+def lu_factor_ex(A, *, pivot=True, check_errors=False):
+    factors, pivots, _ = lax.linalg.lu(A)
+    diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
+    singular = diagonal == 0
+    info = (
+        jnp.where(jnp.any(singular, -1), jnp.argmax(singular, -1) + 1, 0)
+        if A.size
+        else jnp.zeros(A.shape[:-2])
+    )
+    return factors, pivots + 1, info
+
+
+def _permutation(pivots, size):
+    return lax.linalg.lu_pivots_to_permutation(pivots - 1, size)
+
+
+def _unpack(factors):
+    rows, columns = factors.shape[-2:]
+    rank = min(rows, columns)
+    lower = jnp.tril(factors[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=factors.dtype)
+    return lower, jnp.triu(factors[..., :rank, :])
+
+
+def _permutation_matrix(permutation, dtype):
+    return jax.nn.one_hot(permutation, permutation.shape[-1], dtype=dtype).mT
+
+
+@lowering("lu_unpack")
+def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, out=None):
+    matrix = _nothing(out[0])
+    if unpack_pivots:
+        matrix = _permutation_matrix(_permutation(LU_pivots, LU_data.shape[-2]), LU_data.dtype)
+    return matrix, *(_unpack(LU_data) if unpack_data else (_nothing(out[1]), _nothing(out[2])))
+
+
+@lowering("linalg_lu")
+def lu(A, *, pivot=True):
+    factors, _, permutation = lax.linalg.lu(A)
+    return _permutation_matrix(permutation, A.dtype), *_unpack(factors)
+
+
+@lowering("linalg_lu_solve")
+def lu_solve(LU, pivots, B, *, left=True, adjoint=False):
+    if not left:  # X A = B is A^H X^H = B^H
+        return _adjoint(lu_solve(LU, pivots, _adjoint(B), adjoint=not adjoint))
+    batch = jnp.broadcast_shapes(LU.shape[:-2], B.shape[:-2])
+    LU = jnp.broadcast_to(LU, batch + LU.shape[-2:])
+    B = jnp.broadcast_to(B, batch + B.shape[-2:])
+    permutation = jnp.broadcast_to(_permutation(pivots, LU.shape[-1]), (*batch, LU.shape[-1]))
+    lower, upper = _unpack(LU)
+    if adjoint:
+        half = _solve_triangular(_adjoint(upper), B, False, True, False)
+        solution = _solve_triangular(_adjoint(lower), half, True, True, True)
+        return jnp.take_along_axis(solution, jnp.argsort(permutation, -1)[..., None], -2)
+    permuted = jnp.take_along_axis(B, permutation[..., None], -2)
+    return _solve_triangular(upper, _solve_triangular(lower, permuted, False, True, True), True, True, False)
+
+
+# ---- products
+
+
+@lowering("linalg_cross")
+def cross(self, other, *, dim=-1):
+    self, other = jnp.broadcast_arrays(self, other)
+    return jnp.cross(self, other, axis=dim)
+
+
+@lowering("linalg_matrix_exp")
+def matrix_exp(self):
+    if self.size == 0:
+        return self
+    return jnp.vectorize(jax.scipy.linalg.expm, signature="(n,n)->(n,n)")(self)
+
+
+@lowering("linalg_householder_product")
+def householder_product(input, tau):
+    return lax.linalg.householder_product(input, tau)
+
+
+# ---- distances between points
+
+
+@lowering("_cdist_forward")
+def cdist(x1, x2, p, compute_mode):
+    return _distance(x1[..., :, None, :] - x2[..., None, :, :], p)
+
+
+@lowering("_pdist_forward")
+def pdist(self, p=2.0):
+    rows, columns = jnp.triu_indices(self.shape[0], 1)
+    return _distance(self[rows] - self[columns], p)
+
+
+def _distance(difference, p):
+    magnitude = jnp.abs(difference)
+    if p == 0:
+        return jnp.sum((magnitude != 0).astype(magnitude.dtype), -1)
+    if p == 1:
+        return jnp.sum(magnitude, -1)
+    if p == 2:
+        return jnp.sqrt(jnp.sum(magnitude * magnitude, -1))
+    if p == float("inf"):
+        return jnp.max(magnitude, -1, initial=0)
+    return jnp.power(jnp.sum(jnp.power(magnitude, p), -1), 1 / p)

@@ -1,0 +1,205 @@
+"""Loss functions and their derivatives. ``reduction`` is PyTorch's enum: 0 none, 1 mean, 2 sum."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_backend.lowering.dims import at_least_1d
+from tpu_backend.lowering.registry import lowering
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def _reduced(losses, reduction):
+    if reduction == _MEAN:
+        return jnp.mean(losses)
+    return jnp.sum(losses) if reduction == _SUM else losses
+
+
+def _per_element(grad_output, losses, reduction):
+    """The gradient that reaches each element's loss."""
+    return grad_output / losses.size if reduction == _MEAN else grad_output
+
+
+# ---- negative log likelihood; classes are dim 1 (dim 0 of a single sample)
+
+
+def _class_axis(self):
+    return 0 if self.ndim == 1 else 1
+
+
+def _target_weights(self, target, weight, ignore_index):
+    """The weight of every target, 0 where it is ignored, and a class number that is safe to look up."""
+    valid = target != ignore_index
+    safe = jnp.where(valid, target, 0).astype(jnp.int32)
+    if weight is None:
+        return valid.astype(self.dtype), safe
+    return jnp.where(
+        valid, weight.at[safe].get(mode="promise_in_bounds", wrap_negative_indices=False), 0
+    ), safe
+
+
+@lowering("nll_loss_forward", "nll_loss2d_forward", promote="opmath")
+def nll_loss_forward(self, target, weight, reduction, ignore_index):
+    axis = _class_axis(self)
+    weights, safe = _target_weights(self, target, weight, ignore_index)
+    places = jnp.expand_dims(safe.astype(jnp.uint32), axis)  # unsigned: no wrapping of negative indices
+    picked = jnp.take_along_axis(self, places, axis, mode="promise_in_bounds").squeeze(axis)
+    losses = jnp.where(weights == 0, 0, -picked * weights)
+    if reduction == _NONE:
+        return losses, jnp.zeros((), self.dtype)
+    total = jnp.sum(weights)
+    return (jnp.sum(losses) / total if reduction == _MEAN else jnp.sum(losses)), total
+
+
+@lowering("nll_loss_backward", "nll_loss2d_backward", promote="opmath")
+def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight):
+    axis = _class_axis(self)
+    weights, safe = _target_weights(self, target, weight, ignore_index)
+    grad = -grad_output * weights
+    if reduction == _MEAN:
+        grad = grad / total_weight
+    classes = lax.broadcasted_iota(jnp.int32, self.shape, axis)
+    return jnp.where(classes == jnp.expand_dims(safe, axis), jnp.expand_dims(grad, axis), 0)
+
+
+# ---- distances
+
+
+@lowering("mse_loss", promote="result")
+def mse_loss(self, target, reduction=_MEAN):
+    return _reduced(jnp.square(self - target), reduction)
+
+
+@lowering("mse_loss_backward", promote="result")
+def mse_loss_backward(grad_output, self, target, reduction):
+    difference = self - target
+    return 2 * difference * _per_element(grad_output, difference, reduction)
+
+
+@lowering("smooth_l1_loss", promote="result")
+def smooth_l1_loss(self, target, reduction=_MEAN, beta=1.0):
+    distance = jnp.abs(self - target)
+    if beta == 0:
+        return _reduced(distance, reduction)
+    return _reduced(
+        jnp.where(distance < beta, 0.5 * distance * distance / beta, distance - 0.5 * beta), reduction
+    )
+
+
+@lowering("smooth_l1_loss_backward", promote="result")
+def smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
+    difference = self - target
+    grad = _per_element(grad_output, difference, reduction)
+    if beta == 0:
+        return jnp.sign(difference) * grad
+    return jnp.where(jnp.abs(difference) < beta, difference / beta, jnp.sign(difference)) * grad
+
+
+@lowering("huber_loss", promote="result")
+def huber_loss(self, target, reduction=_MEAN, delta=1.0):
+    distance = jnp.abs(self - target)
+    losses = jnp.where(distance <= delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))
+    return _reduced(losses, reduction)
+
+
+@lowering("huber_loss_backward", promote="result")
+def huber_loss_backward(grad_output, self, target, reduction, delta):
+    difference = self - target
+    return jnp.clip(difference, -delta, delta) * _per_element(grad_output, difference, reduction)
+
+
+# ---- probabilities
+
+
+@lowering("binary_cross_entropy", promote="result")
+def binary_cross_entropy(self, target, weight=None, reduction=_MEAN):
+    # PyTorch clamps the logarithms at -100, so that a loss is never infinite.
+    losses = -(target * jnp.maximum(jnp.log(self), -100) + (1 - target) * jnp.maximum(jnp.log1p(-self), -100))
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+@lowering("binary_cross_entropy_backward", promote="result")
+def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=_MEAN):
+    grad = (
+        _per_element(grad_output, self, reduction) * (self - target) / jnp.maximum((1 - self) * self, 1e-12)
+    )
+    return grad if weight is None else grad * weight
+
+
+@lowering("binary_cross_entropy_with_logits", promote="result")
+def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=_MEAN):
+    if pos_weight is None:
+        losses = (1 - target) * self - jax.nn.log_sigmoid(self)
+    else:
+        losses = (1 - target) * self - ((pos_weight - 1) * target + 1) * jax.nn.log_sigmoid(self)
+    return _reduced(losses if weight is None else losses * weight, reduction)
+
+
+@lowering("soft_margin_loss", promote="result")
+def soft_margin_loss(self, target, reduction=_MEAN):
+    return _reduced(jnp.log1p(jnp.exp(-target * self)), reduction)
+
+
+@lowering("soft_margin_loss_backward", promote="result")
+def soft_margin_loss_backward(grad_output, self, target, reduction):
+    return -target * jax.nn.sigmoid(-target * self) * _per_element(grad_output, self, reduction)
+
+
+# ---- margins between classes
+
+
+def _multi_margin(self, target, p, margin, weight, reduction):
+    scores, target = jnp.atleast_2d(self), jnp.atleast_1d(target)
+    is_target = lax.broadcasted_iota(target.dtype, scores.shape, 1) == target[:, None]
+    of_target = jnp.sum(jnp.where(is_target, scores, 0), 1, keepdims=True)
+    hinge = jnp.maximum(margin - of_target + scores, 0) ** p
+    hinge = hinge if weight is None else hinge * weight[target][:, None]
+    losses = jnp.sum(jnp.where(is_target, 0, hinge), 1) / scores.shape[1]
+    return _reduced(losses if self.ndim == 2 else losses[0], reduction)
+
+
+@lowering("multi_margin_loss", promote="opmath", static=("p", "margin"))
+def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=_MEAN):
+    return _multi_margin(self, target, p, margin, weight, reduction)
+
+
+@lowering("multi_margin_loss_backward", promote="opmath", static=("p", "margin"))
+def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None, reduction=_MEAN):
+    return jax.vjp(lambda scores: _multi_margin(scores, target, p, margin, weight, reduction), self)[1](
+        grad_output
+    )[0]
+
+
+@lowering("multilabel_margin_loss_forward", promote="opmath")
+def multilabel_margin_loss_forward(self, target, reduction):
+    """Targets are class numbers, ended by the first -1."""
+    is_target = _label_mask(at_least_1d(self), at_least_1d(target)).reshape(target.shape)
+    return _multilabel_margin(self, target, reduction), is_target
+
+
+def _label_mask(self, target):
+    listed = _listed(target)
+    classes = jnp.arange(self.shape[-1], dtype=target.dtype)
+    return jnp.any((target[..., :, None] == classes) & listed[..., :, None], -2).astype(self.dtype)
+
+
+def _listed(target):
+    return jnp.cumsum(target < 0, -1) == 0
+
+
+def _multilabel_margin(self, target, reduction):
+    scores, labels = jnp.atleast_2d(self), jnp.atleast_2d(target)
+    other = _label_mask(scores, labels) == 0
+    of_labels = jnp.take_along_axis(scores, jnp.maximum(labels, 0), -1)
+    hinge = jnp.maximum(1 - of_labels[:, :, None] + scores[:, None, :], 0)
+    counted = _listed(labels)[:, :, None] & other[:, None, :]
+    losses = jnp.sum(jnp.where(counted, hinge, 0), (1, 2)) / scores.shape[1]
+    return _reduced(losses if self.ndim == 2 else losses[0], reduction)
+
+
+@lowering("multilabel_margin_loss_backward", promote="opmath")
+def multilabel_margin_loss_backward(grad_output, self, target, reduction, is_target):
+    return jax.vjp(lambda scores: _multilabel_margin(scores, target, reduction), self)[1](grad_output)[0]

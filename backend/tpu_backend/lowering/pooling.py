@@ -1,0 +1,227 @@
+"""Max, average and adaptive pooling over the trailing spatial dims, and their derivatives.
+
+Indices are PyTorch's: positions in the flattened spatial plane of each channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tpu_backend.lowering.registry import lowering
+
+
+def _each_dim(values: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    values = (values,) if isinstance(values, int) else tuple(values)
+    return values if len(values) == rank else values * rank
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """The windows along one dim: output ``o`` covers ``starts[o] + i * dilation`` for ``i < lengths[o]``."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    dilation: int
+
+    def positions(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """(outputs, longest window) positions that are safe to read, and which belong to their window."""
+        offsets = np.arange(self.lengths.max(initial=1))
+        positions = self.starts[:, None] + offsets * self.dilation
+        valid = (positions >= 0) & (positions < size) & (offsets < self.lengths[:, None])
+        return positions.clip(0, max(size - 1, 0)), valid
+
+
+def _regular_windows(outputs, kernel, stride, padding, dilation):
+    return _Windows(np.arange(outputs) * stride - padding, np.full(outputs, kernel), dilation)
+
+
+def _adaptive_windows(outputs, size):
+    starts = np.arange(outputs) * size // outputs
+    ends = -(-(np.arange(outputs) + 1) * size // outputs)
+    return _Windows(starts, ends - starts, 1)
+
+
+# ---- max
+
+
+def _lowest(dtype):
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _max_over(self, windows):
+    """Largest value of every window and its position in the flattened plane."""
+    rank = len(windows)
+    plane = self.shape[-rank:]
+    lead = self.ndim - rank
+    patches, valid = self, np.ones((1,) * (2 * rank), bool)
+    for i, (window, size) in enumerate(zip(windows, plane, strict=True)):
+        positions, inside = window.positions(size)
+        axis = lead + 2 * i
+        patches = jnp.take(patches, positions, axis=axis, mode="clip")
+        shape = [1] * (2 * rank)
+        shape[2 * i], shape[2 * i + 1] = inside.shape
+        valid = valid & inside.reshape(shape)
+    patches = jnp.where(valid, patches, jnp.asarray(_lowest(self.dtype), self.dtype))
+    outputs, widths = patches.shape[lead::2], patches.shape[lead + 1 :: 2]
+    order = (*range(lead), *range(lead, patches.ndim, 2), *range(lead + 1, patches.ndim, 2))
+    patches = patches.transpose(order).reshape(*self.shape[:lead], *outputs, math.prod(widths))
+    winner = jnp.argmax(patches, -1)
+    position = jnp.zeros((), jnp.int64)
+    for i, (window, size) in enumerate(zip(windows, plane, strict=True)):
+        offset = winner // math.prod(widths[i + 1 :]) % widths[i]
+        starts = window.starts.reshape((-1,) + (1,) * (rank - 1 - i))
+        position = position * size + starts + offset * window.dilation
+    return jnp.max(patches, -1), position
+
+
+@lowering("max_pool2d_with_indices", "max_pool3d_with_indices")
+def max_pool(self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False, out=None):
+    rank = 2 if isinstance(kernel_size, int) else len(kernel_size)
+    return _max_over(self, _pool_windows(self, rank, kernel_size, stride, padding, dilation, out))
+
+
+def _pool_windows(self, rank, kernel_size, stride, padding, dilation, out):
+    kernel = _each_dim(kernel_size, rank)
+    options = (kernel, _each_dim(stride or kernel, rank), _each_dim(padding, rank), _each_dim(dilation, rank))
+    return [_regular_windows(*geometry) for geometry in zip(out[0].shape[-rank:], *options, strict=True)]
+
+
+@lowering("adaptive_max_pool2d")
+def adaptive_max_pool2d(self, output_size):
+    return _adaptive_max(self, output_size, 2)
+
+
+@lowering("adaptive_max_pool3d")
+def adaptive_max_pool3d(self, output_size):
+    return _adaptive_max(self, output_size, 3)
+
+
+def _adaptive_max(self, output_size, rank):
+    sizes = _each_dim(output_size, rank)
+    return _max_over(self, [_adaptive_windows(o, n) for o, n in zip(sizes, self.shape[-rank:], strict=True)])
+
+
+def _scatter_to_plane(values, indices, shape, rank, method):
+    """Values put at their flattened positions in planes of zeros."""
+    planes = math.prod(shape[:-rank])
+    flat_indices = indices.reshape(planes, -1)
+    target = jnp.zeros((planes, math.prod(shape[-rank:])), values.dtype)
+    rows = jnp.arange(planes)[:, None]
+    return getattr(target.at[rows, flat_indices], method)(values.reshape(planes, -1)).reshape(shape)
+
+
+def _max_backward(rank):
+    def backward(grad_output, self, *geometry):
+        return _scatter_to_plane(grad_output, geometry[-1], self.shape, rank, "add")
+
+    return backward
+
+
+for _rank in (2, 3):
+    lowering(
+        f"max_pool{_rank}d_with_indices_backward", f"adaptive_max_pool{_rank}d_backward", promote="opmath"
+    )(_max_backward(_rank))
+
+
+@lowering("max_unpool2d")
+def max_unpool2d(self, indices, output_size):
+    return _scatter_to_plane(self, indices, (*self.shape[:-2], *output_size), 2, "set")
+
+
+@lowering("max_unpool3d")
+def max_unpool3d(self, indices, output_size, stride, padding):
+    return _scatter_to_plane(self, indices, (*self.shape[:-3], *output_size), 3, "set")
+
+
+# ---- average
+
+
+def _average(self, outputs, kernel_size, stride, padding, count_include_pad, divisor_override):
+    rank, plane = len(outputs), self.shape[-len(outputs) :]
+    kernel, padding = _each_dim(kernel_size, rank), _each_dim(padding, rank)
+    stride = _each_dim(stride or kernel, rank)
+    lead = (1,) * (self.ndim - rank)
+    pairs, divisor = [(0, 0)] * (self.ndim - rank), np.ones((), np.int64)
+    for size, count, k, s, p in zip(plane, outputs, kernel, stride, padding, strict=True):
+        pairs.append((p, max((count - 1) * s + k - size - p, 0)))
+        starts = np.arange(count) * s - p
+        ends = np.minimum(starts + k, size + p)
+        covered = ends - starts if count_include_pad else ends.clip(max=size) - starts.clip(min=0)
+        divisor = divisor[..., None] * covered
+    sums = lax.reduce_window(
+        self, np.zeros((), self.dtype), lax.add, (*lead, *kernel), (*lead, *stride), pairs
+    )
+    sums = sums[(..., *(slice(count) for count in outputs))]
+    return sums / jnp.asarray(divisor_override or divisor, self.dtype)
+
+
+@lowering("avg_pool2d", "avg_pool3d", promote="opmath")
+def avg_pool(
+    self,
+    kernel_size,
+    stride=(),
+    padding=0,
+    ceil_mode=False,
+    count_include_pad=True,
+    divisor_override=None,
+    out=None,
+):
+    outputs = out[0].shape[-len(kernel_size) :] if len(kernel_size) > 1 else out[0].shape[-2:]
+    return _average(self, outputs, kernel_size, stride, padding, count_include_pad, divisor_override)
+
+
+def _avg_pool_backward(rank):
+    def backward(
+        grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    ):
+        outputs = grad_output.shape[-rank:]
+        options = (outputs, kernel_size, stride, padding, count_include_pad, divisor_override)
+        return jax.vjp(lambda value: _average(value, *options), self)[1](grad_output)[0]
+
+    return backward
+
+
+for _rank in (2, 3):
+    lowering(f"avg_pool{_rank}d_backward", promote="opmath")(_avg_pool_backward(_rank))
+
+
+def _adaptive_average(self, outputs):
+    """One small averaging matrix a dim; a plain mean where a dim is reduced to one element."""
+    rank = len(outputs)
+    for axis, count in zip(range(self.ndim - rank, self.ndim), outputs, strict=True):
+        size = self.shape[axis]
+        if count == 1:
+            self = jnp.mean(self, axis, keepdims=True)
+            continue
+        windows = _adaptive_windows(count, size)
+        positions = np.arange(size)
+        inside = (positions >= windows.starts[:, None]) & (
+            positions < (windows.starts + windows.lengths)[:, None]
+        )
+        weights = jnp.asarray(inside / windows.lengths[:, None], self.dtype)
+        self = jnp.moveaxis(jnp.tensordot(weights, self, (1, axis), precision=lax.Precision.HIGHEST), 0, axis)
+    return self
+
+
+@lowering("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", promote="opmath")
+def adaptive_avg_pool(self, output_size):
+    return _adaptive_average(self, tuple(output_size))
+
+
+def _adaptive_avg_pool_backward(rank):
+    def backward(grad_output, self):
+        outputs = grad_output.shape[-rank:]
+        return jax.vjp(lambda value: _adaptive_average(value, outputs), self)[1](grad_output)[0]
+
+    return backward
+
+
+for _rank in (2, 3):
+    lowering(f"_adaptive_avg_pool{_rank}d_backward", promote="opmath")(_adaptive_avg_pool_backward(_rank))

@@ -1,0 +1,40 @@
+"""How large a training step is, stated in tokens."""
+
+from dataclasses import dataclass
+
+from tputrain.config_checks import expect, expect_at_least
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """A step's tokens, and how many sequences fit on the device at a time; the rest is accumulated."""
+
+    tokens: int = 1024
+    """Tokens of one optimizer step."""
+    sequences: int = 8
+    """Sequences of one micro-batch."""
+
+    def __post_init__(self) -> None:
+        expect_at_least("batch.tokens", self.tokens, 1)
+        expect_at_least("batch.sequences", self.sequences, 1)
+
+    def micro_batches(self, sequence_length: int) -> int:
+        """Micro-batches to a step. Raises UserError where the tokens do not divide into them."""
+        micro = self.sequences * sequence_length
+        nearest = max(1, round(self.tokens / micro)) * micro
+        expect(
+            self.tokens % micro == 0,
+            "batch.tokens",
+            self.tokens,
+            f"a multiple of batch.sequences x data.sequence_length = {self.sequences} x {sequence_length} = "
+            f"{micro}, such as {nearest}",
+        )
+        return self.tokens // micro
+
+    def arithmetic(self, sequence_length: int) -> str:
+        """The batch, factor by factor, as one line."""
+        count = self.micro_batches(sequence_length)
+        return (
+            f"batch: {self.tokens:,} tokens a step = {self.sequences} sequences x {sequence_length} tokens x "
+            f"{count} micro-batch{'es' if count > 1 else ''}"
+        )

@@ -1,0 +1,96 @@
+"""What a batch is: how it reaches the model, what it weighs, how much it holds.
+
+dict        -> model(**batch)
+tuple, list -> model(*batch[:-1]), and batch[-1] is the target; a model whose forward requires as many
+               arguments as the batch has gets the target too (and returns its loss)
+tensor      -> model(batch)
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tputrain.errors import UserError
+
+IGNORED_LABEL = -100
+"""Labels of this value carry no weight; cross-entropy's default `ignore_index`."""
+
+Batch = Any
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch with every tensor in it on `device`."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [to_device(value, device) for value in batch]
+    return batch
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """The model's output for `batch`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    return model(*batch) if _wants_target(model, batch) else model(*batch[:-1])
+
+
+def _wants_target(model: nn.Module, batch: tuple | list) -> bool:
+    return len(batch) == 1 or _num_required_arguments(type(model).forward) == len(batch)
+
+
+@lru_cache(maxsize=64)
+def _num_required_arguments(forward: Callable[..., Any]) -> int:
+    required = [
+        parameter
+        for parameter in inspect.signature(forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) - 1  # self
+
+
+def target_of(batch: Batch) -> Any:
+    """What the output is to be compared with, or None."""
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return None if isinstance(batch, Tensor) or len(batch) < 2 else batch[-1]
+
+
+def weight(batch: Batch) -> int:
+    """How much the batch's mean loss counts: integer labels that are not ignored, else samples.
+
+    `batch` is still on the host: counting there costs no read of the device.
+    """
+    target = target_of(batch)
+    if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.int32) and target.dim() > 0:
+        return int(torch.count_nonzero(target != IGNORED_LABEL))
+    return num_samples(batch)
+
+
+def size(batch: Batch) -> int:
+    """How much was processed: tokens where the batch is text (it has `input_ids`), else samples."""
+    return batch["input_ids"].numel() if is_text(batch) else num_samples(batch)
+
+
+def is_text(batch: Batch) -> bool:
+    """Whether progress is counted in tokens."""
+    return isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor)
+
+
+def num_samples(batch: Batch) -> int:
+    """The length of the first dimension of the first tensor in the batch."""
+    values = batch.values() if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else batch
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    raise UserError(
+        f"a batch of type {type(batch).__name__} holds no tensor: expected a dict, tuple or list of tensors"
+    )

@@ -1,0 +1,67 @@
+"""What a callback is, and how it asks the training loop for something."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tputrain.loggers.logger import Record
+
+if TYPE_CHECKING:
+    from tputrain.trainer import Trainer
+
+
+@dataclass
+class Control:
+    """Requests to the training loop (`trainer.control`), granted after the step in which they are made."""
+
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+
+
+class Callback:
+    """Override what you need. Hooks run in the order in which the callbacks were given.
+
+    A hook may read `trainer` (step, tokens, model, optimizer, cfg) and set `trainer.control`. In
+    `on_step_end` it must not read a tensor of the model: that would stop the device at every step; `on_log`
+    and `on_evaluate` bring the numbers. A callback with `state_dict()` and `load_state_dict(state)` (plain
+    JSON) is kept in the checkpoint.
+    """
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """After a resume, before the first step."""
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        """A step was dispatched; `trainer.step` counts it."""
+
+    def on_log(self, trainer: "Trainer", records: list[Record]) -> None:
+        """Values were read: one record for every step since the last time."""
+
+    def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
+        """An evaluation ended; `result` holds at least step and loss."""
+
+    def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
+        """A checkpoint is complete."""
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """Training ends: at the last step, by request, or by a signal."""
+
+
+def state_of(callbacks: list[Callback]) -> list[dict[str, Any]]:
+    """Kind and state of each callback that has one, in order."""
+    return [
+        {"kind": type(callback).__name__, "state": callback.state_dict()}  # type: ignore[attr-defined]
+        for callback in callbacks
+        if hasattr(callback, "state_dict")
+    ]
+
+
+def load_state_of(callbacks: list[Callback], states: list[dict[str, Any]]) -> list[str]:
+    """Give each callback the state saved for its kind, in order; returns the kinds of states left over."""
+    left = list(states)
+    for callback in callbacks:
+        found = next((saved for saved in left if saved["kind"] == type(callback).__name__), None)
+        if found is not None and hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(found["state"])
+            left.remove(found)
+    return [saved["kind"] for saved in left]

@@ -1,0 +1,51 @@
+"""What the model writes by now, shown at every evaluation."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tputrain.announce import say
+from tputrain.callbacks.callback import Callback
+from tputrain.config_checks import expect_at_least
+from tputrain.data import Tokenizer
+from tputrain.device import execution_mode
+from tputrain.loggers.logger import Record
+from tputrain.sampling import generate
+
+if TYPE_CHECKING:
+    from tputrain.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """The text written at evaluations."""
+
+    prompt: str = "def "
+    """What it goes on from."""
+    max_new_tokens: int = 48
+    """Its length; 0: no sample."""
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+
+    def __post_init__(self) -> None:
+        expect_at_least("sample.max_new_tokens", self.max_new_tokens, 0)
+        expect_at_least("sample.temperature", self.temperature, 0.0)
+
+
+class SampleText(Callback):
+    """Prints text by the model at every evaluation, drawn with one seed: what changes is the model."""
+
+    def __init__(self, tokenizer: Tokenizer, cfg: SampleConfig, window: int):
+        """`window`: tokens that the model sees at a time, best the length it is trained on."""
+        self.tokenizer, self.cfg, self.window = tokenizer, cfg, window
+
+    def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
+        with execution_mode(trainer.device, trainer.cfg.execution.validate):
+            text = generate(
+                trainer.model,
+                self.tokenizer,
+                self.cfg.prompt,
+                self.cfg.max_new_tokens,
+                temperature=self.cfg.temperature,
+                window=self.window,
+            )
+        say("sample: " + text.replace("\n", "\n        "))

@@ -1,0 +1,167 @@
+"""What a checkpoint holds: tensors as safetensors, everything else as JSON. Nothing is ever unpickled.
+
+model.safetensors      parameters and buffers under the model's own names, tied ones once
+optimizer.safetensors  `<parameter>.<key>` for every tensor of the optimizer's state
+state.json             everything else, one dict
+config.json, generation_config.json, tokenizer files: from the model's `save_config(directory)` and the
+tokenizer's `save(directory)`, where they have them
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tputrain.errors import UserError
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+
+
+def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
+    """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in distinct_tensors(model).items():
+        on_host = _on_host(tensor)
+        storage = on_host.untyped_storage().data_ptr()
+        # safetensors holds no overlaps: a tensor that shares another's memory is written out in full.
+        tensors[name] = on_host.clone() if storage in storages else on_host
+        storages.add(storage)
+    # transformers refuses a file that does not say which framework's conventions it follows.
+    save_file(tensors, directory / MODEL, metadata={"format": "pt"})
+    save_config = getattr(model, "save_config", None)
+    if callable(save_config):
+        save_config(directory)
+    if tokenizer is not None:
+        tokenizer.save(directory)
+
+
+def load_model(model: nn.Module, directory: Path) -> None:
+    """Copy model.safetensors into the model's tensors, in place, so that what is tied stays tied."""
+    path = directory / MODEL
+    saved, own = _load_tensors(path), distinct_tensors(model)
+    for name in sorted(own.keys() ^ saved.keys()):
+        holder, other = ("model", "file") if name in own else ("file", "model")
+        raise UserError(
+            f"{path}: the {holder} has a tensor {name!r} that the {other} has not; another model?"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.shape != saved[name].shape:
+                raise UserError(
+                    f"{path}: {name} has shape {tuple(saved[name].shape)}, "
+                    f"the model's has {tuple(tensor.shape)}"
+                )
+            tensor.copy_(saved[name])
+
+
+def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name; a tensor with several names has the first."""
+    names: dict[int, str] = {}
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise UserError(
+                f"{name} in the model's state is a {type(tensor).__name__}: a checkpoint holds tensors only"
+            )
+        names.setdefault(id(tensor), name)
+    return {name: tensors[name].detach() for name in names.values()}
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory: Path) -> dict[str, Any]:
+    """Write optimizer.safetensors; returns the rest of the optimizer (numbers, groups) for state.json."""
+    names = parameter_names(model)
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[id(parameter)]
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}.{key}"] = _on_host(value)
+            elif isinstance(value, bool | int | float | str | None):
+                values.setdefault(name, {})[key] = value
+            else:
+                raise UserError(
+                    f"the state of {type(optimizer).__name__} holds a {type(value).__name__} ({key!r}): "
+                    "a checkpoint can hold tensors, numbers and text"
+                )
+    save_file(tensors, directory / OPTIMIZER)
+    groups = [
+        {"params": [names[id(p)] for p in group["params"]], "options": _plain_options(group)}
+        for group in optimizer.param_groups
+    ]
+    return {"values": values, "groups": groups}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    directory: Path,
+    rest: dict[str, Any],
+    restore_options: bool,
+) -> None:
+    """Put back what `save_optimizer` wrote; `restore_options`: also learning rate, betas and their like."""
+    path = directory / OPTIMIZER
+    names = parameter_names(model)
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if groups != [group["params"] for group in rest["groups"]]:
+        raise UserError(
+            f"{path}: its parameter groups are not this optimizer's; "
+            "resume with the optimizer the run was started with"
+        )
+    states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["values"].items()}
+    for full_name, tensor in _load_tensors(path).items():
+        name, _, key = full_name.rpartition(".")
+        states.setdefault(name, {})[key] = tensor
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+    unknown = sorted(states.keys() - numbers.keys())
+    if unknown:
+        raise UserError(f"{path}: it holds state of {unknown[0]!r}, which this optimizer does not train")
+    described = optimizer.state_dict()
+    if restore_options:
+        for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
+            group.update(saved["options"])
+    described["state"] = {numbers[name]: state for name, state in states.items()}
+    # PyTorch's own loading knows which state belongs on the device and which (step counts) on the host.
+    optimizer.load_state_dict(described)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by its identity."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def save_state(state: dict[str, Any], directory: Path) -> None:
+    """Write state.json. Raises UserError where something in it is not JSON."""
+    try:
+        text = json.dumps(state, indent=1)
+    except TypeError as error:
+        raise UserError(f"{STATE}: {error}; state of callbacks and schedulers must be plain JSON") from None
+    (directory / STATE).write_text(text + "\n", encoding="utf-8")
+
+
+def load_state(directory: Path) -> dict[str, Any]:
+    """Read state.json of a verified checkpoint."""
+    return json.loads((directory / STATE).read_text(encoding="utf-8"))
+
+
+def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None

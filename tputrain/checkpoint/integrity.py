@@ -1,0 +1,93 @@
+"""Whether a checkpoint is whole: a digest of every file, and a digest of the digests.
+
+`checksums.json` names every other file with its size and SHA-256; `COMPLETE`, written last, holds the SHA-256
+of `checksums.json`, and the SHA-256 of that line, so that it can be told which of the two is damaged. Each
+byte of each file is vouched for, and a directory without `COMPLETE` was never finished.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+CHECKSUMS = "checksums.json"
+COMPLETE = "COMPLETE"
+
+
+class DamagedCheckpointError(Exception):
+    """One line that names the file and what is wrong with it."""
+
+
+def seal(directory: Path) -> None:
+    """Vouch for every file in `directory` (flat), and force everything to the disk."""
+    names = sorted(path.name for path in directory.iterdir())
+    for name in names:
+        _sync(directory / name)
+    digests = {
+        name: {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
+        for name in names
+    }
+    _write_synced(directory / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
+    _write_synced(directory / COMPLETE, _vouch_for((directory / CHECKSUMS).read_bytes()))
+    _sync(directory)
+
+
+def verify(directory: Path) -> None:
+    """Raise DamagedCheckpointError unless every file is, byte for byte, what `seal` saw."""
+    complete, checksums = _read(directory, COMPLETE), _read(directory, CHECKSUMS)
+    if complete != _vouch_for(checksums).encode():
+        digest = complete.split(b"\n")[0]
+        is_itself_whole = complete == digest + b"\n" + hashlib.sha256(digest).hexdigest().encode() + b"\n"
+        damaged = CHECKSUMS if is_itself_whole else COMPLETE
+        raise DamagedCheckpointError(f"{damaged}: damaged (its checksum differs)")
+    for name, expected in json.loads(checksums).items():
+        path = directory / name
+        try:
+            found = path.stat().st_size
+            if found != expected["bytes"]:
+                raise DamagedCheckpointError(f"{name}: {found} bytes, expected {expected['bytes']}")
+            if _sha256(path) != expected["sha256"]:
+                raise DamagedCheckpointError(f"{name}: damaged (its checksum differs)")
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{name}: missing") from None
+        except OSError as error:
+            raise DamagedCheckpointError(f"{name}: cannot be read ({error.strerror})") from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names in `directory` to the disk."""
+    _sync(directory)
+
+
+def _read(directory: Path, name: str) -> bytes:
+    try:
+        return (directory / name).read_bytes()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{name}: missing") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{name}: cannot be read ({error.strerror})") from None
+
+
+def _vouch_for(checksums: bytes) -> str:
+    digest = hashlib.sha256(checksums).hexdigest()
+    return f"{digest}\n{hashlib.sha256(digest.encode()).hexdigest()}\n"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""The checkpoints of a run: `checkpoints/step-N/`, each complete and vouched for, or not there."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
+from tputrain.config_checks import expect_at_least, expect_choice
+
+_NAME = re.compile(r"step-(\d+)")
+_UNFINISHED = ".unfinished-"
+_REFUSED = "refused-"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, how many to keep, and whether to go on where a run stopped."""
+
+    every: int | None = 100
+    """Steps between checkpoints; None: only at the end and on a signal."""
+    keep_last: int = 2
+    """How many of the newest to keep."""
+    resume: str = "auto"
+    """auto: from the newest whole checkpoint, if any; never: a run directory that holds any is refused."""
+
+    def __post_init__(self) -> None:
+        expect_at_least("checkpoint.every", self.every, 1)
+        expect_at_least("checkpoint.keep_last", self.keep_last, 1)
+        expect_choice("checkpoint.resume", self.resume, ("auto", "never"))
+
+
+class CheckpointStore:
+    """Writes, finds and removes the checkpoints in one directory, which need not exist yet."""
+
+    def __init__(self, directory: Path | str, keep_last: int = 2):
+        self.directory = Path(directory)
+        self.keep_last = keep_last
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
+        return self.directory / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, whole or not, newest first."""
+        if not self.directory.is_dir():
+            return []
+        matches = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def write(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
+
+        Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
+        before.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._remove_unfinished()
+        unfinished = self.directory / f"{_UNFINISHED}step-{step}"
+        unfinished.mkdir()
+        fill(unfinished)
+        seal(unfinished)
+        final = self.path(step)
+        if final.exists():
+            # A directory cannot be renamed over another. The one that goes is of the same step.
+            os.rename(final, self.directory / f"{_UNFINISHED}replaced-{step}")
+        os.rename(unfinished, final)
+        sync_directory(self.directory)
+        self._remove_unfinished()
+        self._remove_old()
+        return final
+
+    def newest(self, refused: Callable[[Path, str], None]) -> Path | None:
+        """The newest whole checkpoint; `refused(path, reason)` hears of every newer one that is not."""
+        for step in self.steps():
+            try:
+                verify(self.path(step))
+                return self.path(step)
+            except DamagedCheckpointError as error:
+                refused(self.path(step), str(error))
+        return None
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a damaged checkpoint, so that it neither counts among those kept nor stands in the way."""
+        number = 1
+        while (aside := path.with_name(f"{_REFUSED}{path.name}-{number}")).exists():
+            number += 1
+        return path.rename(aside)
+
+    def _remove_unfinished(self) -> None:
+        for path in self.directory.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(path)
+
+    def _remove_old(self) -> None:
+        for step in self.steps()[self.keep_last :]:
+            # Renamed first: killed half-way, a removal must not leave something that looks like a checkpoint.
+            doomed = self.directory / f"{_UNFINISHED}old-{step}"
+            os.rename(self.path(step), doomed)
+            shutil.rmtree(doomed)

@@ -1,0 +1,5 @@
+"""The command `tputrain`. Importing this imports nothing heavy: the first line must come at once."""
+
+from tputrain.cli.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,7 @@
+"""`python -m tputrain.cli`."""
+
+import sys
+
+from tputrain.cli import main
+
+sys.exit(main())

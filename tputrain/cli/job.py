@@ -1,0 +1,87 @@
+"""From a recipe's configuration to the objects it names."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tputrain.announce import announced, say
+from tputrain.batches import Batch
+from tputrain.callbacks.sample_text import SampleText
+from tputrain.checkpoint import contents
+from tputrain.data import PackedSequences, Tokenizer, build_data
+from tputrain.device import find_device
+from tputrain.models import build_model, initialize
+from tputrain.recipe import RecipeConfig
+from tputrain.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trainer ready to fit, and what there is to say about it beforehand."""
+
+    trainer: Trainer
+    description: list[str]
+
+
+@dataclass(frozen=True)
+class TrainingBatches:
+    """Packed sequences as the Trainer's indexed loader."""
+
+    packed: PackedSequences
+    sequences: int
+    micro_batches: int
+
+    def batch_at(self, step: int, micro: int) -> Batch:
+        """Micro-batch `micro` of step `step`: `sequences` sequences."""
+        return self.packed.batch_at(step, micro, self.sequences, self.micro_batches)
+
+
+@dataclass(frozen=True)
+class ValidationBatches:
+    """Packed sequences as an evaluation goes through them."""
+
+    packed: PackedSequences
+    sequences: int
+    bytes_per_token: float
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.packed.eval_batches(self.sequences)
+
+
+def build_job(cfg: RecipeConfig) -> Job:
+    """Data, model and Trainer of a recipe. The model has its initial values."""
+    find_device(cfg.device)  # a device that is not there is reported before the tokenizer is trained
+    data = build_data(cfg.data, cfg.seed, announce=say)
+    with announced(f"building {cfg.model.name}"):
+        model = build_model(cfg.model)
+        initialize(model, cfg.seed)
+    callbacks = []
+    if cfg.sample.max_new_tokens > 0:
+        callbacks.append(SampleText(data.tokenizer, cfg.sample, cfg.data.sequence_length))
+    trainer = Trainer(
+        model,
+        cfg,
+        train_loader=TrainingBatches(data.train, cfg.batch.sequences, cfg.trainer.accumulate),
+        val_loader=ValidationBatches(data.validation, cfg.batch.sequences, data.validation_bytes_per_token),
+        callbacks=callbacks,
+        tokenizer=data.tokenizer,
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    description = [
+        *data.describe(),
+        f"model: {cfg.model.name}, {num_parameters:,} parameters",
+        cfg.batch.arithmetic(cfg.data.sequence_length),
+        f"run: {cfg.trainer.steps} steps, {cfg.trainer.steps * cfg.batch.tokens:,} tokens, in {cfg.run_dir}",
+    ]
+    return Job(trainer, description)
+
+
+def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
+    """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
+    device = find_device(cfg.device)
+    model = build_model(cfg.model)
+    contents.load_model(model, checkpoint)
+    return model.to(device), Tokenizer.load(checkpoint), device

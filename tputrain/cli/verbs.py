@@ -1,0 +1,131 @@
+"""run, validate and sample."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tputrain.announce import announced, say
+from tputrain.checkpoint import contents
+from tputrain.checkpoint.store import CheckpointStore
+from tputrain.cli.job import build_job, build_trained_model
+from tputrain.config_checks import expect
+from tputrain.device import execution_mode
+from tputrain.errors import UserError
+from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe
+from tputrain.sampling import generate
+from tputrain.shipped import find_recipe
+from tputrain.signals import Interrupted
+
+_FIXED = ("model.", "data.", "batch.", "seed")
+"""What a run keeps for its whole life: with any of it changed, going on would be another run."""
+_FREE = ("data.cache_dir",)
+"""What is below those and changes nothing."""
+
+
+def run(recipe: str, overrides: Sequence[str]) -> int:
+    """Train, or go on training; a finished run is left alone."""
+    path = find_recipe(recipe)
+    cfg = load_recipe(path, overrides)
+    if cfg.run_dir is None:
+        cfg = replace(cfg, run_dir=str(Path("runs") / path.stem))
+    assert cfg.run_dir is not None
+    command = f"tputrain run {shlex.quote(recipe)}"
+    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
+    if cfg.checkpoint.resume == "auto" and _is_finished(cfg):
+        say(f"{cfg.run_dir} is finished: it has done its {cfg.trainer.steps} steps. To make it longer:")
+        say(f"  {command}{kept} trainer.steps={2 * cfg.trainer.steps}")
+        return 0
+    job = build_job(cfg)
+    for line in job.description:
+        say(line)
+    try:
+        job.trainer.fit()
+    except Interrupted:
+        _say_what_next(
+            cfg, job.trainer.step, command + "".join(f" {shlex.quote(text)}" for text in overrides)
+        )
+        raise
+    _say_what_next(cfg, job.trainer.step, f"{command}{kept} trainer.steps={2 * cfg.trainer.steps}")
+    return 0
+
+
+def validate(target: str, overrides: Sequence[str]) -> int:
+    """Evaluate the newest checkpoint of a run directory; a recipe is only checked."""
+    if not Path(target).is_dir():
+        path = find_recipe(target)
+        cfg = load_recipe(path, overrides)
+        say(f"{path}: valid; {cfg.trainer.steps} steps, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
+        return 0
+    checkpoint, cfg = _trained(target, overrides)
+    job = build_job(replace(cfg, run_dir=None))
+    job.trainer.resume(checkpoint)
+    for name, value in job.trainer.validate().items():
+        say(f"{name.replace('_', ' ')}: {value:.4f}")
+    return 0
+
+
+def sample(
+    run_dir: str, overrides: Sequence[str], prompt: str, max_new_tokens: int, temperature: float, seed: int
+) -> int:
+    """Print text that the newest checkpoint of a run writes."""
+    expect(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "1 or more")
+    checkpoint, cfg = _trained(run_dir, overrides)
+    model, tokenizer, device = build_trained_model(cfg, checkpoint)
+    with announced("writing"), execution_mode(device, cfg.execution.validate):
+        text = generate(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            window=cfg.data.sequence_length,
+        )
+    say(text)
+    return 0
+
+
+def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
+    """The newest whole checkpoint of a run, and the configuration it was made with."""
+    store = CheckpointStore(Path(run_dir) / "checkpoints")
+    checkpoint = store.newest(_say_refused)
+    if checkpoint is None:
+        raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; expected a run directory")
+    state = contents.load_state(checkpoint)
+    return checkpoint, config_from_json(state["config"], str(checkpoint / contents.STATE), overrides)
+
+
+def _is_finished(cfg: RecipeConfig) -> bool:
+    """Whether the run has nothing left to do. Raises UserError where its checkpoint is another run's."""
+    store = CheckpointStore(Path(str(cfg.run_dir)) / "checkpoints")
+    # Damaged ones are spoken of when the run is resumed.
+    checkpoint = store.newest(lambda path, reason: None)
+    if checkpoint is None:
+        return False
+    state = contents.load_state(checkpoint)
+    _check_same_run(cfg, state["config"], checkpoint)
+    return state["step"] >= cfg.trainer.steps and state["evaluated_at"] == state["step"]
+
+
+def _check_same_run(cfg: RecipeConfig, saved: dict[str, Any], checkpoint: Path) -> None:
+    """Name every setting that differs from the checkpoint's; refuse those that make it another run."""
+    changes = differences(saved, asdict(cfg))
+    for key, (old, new) in changes.items():
+        if key.startswith(_FIXED) and key not in _FREE:
+            raise UserError(
+                f"{key}={new}: {checkpoint} was made with {key}={old}; set it back, or choose another run_dir"
+            )
+    for key, (old, new) in changes.items():
+        say(f"note: {key} is {new} from here on, it was {old}")
+
+
+def _say_refused(path: Path, reason: str) -> None:
+    say(f"checkpoint {path} refused: {reason}; the one before is used")
+
+
+def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:
+    say(f"checkpoint  {Path(str(cfg.run_dir)) / 'checkpoints' / f'step-{step}'}")
+    say(f'sample      tputrain sample {shlex.quote(str(cfg.run_dir))} --prompt "def "')
+    say(f"resume      {command}")

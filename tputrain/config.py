@@ -1,0 +1,55 @@
+"""The settings of a run: the small dataclasses that each component owns, put together."""
+
+from dataclasses import dataclass, field
+
+from tputrain.checkpoint.store import CheckpointConfig
+from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice
+from tputrain.device import DEVICES, ExecutionConfig
+from tputrain.loggers.logger import LogConfig
+from tputrain.optim.optimizer import OptimConfig
+from tputrain.optim.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The training loop itself."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    accumulate: int = 1
+    """Micro-batches a step. In a recipe it follows from batch.tokens and must be left out."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this norm; None: never."""
+    evaluate_every: int | None = 100
+    """Steps between evaluations, which also open and close the run; None: only those two."""
+    evaluate_batches: int | None = None
+    """Batches of an evaluation; None: all there are."""
+    collect_garbage_every: int = 100
+    """Steps between Python's garbage collections."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "accumulate", "evaluate_every", "evaluate_batches", "collect_garbage_every"):
+            expect_at_least(f"trainer.{key}", getattr(self, key), 1)
+        expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything the Trainer is told. `tputrain.recipe.RecipeConfig` adds the model and the data."""
+
+    seed: int = 0
+    """Of all randomness: initial values, the order of data, dropout."""
+    device: str = "auto"
+    """auto or tpu: XLA on a TPU, a GPU or the cpu; cpu: PyTorch's own kernels."""
+    run_dir: str | None = None
+    """Where checkpoints and metrics go; None: nothing is written (a recipe's default is runs/<recipe>)."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")
+        expect_choice("device", self.device, DEVICES)

@@ -1,0 +1,17 @@
+"""Text to train on: sources, tokenizer, packing. `build_data(DataConfig(), seed=0)` needs no network."""
+
+from tputrain.data.config import DataConfig, DataError
+from tputrain.data.packing import IGNORED_LABEL, PackedSequences
+from tputrain.data.text import TextData, build_data
+from tputrain.data.tokenizer import END_OF_TEXT, Tokenizer
+
+__all__ = [
+    "END_OF_TEXT",
+    "IGNORED_LABEL",
+    "DataConfig",
+    "DataError",
+    "PackedSequences",
+    "TextData",
+    "Tokenizer",
+    "build_data",
+]

@@ -1,0 +1,140 @@
+"""Where text comes from: the standard library's source by default, or the user's own files."""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from platform import python_version
+
+from tputrain.data.config import DataConfig, DataError
+
+# Tests are repetitive and site-packages differs from machine to machine; neither belongs in a default corpus.
+_SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# Written by each build of the interpreter, full of that machine's paths.
+_SKIPPED_PREFIX = "_sysconfigdata"
+_SMALLEST_STANDARD_LIBRARY = 6_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: `path` (relative, with forward slashes) names it, whatever machine it lies on."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in a fixed order, and a short title for people."""
+
+    title: str
+    documents: tuple[Document, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of all documents."""
+        return sum(len(document.text.encode()) for document in self.documents)
+
+    def digest(self) -> bytes:
+        """A hash of every path and text, in order."""
+        digest = blake2b(digest_size=16)
+        for document in self.documents:
+            for part in (document.path.encode(), document.text.encode()):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+        return digest.digest()
+
+
+def read_corpus(cfg: DataConfig) -> Corpus:
+    """The text that `cfg` names. Raises DataError where there is none to train on."""
+    if cfg.files is None:
+        return standard_library(Path(sysconfig.get_path("stdlib")))
+    return text_files(cfg.files)
+
+
+def standard_library(root: Path) -> Corpus:
+    """The Python source below `root`, without tests and installed packages."""
+    documents = tuple(_read_python_source(root))
+    corpus = Corpus(f"Python {python_version()} standard library", documents)
+    if corpus.num_bytes < _SMALLEST_STANDARD_LIBRARY:
+        raise DataError(
+            f"the standard library in {root} holds {corpus.num_bytes / 1e6:.1f} MB of Python source, "
+            f"at least {_SMALLEST_STANDARD_LIBRARY / 1e6:.0f} MB are needed: set data.files, for instance "
+            "data.files='notes/*.txt'"
+        )
+    return corpus
+
+
+def _read_python_source(root: Path) -> Iterator[Document]:
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = sorted(set(subdirectories) - _SKIPPED_DIRECTORIES)
+        for name in sorted(names):
+            path = Path(directory, name)
+            if path.suffix == ".py" and not name.startswith(_SKIPPED_PREFIX) and path.is_file():
+                text = path.read_text(encoding="utf-8", errors="replace")
+                if text:
+                    yield Document(path.relative_to(root).as_posix(), text)
+
+
+def text_files(patterns: str) -> Corpus:
+    """The non-empty UTF-8 files that match the comma-separated globs; one file is one document."""
+    paths: set[Path] = set()
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        matches = [Path(match) for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
+        files = [match.resolve() for match in matches if match.is_file()]
+        if not files:
+            found = "only directories match" if matches else "no file matches"
+            raise DataError(f"data.files={patterns!r}: {found} {pattern!r} (looked from {os.getcwd()})")
+        paths.update(files)
+    if not paths:
+        raise DataError(f"data.files={patterns!r}: expected at least one glob, e.g. data.files='notes/*.txt'")
+    # Paths relative to what the files share, so that the split into train and validation survives a move.
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    documents = tuple(
+        Document(path.relative_to(root).as_posix(), text)
+        for path in sorted(paths)
+        if (text := _read_utf8(path))
+    )
+    if not documents:
+        raise DataError(f"data.files={patterns!r}: {len(paths)} files match and all of them are empty")
+    return Corpus(patterns, documents)
+
+
+def _read_utf8(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"data.files: {path} is not UTF-8 text (byte {error.start}); convert it or leave it out"
+        ) from None
+    except OSError as error:
+        raise DataError(f"data.files: {path} cannot be read: {error.strerror}") from None
+
+
+def split(corpus: Corpus, validation_fraction: float) -> tuple[list[Document], list[Document]]:
+    """Train and validation documents; which side a file is on depends on nothing but its path.
+
+    Few or very unequal files cannot be split that way (validation would be empty, or most of the text):
+    where the held-out share would be under half or over twice `validation_fraction`, the end of each file
+    is held out.
+    """
+
+    def held_out(document: Document) -> bool:
+        digest = blake2b(document.path.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") < validation_fraction * 2**64
+
+    validation = [document for document in corpus.documents if held_out(document)]
+    share = sum(len(document.text.encode()) for document in validation) / corpus.num_bytes
+    if validation_fraction / 2 <= share <= min(2 * validation_fraction, (1 + validation_fraction) / 2):
+        return [document for document in corpus.documents if not held_out(document)], validation
+    train, validation = [], []
+    for document in corpus.documents:
+        cut = round(len(document.text) * (1 - validation_fraction))
+        # At a line's end where there is one: half a line is an odd thing to be judged by.
+        cut = document.text.rfind("\n", 0, cut) + 1 or cut
+        train.append(Document(document.path, document.text[:cut]))
+        validation.append(Document(document.path, document.text[cut:]))
+    return [part for part in train if part.text], [part for part in validation if part.text]

@@ -1,0 +1,64 @@
+"""From a configuration to sequences of tokens ready to train on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tputrain.data.config import DataConfig
+from tputrain.data.packing import PackedSequences
+from tputrain.data.sources import read_corpus
+from tputrain.data.token_cache import tokenise
+from tputrain.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextData:
+    """What a run trains on and is judged by."""
+
+    title: str
+    num_files: int
+    num_bytes: int
+    fingerprint: str
+    """Names the text and its tokenisation: equal fingerprints give equal batches for equal seeds."""
+    tokenizer: Tokenizer
+    train: PackedSequences
+    validation: PackedSequences
+    validation_bytes_per_token: float
+    """bits per byte = mean validation loss in nats / ln 2 / this."""
+
+    def describe(self) -> list[str]:
+        """A few lines for people."""
+        return [
+            f"data: {self.title}, {self.num_files:,} files, {self.num_bytes / 1e6:.1f} MB",
+            f"tokenizer: byte-level BPE, {self.tokenizer.vocab_size:,} entries, "
+            f"{self.validation_bytes_per_token:.2f} bytes per token on validation text",
+            f"train: {self.train.num_tokens:,} tokens in {self.train.num_sequences:,} sequences of "
+            f"{self.train.sequence_length}, {self.train.num_documents:,} documents",
+            f"validation: {self.validation.num_tokens:,} tokens in {self.validation.num_sequences:,} "
+            f"sequences, {self.validation.num_documents:,} documents",
+        ]
+
+
+def build_data(cfg: DataConfig, seed: int, announce: Callable[[str], None] = print) -> TextData:
+    """Read, tokenise (or take from the cache) and pack; `seed` decides only the order of training sequences.
+
+    `announce` gets a line before and after anything that takes seconds. Raises DataError, one line, where
+    there is no text to train on or too little of it.
+    """
+    corpus = read_corpus(cfg)
+    tokenised = tokenise(corpus, cfg, announce)
+
+    def pack(name: str) -> PackedSequences:
+        part = getattr(tokenised, name)
+        return PackedSequences(part.tokens, part.offsets, cfg.sequence_length, seed, name)
+
+    train, validation = pack("train"), pack("validation")
+    return TextData(
+        title=corpus.title,
+        num_files=len(corpus.documents),
+        num_bytes=corpus.num_bytes,
+        fingerprint=tokenised.fingerprint,
+        tokenizer=tokenised.tokenizer,
+        train=train,
+        validation=validation,
+        validation_bytes_per_token=validation.bytes_per_label(tokenised.tokenizer.token_bytes()),
+    )

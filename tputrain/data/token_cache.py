@@ -1,0 +1,140 @@
+"""The tokenizer and the token arrays of a corpus, made once and kept on disk."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from tputrain.data.config import DataConfig, DataError
+from tputrain.data.sources import Corpus, Document, split
+from tputrain.data.tokenizer import Tokenizer
+
+_LAYOUT = 1  # raise when what an entry holds, or how it is made, changes
+_DOCUMENTS_A_BATCH = 32
+
+
+@dataclass(frozen=True)
+class TokenisedPart:
+    """Documents end to end: token ids (uint16 or uint32), where each starts (int64), the end last."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True)
+class TokenisedCorpus:
+    """A corpus as tokens, memory-mapped; `fingerprint` names the text and how it was tokenised."""
+
+    fingerprint: str
+    tokenizer: Tokenizer
+    train: TokenisedPart
+    validation: TokenisedPart
+
+
+def tokenise(corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None]) -> TokenisedCorpus:
+    """The corpus as tokens, from the cache where it was tokenised before.
+
+    Processes may do this at the same time: each builds a directory of its own, and the first one renamed
+    stays.
+    """
+    fingerprint = _fingerprint(corpus, cfg)
+    cache = Path(cfg.cache_dir).expanduser()
+    entry = cache / fingerprint
+    if entry.exists():
+        try:
+            return _load(entry)
+        except (OSError, ValueError, KeyError) as error:
+            announce(f"cached tokens in {entry} are damaged ({error}): making them again")
+            shutil.rmtree(entry, ignore_errors=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as workspace:
+            built = Path(workspace) / fingerprint
+            built.mkdir()
+            _build(corpus, cfg, built, announce)
+            _publish(built, entry)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir={cfg.cache_dir}: cannot write there ({error.strerror}): name another directory"
+        ) from error
+    return _load(entry)
+
+
+def _fingerprint(corpus: Corpus, cfg: DataConfig) -> str:
+    choices = json.dumps([_LAYOUT, cfg.vocab_size, cfg.validation_fraction])
+    return blake2b(corpus.digest() + choices.encode(), digest_size=16).hexdigest()
+
+
+def _build(corpus: Corpus, cfg: DataConfig, built: Path, announce: Callable[[str], None]) -> None:
+    megabytes = corpus.num_bytes / 1e6
+    started = perf_counter()
+    # The rates are those of one slow core; small texts need no word.
+    if megabytes > 2:
+        announce(f"tokenizer: learning from {megabytes:.1f} MB of text, once (about {megabytes * 0.9:.0f} s)")
+    train, validation = split(corpus, cfg.validation_fraction)
+    tokenizer = Tokenizer.train((document.text for document in train), cfg.vocab_size)
+    tokenizer.save(built)
+    lengths = {}
+    for name, documents in (("train", train), ("validation", validation)):
+        lengths[name] = _write_tokens(documents, tokenizer, built / name)
+    (built / "entry.json").write_text(json.dumps({"tokens": lengths}) + "\n")
+    if megabytes > 2:
+        announce(f"tokenizer: {lengths['train']:,} tokens to train on, took {perf_counter() - started:.1f} s")
+
+
+def _write_tokens(documents: Sequence[Document], tokenizer: Tokenizer, stem: Path) -> int:
+    offsets, pieces = [0], []
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    for texts in _batches_of_text(documents):
+        for ids in tokenizer.encode_documents(texts):
+            pieces.append(np.array(ids, dtype=dtype))
+            offsets.append(offsets[-1] + len(ids))
+    np.save(f"{stem}.npy", np.concatenate(pieces) if pieces else np.empty(0, dtype))
+    np.save(f"{stem}_offsets.npy", np.array(offsets, dtype=np.int64))
+    return offsets[-1]
+
+
+def _batches_of_text(documents: Sequence[Document]) -> Iterator[list[str]]:
+    """The documents by way of `datasets`; imported only here, a cache hit is spared the second it takes."""
+    import datasets  # type: ignore[import-untyped]
+
+    if not documents:
+        return
+    dataset = datasets.Dataset.from_dict(
+        {"path": [document.path for document in documents], "text": [document.text for document in documents]}
+    )
+    for batch in dataset.iter(batch_size=_DOCUMENTS_A_BATCH):
+        yield batch["text"]
+
+
+def _publish(built: Path, entry: Path) -> None:
+    for path in built.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    try:
+        built.rename(entry)
+    except OSError:
+        if not entry.exists():  # else another process was first, with the same content
+            raise
+
+
+def _load(entry: Path) -> TokenisedCorpus:
+    lengths = json.loads((entry / "entry.json").read_text())["tokens"]
+
+    def part(name: str) -> TokenisedPart:
+        offsets = np.load(entry / f"{name}_offsets.npy")
+        # An empty file cannot be mapped, and an empty part needs none.
+        tokens = np.load(entry / f"{name}.npy", mmap_mode="r" if lengths[name] else None)
+        if not len(tokens) == offsets[-1] == lengths[name]:
+            raise ValueError(f"{name}.npy holds {len(tokens)} tokens, {lengths[name]} expected")
+        return TokenisedPart(tokens, offsets)
+
+    train, validation = part("train"), part("validation")
+    return TokenisedCorpus(entry.name, Tokenizer.load(entry), train, validation)

@@ -1,0 +1,99 @@
+"""A byte-level BPE tokenizer: training, encoding, and the files that Hugging Face's AutoTokenizer reads."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+"""Opens and closes every document: something to start from, and the sign to stop."""
+
+
+class Tokenizer:
+    """Text to token ids and back, without loss for any text."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._tokenizer = tokenizer
+        # A text that spells out "<|endoftext|>" is text: it must not end the document.
+        tokenizer.encode_special_tokens = True
+        end_of_text_id = tokenizer.token_to_id(END_OF_TEXT)
+        if end_of_text_id is None:
+            raise ValueError(f"the tokenizer has no {END_OF_TEXT} token")
+        self.end_of_text_id: int = end_of_text_id
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Learn at most `vocab_size` entries from `texts`; the same texts give the same tokenizer."""
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer=trainer)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{END_OF_TEXT} $A",
+            pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B",
+            special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
+        )
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, directory: Path | str) -> "Tokenizer":
+        """Read what `save` wrote. Raises ValueError where tokenizer.json is missing or damaged."""
+        path = Path(directory) / "tokenizer.json"
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises no narrower type
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+
+    def save(self, directory: Path | str) -> None:
+        """Write tokenizer.json, tokenizer_config.json, special_tokens_map.json into an existing directory."""
+        special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+            **special,
+        }
+        directory = Path(directory)
+        (directory / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
+        (directory / "special_tokens_map.json").write_text(
+            json.dumps(special, indent=2) + "\n", encoding="utf-8"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries learned; below what was asked for where the text is too short to need more."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` alone, with no special token around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each document, opened and closed by the end-of-text token."""
+        mark = [self.end_of_text_id]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [mark + encoding.ids + mark for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, end-of-text tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_bytes(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 of length `vocab_size`; 0 for end-of-text."""
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, index in self._tokenizer.get_vocab().items():
+            lengths[index] = len(token)  # the vocabulary spells a byte as one character
+        lengths[self.end_of_text_id] = 0
+        return lengths

@@ -1,0 +1,1 @@
+"""The numbers that a run is followed and judged by."""

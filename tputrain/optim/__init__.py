@@ -1,0 +1,1 @@
+"""How parameters move: the optimizer and its learning rate."""

@@ -1,0 +1,49 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to get out of step."""
+
+import math
+from dataclasses import dataclass
+
+from tputrain.config_checks import expect, expect_at_least, expect_choice, expect_share
+
+SHAPES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Linear warm-up to the optimizer's learning rate, then `name`'s way down to a fraction of it."""
+
+    name: str = "cosine"
+    """cosine, linear or constant."""
+    warmup_steps: int = 0
+    """Steps until the full learning rate."""
+    final_fraction: float = 0.1
+    """What is left of the learning rate at the end (cosine and linear)."""
+    steps: int | None = None
+    """Length of the schedule; None: trainer.steps, so that a run made longer decays over its new length."""
+
+    def __post_init__(self) -> None:
+        expect_choice("schedule.name", self.name, SHAPES)
+        expect_at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        expect_share("schedule.final_fraction", self.final_fraction)
+        expect_at_least("schedule.steps", self.steps, 1)
+        expect(
+            self.steps is None or self.warmup_steps <= self.steps,
+            "schedule.warmup_steps",
+            self.warmup_steps,
+            f"at most schedule.steps={self.steps}",
+        )
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """What step `step` (from 0) of `total_steps` multiplies the learning rate by, from 0 to 1.
+
+        The first step of a warm-up already moves (1 / warmup_steps), and the last step of a decay is
+        `final_fraction`.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return 1.0
+        last = (self.steps or total_steps) - 1
+        progress = min(1.0, (step - self.warmup_steps) / max(1, last - self.warmup_steps))
+        down = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.name == "cosine" else 1.0 - progress
+        return self.final_fraction + (1.0 - self.final_fraction) * down

@@ -1,0 +1,285 @@
+"""A recipe: a YAML file, the pieces it includes and overrides on top, made into one checked config.
+
+Every mistake is one line: which file, which key, which value, what was expected. Nothing in a recipe can name
+code.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from tputrain.batch_size import BatchConfig
+from tputrain.callbacks.sample_text import SampleConfig
+from tputrain.config import RunConfig
+from tputrain.config_checks import expect, nearest
+from tputrain.data import DataConfig
+from tputrain.errors import UserError
+from tputrain.models import ModelConfig
+from tputrain.shipped import shipped_names, shipped_path
+
+COMMAND_LINE = "command line"
+_INCLUDE = "include"
+_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True)
+class RecipeConfig(RunConfig):
+    """A complete job: a run, its model and its data."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.batch.micro_batches(self.data.sequence_length)
+        shape = self.model.resolve()
+        expect(
+            self.data.sequence_length <= shape.max_position_embeddings,
+            "data.sequence_length",
+            self.data.sequence_length,
+            f"at most model.max_position_embeddings={shape.max_position_embeddings}",
+        )
+        expect(
+            self.data.vocab_size <= shape.vocab_size,
+            "data.vocab_size",
+            self.data.vocab_size,
+            f"at most model.vocab_size={shape.vocab_size}",
+        )
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
+    """The checked configuration of the recipe at `path`, with `key=value` overrides on top."""
+    return _build([*_layers_of_file(path), *(_override_layer(text) for text in overrides)])
+
+
+def config_from_json(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> RecipeConfig:
+    """The configuration that a checkpoint's state.json holds; `source` names it in errors."""
+    return _build([_Layer(source, values), *(_override_layer(text) for text in overrides)])
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ between two nested dicts: key to (old, new)."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new else {prefix: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*old, *(key for key in new if key not in old)]:
+        found |= differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Values from one source; later layers win over earlier ones."""
+
+    source: str
+    values: dict[str, Any]
+
+
+def _layers_of_file(path: Path) -> list[_Layer]:
+    values = _read_yaml(path)
+    includes = values.pop(_INCLUDE, None) or []
+    if not (isinstance(includes, list) and all(isinstance(name, str) for name in includes)):
+        raise UserError(f"{path}: {_INCLUDE}={includes!r}: expected a list of names such as [model/llama-5m]")
+    return [*(_include_layer(name, path) for name in includes), _Layer(str(path), values)]
+
+
+def _include_layer(name: str, recipe: Path) -> _Layer:
+    beside = recipe.parent / f"{name}.yaml"
+    path = beside if beside.is_file() else shipped_path("configs", name)
+    if path is None:
+        known = shipped_names("configs")
+        hint = nearest(name, known)
+        suggestion = f"; did you mean {hint}?" if hint else ""
+        raise UserError(
+            f"{recipe}: {_INCLUDE}={name}: no {beside} and no shipped config "
+            f"(there are: {', '.join(known)}){suggestion}"
+        )
+    values = _read_yaml(path)
+    if _INCLUDE in values:
+        raise UserError(f"{path}: {_INCLUDE}: only a recipe can include, not a piece that it includes")
+    return _Layer(str(path), values)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.load(path)
+        values = OmegaConf.to_container(loaded, resolve=False)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: {_describe_yaml_error(error)}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+    except (OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {_first_line(error)}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected keys and values, found a {type(values).__name__}")
+    return values  # type: ignore[return-value]
+
+
+def _override_layer(text: str) -> _Layer:
+    key, equals, value = text.partition("=")
+    if not equals or not _KEY.fullmatch(key):
+        raise UserError(f"{COMMAND_LINE}: {text!r}: expected key=value, such as trainer.steps=1000")
+    values: Any = _parse_value(value)
+    for part in reversed(key.split(".")):
+        values = {part: values}
+    return _Layer(COMMAND_LINE, values)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
+        return text  # what is no YAML, such as *.txt, is meant as text
+    return parsed["value"]  # type: ignore[call-overload, index]
+
+
+def _build(layers: list[_Layer]) -> RecipeConfig:
+    """Merge layer by layer, so that each mistake is blamed on the source it came from."""
+    merged = OmegaConf.structured(RecipeConfig)
+    # The dataclasses are frozen for their readers, not for this merge.
+    OmegaConf.set_readonly(merged, False)
+    sources: dict[str, str] = {}
+    known = _known_keys(RecipeConfig)
+    for layer in layers:
+        for key, value in _leaves(layer.values):
+            _check_key(layer.source, key, value, known)
+            sources[key] = layer.source
+        merged = _merge(merged, layer)
+    cfg: RecipeConfig = _to_dataclass(RecipeConfig, merged, sources)
+    micro_batches = cfg.batch.micro_batches(cfg.data.sequence_length)
+    if "trainer.accumulate" in sources and cfg.trainer.accumulate != micro_batches:
+        raise UserError(
+            f"{sources['trainer.accumulate']}: trainer.accumulate={cfg.trainer.accumulate}: expected nothing, "
+            f"in a recipe it follows from batch.tokens and batch.sequences (here {micro_batches})"
+        )
+    return replace(cfg, trainer=replace(cfg.trainer, accumulate=micro_batches))
+
+
+def _check_key(source: str, key: str, value: Any, known: dict[str, Any]) -> None:
+    if key in known:
+        if is_dataclass(known[key]):
+            raise UserError(
+                f"{source}: {key}={_short(value)}: expected keys below it, such as {_first_below(key, known)}"
+            )
+        if isinstance(value, dict):
+            raise UserError(f"{source}: {key}={_short(value)}: expected {_describe_type(known[key])}")
+        return
+    hint = _nearest_key(key, known)
+    raise UserError(f"{source}: {key}={_short(value)}: unknown key; nearest known key: {hint}")
+
+
+def _merge(merged: DictConfig, layer: _Layer) -> DictConfig:
+    try:
+        return OmegaConf.merge(merged, layer.values)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "")
+        known = _known_keys(RecipeConfig)
+        value = dict(_leaves(layer.values)).get(key)
+        if key not in known or isinstance(error, ConfigKeyError):
+            raise UserError(f"{layer.source}: {key}={_short(value)}: {_first_line(error)}") from None
+        raise UserError(
+            f"{layer.source}: {key}={_short(value)}: expected {_describe_type(known[key])}"
+        ) from None
+
+
+def _to_dataclass(kind: type, node: DictConfig, sources: dict[str, str], prefix: str = "") -> Any:
+    """Build bottom-up, so that a check that fails can be blamed on the file its key came from."""
+    values: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        key = prefix + name
+        if is_dataclass(hint):
+            values[name] = _to_dataclass(hint, node[name], sources, key + ".")  # type: ignore[arg-type]
+            continue
+        try:
+            values[name] = node[name]
+        except OmegaConfBaseException as error:
+            raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
+    try:
+        return kind(**values)
+    except UserError as error:
+        key = str(error).partition("=")[0]
+        # The culprit may be a default that does not fit what was set: blame what was set last.
+        source = sources.get(key) or next(reversed(sources.values()), "defaults")
+        raise UserError(f"{source}: {error}") from None
+
+
+def _known_keys(kind: type, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key, groups included, to its type."""
+    known: dict[str, Any] = {}
+    hints = get_type_hints(kind)
+    for entry in fields(kind):
+        key, hint = prefix + entry.name, hints[entry.name]
+        known[key] = hint
+        if is_dataclass(hint):
+            known |= _known_keys(hint, key + ".")  # type: ignore[arg-type]
+    return known
+
+
+def _leaves(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, key + ".")
+        else:
+            yield key, value
+
+
+def _nearest_key(key: str, known: dict[str, Any]) -> str:
+    """By the whole dotted key, else by its last part alone: `learning_rate` means `optim.learning_rate`."""
+    settable = [name for name, hint in known.items() if not is_dataclass(hint)]
+    last = {name.rpartition(".")[2]: name for name in settable}
+    by_whole = nearest(key, settable)
+    by_last = nearest(key.rpartition(".")[2], last)
+    if by_whole is not None:
+        return by_whole
+    return (
+        last[by_last] if by_last is not None else "none resembles it (known groups: " + _groups(known) + ")"
+    )
+
+
+def _groups(known: dict[str, Any]) -> str:
+    return ", ".join(name for name, hint in known.items() if is_dataclass(hint))
+
+
+def _first_below(key: str, known: dict[str, Any]) -> str:
+    return next(name for name in known if name.startswith(key + "."))
+
+
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
+
+
+def _describe_type(hint: Any) -> str:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
+
+
+def _describe_yaml_error(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{where}not valid YAML: {getattr(error, 'problem', None) or _first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

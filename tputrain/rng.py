@@ -1,0 +1,44 @@
+"""The state of every random number generator a run draws from, as JSON."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from tputrain import device as devices
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """States of torch's cpu generator, the device's, NumPy's global one and Python's."""
+    on_device = devices.rng_state(device)
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": _to_hex(torch.get_rng_state()),
+        "device": None if on_device is None else _to_hex(on_device),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "python": [version, list(words), gauss],
+    }
+
+
+def restore(device: torch.device, state: dict[str, Any]) -> None:
+    """Put every generator back to what `capture` saw.
+
+    A state without the device's generator (the run was on the cpu) leaves that generator as it is.
+    """
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if state["device"] is not None and device.type == "tpu":
+        devices.set_rng_state(device, _from_hex(state["device"]))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+
+
+def _to_hex(state: torch.Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,0 +1,41 @@
+"""One process at a time in a run directory: two would overwrite each other's checkpoints."""
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from tputrain.errors import UserError
+
+
+class RunLock:
+    """Context that holds `run_dir/.lock`; the system lets go of it when the process dies, however it dies."""
+
+    def __init__(self, run_dir: Path | None):
+        self.run_dir = run_dir
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> "RunLock":
+        if self.run_dir is None:
+            return self
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (self.run_dir / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "unknown"
+            self._file.close()
+            raise UserError(
+                f"{self.run_dir}: another process (pid {holder}) is training here; "
+                "wait for it, or choose another run_dir"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,67 @@
+"""Text from a model, one token at a time."""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tputrain.data import Tokenizer
+from tputrain.errors import UserError
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    window: int = 128,
+) -> str:
+    """The prompt and up to `max_new_tokens` tokens after it, ended early where the model ends the document.
+
+    The model sees the last `window` tokens (best: the length it was trained on). Every token is a whole
+    forward pass over a window of that one size, so a compiling device compiles one program; and one read of
+    the logits of one position, from which the host draws: the same seed draws the same numbers on every
+    device. `temperature=0` takes the most likely token.
+    """
+    if temperature < 0:
+        raise UserError(f"temperature={temperature}: expected 0 or more")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k={top_k}: expected at least 1")
+    device = next(model.parameters()).device
+    uniforms = np.random.Philox(key=seed % 2**64)
+    ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt)]
+    num_given = len(ids)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            logits = _next_logits(model, ids[-window:], window, device).numpy()
+            token = _draw(logits[: tokenizer.vocab_size], temperature, top_k, uniforms)
+            if token == tokenizer.end_of_text_id:
+                break
+            ids.append(token)
+    finally:
+        model.train(was_training)
+    return prompt + tokenizer.decode(ids[num_given:])
+
+
+def _next_logits(model: nn.Module, ids: list[int], window: int, device: torch.device) -> Tensor:
+    """float32 logits (V,), on the host, for the token after `ids` (at most `window` of them)."""
+    # Padding comes after the text, where causal attention does not look.
+    padded = torch.tensor([ids + [0] * (window - len(ids))]).to(device)
+    last = torch.tensor([len(ids) - 1]).to(device)  # a tensor: as a number it would be part of the program
+    return model(padded).index_select(1, last).flatten().float().cpu()
+
+
+def _draw(logits: np.ndarray, temperature: float, top_k: int | None, uniforms: np.random.Philox) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    # Likeliest first, ties by id, so that the draw does not depend on how a sort breaks them.
+    candidates = np.argsort(-logits, kind="stable")[:top_k]
+    scaled = logits[candidates].astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max()).cumsum()
+    uniform = (int(uniforms.random_raw()) >> 11) * 2.0**-53
+    return int(candidates[np.searchsorted(weights, uniform * weights[-1], side="right")])

@@ -1,0 +1,483 @@
+"""The Trainer: a model, its data and a configuration, and the loop that brings them together."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tputrain import batches as batch_of
+from tputrain import device as devices
+from tputrain import rng
+from tputrain.announce import announced, say
+from tputrain.batches import Batch
+from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
+from tputrain.checkpoint import contents
+from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
+from tputrain.checkpoint.store import CheckpointStore
+from tputrain.config import RunConfig
+from tputrain.errors import UserError
+from tputrain.feed import Feed, feed_of
+from tputrain.garbage import ScheduledCollection
+from tputrain.loggers.console import console_logger
+from tputrain.loggers.jsonl import JsonlLogger
+from tputrain.loggers.logger import Logger, Record
+from tputrain.loss import LossFunction, loss_of
+from tputrain.metrics.evaluation import WeightedMeans, of_text
+from tputrain.metrics.step_log import StepLog
+from tputrain.optim.optimizer import build_optimizer, create_state
+from tputrain.run_lock import RunLock
+from tputrain.signals import Interrupted, SignalWatch
+from tputrain.versions import versions
+
+Metric = Callable[[Any, Any], Tensor]
+"""(output, target) of a batch to a scalar tensor, its mean over the batch."""
+
+LearningRate = Callable[[int], float] | LRScheduler
+"""A function of the step (from 0), or one of PyTorch's schedulers, stepped after every optimizer step."""
+
+
+class Trainer:
+    """Trains `model` as `cfg` says; `fit()` goes on from the newest checkpoint in `cfg.run_dir`, if any.
+
+    What a batch may be: `tputrain.batches`. Where the loss comes from: `tputrain.loss`. `train_loader` is any
+    iterable of batches, or an object with `batch_at(step, micro)`, which needs no skipping on resume;
+    `val_loader` any iterable that can be gone through again and again, and its `bytes_per_token`, if it has
+    one, gives bits per byte.
+
+    An `optimizer` given here (built on the parameters of `model`) keeps its own learning rate unless there is
+    an `lr_scheduler` too; else both come from `cfg.optim` and `cfg.schedule`. `metrics` maps names to
+    functions of (output, target), averaged over evaluations. `tokenizer.save(directory)` is called for every
+    checkpoint.
+
+    Raises UserError, one line, for what the caller can mend.
+    """
+
+    # What is trained, and how.
+    model: nn.Module
+    cfg: RunConfig
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+
+    # Where the run is; a checkpoint holds all of it.
+    step: int
+    """Optimizer steps done."""
+    num_done: int
+    """Tokens (of text) or samples trained on."""
+    best: Record | None
+    """The evaluation with the lowest loss."""
+    evaluated_at: int | None
+    """The step of the last evaluation that was not broken off."""
+
+    # What goes along.
+    control: Control
+    callbacks: list[Callback]
+    loggers: list[Logger]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: RunConfig,
+        *,
+        train_loader: Any = None,
+        val_loader: Iterable[Batch] | None = None,
+        loss_fn: LossFunction | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: LearningRate | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Logger] = (),
+        tokenizer: Any = None,
+    ):
+        self.cfg = cfg
+        self.device = devices.find_device(cfg.device)
+        self.model = model.to(self.device)
+        self.loss_fn = loss_fn
+        self.metrics = dict(metrics or {})
+        self.val_loader = val_loader
+        self.tokenizer = tokenizer
+        self.callbacks = list(callbacks)
+        self.control = Control()
+
+        self._scheduled_by_config = optimizer is None and lr_scheduler is None
+        self._optimizer_is_given = optimizer is not None
+        self.lr_scheduler = lr_scheduler
+        self.optimizer = optimizer if optimizer is not None else build_optimizer(model, cfg.optim)
+        self._check_optimizer_trains_the_model()
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        create_state(self.optimizer)
+
+        self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
+        self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
+        self.store: CheckpointStore | None = None
+        self.loggers = [console_logger(cfg.log.progress)]
+        if self.run_dir is not None:
+            self.store = CheckpointStore(self.run_dir / "checkpoints", cfg.checkpoint.keep_last)
+            self.loggers.append(JsonlLogger(self.run_dir))
+        self.loggers += loggers
+
+        self.step = 0
+        self.num_done = 0
+        self.best = None
+        self.evaluated_at = None
+        self.unit = "samples"
+        self._resumed = False
+        self._is_warm = False
+        self._saved_at: int | None = None
+        self._step_log = StepLog(self.device)
+        self._signals = SignalWatch()
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train up to step `cfg.trainer.steps`, with evaluations and checkpoints on the way.
+
+        On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
+        """
+        with RunLock(self.run_dir), self._signals, self._running() as garbage:
+            self._start()
+            self._evaluate_if_due()
+            while not self._should_end():
+                self._advance()
+                self._tell("on_step_end")
+                self._log_if_due()
+                self._evaluate_if_due()
+                self._save_if_due()
+                garbage.after_step(self.step)
+            self._end()
+
+    def _advance(self) -> None:
+        """One step. The first of a process records and compiles, so it is announced and waited for."""
+        if self._is_warm:
+            self._train_step(self._next_batches())
+            return
+        with announced(f"step {self.step + 1}, the first of this process, is recorded and compiled"):
+            self._train_step(self._next_batches())
+            self._step_log.wait()
+        self._is_warm = True
+        self._log()
+
+    def _next_batches(self) -> list[Batch]:
+        assert self._feed is not None
+        self._step_log.begin()
+        batches = self._feed.batches(self.step, self.cfg.trainer.accumulate)
+        self._step_log.data_ready()
+        return batches
+
+    def _train_step(self, batches: list[Batch]) -> None:
+        """Forward, backward and update, dispatched as one program; nothing is read back."""
+        weights = [batch_of.weight(batch) for batch in batches]
+        if sum(weights) == 0:
+            raise UserError(
+                f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
+            )
+        loss = self._accumulate_gradients(batches, weights)
+        grad_norm = self._clip_gradients()
+        learning_rate = self._set_learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        devices.flush(self.device)
+        self._count_step(batches, loss, grad_norm, learning_rate)
+
+    def _accumulate_gradients(self, batches: list[Batch], weights: list[int]) -> Tensor:
+        """Gradients of the mean over the labels of all micro-batches; returns that mean."""
+        total = sum(weights)
+        step_loss: Tensor | None = None
+        for batch, weight in zip(batches, weights, strict=True):
+            if weight == 0:
+                continue  # the mean over no labels is not a number
+            loss = self._forward(batch)[0]
+            if weight != total:
+                loss = loss * (weight / total)
+            loss.backward()
+            step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
+        assert step_loss is not None
+        return step_loss
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Any, Any]:
+        """The mean loss of a batch from the host, the model's output, and the target."""
+        batch = batch_of.to_device(batch, self.device)
+        output, target = batch_of.call(self.model, batch), batch_of.target_of(batch)
+        return loss_of(output, target, self.loss_fn), output, target
+
+    def _clip_gradients(self) -> Tensor:
+        """The norm of all gradients before clipping, on the device."""
+        if self.cfg.trainer.max_grad_norm is not None:
+            return nn.utils.clip_grad_norm_(self.parameters, self.cfg.trainer.max_grad_norm)
+        return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+
+    def _set_learning_rate(self) -> float:
+        """Bring the optimizer's learning rate to this step; returns that of the first parameter group."""
+        if self._scheduled_by_config:
+            factor = self.cfg.schedule.factor(self.step, self.cfg.trainer.steps)
+            self._set_every_group(self.cfg.optim.learning_rate * factor)
+        elif callable(self.lr_scheduler):
+            self._set_every_group(self.lr_scheduler(self.step))
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _set_every_group(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def _count_step(
+        self, batches: list[Batch], loss: Tensor, grad_norm: Tensor, learning_rate: float
+    ) -> None:
+        if isinstance(self.lr_scheduler, LRScheduler):
+            self.lr_scheduler.step()
+        num_done = sum(batch_of.size(batch) for batch in batches)
+        self.unit = "tokens" if batch_of.is_text(batches[0]) else "samples"
+        self.step += 1
+        self.num_done += num_done
+        host = {"learning_rate": learning_rate, self.unit: self.num_done}
+        self._step_log.end(self.step, loss, grad_norm, num_done, host)
+        for logger in self.loggers:
+            logger.after_step(self.step)
+
+    # -- once in a while -------------------------------------------------------------------------------------
+
+    def _log_if_due(self) -> None:
+        """The only place in the loop that reads the device, and lets the host wait for it."""
+        if self._is_due(self.cfg.log.every) or self._evaluation_is_due() or self._save_is_due():
+            self._log()
+
+    def _evaluate_if_due(self) -> None:
+        if self._evaluation_is_due():
+            self.control.evaluate = False
+            self._evaluate()
+
+    def _save_if_due(self) -> None:
+        if self._save_is_due():
+            self.control.save = False
+            self.save()
+
+    def _is_due(self, every: int | None) -> bool:
+        return self._should_end() or (every is not None and self.step % every == 0)
+
+    def _evaluation_is_due(self) -> bool:
+        # A run ended by a signal evaluates when it goes on, at this same step, and has to leave quickly now.
+        if self.val_loader is None or self.evaluated_at == self.step or self._signals.received is not None:
+            return False
+        return self.control.evaluate or self.step == 0 or self._is_due(self.cfg.trainer.evaluate_every)
+
+    def _save_is_due(self) -> bool:
+        if self.store is None or self._saved_at == self.step:
+            return False
+        return self.control.save or self._is_due(self.cfg.checkpoint.every)
+
+    def _should_end(self) -> bool:
+        return self.step >= self.cfg.trainer.steps or self.control.stop or self._signals.received is not None
+
+    def _log(self) -> None:
+        records = self._step_log.drain(self.unit)
+        if records:
+            for logger in self.loggers:
+                logger.log(records)
+            self._tell("on_log", records)
+
+    def _evaluate(self) -> None:
+        result = self._measure()
+        if result is None:  # broken off by a signal
+            return
+        self.evaluated_at = self.step
+        if self._saved_at == self.step:
+            self._saved_at = None  # that checkpoint does not know of this evaluation
+        record = {"step": self.step, "loss_hex": result["loss"].hex(), **result}
+        if self.best is None or result["loss"] < self.best["loss"]:
+            self.best = {"step": self.step, "loss": result["loss"]}
+        for logger in self.loggers:
+            logger.log_evaluation(record)
+        self._tell("on_evaluate", record)
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    def validate(self) -> dict[str, float]:
+        """Evaluate the model as it is: loss, metrics, seconds; of text, perplexity and bits per byte."""
+        if self.val_loader is None:
+            raise UserError("validate: the Trainer was given no val_loader")
+        result = self._measure()
+        assert result is not None, "only fit() watches for signals"
+        return result
+
+    def _measure(self) -> dict[str, float] | None:
+        """Means over the evaluation batches; None where a signal came in between."""
+        started, means, is_text = time.perf_counter(), WeightedMeans(), False
+        with self._evaluating(), announced(f"evaluating at step {self.step}"):
+            for batch in self._evaluation_batches():
+                if self._signals.received is not None:
+                    return None
+                is_text, weight = batch_of.is_text(batch), batch_of.weight(batch)
+                if weight == 0:
+                    continue
+                loss, output, target = self._forward(batch)
+                values = {name: metric(output, target) for name, metric in self.metrics.items()}
+                means.add({"loss": loss} | values, weight)
+                devices.flush(self.device)
+            if means.weight == 0:
+                raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
+            result = means.read()
+        if is_text:
+            result |= of_text(result["loss"], getattr(self.val_loader, "bytes_per_token", None))
+        return result | {"seconds": time.perf_counter() - started}
+
+    def _evaluation_batches(self) -> Iterator[Batch]:
+        assert self.val_loader is not None
+        for number, batch in enumerate(self.val_loader):
+            if number == self.cfg.trainer.evaluate_batches:
+                return
+            yield batch
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), devices.execution_mode(self.device, self.cfg.execution.validate):
+                yield
+        finally:
+            self.model.train(was_training)
+
+    # -- saving and resuming ---------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path."""
+        if self.store is None:
+            raise UserError("save: no run_dir was given, so there is nowhere to save to")
+        self._log()
+        for logger in self.loggers:
+            logger.sync()  # a step that the checkpoint counts must not be missing from the log
+        with announced(f"saving {self.store.path(self.step)}"):
+            path = self.store.write(self.step, self._fill)
+        self._saved_at = self.step
+        self._tell("on_save", path)
+        return path
+
+    def _fill(self, directory: Path) -> None:
+        contents.save_model(self.model, self.tokenizer, directory)
+        optimizer = contents.save_optimizer(self.optimizer, self.model, directory)
+        contents.save_state(self._state(optimizer), directory)
+
+    def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """All that a checkpoint holds beside tensors."""
+        scheduler = self.lr_scheduler
+        return {
+            "format": 1,
+            "step": self.step,
+            self.unit: self.num_done,
+            "unit": self.unit,
+            "best": self.best,
+            "evaluated_at": self.evaluated_at,
+            "rng": rng.capture(self.device),
+            "data": None if self._feed is None else self._feed.state(),
+            "optimizer": optimizer,
+            "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
+            "callbacks": state_of(self.callbacks),
+            "config": asdict(self.cfg),
+            "versions": versions(),
+        }
+
+    def resume(self, path: Path | str | None = None) -> bool:
+        """Load the checkpoint at `path`, or the newest whole one of this run; False where there is none.
+
+        A damaged checkpoint in the run is named, renamed to `refused-step-N-1` and passed over; a damaged one
+        at `path` is an error.
+        """
+        if path is None:
+            path = None if self.store is None else self.store.newest(self._refuse)
+            if path is None:
+                return False
+        try:
+            verify(Path(path))
+        except DamagedCheckpointError as error:
+            raise UserError(f"{path} cannot be used: {error}") from None
+        self._load(Path(path))
+        return True
+
+    def _refuse(self, path: Path, reason: str) -> None:
+        assert self.store is not None
+        aside = self.store.set_aside(path)
+        say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and the one before is used")
+
+    def _load(self, path: Path) -> None:
+        state = contents.load_state(path)
+        contents.load_model(self.model, path)
+        contents.load_optimizer(
+            self.optimizer, self.model, path, state["optimizer"], self._optimizer_is_given
+        )
+        if isinstance(self.lr_scheduler, LRScheduler) and state["lr_scheduler"]:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        for kind in load_state_of(self.callbacks, state["callbacks"]):
+            say(f"note: {path} holds state of a callback {kind}, which this run has not")
+        if self._feed is not None and state["data"] is not None:
+            self._feed.restore(state["data"])
+        rng.restore(self.device, state["rng"])
+        self.step, self.unit = state["step"], state["unit"]
+        self.num_done = state[self.unit]
+        self.best, self.evaluated_at = state["best"], state["evaluated_at"]
+        self._saved_at = self.step
+        self._resumed = True
+        # The next step's program must not hold the loading: in an uninterrupted run it would not.
+        devices.flush(self.device)
+        say(f"resumed from {path} at step {self.step} ({self.num_done:,} {self.unit})")
+
+    # -- start and end ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _running(self) -> Iterator[ScheduledCollection]:
+        """What holds while the loop runs: the device's mode, the garbage collector's schedule, loggers."""
+        with ExitStack() as stack:
+            stack.enter_context(devices.execution_mode(self.device, self.cfg.execution.train))
+            garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
+            for logger in self.loggers:
+                stack.callback(logger.close)
+            yield garbage
+
+    def _start(self) -> None:
+        if self._feed is None:
+            raise UserError("fit: the Trainer was given no train_loader")
+        self._resume_or_begin()
+        if self.step >= self.cfg.trainer.steps:
+            say(f"finished: step {self.step} of {self.cfg.trainer.steps}; raise trainer.steps to go on")
+        for logger in self.loggers:
+            logger.start(self.step, self.cfg.trainer.steps)
+        self.model.train()
+        devices.flush(self.device)
+        self._tell("on_fit_start")
+
+    def _resume_or_begin(self) -> None:
+        if self._resumed:
+            return
+        if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.steps():
+            raise UserError(
+                f"{self.run_dir} holds checkpoints and checkpoint.resume=never: choose another run_dir, or "
+                "checkpoint.resume=auto to go on"
+            )
+        if not self.resume():
+            torch.manual_seed(self.cfg.seed)
+
+    def _end(self) -> None:
+        self._log_if_due()
+        self._save_if_due()  # a signal may have come before the first step, or after the last look at it
+        self._tell("on_fit_end")
+        if self._signals.received is not None:
+            raise Interrupted(self._signals.received)
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)
+
+    def _check_optimizer_trains_the_model(self) -> None:
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            if any(id(parameter) not in own for parameter in group["params"]):
+                raise UserError(
+                    f"the optimizer holds a tensor that is no parameter of the model on {self.device}: "
+                    f"build it from model.parameters() after model.to({str(self.device)!r})"
+                )
+        scheduler = self.lr_scheduler
+        if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not self.optimizer:
+            raise UserError("the lr_scheduler belongs to another optimizer: give the Trainer that one too")
