@@ -1,4 +1,4 @@
-"""Run every benchmark, each in a fresh process, print one table, and exit with 1 where a bar does not hold."""
+"""Run every benchmark, each in a fresh process, and print one table; exits with 1 where a bar is missed."""
 
 import sys
 import time
