@@ -16,20 +16,22 @@ std::deque<OpInfo>& op_table() {
   return *table;
 }
 
-bool is_number(const c10::TypePtr& type) {
-  auto kind = type->kind();
-  if (kind == c10::TypeKind::OptionalType) {
-    kind = type->castRaw<c10::OptionalType>()->getElementType()->kind();
+// The kind of an argument, of what an optional holds, of a list's elements.
+c10::TypeKind element_kind(c10::TypePtr type) {
+  while (true) {
+    if (auto optional = type->cast<c10::OptionalType>()) {
+      type = optional->getElementType();
+    } else if (auto list = type->cast<c10::ListType>()) {
+      type = list->getElementType();
+    } else {
+      return type->kind();
+    }
   }
-  return kind == c10::TypeKind::NumberType || kind == c10::TypeKind::FloatType || kind == c10::TypeKind::IntType;
 }
 
-bool is_scalar_type(const c10::TypePtr& type) {
-  auto kind = type->kind();
-  if (kind == c10::TypeKind::OptionalType) {
-    kind = type->castRaw<c10::OptionalType>()->getElementType()->kind();
-  }
-  return kind == c10::TypeKind::NumberType;
+bool is_number(const c10::TypePtr& type) {
+  const auto kind = element_kind(type);
+  return kind == c10::TypeKind::NumberType || kind == c10::TypeKind::FloatType || kind == c10::TypeKind::IntType;
 }
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
@@ -45,7 +47,7 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
     info.is_read = !info.is_out && !contains(lowered.unread_args, argument.name());
     if (is_number(argument.real_type())) {
       const bool runtime = contains(lowered.runtime_args, argument.name()) ||
-          (is_scalar_type(argument.real_type()) && !contains(lowered.static_args, argument.name()));
+          (element_kind(argument.real_type()) == c10::TypeKind::NumberType && !contains(lowered.static_args, argument.name()));
       info.policy = runtime ? NumberPolicy::Runtime : NumberPolicy::Static;
       info.zero_or_one_static = argument.name() == "alpha" || argument.name() == "beta";
     }

@@ -1,4 +1,4 @@
-"""Copies between tensors of one device, and values for buffers that were never written."""
+"""Copies between tensors of one device.  What PyTorch calls copy_ and clone arrives here once storage is sorted out."""
 
 from __future__ import annotations
 
@@ -11,4 +11,12 @@ from tpu_backend.lowering.registry import lowering
 @lowering("tpu::copy")
 def copy(source: jax.Array, out: tuple[jax.ShapeDtypeStruct, ...]) -> jax.Array:
     """`source` broadcast to the target's shape; the cast is the table's."""
+    if jnp.iscomplexobj(source) and not jnp.issubdtype(out[0].dtype, jnp.complexfloating):
+        source = source.real
     return jnp.broadcast_to(source, out[0].shape)
+
+
+@lowering("clone")
+def clone(self: jax.Array, *, memory_format: None = None) -> jax.Array:
+    """Only inside list operators: a plain clone shares the value and never reaches the table."""
+    return self

@@ -10,13 +10,13 @@ from tpu_backend.lowering.registry import lowering, opmath
 
 
 @lowering("fill.Scalar", "fill.Tensor")
-def fill(self, value):
-    return jnp.broadcast_to(jnp.asarray(value).astype(self.dtype), self.shape)
+def fill(_self, value, *, out):
+    return jnp.broadcast_to(jnp.asarray(value).astype(out[0].dtype), out[0].shape)
 
 
 @lowering("zero")
-def zero(self):
-    return jnp.zeros(self.shape, self.dtype)
+def zero(_self, *, out):
+    return jnp.zeros(out[0].shape, out[0].dtype)
 
 
 @lowering("full", "new_full", "full_like", "scalar_tensor")
@@ -33,11 +33,6 @@ def zeros(*args, out=None, **options):
 @lowering("ones", "new_ones", "ones_like")
 def ones(*args, out=None, **options):
     return jnp.ones(out[0].shape, out[0].dtype)
-
-
-@lowering("clone")
-def clone(self, *, memory_format=None):
-    return self
 
 
 @lowering("_to_copy")

@@ -55,7 +55,6 @@ lowering("_foreach_pow.Scalar", "_foreach_pow.ScalarList", static=("exponent",))
 lowering("_foreach_pow.ScalarAndTensor")(_each("pow.Scalar"))
 lowering("_foreach_lerp.List")(_each("lerp.Tensor"))
 lowering("_foreach_lerp.Scalar", "_foreach_lerp.ScalarList")(_each("lerp.Scalar"))
-lowering("_foreach_copy")(_each("copy"))
 
 
 def _with_value(single: str):

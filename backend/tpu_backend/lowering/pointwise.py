@@ -331,13 +331,6 @@ for _name, _function in {"left": _left_shift, "right": _right_shift}.items():
 # ---- copies and complex numbers
 
 
-@lowering("copy")
-def copy(self, src, non_blocking=False):
-    if jnp.iscomplexobj(src) and not jnp.iscomplexobj(self):
-        src = src.real
-    return jnp.broadcast_to(src.astype(self.dtype), self.shape)
-
-
 @lowering("complex")
 def complex_(real, imag):
     return lax.complex(*jnp.broadcast_arrays(real, imag))

@@ -15,13 +15,16 @@ from tpu_backend.runtime.segment import is_lowered
 
 _once = threading.Lock()
 
+# PyTorch makes these out of storage operations, which share values instead of computing them.
+_STORAGE_OPS = frozenset({"aten::clone"})
+
 
 def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]]:
     """What the recorder serves: overload, table name, static, runtime and unread arguments, whether it is random."""
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
     for overload, table_name in [*served, ("tpu::copy", "tpu::copy")]:
-        if table_name == "copy" or torch._C._dispatch_has_kernel_for_dispatch_key(overload, "PrivateUse1"):
+        if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(overload, "PrivateUse1"):
             continue  # a hand-written kernel of csrc/kernels.cpp
         entry = registry.TABLE[table_name]
         ops.append((overload, table_name, sorted(entry.static), sorted(entry.runtime), _unread(entry), entry.is_random))

@@ -310,7 +310,7 @@ def is_lowered(number: int) -> bool:
     try:
         with jax.enable_x64(True):
             jax.eval_shape(trace, *shapes)
-    except registry.NotLowered:
+    except registry.NotLoweredError:
         return False
     return True
 
