@@ -284,12 +284,7 @@ void Device::synchronize(c10::DeviceIndex device) {
     s.cut();
   }
   py::gil_scoped_acquire gil;
-  PyObject* done = PyObject_CallNoArgs(runtime().wait);
-  if (done == nullptr) {
-    py::error_already_set error;
-    TORCH_CHECK(false, error.what());
-  }
-  Py_DECREF(done);
+  s.wait();
 }
 
 void Device::count_fallback(const std::string& op) {

@@ -139,7 +139,6 @@ Variant& ProgramCache::variant_for(
   ++counters.compilations;
   counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   program.variants.push_back(std::move(variant));
-  ++size_;
   return *program.variants.back();
 }
 
@@ -172,7 +171,27 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     PyObject* array = check(PyList_GetItem(shards, 0)).ptr();
     Py_INCREF(array);
     value.array = array;
+    if (i == 0) {
+      PyObject*& place = launched_[next_launched_++ % launched_.size()];
+      Py_XDECREF(place);
+      place = check(PyWeakref_NewRef(array, nullptr)).ptr();
+    }
   }
+}
+
+std::vector<PyObject*> ProgramCache::launched() const {
+  std::vector<PyObject*> alive;
+  for (PyObject* reference : launched_) {
+    if (reference == nullptr) {
+      continue;
+    }
+    PyObject* array = PyWeakref_GetObject(reference); // borrowed
+    if (array != Py_None) {
+      Py_INCREF(array);
+      alive.push_back(array);
+    }
+  }
+  return alive;
 }
 
 void ProgramCache::run(Segment& segment, Counters& counters) {

@@ -3,6 +3,7 @@
 
 #include "signature.h"
 
+#include <array>
 #include <memory>
 #include <unordered_map>
 
@@ -57,9 +58,8 @@ class ProgramCache {
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error.
   void run(Segment& segment, Counters& counters);
 
-  size_t size() const {
-    return size_;
-  }
+  // The first output of each of the latest launches that is still alive; new references.  Wants the GIL.
+  std::vector<PyObject*> launched() const;
 
  private:
   Program& find(const Segment& segment);
@@ -72,7 +72,9 @@ class ProgramCache {
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
-  size_t size_{0};
+  // Weak references to outputs, the oldest overwritten: what a synchronisation waits for.
+  std::array<PyObject*, 64> launched_{};
+  size_t next_launched_{0};
 };
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
@@ -82,7 +84,7 @@ struct Runtime {
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array
   PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor
-  PyObject* wait{nullptr}; // () -> None, until everything launched has finished
+  PyObject* wait{nullptr}; // (list of jax.Array) -> None, when they are computed
   PyObject* after_debug_op{nullptr}; // (op name, shapes, arrays) -> None: waits, checks
 };
 Runtime& runtime();

@@ -52,10 +52,10 @@ struct OutputInfo {
   bool partial{false}; // only a part of the buffer is written: its old value is read as well
   std::vector<int64_t> sizes; // of the tensor written or made
   std::vector<int64_t> strides;
-  c10::ScalarType dtype; // of the tensor written or made
-  const Layout* layout; // of the value that is produced
+  c10::ScalarType dtype{c10::kFloat}; // of the tensor written or made
+  const Layout* layout{nullptr}; // of the value that is produced
   std::vector<int64_t> computed_sizes; // what the functional op gives, before it is written
-  c10::ScalarType computed_dtype;
+  c10::ScalarType computed_dtype{c10::kFloat};
   bool skip{false}; // no elements: nothing to write
 };
 

@@ -173,6 +173,18 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
   }
 }
 
+void Stream::wait() {
+  pybind11::list arrays;
+  for (PyObject* array : programs_.launched()) {
+    arrays.append(pybind11::reinterpret_steal<pybind11::object>(array));
+  }
+  auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(runtime().wait, arrays.ptr()));
+  if (!done) {
+    pybind11::error_already_set error;
+    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+  }
+}
+
 void Stream::copy_resized(Buffer* from, Buffer* to) {
   if (!from->value || from->nbytes == 0 || to->nbytes == 0) {
     return;

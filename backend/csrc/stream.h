@@ -61,6 +61,9 @@ class Stream {
   void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
 
+  // Waits for everything that was launched.  Not under the lock: it takes long.
+  void wait();
+
   void cut_before_next_entry() {
     cut_before_next_ = true;
   }

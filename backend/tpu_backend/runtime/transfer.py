@@ -54,10 +54,9 @@ def get(array: jax.Array, dtype: int) -> torch.Tensor:
     return from_numpy(np.asarray(array), TORCH_DTYPES[dtype])
 
 
-def wait() -> None:
-    """Return when everything that was launched on this process' devices has finished."""
-    for device in platform().devices:
-        device.synchronize_all_activity()
+def wait(arrays: list[jax.Array]) -> None:
+    """Return when these arrays, an output of each of the latest launches, are computed."""
+    jax.block_until_ready(arrays)
 
 
 def spend_read_only_warning() -> None:
