@@ -110,10 +110,10 @@ def print_rows() -> list[Row]:
     ]
 
 
-def fallback_row() -> Row:
+def fallback_row(name: str) -> Row:
     fallbacks = torch.tpu.fallback_stats()
     detail = ", ".join(f"{name} x{count}" for name, count in sorted(fallbacks.items()))
-    return Row("operators that fell back to the CPU", len(fallbacks), "==", 0, detail)
+    return Row(name, len(fallbacks), "==", 0, detail)
 
 
 def rows() -> list[Row]:
@@ -122,7 +122,7 @@ def rows() -> list[Row]:
             *steps_rows("Llama step", plain_step()),
             *steps_rows("accumulation 4, clipping, schedule", accumulating_step()),
             *print_rows(),
-            fallback_row(),
+            fallback_row("operators that fell back to the CPU"),
         ]
 
 
