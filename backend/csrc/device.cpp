@@ -1,5 +1,7 @@
 #include "device.h"
 
+#include "pinned.h"
+
 #include <ATen/Context.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -81,6 +83,17 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return Device::get().count();
+  }
+  // Every dtype that JAX has.
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    c10::DeviceCapability capability;
+    capability.capability_data.capability_bits = 0;
+    auto& has = capability.capability_data.supported_scalar_types;
+    has.has_Bool = has.has_Byte = has.has_UInt16 = has.has_UInt32 = has.has_UInt64 = 1;
+    has.has_Char = has.has_Short = has.has_Int = has.has_Long = 1;
+    has.has_Half = has.has_BFloat16 = has.has_Float = has.has_Double = has.has_ComplexFloat = has.has_ComplexDouble = 1;
+    has.has_Float8_e5m2 = has.has_Float8_e4m3fn = has.has_Float8_e5m2fnuz = has.has_Float8_e4m3fnuz = 1;
+    return capability;
   }
   bool queryStream(const c10::Stream&) const override {
     return true;
@@ -166,8 +179,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Device getDeviceFromPtr(void*) const override {
     return {kDeviceType, t_current};
   }
+  bool isPinnedPtr(const void* data) const override {
+    return is_pinned(data);
+  }
   c10::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetAllocator(c10::DeviceType::CPU); // host memory is copied by the runtime: nothing to pin
+    return pinned_allocator();
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
@@ -288,9 +304,12 @@ void Device::synchronize(c10::DeviceIndex device) {
 }
 
 void Device::count_fallback(const std::string& op) {
-  std::lock_guard<std::mutex> guard(fallback_mutex_);
-  const bool first = ++fallbacks_[op] == 1;
-  if (first) {
+  bool first = false;
+  {
+    std::lock_guard<std::mutex> guard(fallback_mutex_);
+    first = ++fallbacks_[op] == 1;
+  }
+  if (first) { // outside the lock: a warning takes the GIL, and may be an exception
     TORCH_WARN(op, " has no tpu lowering and runs on the CPU (warned once; see torch.tpu.fallback_stats())");
   }
 }
@@ -306,6 +325,7 @@ void Device::clear_fallbacks() {
 }
 
 void register_hooks() {
+  c10::SetAllocator(kDeviceType, allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks); // PyTorch keeps it for the process
 }
 

@@ -183,11 +183,11 @@ bool share_value(const at::Tensor& source, const at::Tensor& target) {
   Buffer* from = buffer_of(source);
   Buffer* to = buffer_of(target);
   const auto nbytes = static_cast<size_t>(source.numel()) * source.element_size();
+  StreamLock lock(Device::get().stream(from->device).mutex());
   if (from->device != to->device || !from->value || from->layout->nbytes() != nbytes || to->layout->nbytes() != nbytes ||
       !memory_order(source.sizes(), source.strides()).dense) {
     return false;
   }
-  StreamLock lock(Device::get().stream(from->device).mutex());
   to->value = from->value;
   to->layout = from->layout;
   return true;
@@ -237,6 +237,9 @@ at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
   return out;
 }
 
+// There is one stream a device, so memory is never used again too early.
+void record_stream(at::Tensor&, at::Stream) {}
+
 bool equal(const at::Tensor& self, const at::Tensor& other) {
   if (self.sizes() != other.sizes()) {
     return false;
@@ -276,6 +279,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &tpu::copy_from_and_resize);
   m.impl("_local_scalar_dense", &tpu::local_scalar_dense);
   m.impl("equal", &tpu::equal);
+  m.impl("record_stream", &tpu::record_stream);
 }
 
 } // namespace
