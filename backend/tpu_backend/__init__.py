@@ -6,17 +6,17 @@ nothing more: JAX is imported at the first use of a tpu tensor.
 
 from __future__ import annotations
 
-import warnings
+import sys
 
-import torch
+__all__ = ["register"]
 
 
 def _autoload() -> None:
-    """Called by ``import torch``.  Whatever goes wrong is one warning: `import torch` itself stays unharmed."""
+    """Called by ``import torch``.  Whatever goes wrong is one line on standard error: `import torch` stays unharmed."""
     try:
         register()
     except Exception as error:
-        warnings.warn(f"the tpu device is not available: {error}", RuntimeWarning, stacklevel=2)
+        print(f"tputrain: the tpu device is not available: {error}", file=sys.stderr, flush=True)
 
 
 def register() -> None:
@@ -25,6 +25,8 @@ def register() -> None:
     Raises ImportError if the extension does not match this torch, RuntimeError if another backend already holds
     PyTorch's one slot for out-of-tree devices.
     """
+    import torch
+
     if getattr(torch, "tpu", None) is not None:
         return
     taken = torch._C._get_privateuse1_backend_name()
@@ -44,6 +46,3 @@ def register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     printing.install()
     device_module._cut_after_optimizer_steps()
-
-
-__all__ = ["register"]
