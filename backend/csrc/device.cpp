@@ -259,6 +259,7 @@ void Device::ensure_initialized() {
   if (initialized()) {
     return;
   }
+  check_not_forked();
   py::gil_scoped_acquire gil; // the import lock makes this happen once
   try {
     py::module_::import("tpu_backend.runtime").attr("initialize")();

@@ -50,9 +50,10 @@ class Device {
   // Imports tpu_backend.runtime (and so JAX) on first use; raises what it raises.
   void ensure_initialized();
   bool initialized() const {
-    return initialized_.load(std::memory_order_acquire);
+    return initialized_.load(std::memory_order_acquire) && !forked();
   }
   void mark_initialized() {
+    watch_forks();
     initialized_.store(true, std::memory_order_release);
   }
 

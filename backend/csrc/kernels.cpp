@@ -115,6 +115,7 @@ at::Tensor& set_empty(at::Tensor& self) {
 
 // Host tensor -> a fresh device array in the destination's memory order.
 void write_from_host(const at::Tensor& source, const at::Tensor& target) {
+  Device::get().ensure_initialized(); // raises in a forked process
   Buffer* buffer = buffer_of(target);
   auto& stream = Device::get().stream(buffer->device);
   const auto order = memory_order(target.sizes(), target.strides());

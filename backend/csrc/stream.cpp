@@ -1,6 +1,9 @@
 #include "stream.h"
 
+#include <pthread.h>
 #include <pybind11/pybind11.h>
+
+#include <optional>
 
 namespace tpu {
 namespace {
@@ -9,8 +12,22 @@ namespace {
 constexpr size_t kMaxEntries = 16384;
 
 std::atomic<Mode> g_mode{Mode::Fused};
+std::atomic<bool> g_forked{false};
 
 } // namespace
+
+bool forked() {
+  return g_forked.load(std::memory_order_relaxed);
+}
+void watch_forks() {
+  pthread_atfork(nullptr, nullptr, [] { g_forked.store(true, std::memory_order_relaxed); });
+}
+void check_not_forked() {
+  TORCH_CHECK(
+      !forked(),
+      "the tpu device cannot be used in a forked process (its parent had started it): start processes with "
+      "multiprocessing's \"spawn\" or \"forkserver\", or keep tpu tensors out of this one");
+}
 
 Mode mode() {
   return g_mode.load(std::memory_order_relaxed);
@@ -20,6 +37,7 @@ void set_mode(Mode mode) {
 }
 
 StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
+  check_not_forked();
   if (mutex_.try_lock()) {
     return;
   }
@@ -154,9 +172,15 @@ void Stream::cut() {
 }
 
 void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {
-  cut();
   if (mode() != Mode::Debug) {
+    cut();
     return;
+  }
+  std::optional<std::string> failure;
+  try {
+    cut();
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
   }
   pybind11::gil_scoped_acquire gil;
   pybind11::list arrays;
@@ -166,7 +190,11 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
     }
   }
   auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
-      runtime().after_debug_op, "IO", static_cast<unsigned int>(signature.id), arrays.ptr()));
+      runtime().after_debug_op,
+      "IOz",
+      static_cast<unsigned int>(signature.id),
+      arrays.ptr(),
+      failure.has_value() ? failure->c_str() : nullptr));
   if (!done) {
     pybind11::error_already_set error;
     TORCH_CHECK(false, std::string(pybind11::str(error.value())));

@@ -88,4 +88,10 @@ class Stream {
 Mode mode();
 void set_mode(Mode mode);
 
+// Whether this process was forked from one in which the device was running.  JAX's threads are not in it, so a launch
+// would hang; every use of a stream raises instead.
+bool forked();
+void check_not_forked();
+void watch_forks(); // from here on
+
 } // namespace tpu

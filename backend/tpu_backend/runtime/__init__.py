@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 
 import torch
 
@@ -24,10 +25,21 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
     for overload, table_name in [*served, ("tpu::copy", "tpu::copy")]:
-        if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(overload, "PrivateUse1"):
+        if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(
+            overload, "PrivateUse1"
+        ):
             continue  # a hand-written kernel of csrc/kernels.cpp
         entry = registry.TABLE[table_name]
-        ops.append((overload, table_name, sorted(entry.static), sorted(entry.runtime), _unread(entry), entry.is_random))
+        ops.append(
+            (
+                overload,
+                table_name,
+                sorted(entry.static),
+                sorted(entry.runtime),
+                _unread(entry),
+                entry.is_random,
+            )
+        )
     return ops
 
 
@@ -44,6 +56,9 @@ def initialize() -> None:
         compiler.configure_logging()
         platform.announce()
         transfer.spend_read_only_warning()
+        # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and whoever does not
+        # is told so by the device itself (csrc/stream.cpp, check_not_forked).
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(
             lowered_ops(),
             is_lowered,

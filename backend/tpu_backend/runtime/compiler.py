@@ -56,7 +56,9 @@ def compile_segment(description: dict[str, Any]) -> Callable[[list[jax.Array]], 
         _temporaries.append(memory.temp_size_in_bytes)
     if log.isEnabledFor(logging.INFO):
         names = [entry.overload for entry, _ in entries(description["tape"])]
-        log.info("compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else ""))
+        log.info(
+            "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        )
     return compiled.runtime_executable().execute_sharded  # type: ignore[no-any-return]
 
 

@@ -22,6 +22,7 @@ from tpu_backend import _C, views
 from tpu_backend.lowering import registry
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.user_line import user_line
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,16 @@ class Signature:
     random: bool
     compute_dtype: Any
 
+    def described(self) -> str:
+        """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
+        tensors = [
+            f"{argument.name}={str(TORCH_DTYPES[leaf.dtype]).removeprefix('torch.')}{list(leaf.sizes)}"
+            for argument in self.arguments
+            for leaf in _leaves(argument.value)
+            if isinstance(leaf, TensorArg)
+        ]
+        return f"{self.overload}({', '.join(tensors)})"
+
 
 def _decode(item: tuple[Any, ...], schema_type: str) -> Any:
     kind = item[0]
@@ -133,7 +144,9 @@ def _result_type(arguments: Sequence[Argument]) -> Any:
                 seen.append(torch.empty((1,) * len(leaf.sizes), dtype=TORCH_DTYPES[leaf.dtype]))
             elif isinstance(leaf, RuntimeArg):
                 if leaf.wrapped:
-                    seen.append(TORCH_DTYPES[leaf.dtype].is_floating_point and 1.0 or (leaf.dtype != 11 and 1) or True)
+                    seen.append(
+                        TORCH_DTYPES[leaf.dtype].is_floating_point and 1.0 or (leaf.dtype != 11 and 1) or True
+                    )
                 else:
                     seen.append(torch.empty((), dtype=TORCH_DTYPES[leaf.dtype]))
             elif isinstance(leaf, ConstantArg) and isinstance(leaf.value, (float, complex)):
@@ -176,7 +189,9 @@ def signature(number: int) -> Signature:
     """The decoded signature with this id."""
     raw = _C.describe_signature(number)
     if raw["name"] in ("zeros", "resize") and raw["overload"] == raw["name"]:
-        arguments = tuple(Argument("source", False, False, _decode(item, "Tensor")) for item in raw["arguments"])
+        arguments = tuple(
+            Argument("source", False, False, _decode(item, "Tensor")) for item in raw["arguments"]
+        )
     else:
         arguments = tuple(
             Argument(name, kwarg_only, is_out, _decode(value, schema_type))
@@ -218,7 +233,9 @@ def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
         return argument.geometry, None
     if isinstance(offset, int):
         return (
-            views.Geometry(argument.geometry.sizes, argument.geometry.strides, offset, argument.geometry.dtype),
+            views.Geometry(
+                argument.geometry.sizes, argument.geometry.strides, offset, argument.geometry.dtype
+            ),
             None,
         )
     example, traced = offset
@@ -228,7 +245,9 @@ def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
     )
 
 
-def replay(entry: Signature, links: Iterator[int], values: dict[int, jax.Array], numbers: Numbers) -> list[jax.Array]:
+def replay(
+    entry: Signature, links: Iterator[int], values: dict[int, jax.Array], numbers: Numbers
+) -> list[jax.Array]:
     """Run one entry on the values so far; returns the new value of each output that is not skipped."""
     written_views: dict[tuple[int, int], tuple[views.Geometry, Any]] = {}
 
@@ -288,7 +307,8 @@ def replay(entry: Signature, links: Iterator[int], values: dict[int, jax.Array],
 def is_lowered(number: int) -> bool:
     """Whether the lowering can express this form of an op: it is traced once, on shapes alone.
 
-    Raises what the lowering raises, other than NotLowered: at the line that recorded the op.
+    Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug where it
+    is met, not where the segment is cut.
     """
     entry = signature(number)
     shapes = [
@@ -312,6 +332,10 @@ def is_lowered(number: int) -> bool:
             jax.eval_shape(trace, *shapes)
     except registry.NotLoweredError:
         return False
+    except Exception as error:
+        raise RuntimeError(
+            f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
+        ) from error
     return True
 
 
@@ -374,7 +398,9 @@ def segment_function(description: dict[str, Any]) -> Any:
 def _num_links(number: int) -> int:
     entry = signature(number)
     reads = sum(
-        isinstance(leaf, TensorArg) and leaf.reads for argument in entry.arguments for leaf in _leaves(argument.value)
+        isinstance(leaf, TensorArg) and leaf.reads
+        for argument in entry.arguments
+        for leaf in _leaves(argument.value)
     )
     return reads + sum(output.partial and not output.skip for output in entry.outputs)
 
