@@ -40,7 +40,7 @@ def packed_two(first: int, second: int):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("llama-5m", 4_983_552),
+        ("llama-5m", 5_048_576),
         ("llama-20m", 20_356_992),
         ("llama-100m", 100_092_672),
         ("llama-300m", 297_059_328),
