@@ -343,4 +343,6 @@ def masked_scale(self, mask, scale):
 
 @lowering("nonzero_static")
 def nonzero_static(self, *, size, fill_value=-1):
+    if self.ndim == 0:
+        return jnp.zeros((size, 0), jnp.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

@@ -81,7 +81,9 @@ def igammac(self, other):
 
 @lowering("polygamma", promote="result")
 def polygamma(n, self):
-    return special.digamma(self) if n == 0 else special.polygamma(n, self)
+    if n == 0:
+        return special.digamma(self)
+    return (-1) ** (n + 1) * math.factorial(n) * special.zeta(n + 1.0, self)
 
 
 @lowering("mvlgamma", promote="result")
