@@ -9,10 +9,10 @@ from tpu_backend.lowering import TABLE, apply
 
 
 def text(
-    name: str, args: list, out_shape: tuple[int, ...], dtype: object = jnp.float32, **kwargs: object
+    name: str, args: list, out_shape: tuple[int, ...], out_dtype: object = jnp.float32, **kwargs: object
 ) -> str:
     """The StableHLO of one lowering; None among the arguments stays None."""
-    out = (jax.ShapeDtypeStruct(out_shape, dtype),)
+    out = (jax.ShapeDtypeStruct(out_shape, out_dtype),)
     with jax.enable_x64(True):
         arrays = [a for a in args if isinstance(a, jax.ShapeDtypeStruct)]
 

@@ -49,7 +49,7 @@ _UNARY = {
     "reciprocal": jnp.reciprocal,
     "round": _unless_integral(jnp.round),
     "rsqrt": lax.rsqrt,
-    "sgn": jnp.sign,
+    "sgn": lambda self: self if self.dtype == jnp.bool_ else jnp.sign(self),
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
