@@ -108,7 +108,7 @@ def constant_pad_nd(self, pad, value=0):
 
 
 def _edge_pad(self, pairs):
-    """A gather of clamped positions: negative padding may crop a dim to nothing before it is extended again."""
+    """A gather of clamped positions: negative padding may crop a dim to nothing, then extend it."""
     for axis, (before, after) in enumerate(pairs):
         if (before, after) != (0, 0):
             size = self.shape[axis]
