@@ -48,7 +48,8 @@ def _open_unit(key, spec):
 
 
 def _standard_normal(key, spec):
-    return jax.random.normal(key, spec.shape, _float_dtype(spec))
+    # Rounded here too: it ends in a multiplication by sqrt(2) that a constant scale would be folded into.
+    return _rounded(jax.random.normal(key, spec.shape, _float_dtype(spec)))
 
 
 # ---- in place on a tensor: `self` gives shape and dtype only

@@ -144,7 +144,7 @@ def apply(
     if entry.is_random:
         extra["key"] = key
     results = entry.function(*args, **kwargs, **extra)
-    checked = []
+    checked: list[jax.Array | None] = []
     for value, spec in zip(_flatten(results), out, strict=True):
         if spec is None:
             checked.append(None)

@@ -11,7 +11,6 @@ from jax.scipy import special
 from tpu_backend.lowering.registry import lowering
 
 _UNARY = {
-    "digamma": special.digamma,
     "erf": special.erf,
     "erfc": special.erfc,
     "erfinv": special.erfinv,
@@ -27,6 +26,11 @@ _UNARY = {
 }
 for _name, _function in _UNARY.items():
     lowering(_name, promote="result")(_function)
+
+
+@lowering("digamma", promote="result")
+def digamma(self):
+    return jnp.where(self == 0, jnp.copysign(jnp.inf, -self), special.digamma(self))
 
 
 @lowering("lgamma", promote="result")
@@ -81,7 +85,9 @@ def igammac(self, other):
 
 @lowering("polygamma", promote="result")
 def polygamma(n, self):
-    return special.digamma(self) if n == 0 else special.polygamma(n, self)
+    if n == 0:
+        return digamma(self)
+    return (-1) ** (n + 1) * math.factorial(n) * special.zeta(n + 1.0, self)
 
 
 @lowering("mvlgamma", promote="result")
