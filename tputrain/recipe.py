@@ -162,10 +162,11 @@ def _build(layers: list[_Layer]) -> RecipeConfig:
         merged = _merge(merged, layer)
     cfg: RecipeConfig = _to_dataclass(RecipeConfig, merged, sources)
     micro_batches = cfg.batch.micro_batches(cfg.data.sequence_length)
-    if "trainer.accumulate" in sources and cfg.trainer.accumulate != micro_batches:
+    set_in, accumulate = sources.get("trainer.accumulate"), cfg.trainer.accumulate
+    if set_in is not None and accumulate != micro_batches:
         raise UserError(
-            f"{sources['trainer.accumulate']}: trainer.accumulate={cfg.trainer.accumulate}: "
-            f"expected nothing, in a recipe it follows from batch.tokens and batch.sequences (here {micro_batches})"
+            f"{set_in}: trainer.accumulate={accumulate}: expected nothing, "
+            f"it follows from batch.tokens in a recipe (here {micro_batches})"
         )
     return replace(cfg, trainer=replace(cfg.trainer, accumulate=micro_batches))
 

@@ -292,6 +292,8 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
+        # What a metric or a callback left recorded must not become part of the next step's program.
+        devices.flush(self.device)
 
     # -- evaluation ------------------------------------------------------------------------------------------
 

@@ -1,9 +1,12 @@
 """Recipes: what they resolve to, and what is said about every mistake in one."""
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -102,7 +105,7 @@ MISTAKES = [
     ),
     (
         "trainer: {accumulate: 3}",
-        "trainer.accumulate=3: expected nothing, in a recipe it follows from batch.tokens",
+        "trainer.accumulate=3: expected nothing, it follows from batch.tokens",
     ),
     (
         "data: {sequence_length: 4096}\nbatch: {tokens: 32768}",
@@ -198,3 +201,35 @@ def test_the_llama_recipe_is_the_one_that_its_figures_were_measured_with():
 def test_every_shipped_piece_can_be_included(tmp_path):
     for name in shipped_names("configs"):
         load(tmp_path, f"include: [{name}]")
+
+
+NOISE = [
+    *"\0\x01{}[]:,&*!%@`'\"#|>-?~ \nz9.é",
+    "${a}",
+    "<<: *x",
+    "!!python/name:os.system",
+    "1e999",
+    "null",
+    "[[[[",
+]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 8), st.sampled_from(NOISE)), min_size=1, max_size=4)
+)
+@settings(max_examples=100, deadline=None)
+def test_a_recipe_mutated_at_random_is_valid_or_one_clear_line(tmp_path_factory, mutations):
+    text = find_recipe("llama").read_text().partition("include:")[2]
+    for place, removed, added in mutations:
+        start = int(place * len(text))
+        text = text[:start] + added + text[start + removed :]
+    path = tmp_path_factory.getbasetemp() / "mutated.yaml"
+    path.write_text("include:" + text)
+    with suppress(UserError):
+        load_recipe(path)
+        return
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    said = str(caught.value)
+    assert ".yaml: " in said
+    assert "\n" not in said
