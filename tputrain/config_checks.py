@@ -10,7 +10,8 @@ from tputrain.errors import UserError
 def expect(holds: bool, key: str, value: object, expected: str) -> None:
     """Raise UserError `key=value: expected ...` unless `holds`. `key` is dotted, from the top."""
     if not holds:
-        raise UserError(f"{key}={value}: expected {expected}")
+        on_one_line = " ".join(str(value).split())
+        raise UserError(f"{key}={on_one_line}: expected {expected}")
 
 
 def expect_choice(key: str, value: str, choices: Collection[str]) -> None:

@@ -130,18 +130,22 @@ def _override_layer(text: str) -> _Layer:
     key, equals, value = text.partition("=")
     if not equals or not _KEY.fullmatch(key):
         raise UserError(f"{COMMAND_LINE}: {text!r}: expected key=value, such as trainer.steps=1000")
-    values: Any = _parse_value(value)
+    values: Any = _parse_value(value, _known_keys(RecipeConfig).get(key))
     for part in reversed(key.split(".")):
         values = {part: values}
     return _Layer(COMMAND_LINE, values)
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str, hint: Any) -> Any:
+    """What `text` stands for, for a key of type `hint`: YAML, but text as it is where the key holds text."""
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        layer = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
-        return text  # what is no YAML, such as *.txt, is meant as text
-    return parsed["value"]  # type: ignore[call-overload, index]
+        return text  # no YAML, such as *.txt
+    parsed = layer["value"]  # type: ignore[call-overload, index]
+    is_quoted = text[:1] in ("'", '"') and isinstance(parsed, str)
+    is_for_text = hint is str or str in get_args(hint)
+    return text if is_for_text and parsed is not None and not is_quoted else parsed
 
 
 def _build(layers: list[_Layer]) -> RecipeConfig:
@@ -158,10 +162,11 @@ def _build(layers: list[_Layer]) -> RecipeConfig:
         merged = _merge(merged, layer)
     cfg: RecipeConfig = _to_dataclass(RecipeConfig, merged, sources)
     micro_batches = cfg.batch.micro_batches(cfg.data.sequence_length)
-    if "trainer.accumulate" in sources and cfg.trainer.accumulate != micro_batches:
+    set_in, accumulate = sources.get("trainer.accumulate"), cfg.trainer.accumulate
+    if set_in is not None and accumulate != micro_batches:
         raise UserError(
-            f"{sources['trainer.accumulate']}: trainer.accumulate={cfg.trainer.accumulate}: expected nothing, "
-            f"in a recipe it follows from batch.tokens and batch.sequences (here {micro_batches})"
+            f"{set_in}: trainer.accumulate={accumulate}: expected nothing, "
+            f"it follows from batch.tokens in a recipe (here {micro_batches})"
         )
     return replace(cfg, trainer=replace(cfg.trainer, accumulate=micro_batches))
 

@@ -292,6 +292,8 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
+        # What a metric or a callback left recorded must not become part of the next step's program.
+        devices.flush(self.device)
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
@@ -443,7 +445,7 @@ class Trainer:
         if self.step >= self.cfg.trainer.steps:
             say(f"finished: step {self.step} of {self.cfg.trainer.steps}; raise trainer.steps to go on")
         for logger in self.loggers:
-            logger.start(self.step, self.cfg.trainer.steps)
+            logger.start(self.step, self.cfg.trainer.steps, self._resumed)
         self.model.train()
         devices.flush(self.device)
         self._tell("on_fit_start")

@@ -15,6 +15,9 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
+// A synchronisation waits for the outputs of this many launches; the device works them off in order.
+constexpr size_t kRememberedLaunches = 64;
+
 py::handle check(PyObject* object) {
   if (object == nullptr) {
     throw py::error_already_set();
@@ -39,11 +42,35 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   return array;
 }
 
-bool includes(const std::vector<int32_t>& outputs, const std::vector<int32_t>& live) {
+bool includes(const std::vector<int32_t>& outputs, const Locals& live) {
   return std::all_of(live.begin(), live.end(), [&](int32_t local) {
     return std::find(outputs.begin(), outputs.end(), local) != outputs.end();
   });
 }
+
+// Fills an executable's argument list and, when the call is over, drops the references again: the list is kept, arrays
+// must not be.
+class ArgumentFiller {
+ public:
+  explicit ArgumentFiller(PyObject* list) : list_(list) {}
+  ~ArgumentFiller() {
+    for (Py_ssize_t i = 0; i < next_; ++i) {
+      Py_INCREF(Py_None);
+      PyList_SetItem(list_, i, Py_None);
+    }
+  }
+  ArgumentFiller(const ArgumentFiller&) = delete;
+  ArgumentFiller& operator=(const ArgumentFiller&) = delete;
+
+  void add(PyObject* array) {
+    Py_INCREF(array);
+    PyList_SetItem(list_, next_++, array);
+  }
+
+ private:
+  PyObject* list_;
+  Py_ssize_t next_{0};
+};
 
 } // namespace
 
@@ -65,11 +92,7 @@ Program& ProgramCache::find(const Segment& segment) {
 }
 
 Variant& ProgramCache::variant_for(
-    Program& program,
-    const Segment& segment,
-    const std::vector<int32_t>& live,
-    const std::vector<std::pair<int32_t, int32_t>>& donations,
-    Counters& counters) {
+    Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters) {
   const auto offsets_match = [&](const Variant& variant) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
       if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
@@ -143,26 +166,31 @@ Variant& ProgramCache::variant_for(
 }
 
 void ProgramCache::execute(Variant& variant, Segment& segment) {
-  py::list arguments(segment.inputs.size());
-  for (size_t i = 0; i < segment.inputs.size(); ++i) {
-    arguments[i] = py::reinterpret_borrow<py::object>(segment.values[segment.inputs[i]]->array);
-  }
-  if (!segment.floats.empty()) {
-    arguments.append(py::handle(packed(segment.floats, variant.last_floats, variant.float_array)));
-  }
-  if (!segment.doubles.empty()) {
-    arguments.append(py::handle(packed(segment.doubles, variant.last_doubles, variant.double_array)));
-  }
   for (size_t i = 0; i < segment.offsets.size(); ++i) {
     if (variant.offset_is_input[i] != 0) {
       segment.integers.push_back(segment.offsets[i]);
     }
   }
+  if (variant.arguments == nullptr) {
+    const auto packs = static_cast<size_t>(!segment.floats.empty()) + static_cast<size_t>(!segment.doubles.empty()) +
+        static_cast<size_t>(!segment.integers.empty());
+    variant.arguments = check(PyList_New(static_cast<Py_ssize_t>(segment.inputs.size() + packs))).ptr();
+  }
+  ArgumentFiller arguments(variant.arguments);
+  for (int32_t local : segment.inputs) {
+    arguments.add(segment.values[local]->array);
+  }
+  if (!segment.floats.empty()) {
+    arguments.add(packed(segment.floats, variant.last_floats, variant.float_array));
+  }
+  if (!segment.doubles.empty()) {
+    arguments.add(packed(segment.doubles, variant.last_doubles, variant.double_array));
+  }
   if (!segment.integers.empty()) {
-    arguments.append(py::handle(packed(segment.integers, variant.last_integers, variant.integer_array)));
+    arguments.add(packed(segment.integers, variant.last_integers, variant.integer_array));
   }
   static PyObject* disassemble = PyUnicode_InternFromString("disassemble_into_single_device_arrays");
-  auto results = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(variant.executable, arguments.ptr())));
+  auto results = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(variant.executable, variant.arguments)));
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodNoArgs(results.ptr(), disassemble)));
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
@@ -172,36 +200,30 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     Py_INCREF(array);
     value.array = array;
     if (i == 0) {
-      PyObject*& place = launched_[next_launched_++ % launched_.size()];
-      Py_XDECREF(place);
-      place = check(PyWeakref_NewRef(array, nullptr)).ptr();
+      c10::weak_intrusive_ptr<Value> reference(segment.values[variant.outputs[i]]);
+      if (launched_.size() < kRememberedLaunches) {
+        launched_.push_back(std::move(reference));
+      } else {
+        launched_[next_launched_++ % kRememberedLaunches] = std::move(reference);
+      }
     }
   }
 }
 
-std::vector<PyObject*> ProgramCache::launched() const {
-  std::vector<PyObject*> alive;
-  for (PyObject* reference : launched_) {
-    if (reference == nullptr) {
-      continue;
-    }
-    PyObject* array = PyWeakref_GetObject(reference); // borrowed
-    if (array != Py_None) {
-      Py_INCREF(array);
-      alive.push_back(array);
+std::vector<ValuePtr> ProgramCache::launched() const {
+  std::vector<ValuePtr> alive;
+  for (const auto& reference : launched_) {
+    if (auto value = reference.lock()) {
+      alive.push_back(std::move(value));
     }
   }
   return alive;
 }
 
 void ProgramCache::run(Segment& segment, Counters& counters) {
-  std::vector<int32_t> live;
-  std::vector<uint8_t> is_input(segment.values.size(), 0);
-  for (int32_t local : segment.inputs) {
-    is_input[local] = 1;
-  }
+  Locals live;
   for (size_t local = 0; local < segment.values.size(); ++local) {
-    if (is_input[local] == 0 && segment.values[local].use_count() > 1) {
+    if (segment.is_input[local] == 0 && segment.values[local].use_count() > 1) {
       live.push_back(static_cast<int32_t>(local));
     }
   }
@@ -209,10 +231,10 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
     return; // nobody can see what was recorded
   }
   // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.
-  std::vector<std::pair<int32_t, int32_t>> donations;
+  Donations donations;
   for (int32_t local : live) {
     const int32_t origin = segment.origin[local];
-    if (origin >= 0 && is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
+    if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
         segment.values[origin]->layout == segment.values[local]->layout &&
         Py_REFCNT(segment.values[origin]->array) == 1) {
       donations.emplace_back(origin, local);

@@ -3,7 +3,6 @@
 
 #include "signature.h"
 
-#include <array>
 #include <memory>
 #include <unordered_map>
 
@@ -19,6 +18,7 @@ struct Segment {
   std::vector<const Signature*> entries;
   std::vector<ValuePtr> values; // by local number
   std::vector<int32_t> inputs; // the locals that were there before
+  std::vector<uint8_t> is_input; // by local
   std::vector<int32_t> origin; // by local: the input whose buffer it has taken over, or -1
   // What is not part of the key: starts of slices and runtime numbers.
   std::vector<int64_t> offsets;
@@ -41,6 +41,7 @@ struct Variant {
   std::vector<int32_t> outputs; // locals, in the order the executable returns them
   std::vector<int32_t> donated; // locals of inputs that the executable consumes
   PyObject* executable{nullptr}; // owned, never freed: executables live as long as the process
+  PyObject* arguments{nullptr}; // the list it is called with, filled anew for each call
   // The numbers passed last and their device arrays: most repeat from call to call.
   std::string last_floats, last_doubles, last_integers;
   PyObject* float_array{nullptr};
@@ -48,32 +49,31 @@ struct Variant {
   PyObject* integer_array{nullptr};
 };
 
+// A hash alone decides nothing: the tapes are compared.
 struct Program {
   std::vector<uint32_t> tape;
   std::vector<std::unique_ptr<Variant>> variants;
 };
+
+using Locals = c10::SmallVector<int32_t, 16>;
+using Donations = c10::SmallVector<std::pair<int32_t, int32_t>, 16>; // (input, the output that takes its memory)
 
 class ProgramCache {
  public:
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error.
   void run(Segment& segment, Counters& counters);
 
-  // The first output of each of the latest launches that is still alive; new references.  Wants the GIL.
-  std::vector<PyObject*> launched() const;
+  // The first output of each of the latest launches that somebody still holds: what a synchronisation waits for.
+  std::vector<ValuePtr> launched() const;
 
  private:
   Program& find(const Segment& segment);
   Variant& variant_for(
-      Program& program,
-      const Segment& segment,
-      const std::vector<int32_t>& live,
-      const std::vector<std::pair<int32_t, int32_t>>& donations,
-      Counters& counters);
+      Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters);
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
-  // Weak references to outputs, the oldest overwritten: what a synchronisation waits for.
-  std::array<PyObject*, 64> launched_{};
+  std::vector<c10::weak_intrusive_ptr<Value>> launched_; // a ring
   size_t next_launched_{0};
 };
 

@@ -56,6 +56,7 @@ void Segment::clear() {
   entries.clear();
   values.clear();
   inputs.clear();
+  is_input.clear();
   origin.clear();
   offsets.clear();
   floats.clear();
@@ -63,11 +64,12 @@ void Segment::clear() {
   integers.clear();
 }
 
-int32_t Stream::number(const ValuePtr& value, int32_t origin) {
+int32_t Stream::number(const ValuePtr& value, bool is_input, int32_t origin) {
   const auto local = static_cast<int32_t>(segment_.values.size());
   value->segment = segment_.serial;
   value->local = local;
   segment_.values.push_back(value);
+  segment_.is_input.push_back(static_cast<uint8_t>(is_input));
   segment_.origin.push_back(origin);
   return local;
 }
@@ -91,7 +93,7 @@ int32_t Stream::link(Buffer* buffer) {
   }
   const auto local = static_cast<int32_t>(segment_.values.size());
   segment_.inputs.push_back(local);
-  return number(buffer->value, local);
+  return number(buffer->value, true, local);
 }
 
 void Stream::append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs) {
@@ -146,7 +148,7 @@ void Stream::append(const Signature& signature, const EncodedCall& call, c10::Ar
       origin = segment_.origin[buffer->value->local];
     }
     auto value = c10::make_intrusive<Value>(output.layout);
-    number(value, origin);
+    number(value, false, origin);
     buffer->value = std::move(value);
     buffer->layout = output.layout;
   }
@@ -203,8 +205,10 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
 
 void Stream::wait() {
   pybind11::list arrays;
-  for (PyObject* array : programs_.launched()) {
-    arrays.append(pybind11::reinterpret_steal<pybind11::object>(array));
+  for (const auto& value : programs_.launched()) {
+    if (value->array != nullptr) {
+      arrays.append(pybind11::handle(value->array));
+    }
   }
   auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(runtime().wait, arrays.ptr()));
   if (!done) {

@@ -72,7 +72,7 @@ class Stream {
 
  private:
   int32_t link(Buffer* buffer);
-  int32_t number(const ValuePtr& value, int32_t origin);
+  int32_t number(const ValuePtr& value, bool is_input, int32_t origin);
   const Value& readable(Buffer* buffer);
 
   c10::DeviceIndex device_;

@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace tpu {
@@ -91,8 +92,12 @@ class TpuAllocator final : public c10::DeviceAllocator {
 } // namespace
 
 Value::~Value() {
+  release_resources();
+}
+
+void Value::release_resources() {
   if (array != nullptr) {
-    release_reference(array);
+    release_reference(std::exchange(array, nullptr));
   }
 }
 

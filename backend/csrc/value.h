@@ -19,6 +19,7 @@ struct Value final : c10::intrusive_ptr_target {
   explicit Value(const Layout* value_layout) : layout(value_layout) {}
   Value(const Layout* value_layout, PyObject* owned_array) : layout(value_layout), array(owned_array) {}
   ~Value() override;
+  void release_resources() override; // the last owner is gone, weak references may remain
 
   const Layout* layout;
   PyObject* array{nullptr}; // the jax.Array, owned; null while the value is still to be computed

@@ -11,7 +11,7 @@ from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
-from tputrain.data import PackedSequences, Tokenizer, build_data
+from tputrain.data import PackedSequences, TextData, Tokenizer, build_data
 from tputrain.device import find_device
 from tputrain.models import build_model, initialize
 from tputrain.recipe import RecipeConfig
@@ -55,21 +55,9 @@ def build_job(cfg: RecipeConfig) -> Job:
     """Data, model and Trainer of a recipe. The model has its initial values."""
     find_device(cfg.device)  # a device that is not there is reported before the tokenizer is trained
     data = build_data(cfg.data, cfg.seed, announce=say)
-    with announced(f"building {cfg.model.name}"):
-        model = build_model(cfg.model)
-        initialize(model, cfg.seed)
-    callbacks = []
-    if cfg.sample.max_new_tokens > 0:
-        callbacks.append(SampleText(data.tokenizer, cfg.sample, cfg.data.sequence_length))
-    trainer = Trainer(
-        model,
-        cfg,
-        train_loader=TrainingBatches(data.train, cfg.batch.sequences, cfg.trainer.accumulate),
-        val_loader=ValidationBatches(data.validation, cfg.batch.sequences, data.validation_bytes_per_token),
-        callbacks=callbacks,
-        tokenizer=data.tokenizer,
-    )
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    with announced(f"building {cfg.model.name} and its optimizer"):
+        trainer = _build_trainer(cfg, data)
+    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     description = [
         *data.describe(),
         f"model: {cfg.model.name}, {num_parameters:,} parameters",
@@ -77,6 +65,22 @@ def build_job(cfg: RecipeConfig) -> Job:
         f"run: {cfg.trainer.steps} steps, {cfg.trainer.steps * cfg.batch.tokens:,} tokens, in {cfg.run_dir}",
     ]
     return Job(trainer, description)
+
+
+def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
+    model = build_model(cfg.model)
+    initialize(model, cfg.seed)
+    callbacks = []
+    if cfg.sample.max_new_tokens > 0:
+        callbacks.append(SampleText(data.tokenizer, cfg.sample, cfg.data.sequence_length))
+    return Trainer(
+        model,
+        cfg,
+        train_loader=TrainingBatches(data.train, cfg.batch.sequences, cfg.trainer.accumulate),
+        val_loader=ValidationBatches(data.validation, cfg.batch.sequences, data.validation_bytes_per_token),
+        callbacks=callbacks,
+        tokenizer=data.tokenizer,
+    )
 
 
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:

@@ -24,7 +24,7 @@ class PlainLogger(Logger):
         self._total = 0
         self._spoke_at = time.monotonic()
 
-    def start(self, step: int, total_steps: int) -> None:
+    def start(self, step: int, total_steps: int, resumed: bool) -> None:
         self._total = total_steps
         self._spoke_at = time.monotonic()
 
@@ -53,7 +53,7 @@ class BarLogger(Logger):
         self._bar: Any = None
         self._task: Any = None
 
-    def start(self, step: int, total_steps: int) -> None:
+    def start(self, step: int, total_steps: int, resumed: bool) -> None:
         # Imported here because only a terminal needs it.
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -72,7 +72,7 @@ class BarLogger(Logger):
 
     def log(self, records: list[Record]) -> None:
         if records:
-            self._bar.update(self._task, completed=records[-1]["step"], text=_describe_step(records[-1]))
+            self._bar.update(self._task, completed=records[-1]["step"], text=_describe_briefly(records[-1]))
 
     def log_evaluation(self, record: Record) -> None:
         say(describe_evaluation(record))
@@ -88,6 +88,12 @@ def describe_evaluation(record: Record) -> str:
     spoken = {key: value for key, value in record.items() if key not in ("step", "loss_hex", "seconds")}
     values = ", ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in spoken.items())
     return f"evaluation at step {record['step']}: {values}"
+
+
+def _describe_briefly(record: Record) -> str:
+    """What fits beside a bar on a terminal of 80 columns."""
+    unit = "tokens" if "tokens" in record else "samples"
+    return f"loss {record['loss']:.3f} {record[f'{unit}_per_second']:,.0f} {unit}/s"
 
 
 def _describe_step(record: Record) -> str:

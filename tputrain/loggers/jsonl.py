@@ -20,10 +20,11 @@ class JsonlLogger(Logger):
         self._steps: IO[str] | None = None
         self._evaluations: IO[str] | None = None
 
-    def start(self, step: int, total_steps: int) -> None:
+    def start(self, step: int, total_steps: int, resumed: bool) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._steps = _open_after(self.directory / STEPS, step)
-        self._evaluations = _open_after(self.directory / EVALUATIONS, step)
+        last = step if resumed else -1
+        self._steps = _open_after(self.directory / STEPS, last)
+        self._evaluations = _open_after(self.directory / EVALUATIONS, last)
 
     def log(self, records: list[Record]) -> None:
         if self._steps is not None:

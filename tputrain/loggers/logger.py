@@ -26,8 +26,11 @@ class LogConfig:
 class Logger:
     """Override what you need; everything here does nothing."""
 
-    def start(self, step: int, total_steps: int) -> None:
-        """The run goes on from `step` (0: it begins). What was logged after `step` is to be forgotten."""
+    def start(self, step: int, total_steps: int, resumed: bool) -> None:
+        """The run goes on from `step` of a checkpoint (resumed): forget what was logged after it.
+
+        Not resumed, it begins: forget everything, it is of a run that left nothing to go on from.
+        """
 
     def after_step(self, step: int) -> None:
         """`step` was dispatched; its values are not known yet."""

@@ -85,7 +85,7 @@ _LLAMA_3 = partial(
 )
 
 LLAMA_CONFIGS: dict[str, LlamaConfig] = {
-    "llama-5m": LlamaConfig(4096, 256, 768, 5, 4, 2, 64, 1024),
+    "llama-5m": LlamaConfig(4096, 256, 704, 4, 4, 2, 64, 1024, tie_word_embeddings=False),
     "llama-20m": LlamaConfig(8192, 384, 1152, 10, 6, 2, 64, 1024),
     "llama-100m": LlamaConfig(32_000, 768, 2048, 12, 12, 4, 64, 2048),
     "llama-300m": LlamaConfig(32_000, 1024, 2560, 24, 16, 8, 64, 2048),
@@ -155,9 +155,14 @@ class Llama(nn.Module):
     def initial_std(self, name: str) -> float | None:
         """The standard deviation that parameter `name` starts from; None: it starts as ones (norms).
 
-        Normal(0, 0.02), and for the two matrices of a layer that write to the residual stream less by
-        sqrt(2 * layers), so that the stream's variance does not grow with depth (GPT-2, Radford et al. 2019).
+        Normal(0, 0.02); for the two matrices of a layer that write to the residual stream less by sqrt(2 *
+        layers), so that the stream's variance does not grow with depth (GPT-2, Radford et al. 2019). An
+        embedding that is not the output matrix as well starts at 1: the first norm scales it there anyway,
+        and it then bears a three times higher learning rate. A tied one cannot, its first logits would be
+        far too large.
         """
+        if name == "model.embed_tokens.weight" and not self.config.tie_word_embeddings:
+            return 1.0
         if name.endswith("norm.weight"):
             return None
         if name.endswith(("o_proj.weight", "down_proj.weight")):

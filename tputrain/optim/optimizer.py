@@ -71,7 +71,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if optimizer.state[parameter] or not parameter.requires_grad:
+            if optimizer.state.get(parameter) or not parameter.requires_grad:
                 continue
             if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
                 optimizer.state[parameter].update(_adam_state(parameter, group))

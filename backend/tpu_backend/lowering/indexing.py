@@ -121,8 +121,13 @@ def _put_where(self, indices, values, accumulate):
 
 def _accumulate(self, index, values):
     """Scatter-add; 16-bit floats are added up in float32."""
-    dtype = opmath(self.dtype)
+    dtype = _sum_dtype(self.dtype)
     return _write(self.astype(dtype), index)("add", values.astype(dtype)).astype(self.dtype)
+
+
+def _sum_dtype(dtype):
+    """Booleans are counted, so that their sum is a logical or."""
+    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else opmath(dtype)
 
 
 @lowering("_unsafe_masked_index")
@@ -162,7 +167,7 @@ def _rows(self, dim, index):
 
 @lowering("index_add")
 def index_add(self, dim, index, source, *, alpha=1):
-    dtype = opmath(self.dtype)
+    dtype = _sum_dtype(self.dtype)
     source = at_least_1d(source).astype(dtype)
     if not (isinstance(alpha, (int, float)) and alpha == 1):
         source = source * jnp.asarray(alpha, dtype)
@@ -285,12 +290,12 @@ _REDUCERS = {  # name: (method of JAX's indexed update, neutral element)
 
 
 def _limits(dtype):
-    return (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
 
 def _reduce_into(self, index, src, reduce, include_self):
     method, neutral = _REDUCERS[reduce]
-    dtype = opmath(self.dtype)
+    dtype = _sum_dtype(self.dtype)
     base = self.astype(dtype)
     if not include_self:
         base = _write(base, index)("set", jnp.asarray(neutral(dtype), dtype))
@@ -343,4 +348,6 @@ def masked_scale(self, mask, scale):
 
 @lowering("nonzero_static")
 def nonzero_static(self, *, size, fill_value=-1):
+    if self.ndim == 0:
+        return jnp.zeros((size, 0), jnp.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

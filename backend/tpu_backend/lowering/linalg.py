@@ -177,7 +177,7 @@ def cross(self, other, *, dim=-1):
     return jnp.cross(self, other, axis=dim)
 
 
-@lowering("linalg_matrix_exp")
+@lowering("linalg_matrix_exp", promote="opmath")
 def matrix_exp(self):
     if self.size == 0:
         return self

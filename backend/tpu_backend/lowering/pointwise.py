@@ -49,7 +49,7 @@ _UNARY = {
     "reciprocal": jnp.reciprocal,
     "round": _unless_integral(jnp.round),
     "rsqrt": lax.rsqrt,
-    "sgn": jnp.sign,
+    "sgn": lambda self: self if self.dtype == jnp.bool_ else jnp.sign(self),
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
@@ -64,8 +64,8 @@ for _name, _function in _UNARY.items():
 _TESTS = {
     "isnan": jnp.isnan,
     "isinf": jnp.isinf,
-    "isposinf": jnp.isposinf,
-    "isneginf": jnp.isneginf,
+    "isposinf": lambda self: jnp.isposinf(self),
+    "isneginf": lambda self: jnp.isneginf(self),
     "signbit": lambda self: jnp.signbit(self) if is_floating(self) else self < 0,
     "logical_not": jnp.logical_not,
 }

@@ -48,55 +48,56 @@ def _open_unit(key, spec):
 
 
 def _standard_normal(key, spec):
-    return jax.random.normal(key, spec.shape, _float_dtype(spec))
+    # Rounded here too: it ends in a multiplication by sqrt(2) that a constant scale would be folded into.
+    return _rounded(jax.random.normal(key, spec.shape, _float_dtype(spec)))
 
 
 # ---- in place on a tensor: `self` gives shape and dtype only
 
 
 @lowering("uniform", runtime=("from", "to"))
-def uniform(self, from_=0.0, to=1.0, *, generator=None, key, out):
+def uniform(_self, from_=0.0, to=1.0, *, generator=None, key, out):
     low, high = (jnp.asarray(value).astype(_float_dtype(out[0])) for value in (from_, to))
     return _final(_scaled(_unit(key, out[0]), high - low, low))
 
 
 @lowering("normal_functional", runtime=("mean", "std"))
-def normal(self, mean=0.0, std=1.0, *, generator=None, key, out):
+def normal(_self, mean=0.0, std=1.0, *, generator=None, key, out):
     return _final(_scaled(_standard_normal(key, out[0]), std, mean))
 
 
 @lowering("log_normal", runtime=("mean", "std"))
-def log_normal(self, mean=1.0, std=2.0, *, generator=None, key, out):
+def log_normal(_self, mean=1.0, std=2.0, *, generator=None, key, out):
     return _final(jnp.exp(_scaled(_standard_normal(key, out[0]), std, mean)))
 
 
 @lowering("exponential", runtime=("lambd",))
-def exponential(self, lambd=1.0, *, generator=None, key, out):
+def exponential(_self, lambd=1.0, *, generator=None, key, out):
     noise = -jnp.log(_open_unit(key, out[0]))
     return _final(jnp.maximum(noise / jnp.asarray(lambd).astype(noise.dtype), jnp.finfo(out[0].dtype).tiny))
 
 
 @lowering("geometric", runtime=("p",))
-def geometric(self, p, *, generator=None, key, out):
+def geometric(_self, p, *, generator=None, key, out):
     spec = jax.ShapeDtypeStruct(out[0].shape, jnp.float32)
     p = jnp.asarray(p).astype(jnp.float32)
     return lax.optimization_barrier(jnp.ceil(jnp.log(_open_unit(key, spec)) / jnp.log1p(-p)))
 
 
 @lowering("cauchy", runtime=("median", "sigma"))
-def cauchy(self, median=0.0, sigma=1.0, *, generator=None, key, out):
+def cauchy(_self, median=0.0, sigma=1.0, *, generator=None, key, out):
     noise = jnp.tan(math.pi * _rounded(_open_unit(key, out[0]) - 0.5))
     return _final(_scaled(noise, sigma, median))
 
 
 @lowering("bernoulli.p", runtime=("p",))
-def bernoulli_p(self, p, *, generator=None, key):
-    return _coin(key, jnp.asarray(p).astype(jnp.float32), self.shape)
+def bernoulli_p(_self, p, *, generator=None, key, out):
+    return _coin(key, jnp.asarray(p).astype(jnp.float32), out[0].shape)
 
 
 @lowering("bernoulli.Tensor")
-def bernoulli_tensor(self, p, *, generator=None, key):
-    return _coin(key, p.astype(jnp.float32), self.shape)
+def bernoulli_tensor(_self, p, *, generator=None, key, out):
+    return _coin(key, p.astype(jnp.float32), out[0].shape)
 
 
 @lowering("bernoulli")

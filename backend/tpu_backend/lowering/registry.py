@@ -18,6 +18,9 @@ Two extra keyword parameters are filled in when a lowering declares them
     key: jax.Array                                 a typed JAX PRNG key, a pure function of (seed, offset);
                                                    marks the op random
 
+A parameter whose name starts with an underscore (``_self`` of ``fill_``, ``normal_``) stands for a tensor whose contents
+do not matter: it arrives as None, and the old value does not become an input of the program.
+
 Dtypes are decided here and nowhere else.  ``promote``
     "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a
                16-bit float (PyTorch's opmath); the default of a pointwise op
@@ -144,7 +147,7 @@ def apply(
     if entry.is_random:
         extra["key"] = key
     results = entry.function(*args, **kwargs, **extra)
-    checked = []
+    checked: list[jax.Array | None] = []
     for value, spec in zip(_flatten(results), out, strict=True):
         if spec is None:
             checked.append(None)

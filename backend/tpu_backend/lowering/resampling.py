@@ -1,4 +1,4 @@
-"""Upsampling and grid sampling. Interpolation is separable: one small matrix a spatial dim, good for an MXU."""
+"""Upsampling and grid sampling. Interpolation is separable: one small matrix a spatial dim, good on TPUs."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tpu_backend.lowering.dims import wrap_dim
@@ -106,13 +107,23 @@ def constant_pad_nd(self, pad, value=0):
     return lax.pad(self, value, [(before, after, 0) for before, after in _pad_pairs(pad, self.ndim)])
 
 
-def _border_pad(mode):
+def _edge_pad(self, pairs):
+    """A gather of clamped positions: negative padding may crop a dim to nothing, then extend it."""
+    for axis, (before, after) in enumerate(pairs):
+        if (before, after) != (0, 0):
+            size = self.shape[axis]
+            self = jnp.take(self, np.arange(-before, size + after).clip(0, size - 1), axis=axis, mode="clip")
+    return self
+
+
+def _reflect_pad(self, pairs):
+    crop = tuple(slice(max(-before, 0), n - max(-after, 0)) for n, (before, after) in zip(self.shape, pairs))
+    return jnp.pad(self[crop], [(max(before, 0), max(after, 0)) for before, after in pairs], mode="reflect")
+
+
+def _border_pad(pad_pairs):
     def pad_(self, padding):
-        pairs = _pad_pairs(padding, self.ndim)
-        crop = tuple(
-            slice(max(-before, 0), n - max(-after, 0)) for n, (before, after) in zip(self.shape, pairs)
-        )
-        return jnp.pad(self[crop], [(max(before, 0), max(after, 0)) for before, after in pairs], mode=mode)
+        return pad_pairs(self, _pad_pairs(padding, self.ndim))
 
     def pad_backward(grad_output, self, padding):
         return jax.vjp(lambda value: pad_(value, padding), self)[1](grad_output)[0]
@@ -120,8 +131,8 @@ def _border_pad(mode):
     return pad_, pad_backward
 
 
-for _mode, _jax_mode in {"reflection": "reflect", "replication": "edge"}.items():
-    _pad, _pad_backward = _border_pad(_jax_mode)
+for _mode, _function in {"reflection": _reflect_pad, "replication": _edge_pad}.items():
+    _pad, _pad_backward = _border_pad(_function)
     for _rank in (1, 2, 3):
         lowering(f"{_mode}_pad{_rank}d")(_pad)
         lowering(f"{_mode}_pad{_rank}d_backward")(_pad_backward)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import special
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 _UNARY = {
-    "digamma": special.digamma,
     "erf": special.erf,
     "erfc": special.erfc,
     "erfinv": special.erfinv,
@@ -27,6 +26,11 @@ _UNARY = {
 }
 for _name, _function in _UNARY.items():
     lowering(_name, promote="result")(_function)
+
+
+@lowering("digamma", promote="result")
+def digamma(self):
+    return jnp.where(self == 0, jnp.copysign(jnp.inf, -self), special.digamma(self))
 
 
 @lowering("lgamma", promote="result")
@@ -64,11 +68,6 @@ def xlog1py(self, other):
     return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log1p(other)))
 
 
-@lowering("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar", promote="result")
-def zeta(self, other):
-    return special.zeta(self, other)
-
-
 @lowering("igamma", promote="result")
 def igamma(self, other):
     return special.gammainc(self, other)
@@ -81,7 +80,15 @@ def igammac(self, other):
 
 @lowering("polygamma", promote="result")
 def polygamma(n, self):
-    return special.digamma(self) if n == 0 else special.polygamma(n, self)
+    if n == 0:
+        return digamma(self)
+    if n > 1:
+        raise NotLoweredError(f"polygamma of order {n}: JAX's zeta is wrong left of -8")
+    # Reflected to the right half, where JAX's zeta is right.
+    reflected = jnp.where(self < 0.5, 1 - self, self)
+    sine = jnp.sin(math.pi * (self - jnp.round(self)))
+    trigamma = special.zeta(2.0, reflected)
+    return jnp.where(self < 0.5, jnp.square(math.pi / sine) - trigamma, trigamma)
 
 
 @lowering("mvlgamma", promote="result")

@@ -1,0 +1,191 @@
+"""A checkpoint is used only if every byte of it is what was written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tputrain.resumable_run import build
+from tputrain import RunConfig, Trainer, TrainerConfig, UserError
+from tputrain.checkpoint import contents
+from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, verify
+from tputrain.checkpoint.store import CheckpointStore
+from tputrain.data import Tokenizer
+from tputrain.models import ModelConfig, build_model, initialize
+
+TINY = ModelConfig(
+    name="llama-5m",
+    vocab_size=300,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+)
+LLAMA_FILES = {
+    "COMPLETE",
+    "checksums.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+    "special_tokens_map.json",
+    "state.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """Two checkpoints of a tiny Llama, with every file that a checkpoint can have."""
+    run_dir = tmp_path_factory.mktemp("run")
+    model = build_model(TINY)
+    initialize(model, seed=0)
+    tokenizer = Tokenizer.train(["def f(x): return x"], vocab_size=270)
+    ids = torch.arange(8)[None]
+    batches = [{"input_ids": ids, "labels": ids + 1}]
+    cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=2))
+    trainer = Trainer(model, cfg, train_loader=batches, tokenizer=tokenizer)
+    trainer.step = 1
+    trainer.save()
+    trainer.step = 2
+    trainer.save()
+    return run_dir / "checkpoints"
+
+
+def test_a_llama_s_checkpoint_has_exactly_the_files_that_the_damage_tests_know(checkpoints):
+    assert {path.name for path in (checkpoints / "step-2").iterdir()} == LLAMA_FILES
+    verify(checkpoints / "step-2")
+
+
+def newest_with(checkpoints: Path, file: Path, content: bytes | None) -> tuple[Path | None, list[str]]:
+    """What the store picks, and what it says, while `file` has other content (None: is missing)."""
+    original = file.read_bytes()
+    said: list[str] = []
+    try:
+        file.unlink() if content is None else file.write_bytes(content)
+        picked = CheckpointStore(checkpoints).newest(
+            lambda path, reason: said.append(f"{path.name}: {reason}")
+        )
+    finally:
+        file.write_bytes(original)
+    return picked, said
+
+
+@pytest.mark.parametrize("name", ["COMPLETE", "checksums.json"])
+def test_every_single_byte_of_the_files_that_vouch_for_the_others_is_vouched_for(checkpoints, name):
+    file = checkpoints / "step-2" / name
+    whole = file.read_bytes()
+    try:
+        for place in range(len(whole)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(DamagedCheckpointError, match=f"^{name}: damaged"):
+                verify(checkpoints / "step-2")
+    finally:
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", sorted(LLAMA_FILES))
+def test_each_file_damaged_in_any_way_is_refused_by_name(checkpoints, name):
+    file = checkpoints / "step-2" / name
+    whole = file.read_bytes()
+    places = {0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 2, len(whole) - 1}
+    damages: list[bytes | None] = [None, b"", whole[:-1], whole[: len(whole) // 2], whole + b"\n"]
+    for place in sorted(places):
+        for flip in (0x01, 0x20, 0x80):
+            damages.append(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+    for damage in damages:
+        picked, said = newest_with(checkpoints, file, damage)
+        assert picked == checkpoints / "step-1"
+        assert len(said) == 1
+        assert said[0].startswith(f"step-2: {name}: "), said
+    verify(checkpoints / "step-2")
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(checkpoints):
+    for path in (checkpoints / "step-2").iterdir():
+        assert path.suffix in (".json", ".safetensors", "")
+        assert not path.read_bytes().startswith((b"\x80", b"PK"))
+
+
+def test_a_damaged_checkpoint_named_by_the_user_is_an_error_that_names_the_file(tmp_path):
+    build(tmp_path, trainer=TrainerConfig(steps=1)).fit()
+    path = tmp_path / "checkpoints" / "step-1"
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(UserError, match=r"step-1 cannot be used: optimizer.safetensors: missing"):
+        build(tmp_path).resume(path)
+
+
+def write_text(text: str):
+    def fill(directory: Path) -> None:
+        (directory / "state.json").write_text(text)
+
+    return fill
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.write(1, write_text("old"))
+
+    def fail(directory: Path) -> None:
+        (directory / "state.json").write_text("half")
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        store.write(1, fail)
+    assert (store.newest(lambda path, reason: None) / "state.json").read_text() == "old"
+    store.write(2, write_text("new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+def test_the_last_ones_are_kept_and_a_step_can_be_saved_again(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (5, 10, 15, 15):
+        store.write(step, write_text(str(step)))
+    assert store.steps() == [15, 10]
+
+
+def test_a_checkpoint_set_aside_does_not_count_among_those_kept(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (5, 10):
+        store.write(step, write_text(str(step)))
+    (tmp_path / "step-10" / "COMPLETE").unlink()
+    assert store.newest(lambda path, reason: store.set_aside(path)) == tmp_path / "step-5"
+    store.write(10, write_text("10 again"))
+    (tmp_path / "step-10" / "COMPLETE").unlink()
+    store.newest(lambda path, reason: store.set_aside(path))
+    assert store.steps() == [5]
+    assert sorted(path.name for path in tmp_path.glob("refused-*")) == [
+        "refused-step-10-1",
+        "refused-step-10-2",
+    ]
+
+
+def test_a_directory_where_a_file_should_be_is_refused(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    seal(tmp_path)
+    (tmp_path / "state.json").unlink()
+    (tmp_path / "state.json").mkdir()
+    with pytest.raises(DamagedCheckpointError, match=r"state.json"):
+        verify(tmp_path)
+
+
+def test_tensors_that_share_memory_are_each_written_out(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.data)  # two parameters over one storage
+    contents.save_model(model, None, tmp_path)
+    other = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    contents.load_model(other, tmp_path)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(other[1].weight, model[1].weight)
+
+
+def test_optimizer_state_that_json_cannot_hold_is_an_error(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["history"] = [1, 2]
+    with pytest.raises(UserError, match="the state of SGD holds a list"):
+        contents.save_optimizer(optimizer, model, tmp_path)

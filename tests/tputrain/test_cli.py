@@ -1,0 +1,164 @@
+"""The command line: verbs, exit codes, and how soon it speaks."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tputrain.cli import main
+from tputrain.loggers.jsonl import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RECIPE = """
+device: cpu
+model:
+  {name: llama-5m, vocab_size: 300, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
+   num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}
+data: {files: text.txt, vocab_size: 280, sequence_length: 16, cache_dir: cache}
+batch: {tokens: 128, sequences: 4}
+trainer: {steps: 4, evaluate_every: 2, evaluate_batches: 2}
+checkpoint: {every: 2}
+sample: {max_new_tokens: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A directory with a recipe, its text, and the run that it leads to."""
+    directory = tmp_path_factory.mktemp("workplace")
+    (directory / "tiny.yaml").write_text(RECIPE)
+    (directory / "text.txt").write_text("def add(first, second):\n    return first + second\n" * 100)
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        assert main(["run", "tiny.yaml"]) == 0
+    finally:
+        os.chdir(before)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _there(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+
+
+def test_a_run_is_where_it_is_said_to_be_and_says_what_comes_next(workplace, capsys):
+    assert main(["run", "tiny.yaml", "run_dir=runs/other", "trainer.steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "batch: 128 tokens a step = 4 sequences x 16 tokens x 2 micro-batches" in out
+    assert out.splitlines()[-3:] == [
+        "checkpoint  runs/other/checkpoints/step-2",
+        'sample      tputrain sample runs/other --prompt "def "',
+        "resume      tputrain run tiny.yaml run_dir=runs/other trainer.steps=4",
+    ]
+    assert [record["step"] for record in read_jsonl(workplace / "runs/tiny/metrics.jsonl")] == [1, 2, 3, 4]
+    for record in read_jsonl(workplace / "runs/tiny/evaluations.jsonl"):
+        assert record.keys() >= {"loss", "perplexity", "bits_per_byte"}
+    assert "sample: def " in out
+
+
+def test_a_finished_run_says_how_to_make_it_longer_and_stays_as_it_is(workplace, capsys):
+    def stamps():
+        return {path: path.stat().st_mtime_ns for path in (workplace / "runs" / "tiny").rglob("*")}
+
+    before = stamps()
+    assert main(["run", "tiny.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "runs/tiny is finished: it has done its 4 steps" in out
+    assert "tputrain run tiny.yaml trainer.steps=8" in out
+    assert stamps() == before
+
+
+def test_changing_what_a_run_is_made_of_is_refused_and_the_rest_is_told(capsys):
+    assert main(["run", "tiny.yaml", "trainer.steps=6", "model.hidden_size=32"]) == 2
+    assert "model.hidden_size=32: runs/tiny/checkpoints/step-4 was made with model.hidden_size=16" in (
+        capsys.readouterr().err
+    )
+    assert main(["run", "tiny.yaml", "optim.beta2=0.9"]) == 0
+    assert "note: optim.beta2 is 0.9 from here on, it was 0.95" in capsys.readouterr().out
+
+
+def test_validate_evaluates_a_run_and_checks_a_recipe(capsys):
+    assert main(["validate", "runs/tiny", "trainer.evaluate_batches=null"]) == 0
+    out = capsys.readouterr().out
+    assert "loss: " in out
+    assert "bits per byte: " in out
+    assert main(["validate", "llama"]) == 0
+    assert "valid; 500 steps" in capsys.readouterr().out
+
+
+def test_sample_writes_text_that_begins_with_the_prompt(capsys):
+    command = ["sample", "runs/tiny", "--prompt", "def add(", "--max-new-tokens", "5", "device=cpu"]
+    assert main(command) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("def add(") for line in first)
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == first[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "lama"], "lama: no such file, and no shipped recipe"),
+        (["run", "tiny.yaml", "trainer.stepz=3"], "command line: trainer.stepz=3: unknown key"),
+        (
+            ["run", "tiny.yaml", "data.files=none-*.txt", "run_dir=x"],
+            "data.files='none-*.txt': no file matches",
+        ),
+        (["sample", "nowhere", "--prompt", "x"], "nowhere: no whole checkpoint in nowhere/checkpoints"),
+        (
+            ["sample", "runs/tiny", "--prompt", "x", "--max-new-tokens", "0"],
+            "--max-new-tokens=0: expected 1 or more",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("tputrain: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_failure_is_exit_code_1_and_a_traceback_only_with_debug(capsys, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("the disk\nis full")
+
+    monkeypatch.setattr("tputrain.cli.verbs.load_recipe", fail)
+    assert main(["run", "tiny.yaml"]) == 1
+    assert capsys.readouterr().err == "tputrain: RuntimeError: the disk is full (--debug shows where)\n"
+    assert main(["run", "tiny.yaml", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run"], ["fly", "x"], ["run", "llama", "steps"], ["run", "llama", "--fast"]]
+)
+def test_wrong_arguments_are_exit_code_2(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_the_first_line_comes_before_pytorch_is_imported():
+    command = [sys.executable, "-m", "tputrain.cli", "validate", "llama"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    started = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "tputrain validate llama\n"
+        assert time.monotonic() - started < 2.0
+        process.kill()
+
+
+def test_nothing_heavy_is_imported_for_the_help():
+    code = (
+        "import sys, tputrain, tputrain.cli; print(sorted({'torch', 'jax', 'omegaconf'} & set(sys.modules)))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "[]\n", done.stderr

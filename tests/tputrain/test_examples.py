@@ -1,0 +1,46 @@
+"""The examples run as their first lines say, and reach what they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_example(name: str, directory: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), "cpu"],
+        cwd=directory,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "backend"), str(ROOT)]),
+            "OMP_NUM_THREADS": "1",  # threads cost a model of this size more than they bring
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_plain_loop_learns_to_read_digits(tmp_path):
+    recognised = re.search(r"recognised (\d+\.\d)%", run_example("plain_loop.py", tmp_path))
+    assert recognised is not None
+    assert float(recognised[1]) > 95.0
+
+
+def test_the_python_api_example_learns_to_read_digits_and_logs_every_step(tmp_path):
+    accuracy = re.search(r"held-out digits: (0\.\d+)", run_example("python_api.py", tmp_path))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.94
+    assert len((tmp_path / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()) == 300
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_every_example_says_how_to_run_it(path):
+    assert f"python examples/{path.name}" in path.read_text().split('"""')[1]

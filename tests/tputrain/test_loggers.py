@@ -1,0 +1,109 @@
+"""Numbers on disk and on the screen."""
+
+import json
+
+import pytest
+
+from tputrain.callbacks.callback import Callback, load_state_of
+from tputrain.loggers.console import BarLogger, PlainLogger, console_logger
+from tputrain.loggers.jsonl import JsonlLogger, read_jsonl
+
+STEP = {
+    "step": 10,
+    "loss": 2.5,
+    "learning_rate": 0.001,
+    "grad_norm": 1.25,
+    "tokens": 1000,
+    "tokens_per_second": 1234.5,
+    "step_seconds": 0.5,
+    "data_wait": 0.015,
+}
+
+
+def write(directory, steps, resumed, step=0):
+    logger = JsonlLogger(directory)
+    logger.start(step, 10, resumed)
+    logger.log([{"step": number, "loss": 0.5} for number in steps])
+    logger.sync()
+    logger.close()
+
+
+def steps_in(directory):
+    return [record["step"] for record in read_jsonl(directory / "metrics.jsonl")]
+
+
+def test_going_on_from_a_step_forgets_what_came_after_it_and_a_line_cut_off_by_a_kill(tmp_path):
+    write(tmp_path, [1, 2, 3, 4], resumed=False)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    write(tmp_path, [3, 4, 5], resumed=True, step=2)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+    assert all(json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_run_that_begins_forgets_everything(tmp_path):
+    write(tmp_path, [0, 1], resumed=False)
+    write(tmp_path, [1], resumed=False)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_logger_that_was_never_started_writes_nothing(tmp_path):
+    logger = JsonlLogger(tmp_path)
+    logger.log([{"step": 1}])
+    logger.log_evaluation({"step": 1})
+    logger.sync()
+    logger.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_lines(capsys):
+    logger = PlainLogger()
+    logger.start(0, 20, resumed=False)
+    logger.log([STEP])
+    logger.log_evaluation({"step": 10, "loss_hex": "0x1", "loss": 2.0, "bits_per_byte": 1.5, "seconds": 3.0})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 10/20  loss 2.5000  lr 1.00e-03  grad norm 1.25  1,234 tokens/s  0.500 s/step  data wait 2%",
+        "evaluation at step 10: loss 2.0000, bits per byte 1.5000",
+    ]
+
+
+def test_a_long_silence_is_broken_without_reading_the_device(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("tputrain.loggers.console.time.monotonic", lambda: now[0])
+    logger = PlainLogger()
+    logger.start(0, 20, resumed=False)
+    for step in (1, 2, 3, 4):
+        now[0] += 2.0
+        logger.after_step(step)
+    assert capsys.readouterr().out == "step 3/20\n"
+
+
+def test_the_bar_is_for_terminals_and_can_be_chosen(capsys):
+    assert isinstance(console_logger("auto"), PlainLogger)  # pytest's output is no terminal
+    logger = console_logger("bar")
+    assert isinstance(logger, BarLogger)
+    logger.start(5, 20, resumed=True)
+    logger.after_step(6)
+    logger.log([STEP])
+    logger.log_evaluation({"step": 10, "loss": 2.0})
+    logger.close()
+    logger.close()
+    out = capsys.readouterr().out
+    assert "10/20" in out
+    assert "evaluation at step 10: loss 2.0000" in out
+
+
+@pytest.mark.parametrize(("given", "left"), [([], ["Counter"]), (["Counter"], []), (["Other"], ["Counter"])])
+def test_a_callback_state_that_nobody_wants_is_named(given, left):
+    class Counter(Callback):
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    class Other(Counter):
+        pass
+
+    kinds = {"Counter": Counter, "Other": Other}
+    callbacks = [kinds[name]() for name in given]
+    assert load_state_of(callbacks, [{"kind": "Counter", "state": {"count": 3}}]) == left
+    if not left:
+        assert callbacks[0].loaded == {"count": 3}

@@ -1,0 +1,235 @@
+"""Recipes: what they resolve to, and what is said about every mistake in one."""
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tputrain.config import RunConfig
+from tputrain.errors import UserError
+from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe
+from tputrain.shipped import find_recipe, shipped_names, shipped_path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> RecipeConfig:
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    return load_recipe(path, overrides)
+
+
+def test_what_a_recipe_does_not_say_is_the_default(tmp_path):
+    assert load(tmp_path, "seed: 0\n") == RecipeConfig()
+    assert load(tmp_path, "{}") == RecipeConfig()
+
+
+def test_later_wins_defaults_then_includes_then_the_recipe_then_the_command_line(tmp_path):
+    (tmp_path / "first.yaml").write_text("optim: {learning_rate: 1.0, beta1: 0.1, beta2: 0.1, eps: 0.1}")
+    (tmp_path / "second.yaml").write_text("optim: {beta1: 0.2, beta2: 0.2, eps: 0.2}")
+    text = "include: [first, second]\noptim: {beta2: 0.3, eps: 0.3}"
+    optim = load(tmp_path, text, "optim.eps=0.4").optim
+    assert (optim.learning_rate, optim.beta1, optim.beta2, optim.eps) == (1.0, 0.2, 0.3, 0.4)
+
+
+def test_overrides_are_read_as_yaml_and_as_text_where_they_are_none(tmp_path):
+    cfg = load(
+        tmp_path,
+        "{}",
+        "optim.learning_rate=1e-3",
+        "trainer.max_grad_norm=null",
+        "data.files=*.txt",
+        "run_dir=a=b",
+        "sample.prompt=def main(): ",
+    )
+    assert cfg.optim.learning_rate == 0.001
+    assert cfg.trainer.max_grad_norm is None
+    assert (cfg.data.files, cfg.run_dir, cfg.sample.prompt) == ("*.txt", "a=b", "def main(): ")
+
+
+def test_accumulation_follows_from_the_tokens_of_a_batch(tmp_path):
+    cfg = load(tmp_path, "batch: {tokens: 4096, sequences: 8}\ndata: {sequence_length: 128}")
+    assert cfg.trainer.accumulate == 4
+    assert cfg.batch.arithmetic(128) == (
+        "batch: 4,096 tokens a step = 8 sequences x 128 tokens x 4 micro-batches"
+    )
+
+
+def test_a_config_survives_json(tmp_path):
+    cfg = load(
+        tmp_path, "trainer: {max_grad_norm: null}\nmodel: {num_hidden_layers: 2}\nbatch: {tokens: 2048}"
+    )
+    assert config_from_json(asdict(cfg), "state.json") == cfg
+    assert config_from_json(asdict(cfg), "state.json", ["device=cpu"]).device == "cpu"
+
+
+def test_differences_are_named_by_dotted_key():
+    old, new = asdict(RecipeConfig()), asdict(RecipeConfig(seed=4))
+    new["optim"]["eps"] = 1.0
+    assert differences(old, new) == {"seed": (0, 4), "optim.eps": (1e-8, 1.0)}
+
+
+MISTAKES = [
+    (
+        "optim: {learing_rate: 0.1}",
+        "optim.learing_rate=0.1: unknown key; nearest known key: optim.learning_rate",
+    ),
+    ("learning_rate: 0.1", "learning_rate=0.1: unknown key; nearest known key: optim.learning_rate"),
+    ("zzzqqq: 1", "zzzqqq=1: unknown key; nearest known key: none resembles it"),
+    ("optim: {betas: {x: 1}}", "optim.betas.x=1: unknown key"),
+    ("trainer: {steps: many}", "trainer.steps='many': expected a whole number"),
+    ("trainer: {steps: 1.5}", "trainer.steps=1.5: expected a whole number"),
+    ("trainer: {steps: true}", "trainer.steps=True: expected a whole number"),
+    ("trainer: {steps: null}", "trainer.steps=None: expected a whole number"),
+    ("trainer: {steps: [1, 2]}", "trainer.steps=[1, 2]: expected a whole number"),
+    ("trainer: {steps: {a: 1}}", "trainer.steps.a=1: unknown key; nearest known key: trainer.steps"),
+    ("trainer: {steps: -3}", "trainer.steps=-3: expected 1 or more"),
+    ("trainer: {max_grad_norm: x}", "trainer.max_grad_norm='x': expected a number or null"),
+    ("trainer: 3", "trainer=3: expected keys below it, such as trainer.steps"),
+    ("trainer:", "trainer=None: expected keys below it, such as trainer.steps"),
+    ("optim: {learning_rate: .nan}", "optim.learning_rate=nan: expected a number above 0"),
+    ("optim: {beta1: 1.0}", "optim.beta1=1.0: expected a number below 1"),
+    ("optim: {name: adam}", "optim.name=adam: expected one of adamw, sgd; did you mean adamw?"),
+    ("device: gpu", "device=gpu: expected one of auto, tpu, cpu"),
+    (
+        "execution: {train: fuse}",
+        "execution.train=fuse: expected one of debug, strict, fused; did you mean fused?",
+    ),
+    ("schedule: {warmup_steps: 9, steps: 5}", "schedule.warmup_steps=9: expected at most schedule.steps=5"),
+    (
+        "batch: {tokens: 1000}",
+        "batch.tokens=1000: expected a multiple of batch.sequences x data.sequence_length",
+    ),
+    (
+        "trainer: {accumulate: 3}",
+        "trainer.accumulate=3: expected nothing, it follows from batch.tokens",
+    ),
+    (
+        "data: {sequence_length: 4096}\nbatch: {tokens: 32768}",
+        "data.sequence_length=4096: expected at most model.",
+    ),
+    ("data: {vocab_size: 5000}", "data.vocab_size=5000: expected at most model.vocab_size=4096"),
+    ("model: {name: lama-5m}", "model.name=lama-5m: no such model, did you mean llama-5m?"),
+    ("seed: -1", "seed=-1: expected 0 or more"),
+    ("seed: ${nothing}", "seed: Interpolation key 'nothing' not found"),
+    ("include: llama", "include='llama': expected a list of names such as [model/llama-5m]"),
+    ("include: [model/llama-5]", "include=model/llama-5: no "),
+    ("a: [1", "not valid YAML: "),
+    ("a: 1\na: 2", "line 2, column 1: not valid YAML: found duplicate key a"),
+    ("a: !!python/object/apply:os.system ['true']", "not valid YAML: could not determine a constructor"),
+    ("- 1\n- 2", "expected keys and values, found a list"),
+    ("just text", "just text"),
+    ("1: 2", "1=2: unknown key"),
+    ('"trainer.steps": 5', "trainer.steps=5: "),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES)
+def test_a_mistake_is_one_line_that_names_file_key_value_and_what_was_expected(tmp_path, text, message):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path}/my.yaml: "), said
+    assert message in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.step=3", "command line: trainer.step=3: unknown key; nearest known key: trainer.steps"),
+        ("trainer.steps=x", "command line: trainer.steps='x': expected a whole number"),
+        ("trainer.steps=0", "command line: trainer.steps=0: expected 1 or more"),
+        ("trainer..steps=1", "command line: 'trainer..steps=1': expected key=value"),
+        ("data.sequence_length=100", "command line: batch.tokens=1024: expected a multiple of"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_blamed_on_it(tmp_path, override, message):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, "seed: 1", override)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_mistake_in_a_piece_is_blamed_on_the_piece(tmp_path):
+    (tmp_path / "piece.yaml").write_text("optim: {eps: -1}")
+    with pytest.raises(UserError, match=r"piece.yaml: optim.eps=-1.0: expected a number above 0"):
+        load(tmp_path, "include: [piece]")
+    (tmp_path / "piece.yaml").write_text("include: [other]")
+    with pytest.raises(UserError, match=r"piece.yaml: include: only a recipe can include"):
+        load(tmp_path, "include: [piece]")
+
+
+def test_a_recipe_that_is_no_text_is_one_line(tmp_path):
+    (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"my.yaml: ") as caught:
+        load_recipe(tmp_path / "my.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_recipe_names_those_there_are():
+    with pytest.raises(
+        UserError, match=r"lama: no such file, and no shipped recipe \(there are: .*llama.*\); did you"
+    ):
+        find_recipe("lama")
+    assert find_recipe("llama") == ROOT / "recipes" / "llama.yaml"
+
+
+@pytest.mark.parametrize("name", shipped_names("recipes"))
+def test_every_shipped_recipe_is_valid_and_says_how_to_run_it(name):
+    path = shipped_path("recipes", name)
+    cfg = load_recipe(path)
+    assert f"tputrain run {name}" in path.read_text().split("include:")[0]
+    assert isinstance(cfg, RunConfig)
+
+
+def test_the_llama_recipe_is_the_one_that_its_figures_were_measured_with():
+    cfg = load_recipe(find_recipe("llama"))
+    assert (cfg.model.name, cfg.data.vocab_size, cfg.data.sequence_length) == ("llama-5m", 4096, 128)
+    assert (cfg.trainer.steps, cfg.batch.tokens, cfg.batch.sequences, cfg.trainer.accumulate) == (
+        500,
+        1024,
+        8,
+        1,
+    )
+    assert (cfg.seed, cfg.device, cfg.run_dir, cfg.checkpoint.resume) == (0, "auto", None, "auto")
+    assert (cfg.execution.train, cfg.execution.validate) == ("fused", "fused")
+
+
+def test_every_shipped_piece_can_be_included(tmp_path):
+    for name in shipped_names("configs"):
+        load(tmp_path, f"include: [{name}]")
+
+
+NOISE = [
+    *"\0\x01{}[]:,&*!%@`'\"#|>-?~ \nz9.é",
+    "${a}",
+    "<<: *x",
+    "!!python/name:os.system",
+    "1e999",
+    "null",
+    "[[[[",
+]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 8), st.sampled_from(NOISE)), min_size=1, max_size=4)
+)
+@settings(max_examples=100, deadline=None)
+def test_a_recipe_mutated_at_random_is_valid_or_one_clear_line(tmp_path_factory, mutations):
+    text = find_recipe("llama").read_text().partition("include:")[2]
+    for place, removed, added in mutations:
+        start = int(place * len(text))
+        text = text[:start] + added + text[start + removed :]
+    path = tmp_path_factory.getbasetemp() / "mutated.yaml"
+    path.write_text("include:" + text)
+    with suppress(UserError):
+        load_recipe(path)
+        return
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    said = str(caught.value)
+    assert ".yaml: " in said
+    assert "\n" not in said

@@ -1,0 +1,197 @@
+"""A run that was stopped, however it was stopped, goes on as if it had not been."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.tputrain.resumable_run import STEPS, TiedModel, build
+from tputrain import CheckpointConfig, RunConfig, Trainer, TrainerConfig, UserError
+from tputrain.callbacks.callback import Callback
+from tputrain.loggers.jsonl import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def losses(run_dir: Path) -> dict[int, str]:
+    """Each step's loss as hex; fails where a step is there twice or out of order."""
+    records = read_jsonl(run_dir / "metrics.jsonl")
+    steps = [record["step"] for record in records]
+    assert steps == list(range(1, len(steps) + 1))
+    return {record["step"]: record["loss_hex"] for record in records}
+
+
+def evaluations(run_dir: Path) -> list[tuple[int, str]]:
+    return [(record["step"], record["loss_hex"]) for record in read_jsonl(run_dir / "evaluations.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    build(run_dir).fit()
+    assert len(losses(run_dir)) == STEPS
+    assert [step for step, _ in evaluations(run_dir)] == [0, 4, 8, 12, STEPS]
+    return run_dir
+
+
+def assert_same_run(run_dir: Path, uninterrupted: Path) -> None:
+    assert losses(run_dir) == losses(uninterrupted)
+    assert evaluations(run_dir) == evaluations(uninterrupted)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        last = f"checkpoints/step-{STEPS}/{name}"
+        ours, theirs = load_file(run_dir / last), load_file(uninterrupted / last)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def run_until_signal(run_dir: Path, moment: str, step: int) -> int:
+    command = [sys.executable, "-m", "tests.tputrain.resumable_run", str(run_dir), moment, str(step)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60).returncode
+
+
+@pytest.mark.parametrize(
+    ("moment", "step"),
+    [
+        # Another step at every run of the tests; a failure names it.
+        ("kill-step", random.randint(1, STEPS - 1)),
+        ("kill-save", random.choice([3, 6, 9, 12])),
+        ("kill-evaluation", random.choice([4, 8, 12])),
+    ],
+    ids=["step", "save", "evaluation"],
+)
+def test_after_sigkill_every_loss_is_the_uninterrupted_runs(tmp_path, uninterrupted, moment, step):
+    assert run_until_signal(tmp_path, moment, step) == -signal.SIGKILL, (moment, step)
+    build(tmp_path).fit()
+    assert_same_run(tmp_path, uninterrupted)
+    assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "code"),
+    [("int-step", 7, 130), ("term-evaluation", 8, 143), ("term-start", 0, 143)],
+)
+def test_a_polite_signal_saves_first_and_loses_no_step(tmp_path, uninterrupted, moment, step, code):
+    assert run_until_signal(tmp_path, moment, step) == code
+    assert (tmp_path / "checkpoints" / f"step-{step}" / "COMPLETE").exists()
+    assert len(losses(tmp_path)) == step
+    build(tmp_path).fit()
+    assert_same_run(tmp_path, uninterrupted)
+
+
+class StopAt(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.control.stop = trainer.step >= self.step
+
+
+def fit_until(run_dir: Path, step: int) -> None:
+    trainer = build(run_dir)
+    trainer.callbacks.append(StopAt(step))
+    trainer.fit()
+
+
+def test_a_run_stopped_after_every_step_has_the_uninterrupted_runs_losses(tmp_path, uninterrupted):
+    for step in (1, 2, 5, 6, 7, 12):
+        fit_until(tmp_path, step)
+    build(tmp_path).fit()
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
+    tmp_path, uninterrupted, capsys
+):
+    fit_until(tmp_path, 10)
+    model = tmp_path / "checkpoints" / "step-10" / "model.safetensors"
+    content = bytearray(model.read_bytes())
+    content[len(content) // 2] ^= 1
+    model.write_bytes(content)
+    build(tmp_path).fit()
+    said = capsys.readouterr().out
+    assert "step-10 refused: model.safetensors: damaged" in said
+    assert "step-9 at step 9" in said
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
+def test_a_finished_run_is_left_alone(tmp_path, uninterrupted, capsys):
+    def stamps() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in (uninterrupted / "checkpoints").rglob("*")}
+
+    before, logged = stamps(), losses(uninterrupted)
+    build(uninterrupted).fit()
+    assert f"finished: step {STEPS} of {STEPS}; raise trainer.steps" in capsys.readouterr().out
+    assert (stamps(), losses(uninterrupted)) == (before, logged)
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path):
+    build(tmp_path, trainer=TrainerConfig(steps=4)).fit()
+    build(tmp_path, trainer=TrainerConfig(steps=6)).fit()
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_tied_before_a_resume_are_tied_after_it(tmp_path):
+    build(tmp_path).fit()
+    trainer = build(tmp_path)
+    assert trainer.resume()
+    assert trainer.model.decode.weight is trainer.model.encode.weight
+    saved = load_file(tmp_path / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+    assert sorted(saved) == ["decode.bias", "encode.bias", "encode.weight", "norm.bias", "norm.weight"]
+
+
+def test_resume_never_refuses_a_directory_that_holds_a_run(tmp_path):
+    build(tmp_path, trainer=TrainerConfig(steps=1)).fit()
+    with pytest.raises(UserError, match="resume=never: choose another run_dir"):
+        build(tmp_path, checkpoint=CheckpointConfig(resume="never")).fit()
+
+
+def test_two_processes_cannot_train_in_one_directory(tmp_path):
+    class Nested(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            with pytest.raises(UserError, match=r"another process .* is training here"):
+                build(tmp_path).fit()
+
+    trainer = build(tmp_path, trainer=TrainerConfig(steps=2))
+    trainer.callbacks.append(Nested())
+    trainer.fit()
+    assert trainer.step == 2
+
+
+def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path):
+    build(tmp_path).fit()
+    checkpoint = tmp_path / "checkpoints" / f"step-{STEPS}"
+    wider = Trainer(nn.Linear(2, 2), RunConfig(device="cpu"))
+    with pytest.raises(
+        UserError, match=r"model.safetensors: the model has a tensor 'bias' that the file has not"
+    ):
+        wider.resume(checkpoint)
+    model = TiedModel()
+    model.norm = nn.LayerNorm(3)
+    with pytest.raises(UserError, match=r"norm.weight has shape \(6,\), the model's has \(3,\)"):
+        Trainer(model, RunConfig(device="cpu")).resume(checkpoint)
+
+
+def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path):
+    def run(run_dir: Path, steps: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.05, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        batches = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(3)]
+        cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
+        Trainer(model, cfg, train_loader=batches, optimizer=optimizer, lr_scheduler=scheduler).fit()
+
+    run(tmp_path / "whole", 6)
+    for steps in (1, 3, 4, 6):
+        run(tmp_path / "parts", steps)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    rates = [record["learning_rate"] for record in read_jsonl(tmp_path / "parts" / "metrics.jsonl")]
+    assert rates == [0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]

@@ -1,0 +1,73 @@
+"""Text from a model."""
+
+import pytest
+import torch
+from torch import nn
+
+from tputrain.data import Tokenizer
+from tputrain.errors import UserError
+from tputrain.sampling import generate
+
+TEXT = "abcdefghijklmnopqrstuvwxyz" * 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train([TEXT], 257)
+
+
+class NextLetter(nn.Module):
+    """After each token, a preference for the one with the next id; notes the shapes it is called with."""
+
+    def __init__(self, strength: float):
+        super().__init__()
+        self.strength = nn.Parameter(torch.tensor(strength))
+        self.shapes = set()
+
+    def forward(self, ids):
+        self.shapes.add(tuple(ids.shape))
+        return self.strength * nn.functional.one_hot((ids + 1) % 300, 300).float()
+
+
+def test_the_prompt_is_continued(tokenizer):
+    assert generate(NextLetter(20.0), tokenizer, "abc", max_new_tokens=5, temperature=0) == "abcdefgh"
+
+
+def test_every_call_of_the_model_has_one_shape_also_past_the_window(tokenizer):
+    model = NextLetter(20.0)
+    text = generate(model, tokenizer, "a", max_new_tokens=20, temperature=0, window=8)
+    assert text == TEXT[:21]
+    assert model.shapes == {(1, 8)}
+
+
+def test_the_same_seed_gives_the_same_text(tokenizer):
+    texts = [generate(NextLetter(0.0), tokenizer, "a", 30, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_top_k_leaves_only_the_likeliest(tokenizer):
+    assert generate(NextLetter(0.5), tokenizer, "abc", 5, temperature=5.0, top_k=1) == "abcdefgh"
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(tokenizer):
+    generate(NextLetter(0.0), tokenizer, "a", 200, temperature=1.0, top_k=None)
+
+
+def test_generation_ends_with_the_document_and_leaves_the_mode_as_it_was(tokenizer):
+    class Ends(NextLetter):
+        def forward(self, ids):
+            assert not self.training
+            return 20.0 * nn.functional.one_hot(torch.full_like(ids, tokenizer.end_of_text_id), 300).float()
+
+    model = Ends(0.0).train()
+    assert generate(model, tokenizer, "abc", 5) == "abc"
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"temperature": -1}, "temperature=-1"), ({"top_k": 0}, "top_k=0: expected at least 1")],
+)
+def test_impossible_arguments_are_one_clear_line(arguments, message, tokenizer):
+    with pytest.raises(UserError, match=message):
+        generate(NextLetter(0.0), tokenizer, "a", 1, **arguments)

@@ -1,0 +1,367 @@
+"""The training loop: what it computes, what it asks of models and loaders, what it tells."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tputrain import LogConfig, OptimConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig, UserError
+from tputrain.callbacks.callback import Callback
+from tputrain.loggers.logger import Logger
+
+QUIET = LogConfig(every=3, progress="none")
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def samples(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+
+
+def config(steps: int = 5, **changes) -> RunConfig:
+    trainer = {key: changes.pop(key) for key in list(changes) if key in TrainerConfig.__dataclass_fields__}
+    settings = {"device": "cpu", "log": QUIET, "trainer": TrainerConfig(steps=steps, **trainer)}
+    return RunConfig(**(settings | changes))
+
+
+class Records(Logger):
+    def __init__(self) -> None:
+        self.steps: list[dict] = []
+        self.evaluations: list[dict] = []
+        self.drains: list[int] = []
+
+    def log(self, records):
+        self.steps += records
+        self.drains.append(len(records))
+
+    def log_evaluation(self, record):
+        self.evaluations.append(record)
+
+
+def fit(model, cfg, **arguments) -> Records:
+    records = Records()
+    Trainer(model, cfg, loggers=[records], **arguments).fit()
+    return records
+
+
+def losses(records: Records) -> list[float]:
+    return [record["loss"] for record in records.steps]
+
+
+def test_a_stock_module_trains_exactly_as_a_loop_written_by_hand():
+    batch = samples(12)
+    schedule = ScheduleConfig(name="cosine", warmup_steps=2)
+    cfg = config(
+        steps=8, optim=OptimConfig(learning_rate=0.02, weight_decay=0.3), schedule=schedule, max_grad_norm=0.3
+    )
+    ours = fit(classifier(), cfg, train_loader=[batch])
+
+    model = classifier()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
+    expected, norms = [], []
+    for step in range(8):
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_([*matrices, *vectors], 0.3).item())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * schedule.factor(step, 8)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses(ours) == expected
+    assert [record["grad_norm"] for record in ours.steps] == norms
+
+
+class ReturnsLoss(nn.Module):
+    """A classifier whose forward takes dict keys and returns its loss in some shape."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.net, self.wrap = classifier(), wrap
+
+    def forward(self, inputs, labels):
+        return self.wrap(F.cross_entropy(self.net(inputs), labels))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda loss: loss, lambda loss: {"loss": loss, "logits": None}, lambda loss: SimpleNamespace(loss=loss)],
+    ids=["scalar", "dict", "attribute"],
+)
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_a_module_that_returns_its_loss_trains_like_the_stock_one(wrap, form):
+    inputs, labels = samples(6)
+    batch = {"inputs": inputs, "labels": labels} if form == "dict" else (inputs, labels)
+    expected = fit(classifier(), config(), train_loader=[(inputs, labels)])
+    assert losses(fit(ReturnsLoss(wrap), config(), train_loader=[batch])) == losses(expected)
+
+
+def test_a_loss_fn_decides_what_the_target_is_compared_by():
+    inputs = samples(6)[0]
+    batch = (inputs, inputs.sum(dim=1, keepdim=True))
+    torch.manual_seed(0)
+    records = fit(nn.Linear(4, 1), config(steps=60), train_loader=[batch], loss_fn=F.mse_loss)
+    assert records.steps[-1]["loss"] < records.steps[0]["loss"]
+
+
+def test_accumulation_is_weighted_by_labels_so_the_cut_does_not_matter():
+    inputs, labels = samples(12)
+    labels[:5] = -100  # the first micro-batch has one label left, the second six
+
+    def micro_batches(*cuts: int):
+        return list(zip(inputs.split(cuts), labels.split(cuts)))
+
+    whole = fit(classifier(), config(), train_loader=micro_batches(12))
+    cut = fit(classifier(), config(accumulate=2), train_loader=micro_batches(6, 6))
+    uneven = fit(classifier(), config(accumulate=3), train_loader=micro_batches(4, 3, 5))
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(uneven) == pytest.approx(losses(whole), rel=1e-5)  # its first has no label at all
+
+
+def test_batches_by_step_are_asked_for_by_step_and_micro_batch():
+    class Loader:
+        asked: list[tuple[int, int]] = []  # noqa: RUF012
+
+        def batch_at(self, step: int, micro: int):
+            self.asked.append((step, micro))
+            return samples(3, seed=step * 2 + micro)
+
+    fit(classifier(), config(steps=2, accumulate=2), train_loader=Loader())
+    assert Loader.asked == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_values_are_read_at_log_steps_and_every_step_is_logged_once():
+    records = fit(classifier(), config(steps=8), train_loader=[samples(4)])
+    assert [record["step"] for record in records.steps] == list(range(1, 9))
+    assert records.drains == [1, 2, 3, 2]  # the first step of a process, then 3, 6 and the end
+    for record in records.steps:
+        assert float.fromhex(record["loss_hex"]) == record["loss"]
+        assert record["samples"] == 4 * record["step"]
+        assert 0.0 <= record["data_wait"] <= 1.0
+        assert record["step_seconds"] > 0
+        assert record["samples_per_second"] > 0
+        assert record["compilations"] == 0
+        assert record["peak_memory_bytes"] > 2**20
+
+
+def test_text_is_counted_in_tokens_and_judged_by_perplexity_and_bits_per_byte():
+    class Text(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+        def forward(self, input_ids, labels):
+            return F.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())
+
+    class Validation(list):
+        bytes_per_token = 2.5
+
+    batch = {"input_ids": torch.zeros(2, 7, dtype=torch.int64), "labels": torch.ones(2, 7, dtype=torch.int64)}
+    records = fit(Text(), config(steps=2), train_loader=[batch], val_loader=Validation([batch]))
+    assert [record["tokens"] for record in records.steps] == [14, 28]
+    for evaluation in records.evaluations:
+        assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
+        assert evaluation["bits_per_byte"] == pytest.approx(evaluation["loss"] / math.log(2) / 2.5)
+
+
+def test_an_evaluation_is_the_mean_over_all_labels_without_dropout_and_leaves_the_mode():
+    model = nn.Sequential(classifier(), nn.Dropout(0.5))
+    inputs, labels = samples(10)
+    labels[2] = -100
+    trainer = Trainer(
+        model,
+        config(),
+        val_loader=[(inputs[:3], labels[:3]), (inputs[3:], labels[3:])],
+    )
+    result = trainer.validate()
+    assert result["loss"] == pytest.approx(F.cross_entropy(model[0](inputs), labels).item(), rel=1e-6)
+    assert model.training
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_metrics_are_averaged_over_the_evaluation():
+    inputs, labels = samples(10)
+    model = classifier()
+    trainer = Trainer(
+        model,
+        config(),
+        val_loader=[(inputs[:3], labels[:3]), (inputs[3:], labels[3:])],
+        metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float().mean()},
+    )
+    expected = (model(inputs).argmax(1) == labels).float().mean().item()
+    assert trainer.validate()["accuracy"] == pytest.approx(expected)
+
+
+def test_evaluations_open_the_run_recur_and_close_it():
+    records = fit(
+        classifier(), config(steps=7, evaluate_every=3), train_loader=[samples(4)], val_loader=[samples(4)]
+    )
+    assert [record["step"] for record in records.evaluations] == [0, 3, 6, 7]
+
+
+def test_evaluate_batches_limits_an_evaluation():
+    seen = []
+    batches = [samples(2, seed) for seed in range(5)]
+    trainer = Trainer(
+        classifier(),
+        config(evaluate_batches=2),
+        val_loader=batches,
+        metrics={"seen": lambda output, target: seen.append(1) or output.sum()},
+    )
+    trainer.validate()
+    assert len(seen) == 2
+
+
+def test_callbacks_run_in_order_and_their_requests_are_granted(tmp_path):
+    told: list[str] = []
+
+    class Told(Callback):
+        def __init__(self, name: str):
+            self.name = name
+
+        def on_fit_start(self, trainer):
+            told.append(f"{self.name} start")
+
+        def on_step_end(self, trainer):
+            told.append(f"{self.name} step {trainer.step}")
+            trainer.control.save = trainer.step == 2
+            trainer.control.evaluate = trainer.step == 1
+            trainer.control.stop = trainer.step == 3
+
+        def on_log(self, trainer, records):
+            told.append(f"{self.name} log {[record['step'] for record in records]}")
+
+        def on_evaluate(self, trainer, result):
+            told.append(f"{self.name} evaluate {result['step']}")
+
+        def on_save(self, trainer, checkpoint):
+            told.append(f"{self.name} save {checkpoint.name}")
+
+        def on_fit_end(self, trainer):
+            told.append(f"{self.name} end")
+
+    cfg = config(steps=9, run_dir=str(tmp_path))
+    trainer = Trainer(
+        classifier(),
+        cfg,
+        train_loader=[samples(4)],
+        val_loader=[samples(4)],
+        callbacks=[Told("a"), Told("b")],
+    )
+    trainer.fit()
+    assert [line[2:] for line in told if line.startswith("a")] == [
+        *("start", "evaluate 0", "log [1]", "step 1", "evaluate 1"),
+        *("step 2", "log [2]", "save step-2"),
+        *("step 3", "log [3]", "evaluate 3", "save step-3", "end"),
+    ]
+    assert told[::2] == [line.replace("b", "a", 1) for line in told[1::2]]
+
+
+def test_the_state_of_a_callback_is_in_the_checkpoint(tmp_path):
+    class Counter(Callback):
+        count = 0
+
+        def on_step_end(self, trainer):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    for steps, counter in ((2, Counter()), (5, Counter())):
+        cfg = config(steps=steps, run_dir=str(tmp_path))
+        Trainer(classifier(), cfg, train_loader=[samples(4)], callbacks=[counter]).fit()
+        assert counter.count == steps
+
+
+def test_an_lr_scheduler_may_be_a_function_of_the_step():
+    records = fit(
+        classifier(), config(steps=3), train_loader=[samples(4)], lr_scheduler=lambda step: 0.1 / (step + 1)
+    )
+    assert [record["learning_rate"] for record in records.steps] == [0.1, 0.05, 0.1 / 3]
+
+
+def test_a_given_optimizer_keeps_its_own_learning_rate():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    records = fit(model, config(steps=3), train_loader=[samples(4)], optimizer=optimizer)
+    assert {record["learning_rate"] for record in records.steps} == {0.3}
+
+
+def test_nothing_is_written_without_a_run_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(classifier(), config(), train_loader=[samples(4)])
+    trainer.fit()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="no run_dir was given"):
+        trainer.save()
+
+
+def ignored(count: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(count, 4), torch.full((count,), -100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"train_loader": None}, "fit: the Trainer was given no train_loader"),
+        ({"train_loader": 3}, "train_loader is a int: expected an iterable"),
+        ({"train_loader": []}, "train_loader gave no batch"),
+        (
+            {"train_loader": [samples(3)[0]]},
+            "no loss: the model returned a tensor of shape .3, 3. and the batch has no",
+        ),
+        ({"train_loader": [("a", "b")]}, "a batch of type tuple holds no tensor"),
+        ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from"),
+        ({"train_loader": [samples(3)], "val_loader": []}, "val_loader gave no batch"),
+        (
+            {"train_loader": [samples(3)], "loss_fn": lambda output, target: output},
+            "loss_fn returned a tensor of shape .3, 3.: expected a scalar",
+        ),
+        (
+            {
+                "train_loader": [samples(3)],
+                "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0),
+            },
+            "the optimizer holds a tensor that is no parameter of the model on cpu",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_was_expected(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        Trainer(classifier(), config(), **arguments).fit()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_iterator_that_is_used_up_is_told_from_a_loader():
+    with pytest.raises(UserError, match="an iterator that cannot be started anew"):
+        Trainer(classifier(), config(steps=3), train_loader=iter([samples(4)])).fit()
+
+
+def test_a_loss_that_is_not_a_number_is_logged_as_json(tmp_path):
+    from tputrain.loggers.jsonl import read_jsonl
+
+    batch = (torch.full((2, 4), float("nan")), torch.tensor([0, 1]))
+    Trainer(classifier(), config(steps=1, run_dir=str(tmp_path)), train_loader=[batch]).fit()
+    (record,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (record["loss"], record["loss_hex"]) == (None, "nan")
+
+
+def test_the_garbage_collector_is_back_to_normal_after_a_run():
+    import gc
+
+    fit(classifier(), config(), train_loader=[samples(4)])
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
