@@ -1,6 +1,7 @@
 #include "device.h"
 
 #include "pinned.h"
+#include "python_error.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
@@ -95,8 +96,8 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     has.has_Float8_e5m2 = has.has_Float8_e4m3fn = has.has_Float8_e5m2fnuz = has.has_Float8_e4m3fnuz = 1;
     return capability;
   }
-  bool queryStream(const c10::Stream&) const override {
-    return true;
+  bool queryStream(const c10::Stream& stream) const override {
+    return Device::get().done(stream.device_index(), Device::get().dispatch(stream.device_index()));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Device::get().synchronize(stream.device_index());
@@ -108,29 +109,32 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   // An event that takes the time waits for the device, so that its time is the moment the work was done.
   struct Event {
     std::chrono::steady_clock::time_point time;
+    c10::DeviceIndex device;
+    size_t num_launched; // the programs it stands for: all before it
   };
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag flag)
       const override {
+    const auto on = device < 0 ? stream.device_index() : device;
+    const auto num_launched = Device::get().dispatch(on);
     if (flag == c10::EventFlag::BACKEND_DEFAULT) {
-      Device::get().synchronize(device < 0 ? stream.device_index() : device);
-    } else {
-      StreamLock lock(Device::get().stream(stream.device_index()).mutex());
-      Device::get().stream(stream.device_index()).cut();
+      Device::get().wait(on, num_launched);
     }
     if (*event == nullptr) {
       *event = new Event;
     }
-    static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), on, num_launched};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    return true;
+  bool queryEvent(void* event) const override {
+    const auto* recorded = static_cast<Event*>(event);
+    return Device::get().done(recorded->device, recorded->num_launched);
   }
-  void synchronizeEvent(void*) const override {
-    Device::get().synchronize(t_current);
+  void synchronizeEvent(void* event) const override {
+    const auto* recorded = static_cast<Event*>(event);
+    Device::get().wait(recorded->device, recorded->num_launched);
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
@@ -264,6 +268,9 @@ void Device::ensure_initialized() {
   try {
     py::module_::import("tpu_backend.runtime").attr("initialize")();
   } catch (py::error_already_set& error) {
+    if (is_interrupt(error)) {
+      throw;
+    }
     if (error.matches(PyExc_RuntimeError)) {
       TORCH_CHECK(false, std::string(py::str(error.value())));
     }
@@ -295,13 +302,31 @@ void Device::synchronize(c10::DeviceIndex device) {
   if (!initialized()) {
     return;
   }
-  auto& s = stream(device < 0 ? t_current : device);
-  {
-    StreamLock lock(s.mutex());
-    s.cut();
+  const auto chosen = device < 0 ? t_current : device;
+  wait(chosen, dispatch(chosen));
+}
+
+size_t Device::dispatch(c10::DeviceIndex device) {
+  auto& s = stream(device);
+  StreamLock lock(s.mutex());
+  s.cut();
+  return s.num_launched();
+}
+
+void Device::wait(c10::DeviceIndex device, size_t num_launched) {
+  if (!initialized()) {
+    return;
   }
   py::gil_scoped_acquire gil;
-  s.wait();
+  stream(device).wait(num_launched);
+}
+
+bool Device::done(c10::DeviceIndex device, size_t num_launched) {
+  if (!initialized()) {
+    return true;
+  }
+  py::gil_scoped_acquire gil;
+  return stream(device).done(num_launched);
 }
 
 void Device::count_fallback(const std::string& op) {

@@ -1,5 +1,6 @@
 // The few ATen kernels that are about storage and not about numbers: making, viewing, resizing, copying, reading.
 #include "device.h"
+#include "python_error.h"
 
 #include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
@@ -137,8 +138,7 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
     auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(host));
     array = PyObject_CallFunction(runtime().put, "Oi", tensor.ptr(), static_cast<int>(buffer->device));
     if (array == nullptr) {
-      py::error_already_set error;
-      TORCH_CHECK(false, error.what());
+      throw_python_error();
     }
   }
   StreamLock lock(stream.mutex());
@@ -165,8 +165,7 @@ at::Tensor read_to_host(const at::Tensor& source) {
   py::object host = py::reinterpret_steal<py::object>(
       PyObject_CallFunction(runtime().get, "Oi", held.ptr(), static_cast<int>(layout->dtype)));
   if (!host) {
-    py::error_already_set error;
-    TORCH_CHECK(false, error.what());
+    throw_python_error();
   }
   at::Tensor flat = THPVariable_Unpack(host.ptr()).reshape({-1});
   if (source.scalar_type() != flat.scalar_type()) {

@@ -1,5 +1,7 @@
 #include "stream.h"
 
+#include "python_error.h"
+
 #include <pthread.h>
 #include <pybind11/pybind11.h>
 
@@ -62,6 +64,15 @@ void Segment::clear() {
   floats.clear();
   doubles.clear();
   integers.clear();
+}
+
+void Segment::fail(const std::string& message) {
+  const auto shared = std::make_shared<const std::string>(message);
+  for (const auto& value : values) {
+    if (value->array == nullptr) {
+      value->error = shared;
+    }
+  }
 }
 
 int32_t Stream::number(const ValuePtr& value, bool is_input, int32_t origin) {
@@ -167,7 +178,16 @@ void Stream::cut() {
   {
     pybind11::gil_scoped_acquire gil;
     drain_released_references();
-    programs_.run(running, counters);
+    try {
+      programs_.run(running, counters);
+    } catch (const pybind11::error_already_set&) { // Ctrl-C while it was compiled: what was recorded is kept
+      if (segment_.entries.empty()) {
+        segment_ = std::move(running);
+      } else {
+        running.fail("it was interrupted");
+      }
+      throw;
+    }
     running.clear();
   }
   spare_ = std::move(running);
@@ -198,23 +218,33 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
       arrays.ptr(),
       failure.has_value() ? failure->c_str() : nullptr));
   if (!done) {
-    pybind11::error_already_set error;
-    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+    throw_python_error();
   }
 }
 
-void Stream::wait() {
+void Stream::wait(size_t num_launched) {
   pybind11::list arrays;
-  for (const auto& value : programs_.launched()) {
-    if (value->array != nullptr) {
-      arrays.append(pybind11::handle(value->array));
-    }
+  for (const auto& value : programs_.launched(num_launched)) {
+    arrays.append(pybind11::handle(value->array));
   }
   auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(runtime().wait, arrays.ptr()));
   if (!done) {
-    pybind11::error_already_set error;
-    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+    throw_python_error();
   }
+}
+
+bool Stream::done(size_t num_launched) {
+  static PyObject* is_ready = PyUnicode_InternFromString("is_ready");
+  for (const auto& value : programs_.launched(num_launched)) {
+    auto ready = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallMethodNoArgs(value->array, is_ready));
+    if (!ready) {
+      throw_python_error();
+    }
+    if (!ready.cast<bool>()) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Stream::copy_resized(Buffer* from, Buffer* to) {

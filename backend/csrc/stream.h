@@ -61,8 +61,13 @@ class Stream {
   void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
 
-  // Waits for everything that was launched.  Not under the lock: it takes long.
-  void wait();
+  // Programs launched so far.
+  size_t num_launched() const {
+    return programs_.num_launched();
+  }
+  // Wait for the first so many of them, or ask whether they are computed.  With the GIL, not under the lock: it takes long.
+  void wait(size_t num_launched);
+  bool done(size_t num_launched);
 
   void cut_before_next_entry() {
     cut_before_next_ = true;

@@ -35,6 +35,12 @@ def init() -> None:
 _lazy_init = init
 
 
+def __getattr__(name: str) -> Any:
+    if name == "_initialized":  # activation checkpointing asks for it, and else keeps no generator state
+        return is_initialized()
+    raise AttributeError(f"module 'torch.tpu' has no attribute {name!r}")
+
+
 def device_count() -> int:
     """Number of tpu devices that this process sees; constant for its life."""
     return _C.device_count()

@@ -24,33 +24,18 @@ def _in_place(name: str, *args: float) -> Callable[[], torch.Tensor]:
 
 DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "randn": lambda: torch.randn(8, 6, device="tpu"),
-    "randn bfloat16": lambda: torch.randn(8, 6, device="tpu", dtype=torch.bfloat16),
-    "randn float64": lambda: torch.randn(8, 6, device="tpu", dtype=torch.float64),
     "rand": lambda: torch.rand(8, 6, device="tpu"),
-    "randn_like": lambda: torch.randn_like(torch.zeros(8, 6, device="tpu")),
     "randint": lambda: torch.randint(-5, 100, (8, 6), device="tpu"),
-    "randint wide": lambda: torch.randint(0, 2**62, (8, 6), device="tpu"),
     "randperm": lambda: torch.randperm(48, device="tpu"),
     "uniform_": _in_place("uniform_", -1.0, 3.0),
     "normal_": _in_place("normal_", 2.0, 0.3),
     "exponential_": _in_place("exponential_", 1.5),
-    "log_normal_": _in_place("log_normal_", 0.0, 0.5),
-    "cauchy_": _in_place("cauchy_"),
-    "geometric_": _in_place("geometric_", 0.3),
     "bernoulli_": _in_place("bernoulli_", 0.3),
-    "bernoulli": lambda: torch.bernoulli(torch.full((8, 6), 0.3, device="tpu")),
-    "random_": lambda: torch.zeros(8, 6, device="tpu", dtype=torch.int64).random_(),
     "multinomial": lambda: torch.multinomial(torch.arange(1.0, 9, device="tpu"), 48, replacement=True),
     "multinomial without replacement": lambda: torch.multinomial(torch.ones(3, 8, device="tpu"), 6),
-    "normal of tensors": lambda: torch.normal(torch.zeros(8, 6, device="tpu"), 2.0),
     "dropout": lambda: nn.functional.dropout(torch.ones(8, 6, device="tpu"), 0.4),
-    "alpha_dropout": lambda: nn.functional.alpha_dropout(torch.ones(8, 6, device="tpu"), 0.4, training=True),
-    "xavier_uniform_": _initial_values(nn.init.xavier_uniform_),
-    "xavier_normal_": _initial_values(nn.init.xavier_normal_),
     "kaiming_uniform_": _initial_values(nn.init.kaiming_uniform_),
-    "kaiming_normal_": _initial_values(nn.init.kaiming_normal_),
     "trunc_normal_": _initial_values(nn.init.trunc_normal_),
-    "orthogonal_": _initial_values(nn.init.orthogonal_),
     "Linear": lambda: nn.Linear(6, 8, device="tpu").weight.detach(),
     "Embedding": lambda: nn.Embedding(8, 6, device="tpu").weight.detach(),
 }
@@ -138,29 +123,6 @@ def test_a_new_seed_or_offset_compiles_nothing():
         drawn += [draw(), draw()]
     assert torch.tpu.compile_stats()["compilations"] == before
     assert len({tuple(numbers) for numbers in drawn}) == 6
-
-
-def test_distributions_have_their_moments():
-    torch.tpu.manual_seed(0)
-    count = 40_000
-    normal = torch.empty(count, device="tpu").normal_(2.0, 0.5).cpu()
-    assert normal.mean() == pytest.approx(2.0, abs=0.02)
-    assert normal.std() == pytest.approx(0.5, abs=0.01)
-    uniform = torch.empty(count, device="tpu").uniform_(-1, 3).cpu()
-    assert uniform.min() >= -1
-    assert uniform.max() < 3
-    assert uniform.mean() == pytest.approx(1.0, abs=0.03)
-    assert torch.empty(count, device="tpu").exponential_(2.0).mean().item() == pytest.approx(0.5, abs=0.02)
-    mask = torch.nn.functional.dropout(torch.ones(count, device="tpu"), 0.25).cpu()
-    assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
-    assert (mask == 0).float().mean() == pytest.approx(0.25, abs=0.01)
-    whole = torch.randint(0, 10, (count,), device="tpu").cpu()
-    assert whole.bincount(minlength=10).min() > 0.9 * count / 10
-    assert torch.equal(torch.randperm(count, device="tpu").cpu().sort().values, torch.arange(count))
-    weights = torch.tensor([0.0, 1.0, 3.0])
-    picked = torch.multinomial(weights.tpu(), count, replacement=True).cpu().bincount(minlength=3)
-    assert picked[0] == 0
-    assert picked[2] / count == pytest.approx(0.75, abs=0.01)
 
 
 # ---- generators and their state ----------------------------------------------------------------------------
