@@ -312,7 +312,20 @@ def is_lowered(number: int) -> bool:
             jax.eval_shape(trace, *shapes)
     except registry.NotLoweredError:
         return False
+    except Exception as error:
+        raise RuntimeError(f"{entry.overload}({describe_shapes(entry)}) cannot be lowered: {error}") from error
     return True
+
+
+def describe_shapes(entry: Signature) -> str:
+    """The tensor arguments of an op for a message: ``self=[2, 3] float32, other=[3] int64``."""
+    shown = [
+        f"{argument.name}={list(leaf.sizes)} {str(TORCH_DTYPES[leaf.dtype]).removeprefix('torch.')}"
+        for argument in entry.arguments
+        for leaf in _leaves(argument.value)
+        if isinstance(leaf, TensorArg)
+    ]
+    return ", ".join(shown)
 
 
 def _resize(base: jax.Array, num_bytes: int) -> jax.Array:
