@@ -67,7 +67,7 @@ class Stream {
   // An optimizer has stepped: the segment ends where the next step begins.  Until then only what is made of this step's
   // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.
   void end_step() {
-    step_ended_ = true;
+    step_ended_ = !segment_.entries.empty();
   }
 
   Counters counters; // guarded by the lock
