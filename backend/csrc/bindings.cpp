@@ -84,8 +84,10 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("device") = 0,
       py::call_guard<py::gil_scoped_release>());
-  m.def("cut_before_next_entry", [](int device) {
-    tpu::Device::get().stream(static_cast<c10::DeviceIndex>(device)).cut_before_next_entry();
+  m.def("end_step", [](int device) {
+    auto& stream = tpu::Device::get().stream(static_cast<c10::DeviceIndex>(device));
+    tpu::StreamLock lock(stream.mutex());
+    stream.end_step();
   });
   m.def(
       "synchronize",

@@ -2,6 +2,7 @@
 #include "device.h"
 #include "python_error.h"
 
+#include <ATen/Functions.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
 #include <pybind11/pybind11.h>
@@ -232,6 +233,29 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return read_to_host(self).item();
 }
 
+// PyTorch's kernel updates the running statistics without its schema saying so; here they are written openly.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
+    const at::Tensor& input,
+    const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& running_mean,
+    const std::optional<at::Tensor>& running_var,
+    bool training,
+    double momentum,
+    double eps) {
+  const bool tracks = running_mean.has_value() && running_mean->defined();
+  if (!tracks) {
+    return at::_native_batch_norm_legit(input, weight, bias, training, momentum, eps);
+  }
+  auto [output, save_mean, save_invstd, new_mean, new_var] = at::_native_batch_norm_legit_functional(
+      input, weight, bias, *running_mean, *running_var, training, momentum, eps);
+  if (training) {
+    running_mean->copy_(new_mean);
+    running_var->copy_(new_var);
+  }
+  return {output, save_mean, save_invstd};
+}
+
 at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
   source.expand(out.sizes()); // raises PyTorch's error where it cannot be broadcast
   return out;
@@ -279,6 +303,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &tpu::copy_from_and_resize);
   m.impl("_local_scalar_dense", &tpu::local_scalar_dense);
   m.impl("equal", &tpu::equal);
+  m.impl("native_batch_norm", &tpu::native_batch_norm);
   m.impl("record_stream", &tpu::record_stream);
 }
 

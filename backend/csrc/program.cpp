@@ -49,30 +49,6 @@ bool includes(const std::vector<int32_t>& outputs, const Locals& live) {
   });
 }
 
-// Fills an executable's argument list and, when the call is over, drops the references again: the list is kept, arrays
-// must not be.
-class ArgumentFiller {
- public:
-  explicit ArgumentFiller(PyObject* list) : list_(list) {}
-  ~ArgumentFiller() {
-    for (Py_ssize_t i = 0; i < next_; ++i) {
-      Py_INCREF(Py_None);
-      PyList_SetItem(list_, i, Py_None);
-    }
-  }
-  ArgumentFiller(const ArgumentFiller&) = delete;
-  ArgumentFiller& operator=(const ArgumentFiller&) = delete;
-
-  void add(PyObject* array) {
-    Py_INCREF(array);
-    PyList_SetItem(list_, next_++, array);
-  }
-
- private:
-  PyObject* list_;
-  Py_ssize_t next_{0};
-};
-
 } // namespace
 
 Runtime& runtime() {
@@ -172,32 +148,24 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
       segment.integers.push_back(segment.offsets[i]);
     }
   }
-  if (variant.arguments == nullptr) {
-    const auto packs = static_cast<size_t>(!segment.floats.empty()) + static_cast<size_t>(!segment.doubles.empty()) +
-        static_cast<size_t>(!segment.integers.empty());
-    variant.arguments = check(PyList_New(static_cast<Py_ssize_t>(segment.inputs.size() + packs))).ptr();
-  }
-  ArgumentFiller arguments(variant.arguments);
+  c10::SmallVector<PyObject*, 16> arguments; // borrowed: the segment and the variant hold them
   for (int32_t local : segment.inputs) {
-    arguments.add(segment.values[local]->array);
+    arguments.push_back(segment.values[local]->array);
   }
   if (!segment.floats.empty()) {
-    arguments.add(packed(segment.floats, variant.last_floats, variant.float_array));
+    arguments.push_back(packed(segment.floats, variant.last_floats, variant.float_array));
   }
   if (!segment.doubles.empty()) {
-    arguments.add(packed(segment.doubles, variant.last_doubles, variant.double_array));
+    arguments.push_back(packed(segment.doubles, variant.last_doubles, variant.double_array));
   }
   if (!segment.integers.empty()) {
-    arguments.add(packed(segment.integers, variant.last_integers, variant.integer_array));
+    arguments.push_back(packed(segment.integers, variant.last_integers, variant.integer_array));
   }
-  static PyObject* disassemble = PyUnicode_InternFromString("disassemble_into_single_device_arrays");
-  auto results = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(variant.executable, variant.arguments)));
-  auto arrays =
-      py::reinterpret_steal<py::object>(check(PyObject_CallMethodNoArgs(results.ptr(), disassemble)));
+  auto arrays = py::reinterpret_steal<py::object>(
+      check(PyObject_Vectorcall(variant.executable, arguments.data(), arguments.size(), nullptr)));
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
     Value& value = *segment.values[variant.outputs[i]];
-    PyObject* shards = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
-    PyObject* array = check(PyList_GetItem(shards, 0)).ptr();
+    PyObject* array = check(PyTuple_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
     Py_INCREF(array);
     value.array = array;
     if (i == 0) {

@@ -41,8 +41,7 @@ struct Variant {
   std::vector<int64_t> offsets; // where not an input
   std::vector<int32_t> outputs; // locals, in the order the executable returns them
   std::vector<int32_t> donated; // locals of inputs that the executable consumes
-  PyObject* executable{nullptr}; // owned, never freed: executables live as long as the process
-  PyObject* arguments{nullptr}; // the list it is called with, filled anew for each call
+  PyObject* executable{nullptr}; // (arrays...) -> tuple of arrays; owned, never freed
   // The numbers passed last and their device arrays: most repeat from call to call.
   std::string last_floats, last_doubles, last_integers;
   PyObject* float_array{nullptr};

@@ -2,6 +2,7 @@
 
 #include "python_error.h"
 
+#include <ATen/Context.h>
 #include <pthread.h>
 #include <pybind11/pybind11.h>
 
@@ -107,13 +108,32 @@ int32_t Stream::link(Buffer* buffer) {
   return number(buffer->value, true, local);
 }
 
+bool Stream::belongs_to_ended_step(const EncodedCall& call) const {
+  if (segment_.entries.empty()) { // it has no serial yet, as a value from the host has none
+    return false;
+  }
+  bool reads_any = false;
+  for (const auto& tensor : call.tensors) {
+    if (!tensor.reads) {
+      continue;
+    }
+    const Value* value = tensor.buffer->value.get();
+    if (value == nullptr || value->segment != segment_.serial || segment_.origin[value->local] >= 0) {
+      return false;
+    }
+    reads_any = true;
+  }
+  return reads_any;
+}
+
 void Stream::append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs) {
-  if (cut_before_next_ || segment_.entries.size() >= kMaxEntries) {
-    cut_before_next_ = false;
+  if ((step_ended_ && !belongs_to_ended_step(call)) || segment_.entries.size() >= kMaxEntries) {
     cut();
   }
   if (segment_.serial == 0) {
     segment_.serial = next_serial_++;
+    // What the lowering reads from PyTorch's settings is part of the key.
+    segment_.push(static_cast<uint32_t>(at::globalContext().float32MatmulPrecision()));
   }
   // Values that were never written become entries of their own, before this one.
   for (const auto& tensor : call.tensors) {
@@ -174,7 +194,7 @@ void Stream::cut() {
   segment_ = std::move(spare_);
   segment_.clear();
   segment_.serial = 0;
-  cut_before_next_ = false;
+  step_ended_ = false;
   {
     pybind11::gil_scoped_acquire gil;
     drain_released_references();

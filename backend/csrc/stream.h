@@ -69,8 +69,10 @@ class Stream {
   void wait(size_t num_launched);
   bool done(size_t num_launched);
 
-  void cut_before_next_entry() {
-    cut_before_next_ = true;
+  // An optimizer has stepped: the segment ends where the next step begins.  Until then only what is made of this step's
+  // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.
+  void end_step() {
+    step_ended_ = !segment_.entries.empty();
   }
 
   Counters counters; // guarded by the lock
@@ -79,6 +81,7 @@ class Stream {
   int32_t link(Buffer* buffer);
   int32_t number(const ValuePtr& value, bool is_input, int32_t origin);
   const Value& readable(Buffer* buffer);
+  bool belongs_to_ended_step(const EncodedCall& call) const;
 
   c10::DeviceIndex device_;
   std::recursive_mutex mutex_;
@@ -87,7 +90,7 @@ class Stream {
   ProgramCache programs_;
 
   uint64_t next_serial_{1};
-  bool cut_before_next_{false};
+  bool step_ended_{false};
 };
 
 Mode mode();

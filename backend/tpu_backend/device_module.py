@@ -217,7 +217,7 @@ def _cut_after_optimizer_steps() -> None:
 
     def after_step(*_: object) -> None:
         if _C.is_initialized():
-            _C.cut_before_next_entry(_C.current_device())
+            _C.end_step(_C.current_device())
 
     register_optimizer_step_post_hook(after_step)
 

@@ -152,6 +152,8 @@ def apply(
         if spec is None:
             checked.append(None)
             continue
+        if value is None:  # PyTorch's inference makes a tensor even where output_mask asks for none
+            value = jnp.zeros(spec.shape, spec.dtype)
         value = jnp.asarray(value).astype(spec.dtype)
         if value.shape != tuple(spec.shape):
             raise ValueError(

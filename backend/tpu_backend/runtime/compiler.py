@@ -25,8 +25,8 @@ def largest_temporary() -> int:
     return max(_temporaries, default=0)
 
 
-def compile_segment(description: dict[str, Any]) -> Callable[[list[jax.Array]], Any]:
-    """Compile a segment; the result takes the list of its arguments and returns jaxlib's ExecuteResults.
+def compile_segment(description: dict[str, Any]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Compile a segment; the result takes its input arrays and then the packed numbers, and returns its outputs.
 
     Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
     """
@@ -59,7 +59,9 @@ def compile_segment(description: dict[str, Any]) -> Callable[[list[jax.Array]], 
         log.info(
             "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         )
-    return compiled.runtime_executable().execute_sharded  # type: ignore[no-any-return]
+    # JAX's C++ call path (what `compiled(...)` uses from its second call on): half the cost of any other way in.
+    fast = compiled._executable.create_cpp_call(compiled._params)
+    return fast if fast is not None else compiled
 
 
 def configure_logging() -> None:

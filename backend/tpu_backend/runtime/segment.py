@@ -406,8 +406,8 @@ def _num_links(number: int) -> int:
 
 
 def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, Sequence[int]]]:
-    """The entries of a tape: each signature with the numbers of the values it reads."""
-    at = 0
+    """The entries of a tape: each signature with the numbers of the values it reads.  The first word is a setting."""
+    at = 1
     while at < len(tape):
         end = at + 1 + _num_links(tape[at])
         yield signature(tape[at]), tape[at + 1 : end]
