@@ -345,9 +345,15 @@ class Event(torch.Event):
     With ``enable_timing`` recording waits for the work before it, so that its time is the moment that work was done.
     """
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
         return super().__new__(
-            cls, torch.device("tpu"), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+            cls,
+            torch.device("tpu"),
+            enable_timing=enable_timing,
+            blocking=blocking,
+            interprocess=interprocess,
         )
 
 

@@ -24,10 +24,21 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
     for overload, table_name in [*served, ("tpu::copy", "tpu::copy")]:
-        if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(overload, "PrivateUse1"):
+        if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(
+            overload, "PrivateUse1"
+        ):
             continue  # a hand-written kernel of csrc/kernels.cpp
         entry = registry.TABLE[table_name]
-        ops.append((overload, table_name, sorted(entry.static), sorted(entry.runtime), _unread(entry), entry.is_random))
+        ops.append(
+            (
+                overload,
+                table_name,
+                sorted(entry.static),
+                sorted(entry.runtime),
+                _unread(entry),
+                entry.is_random,
+            )
+        )
     return ops
 
 

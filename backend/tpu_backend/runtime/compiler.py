@@ -56,7 +56,9 @@ def compile_segment(description: dict[str, Any]) -> Callable[..., tuple[jax.Arra
         _temporaries.append(memory.temp_size_in_bytes)
     if log.isEnabledFor(logging.INFO):
         names = [entry.overload for entry, _ in entries(description["tape"])]
-        log.info("compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else ""))
+        log.info(
+            "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        )
     # JAX's C++ call path (what `compiled(...)` uses from its second call on): half the cost of any other way in.
     fast = compiled._executable.create_cpp_call(compiled._params)
     return fast if fast is not None else compiled

@@ -49,7 +49,9 @@ def jax_dtype(dtype: torch.dtype | int) -> np.dtype:
     torch_dtype = TORCH_DTYPES.get(dtype) if isinstance(dtype, int) else dtype
     found = _JAX_DTYPES.get(torch_dtype) if torch_dtype is not None else None
     if found is None:
-        raise TypeError(f"tpu tensors cannot hold {torch_dtype or f'ScalarType {dtype}'}; convert it on the CPU first")
+        raise TypeError(
+            f"tpu tensors cannot hold {torch_dtype or f'ScalarType {dtype}'}; convert it on the CPU first"
+        )
     return found
 
 

@@ -133,7 +133,11 @@ def _result_type(arguments: Sequence[Argument]) -> Any:
                 seen.append(torch.empty((1,) * len(leaf.sizes), dtype=TORCH_DTYPES[leaf.dtype]))
             elif isinstance(leaf, RuntimeArg):
                 if leaf.wrapped:
-                    seen.append(TORCH_DTYPES[leaf.dtype].is_floating_point and 1.0 or (leaf.dtype != 11 and 1) or True)
+                    seen.append(
+                        (TORCH_DTYPES[leaf.dtype].is_floating_point and 1.0)
+                        or (leaf.dtype != 11 and 1)
+                        or True
+                    )
                 else:
                     seen.append(torch.empty((), dtype=TORCH_DTYPES[leaf.dtype]))
             elif isinstance(leaf, ConstantArg) and isinstance(leaf.value, (float, complex)):
@@ -176,7 +180,9 @@ def signature(number: int) -> Signature:
     """The decoded signature with this id."""
     raw = _C.describe_signature(number)
     if raw["name"] in ("zeros", "resize") and raw["overload"] == raw["name"]:
-        arguments = tuple(Argument("source", False, False, _decode(item, "Tensor")) for item in raw["arguments"])
+        arguments = tuple(
+            Argument("source", False, False, _decode(item, "Tensor")) for item in raw["arguments"]
+        )
     else:
         arguments = tuple(
             Argument(name, kwarg_only, is_out, _decode(value, schema_type))
@@ -218,7 +224,9 @@ def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
         return argument.geometry, None
     if isinstance(offset, int):
         return (
-            views.Geometry(argument.geometry.sizes, argument.geometry.strides, offset, argument.geometry.dtype),
+            views.Geometry(
+                argument.geometry.sizes, argument.geometry.strides, offset, argument.geometry.dtype
+            ),
             None,
         )
     example, traced = offset
@@ -228,7 +236,9 @@ def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
     )
 
 
-def replay(entry: Signature, links: Iterator[int], values: dict[int, jax.Array], numbers: Numbers) -> list[jax.Array]:
+def replay(
+    entry: Signature, links: Iterator[int], values: dict[int, jax.Array], numbers: Numbers
+) -> list[jax.Array]:
     """Run one entry on the values so far; returns the new value of each output that is not skipped."""
     written_views: dict[tuple[int, int], tuple[views.Geometry, Any]] = {}
 
@@ -313,7 +323,9 @@ def is_lowered(number: int) -> bool:
     except registry.NotLoweredError:
         return False
     except Exception as error:
-        raise RuntimeError(f"{entry.overload}({describe_shapes(entry)}) cannot be lowered: {error}") from error
+        raise RuntimeError(
+            f"{entry.overload}({describe_shapes(entry)}) cannot be lowered: {error}"
+        ) from error
     return True
 
 
@@ -387,7 +399,9 @@ def segment_function(description: dict[str, Any]) -> Any:
 def _num_links(number: int) -> int:
     entry = signature(number)
     reads = sum(
-        isinstance(leaf, TensorArg) and leaf.reads for argument in entry.arguments for leaf in _leaves(argument.value)
+        isinstance(leaf, TensorArg) and leaf.reads
+        for argument in entry.arguments
+        for leaf in _leaves(argument.value)
     )
     return reads + sum(output.partial and not output.skip for output in entry.outputs)
 
