@@ -68,6 +68,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("register_device", &tpu::register_hooks);
   m.def("initialize", &initialize);
   m.def("is_initialized", [] { return tpu::Device::get().initialized(); });
+  m.def("is_forked", [] { return tpu::forked(); });
   m.def("ensure_initialized", [] { tpu::Device::get().ensure_initialized(); });
   m.def("device_count", [] { return static_cast<int>(tpu::Device::get().count()); });
   m.def("current_device", [] { return static_cast<int>(tpu::Device::get().current()); });

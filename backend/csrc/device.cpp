@@ -1,5 +1,8 @@
 #include "device.h"
 
+#include "pinned.h"
+#include "python_error.h"
+
 #include <ATen/Context.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -82,8 +85,19 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override {
     return Device::get().count();
   }
-  bool queryStream(const c10::Stream&) const override {
-    return true;
+  // Every dtype that JAX has.
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    c10::DeviceCapability capability;
+    capability.capability_data.capability_bits = 0;
+    auto& has = capability.capability_data.supported_scalar_types;
+    has.has_Bool = has.has_Byte = has.has_UInt16 = has.has_UInt32 = has.has_UInt64 = 1;
+    has.has_Char = has.has_Short = has.has_Int = has.has_Long = 1;
+    has.has_Half = has.has_BFloat16 = has.has_Float = has.has_Double = has.has_ComplexFloat = has.has_ComplexDouble = 1;
+    has.has_Float8_e5m2 = has.has_Float8_e4m3fn = has.has_Float8_e5m2fnuz = has.has_Float8_e4m3fnuz = 1;
+    return capability;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return Device::get().done(stream.device_index(), Device::get().dispatch(stream.device_index()));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Device::get().synchronize(stream.device_index());
@@ -95,29 +109,32 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   // An event that takes the time waits for the device, so that its time is the moment the work was done.
   struct Event {
     std::chrono::steady_clock::time_point time;
+    c10::DeviceIndex device;
+    size_t num_launched; // the programs it stands for: all before it
   };
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag flag)
       const override {
+    const auto on = device < 0 ? stream.device_index() : device;
+    const auto num_launched = Device::get().dispatch(on);
     if (flag == c10::EventFlag::BACKEND_DEFAULT) {
-      Device::get().synchronize(device < 0 ? stream.device_index() : device);
-    } else {
-      StreamLock lock(Device::get().stream(stream.device_index()).mutex());
-      Device::get().stream(stream.device_index()).cut();
+      Device::get().wait(on, num_launched);
     }
     if (*event == nullptr) {
       *event = new Event;
     }
-    static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), on, num_launched};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    return true;
+  bool queryEvent(void* event) const override {
+    const auto* recorded = static_cast<Event*>(event);
+    return Device::get().done(recorded->device, recorded->num_launched);
   }
-  void synchronizeEvent(void*) const override {
-    Device::get().synchronize(t_current);
+  void synchronizeEvent(void* event) const override {
+    const auto* recorded = static_cast<Event*>(event);
+    Device::get().wait(recorded->device, recorded->num_launched);
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
@@ -166,8 +183,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Device getDeviceFromPtr(void*) const override {
     return {kDeviceType, t_current};
   }
+  bool isPinnedPtr(const void* data) const override {
+    return is_pinned(data);
+  }
   c10::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetAllocator(c10::DeviceType::CPU); // host memory is copied by the runtime: nothing to pin
+    return pinned_allocator();
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
@@ -243,10 +263,14 @@ void Device::ensure_initialized() {
   if (initialized()) {
     return;
   }
+  check_not_forked();
   py::gil_scoped_acquire gil; // the import lock makes this happen once
   try {
     py::module_::import("tpu_backend.runtime").attr("initialize")();
   } catch (py::error_already_set& error) {
+    if (is_interrupt(error)) {
+      throw;
+    }
     if (error.matches(PyExc_RuntimeError)) {
       TORCH_CHECK(false, std::string(py::str(error.value())));
     }
@@ -278,19 +302,40 @@ void Device::synchronize(c10::DeviceIndex device) {
   if (!initialized()) {
     return;
   }
-  auto& s = stream(device < 0 ? t_current : device);
-  {
-    StreamLock lock(s.mutex());
-    s.cut();
+  const auto chosen = device < 0 ? t_current : device;
+  wait(chosen, dispatch(chosen));
+}
+
+size_t Device::dispatch(c10::DeviceIndex device) {
+  auto& s = stream(device);
+  StreamLock lock(s.mutex());
+  s.cut();
+  return s.num_launched();
+}
+
+void Device::wait(c10::DeviceIndex device, size_t num_launched) {
+  if (!initialized()) {
+    return;
   }
   py::gil_scoped_acquire gil;
-  s.wait();
+  stream(device).wait(num_launched);
+}
+
+bool Device::done(c10::DeviceIndex device, size_t num_launched) {
+  if (!initialized()) {
+    return true;
+  }
+  py::gil_scoped_acquire gil;
+  return stream(device).done(num_launched);
 }
 
 void Device::count_fallback(const std::string& op) {
-  std::lock_guard<std::mutex> guard(fallback_mutex_);
-  const bool first = ++fallbacks_[op] == 1;
-  if (first) {
+  bool first = false;
+  {
+    std::lock_guard<std::mutex> guard(fallback_mutex_);
+    first = ++fallbacks_[op] == 1;
+  }
+  if (first) { // outside the lock: a warning takes the GIL, and may be an exception
     TORCH_WARN(op, " has no tpu lowering and runs on the CPU (warned once; see torch.tpu.fallback_stats())");
   }
 }
@@ -306,6 +351,7 @@ void Device::clear_fallbacks() {
 }
 
 void register_hooks() {
+  c10::SetAllocator(kDeviceType, allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks); // PyTorch keeps it for the process
 }
 

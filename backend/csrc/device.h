@@ -50,9 +50,10 @@ class Device {
   // Imports tpu_backend.runtime (and so JAX) on first use; raises what it raises.
   void ensure_initialized();
   bool initialized() const {
-    return initialized_.load(std::memory_order_acquire);
+    return initialized_.load(std::memory_order_acquire) && !forked();
   }
   void mark_initialized() {
+    watch_forks();
     initialized_.store(true, std::memory_order_release);
   }
 
@@ -64,6 +65,11 @@ class Device {
   c10::DeviceIndex current() const;
   void set_current(c10::DeviceIndex device);
   void synchronize(c10::DeviceIndex device);
+  // Hands over what was recorded; returns how many programs have been launched.
+  size_t dispatch(c10::DeviceIndex device);
+  // Wait until so many programs are computed, or ask whether they are.
+  void wait(c10::DeviceIndex device, size_t num_launched);
+  bool done(c10::DeviceIndex device, size_t num_launched);
 
   // Overloads that ran on the CPU for want of a lowering.
   void count_fallback(const std::string& op);

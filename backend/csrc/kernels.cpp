@@ -1,5 +1,6 @@
 // The few ATen kernels that are about storage and not about numbers: making, viewing, resizing, copying, reading.
 #include "device.h"
+#include "python_error.h"
 
 #include <ATen/Functions.h>
 #include <ATen/NativeFunctions.h>
@@ -116,6 +117,7 @@ at::Tensor& set_empty(at::Tensor& self) {
 
 // Host tensor -> a fresh device array in the destination's memory order.
 void write_from_host(const at::Tensor& source, const at::Tensor& target) {
+  Device::get().ensure_initialized(); // raises in a forked process
   Buffer* buffer = buffer_of(target);
   auto& stream = Device::get().stream(buffer->device);
   const auto order = memory_order(target.sizes(), target.strides());
@@ -137,8 +139,7 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
     auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(host));
     array = PyObject_CallFunction(runtime().put, "Oi", tensor.ptr(), static_cast<int>(buffer->device));
     if (array == nullptr) {
-      py::error_already_set error;
-      TORCH_CHECK(false, error.what());
+      throw_python_error();
     }
   }
   StreamLock lock(stream.mutex());
@@ -165,8 +166,7 @@ at::Tensor read_to_host(const at::Tensor& source) {
   py::object host = py::reinterpret_steal<py::object>(
       PyObject_CallFunction(runtime().get, "Oi", held.ptr(), static_cast<int>(layout->dtype)));
   if (!host) {
-    py::error_already_set error;
-    TORCH_CHECK(false, error.what());
+    throw_python_error();
   }
   at::Tensor flat = THPVariable_Unpack(host.ptr()).reshape({-1});
   if (source.scalar_type() != flat.scalar_type()) {
@@ -184,11 +184,11 @@ bool share_value(const at::Tensor& source, const at::Tensor& target) {
   Buffer* from = buffer_of(source);
   Buffer* to = buffer_of(target);
   const auto nbytes = static_cast<size_t>(source.numel()) * source.element_size();
+  StreamLock lock(Device::get().stream(from->device).mutex());
   if (from->device != to->device || !from->value || from->layout->nbytes() != nbytes || to->layout->nbytes() != nbytes ||
       !memory_order(source.sizes(), source.strides()).dense) {
     return false;
   }
-  StreamLock lock(Device::get().stream(from->device).mutex());
   to->value = from->value;
   to->layout = from->layout;
   return true;
@@ -261,6 +261,9 @@ at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
   return out;
 }
 
+// There is one stream a device, so memory is never used again too early.
+void record_stream(at::Tensor&, at::Stream) {}
+
 bool equal(const at::Tensor& self, const at::Tensor& other) {
   if (self.sizes() != other.sizes()) {
     return false;
@@ -301,6 +304,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &tpu::local_scalar_dense);
   m.impl("equal", &tpu::equal);
   m.impl("native_batch_norm", &tpu::native_batch_norm);
+  m.impl("record_stream", &tpu::record_stream);
 }
 
 } // namespace

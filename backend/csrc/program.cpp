@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include "python_error.h"
 #include "stream.h"
 
 #include <pybind11/numpy.h>
@@ -172,17 +173,22 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
       if (launched_.size() < kRememberedLaunches) {
         launched_.push_back(std::move(reference));
       } else {
-        launched_[next_launched_++ % kRememberedLaunches] = std::move(reference);
+        launched_[num_launched_ % kRememberedLaunches] = std::move(reference);
       }
+      ++num_launched_;
     }
   }
 }
 
-std::vector<ValuePtr> ProgramCache::launched() const {
+std::vector<ValuePtr> ProgramCache::launched(size_t count) const {
   std::vector<ValuePtr> alive;
-  for (const auto& reference : launched_) {
-    if (auto value = reference.lock()) {
+  const size_t oldest = num_launched_ - launched_.size();
+  for (size_t launch = oldest; launch < num_launched_; ++launch) {
+    if (auto value = launched_[launch % kRememberedLaunches].lock()) {
       alive.push_back(std::move(value));
+      if (launch + 1 >= count) {
+        break;
+      }
     }
   }
   return alive;
@@ -209,19 +215,20 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
     }
   }
   std::sort(donations.begin(), donations.end());
+  const auto num_integers = segment.integers.size();
   try {
     Program& program = find(segment);
     Variant& variant = variant_for(program, segment, live, donations, counters);
     execute(variant, segment);
     ++counters.segments_run;
   } catch (py::error_already_set& error) {
-    auto message = std::make_shared<const std::string>(error.what());
-    for (size_t local = 0; local < segment.values.size(); ++local) {
-      if (segment.values[local]->array == nullptr) {
-        segment.values[local]->error = message;
-      }
+    if (is_interrupt(error)) {
+      segment.integers.resize(num_integers); // as it was: it may be run again
+      throw;
     }
-    TORCH_CHECK(false, *message);
+    const std::string message = error.what();
+    segment.fail(message);
+    throw_torch_error(message);
   }
 }
 

@@ -27,6 +27,7 @@ struct Segment {
   std::vector<int64_t> integers;
 
   void clear();
+  void fail(const std::string& message); // what was to be computed carries this error
   void push(uint32_t word) {
     tape.push_back(word);
     hash = (hash ^ word) * 0x9fb21c651e98df25ULL;
@@ -59,11 +60,16 @@ using Donations = c10::SmallVector<std::pair<int32_t, int32_t>, 16>; // (input, 
 
 class ProgramCache {
  public:
-  // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error.
+  // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
+  // error_already_set for an interrupt, and the segment may then be run again.
   void run(Segment& segment, Counters& counters);
 
-  // The first output of each of the latest launches that somebody still holds: what a synchronisation waits for.
-  std::vector<ValuePtr> launched() const;
+  // An output of each of the first `count` launches, as far as somebody still holds it; in place of a last one that nobody
+  // holds (its memory was donated) the next one.  When these are computed, so are the launches.
+  std::vector<ValuePtr> launched(size_t count) const;
+  size_t num_launched() const {
+    return num_launched_;
+  }
 
  private:
   Program& find(const Segment& segment);
@@ -73,7 +79,7 @@ class ProgramCache {
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
   std::vector<c10::weak_intrusive_ptr<Value>> launched_; // a ring
-  size_t next_launched_{0};
+  size_t num_launched_{0};
 };
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
@@ -88,7 +94,7 @@ struct Runtime {
 };
 Runtime& runtime();
 
-// A signature in Python's terms, for the lowering; see tpu_backend/runtime/decode.py for the form.
+// A signature in Python's terms, for the lowering; see tpu_backend/runtime/segment.py for the form.
 PyObject* describe_signature(uint32_t id);
 
 } // namespace tpu

@@ -1,6 +1,7 @@
 #include "signature.h"
 
 #include "program.h"
+#include "python_error.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -247,6 +248,12 @@ std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& hand
     handle.callBoxed(stack);
   } catch (const c10::NotImplementedError&) {
     return std::nullopt;
+  } catch (pybind11::error_already_set& error) { // a meta kernel written in Python (`nonzero`: the data decides)
+    pybind11::gil_scoped_acquire gil;
+    if (!error.matches(PyExc_NotImplementedError)) {
+      throw;
+    }
+    return std::nullopt;
   }
   return flatten_returns(stack);
 }
@@ -330,8 +337,7 @@ bool is_lowered(uint32_t id) {
   auto answer = pybind11::reinterpret_steal<pybind11::object>(
       PyObject_CallFunction(runtime().is_lowered, "I", static_cast<unsigned int>(id)));
   if (!answer) {
-    pybind11::error_already_set error;
-    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+    throw_python_error();
   }
   return answer.cast<bool>();
 }

@@ -1,7 +1,12 @@
 #include "stream.h"
 
+#include "python_error.h"
+
 #include <ATen/Context.h>
+#include <pthread.h>
 #include <pybind11/pybind11.h>
+
+#include <optional>
 
 namespace tpu {
 namespace {
@@ -10,8 +15,22 @@ namespace {
 constexpr size_t kMaxEntries = 16384;
 
 std::atomic<Mode> g_mode{Mode::Fused};
+std::atomic<bool> g_forked{false};
 
 } // namespace
+
+bool forked() {
+  return g_forked.load(std::memory_order_relaxed);
+}
+void watch_forks() {
+  pthread_atfork(nullptr, nullptr, [] { g_forked.store(true, std::memory_order_relaxed); });
+}
+void check_not_forked() {
+  TORCH_CHECK(
+      !forked(),
+      "the tpu device cannot be used in a forked process (its parent had started it): start processes with "
+      "multiprocessing's \"spawn\" or \"forkserver\", or keep tpu tensors out of this one");
+}
 
 Mode mode() {
   return g_mode.load(std::memory_order_relaxed);
@@ -21,6 +40,7 @@ void set_mode(Mode mode) {
 }
 
 StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
+  check_not_forked();
   if (mutex_.try_lock()) {
     return;
   }
@@ -45,6 +65,15 @@ void Segment::clear() {
   floats.clear();
   doubles.clear();
   integers.clear();
+}
+
+void Segment::fail(const std::string& message) {
+  const auto shared = std::make_shared<const std::string>(message);
+  for (const auto& value : values) {
+    if (value->array == nullptr) {
+      value->error = shared;
+    }
+  }
 }
 
 int32_t Stream::number(const ValuePtr& value, bool is_input, int32_t origin) {
@@ -166,16 +195,31 @@ void Stream::cut() {
   {
     pybind11::gil_scoped_acquire gil;
     drain_released_references();
-    programs_.run(running, counters);
+    try {
+      programs_.run(running, counters);
+    } catch (const pybind11::error_already_set&) { // Ctrl-C while it was compiled: what was recorded is kept
+      if (segment_.entries.empty()) {
+        segment_ = std::move(running);
+      } else {
+        running.fail("it was interrupted");
+      }
+      throw;
+    }
     running.clear();
   }
   spare_ = std::move(running);
 }
 
 void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {
-  cut();
   if (mode() != Mode::Debug) {
+    cut();
     return;
+  }
+  std::optional<std::string> failure;
+  try {
+    cut();
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
   }
   pybind11::gil_scoped_acquire gil;
   pybind11::list arrays;
@@ -185,25 +229,39 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
     }
   }
   auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
-      runtime().after_debug_op, "IO", static_cast<unsigned int>(signature.id), arrays.ptr()));
+      runtime().after_debug_op,
+      "IOz",
+      static_cast<unsigned int>(signature.id),
+      arrays.ptr(),
+      failure.has_value() ? failure->c_str() : nullptr));
   if (!done) {
-    pybind11::error_already_set error;
-    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+    throw_python_error();
   }
 }
 
-void Stream::wait() {
+void Stream::wait(size_t num_launched) {
   pybind11::list arrays;
-  for (const auto& value : programs_.launched()) {
-    if (value->array != nullptr) {
-      arrays.append(pybind11::handle(value->array));
-    }
+  for (const auto& value : programs_.launched(num_launched)) {
+    arrays.append(pybind11::handle(value->array));
   }
   auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(runtime().wait, arrays.ptr()));
   if (!done) {
-    pybind11::error_already_set error;
-    TORCH_CHECK(false, std::string(pybind11::str(error.value())));
+    throw_python_error();
   }
+}
+
+bool Stream::done(size_t num_launched) {
+  static PyObject* is_ready = PyUnicode_InternFromString("is_ready");
+  for (const auto& value : programs_.launched(num_launched)) {
+    auto ready = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallMethodNoArgs(value->array, is_ready));
+    if (!ready) {
+      throw_python_error();
+    }
+    if (!ready.cast<bool>()) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Stream::copy_resized(Buffer* from, Buffer* to) {

@@ -61,8 +61,13 @@ class Stream {
   void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
 
-  // Waits for everything that was launched.  Not under the lock: it takes long.
-  void wait();
+  // Programs launched so far.
+  size_t num_launched() const {
+    return programs_.num_launched();
+  }
+  // Wait for the first so many of them, or ask whether they are computed.  With the GIL, not under the lock: it takes long.
+  void wait(size_t num_launched);
+  bool done(size_t num_launched);
 
   // An optimizer has stepped: the segment ends where the next step begins.  Until then only what is made of this step's
   // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.
@@ -90,5 +95,11 @@ class Stream {
 
 Mode mode();
 void set_mode(Mode mode);
+
+// Whether this process was forked from one in which the device was running.  JAX's threads are not in it, so a launch
+// would hang; every use of a stream raises instead.
+bool forked();
+void check_not_forked();
+void watch_forks(); // from here on
 
 } // namespace tpu

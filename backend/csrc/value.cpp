@@ -3,6 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <array>
 #include <atomic>
@@ -66,10 +68,20 @@ class TpuAllocator final : public c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     const auto counters = memory_counters(device);
-    auto& all = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    all.current = counters.current;
-    all.peak = counters.peak;
+    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    // Nothing is held beyond what tensors hold: allocated, reserved and active are one number.
+    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+      (*bytes)[kAll].current = counters.current;
+      (*bytes)[kAll].peak = counters.peak;
+    }
+    stats.allocation[kAll].allocated = counters.allocations;
     return stats;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override { // (free, total): JAX knows
+    pybind11::gil_scoped_acquire gil;
+    return pybind11::module_::import("tpu_backend.device_module")
+        .attr("mem_get_info")(static_cast<int>(device))
+        .cast<std::pair<size_t, size_t>>();
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override {

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tpu_backend import _C
+from tpu_backend import _C, nan_check
 
 _MODES = ("debug", "strict", "fused")
 
@@ -35,6 +35,12 @@ def init() -> None:
 _lazy_init = init
 
 
+def __getattr__(name: str) -> Any:
+    if name == "_initialized":  # activation checkpointing asks for it, and else keeps no generator state
+        return is_initialized()
+    raise AttributeError(f"module 'torch.tpu' has no attribute {name!r}")
+
+
 def device_count() -> int:
     """Number of tpu devices that this process sees; constant for its life."""
     return _C.device_count()
@@ -45,15 +51,22 @@ def current_device() -> int:
 
 
 def _index(device: Any) -> int:
-    """The index in "tpu", "tpu:1", 1, torch.device or None (the current device).  Raises ValueError for others."""
+    """The index in "tpu", "tpu:1", 1, torch.device or None (the current device).
+
+    Raises ValueError for another kind of device, RuntimeError for an index that does not exist.
+    """
     if device is None:
         return _C.current_device()
     if isinstance(device, int):
-        return device
-    parsed = torch.device(device)
-    if parsed.type != "tpu":
-        raise ValueError(f"expected a tpu device, got {parsed}")
-    return _C.current_device() if parsed.index is None else parsed.index
+        index = device
+    else:
+        parsed = torch.device(device)
+        if parsed.type != "tpu":
+            raise ValueError(f"expected a tpu device, got {parsed}")
+        index = _C.current_device() if parsed.index is None else parsed.index
+    if not 0 <= index < device_count():
+        raise RuntimeError(f"tpu:{index} does not exist: there are {device_count()} tpu devices")
+    return index
 
 
 def set_device(device: Any) -> None:
@@ -138,7 +151,8 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    """Whether this process was forked from one that had started the device, which cannot be used here."""
+    return _C.is_forked()
 
 
 # ---- modes and counters ------------------------------------------------------------------------------------
@@ -147,17 +161,24 @@ def _is_in_bad_fork() -> bool:
 class eager_mode:  # noqa: N801 - reads as a function
     """When the op stream is cut: "debug" after each op, waiting; "strict" after each op; "fused" at natural boundaries.
 
-    ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.  Raises ValueError for
-    another name.  The environment variable ``TPU_EAGER_MODE`` sets the mode that a process starts in.
+    ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.  ``check_nans`` makes
+    debug mode raise at the first op whose result holds a NaN, naming it (default: as ``TPU_DEBUG_NANS=1`` says).
+    Raises ValueError for another name, and for ``check_nans`` in another mode.  The environment variable
+    ``TPU_EAGER_MODE`` sets the mode that a process starts in.
     """
 
-    def __init__(self, mode: str):
+    def __init__(self, mode: str, *, check_nans: bool | None = None):
         if mode not in _MODES:
             raise ValueError(f"unknown eager mode {mode!r}: expected one of {', '.join(_MODES)}")
+        if check_nans and mode != "debug":
+            raise ValueError(f'check_nans=True looks at every op, which mode {mode!r} does not: use "debug"')
         self._before = _C.get_mode()
+        self._checked_before = nan_check.enabled()
         if is_initialized():
             flush()
         _C.set_mode(_MODES.index(mode))
+        if check_nans is not None:
+            nan_check.enable(check_nans)
 
     def __enter__(self) -> None:
         pass
@@ -166,6 +187,7 @@ class eager_mode:  # noqa: N801 - reads as a function
         if is_initialized():
             flush()
         _C.set_mode(self._before)
+        nan_check.enable(self._checked_before)
 
 
 def get_eager_mode() -> str:
@@ -339,21 +361,23 @@ class Stream(torch.Stream):
         pass
 
 
-class Event(torch.Event):
-    """An event on the device's stream.
+class _EventKind(type(torch.Event)):  # type: ignore[misc]
+    """Makes a tpu event of ``torch.Event`` an instance of ``torch.tpu.Event``."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Event) and instance.device.type == "tpu"
+
+
+class Event(torch.Event, metaclass=_EventKind):
+    """An event on the device's stream: ``torch.Event`` on the tpu, under torch.cuda's name.
 
     With ``enable_timing`` recording waits for the work before it, so that its time is the moment that work was done.
     """
 
-    def __new__(
-        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> Event:
-        return super().__new__(
-            cls,
-            torch.device("tpu"),
-            enable_timing=enable_timing,
-            blocking=blocking,
-            interprocess=interprocess,
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+        # A torch.Event itself: its `elapsed_time` takes no subclass.
+        return torch.Event(
+            torch.device("tpu"), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 
 import torch
 
@@ -55,6 +56,9 @@ def initialize() -> None:
         compiler.configure_logging()
         platform.announce()
         transfer.spend_read_only_warning()
+        # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and whoever does not
+        # is told so by the device itself (csrc/stream.cpp, check_not_forked).
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(
             lowered_ops(),
             is_lowered,

@@ -22,6 +22,7 @@ from tpu_backend import _C, views
 from tpu_backend.lowering import registry
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.user_line import user_line
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ class Signature:
     wide: bool
     random: bool
     compute_dtype: Any
+
+    def described(self) -> str:
+        """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
+        tensors = [
+            f"{argument.name}={str(TORCH_DTYPES[leaf.dtype]).removeprefix('torch.')}{list(leaf.sizes)}"
+            for argument in self.arguments
+            for leaf in _leaves(argument.value)
+            if isinstance(leaf, TensorArg)
+        ]
+        return f"{self.overload}({', '.join(tensors)})"
 
 
 def _decode(item: tuple[Any, ...], schema_type: str) -> Any:
@@ -298,7 +309,8 @@ def replay(
 def is_lowered(number: int) -> bool:
     """Whether the lowering can express this form of an op: it is traced once, on shapes alone.
 
-    Raises what the lowering raises, other than NotLowered: at the line that recorded the op.
+    Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug where it
+    is met, not where the segment is cut.
     """
     entry = signature(number)
     shapes = [
@@ -324,20 +336,9 @@ def is_lowered(number: int) -> bool:
         return False
     except Exception as error:
         raise RuntimeError(
-            f"{entry.overload}({describe_shapes(entry)}) cannot be lowered: {error}"
+            f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
     return True
-
-
-def describe_shapes(entry: Signature) -> str:
-    """The tensor arguments of an op for a message: ``self=[2, 3] float32, other=[3] int64``."""
-    shown = [
-        f"{argument.name}={list(leaf.sizes)} {str(TORCH_DTYPES[leaf.dtype]).removeprefix('torch.')}"
-        for argument in entry.arguments
-        for leaf in _leaves(argument.value)
-        if isinstance(leaf, TensorArg)
-    ]
-    return ", ".join(shown)
 
 
 def _resize(base: jax.Array, num_bytes: int) -> jax.Array:

@@ -1,0 +1,24 @@
+#include "python_error.h"
+
+#include <c10/util/Exception.h>
+
+namespace tpu {
+
+bool is_interrupt(const pybind11::error_already_set& error) {
+  return !error.matches(PyExc_Exception);
+}
+
+void throw_torch_error(const std::string& message) {
+  TORCH_CHECK_WITH(OutOfMemoryError, message.find("RESOURCE_EXHAUSTED") == std::string::npos, message);
+  TORCH_CHECK(false, message);
+}
+
+void throw_python_error() {
+  pybind11::error_already_set error;
+  if (is_interrupt(error)) {
+    throw error;
+  }
+  throw_torch_error(pybind11::str(error.value()));
+}
+
+} // namespace tpu

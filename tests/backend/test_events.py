@@ -1,0 +1,145 @@
+"""Events and streams: times are true, waiting is real, and torch.cuda's ways of using them work."""
+
+import time
+
+import pytest
+import torch
+
+
+def _busy(seconds: float) -> torch.Tensor:
+    """Work on the device that was measured to take about this long; dispatched, not waited for."""
+    size = 384
+    matrix = torch.full((size, size), 1.0 / size, device="tpu")
+    torch.tpu.synchronize()
+    rounds = 8
+    while True:
+        start = time.perf_counter()
+        for _ in range(rounds):
+            matrix = matrix @ matrix
+            torch.tpu.flush()
+        torch.tpu.synchronize()
+        took = time.perf_counter() - start
+        if took >= seconds:
+            return matrix
+        rounds = int(rounds * max(1.5, 1.1 * seconds / took))
+
+
+@pytest.mark.parametrize("kind", [torch.tpu.Event, lambda **options: torch.Event("tpu", **options)])
+def test_elapsed_time_is_the_wall_clock(kind):
+    torch.tpu.synchronize()
+    start, end = kind(enable_timing=True), kind(enable_timing=True)
+    wall = time.perf_counter()
+    start.record()
+    _busy(0.2)
+    end.record()
+    end.synchronize()
+    wall = (time.perf_counter() - wall) * 1e3
+    assert wall >= 200
+    assert start.elapsed_time(end) == pytest.approx(wall, rel=0.2)
+
+
+def test_elapsed_time_covers_work_that_nobody_waited_for():
+    """The end event is recorded while the program is still running: its time is when that is done."""
+    matrix = torch.full((512, 512), 1.0 / 512, device="tpu")
+
+    def program() -> torch.Tensor:
+        result = matrix
+        for _ in range(40):
+            result = result @ matrix
+        return result
+
+    program().sum().item()  # compiled
+    start, end = torch.tpu.Event(enable_timing=True), torch.tpu.Event(enable_timing=True)
+    wall = time.perf_counter()
+    start.record()
+    results = []
+    while time.perf_counter() - wall < 0.25:
+        results.append(program())
+        torch.tpu.flush()
+    end.record()
+    end.synchronize()
+    wall = (time.perf_counter() - wall) * 1e3
+    assert start.elapsed_time(end) == pytest.approx(wall, rel=0.2)
+
+
+def test_elapsed_time_wants_timed_and_recorded_events():
+    timed, recorded = torch.tpu.Event(enable_timing=True), torch.tpu.Event(enable_timing=True)
+    recorded.record()
+    with pytest.raises(ValueError, match="must be recorded"):
+        recorded.elapsed_time(timed)
+    untimed = torch.tpu.Event()
+    untimed.record()
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        untimed.elapsed_time(recorded)
+
+
+def test_an_event_is_done_when_the_work_before_it_is():
+    matrix = torch.full((768, 768), 1.0 / 768, device="tpu")
+    event = torch.tpu.Event()
+    assert event.query()  # never recorded
+    for attempt in range(2):  # the first one compiles
+        result = matrix
+        for _ in range(60):
+            result = result @ matrix
+        event.record()
+        queried = event.query()
+        if attempt == 0:
+            event.synchronize()
+    assert not queried, "60 matrix products were done at once"
+    event.synchronize()
+    assert event.query()
+    assert torch.tpu.current_stream().query()
+    assert result.isfinite().all().item()
+
+
+def test_an_event_outlives_the_tensors_it_stands_for():
+    weight = torch.full((512, 512), 1.0 / 512, device="tpu")
+    event = torch.tpu.Event()
+    for step in range(3):  # the weight of one step is donated to the next: nobody holds what the event saw
+        for _ in range(20):
+            weight.copy_(weight @ weight)
+        torch.tpu.flush()
+        if step == 1:
+            event.record()
+    event.synchronize()
+    assert event.query()
+    assert weight.sum().item() == pytest.approx(512, rel=1e-3)
+
+
+def test_recording_an_event_dispatches_what_came_before():
+    before = torch.tpu.compile_stats()["segments_run"]
+    result = torch.ones(8, device="tpu") + 1
+    torch.tpu.Event().record()
+    assert torch.tpu.compile_stats()["segments_run"] == before + 1
+    assert result.sum().item() == 16
+
+
+def test_events_are_instances_of_both_classes():
+    event = torch.tpu.Event()
+    assert isinstance(event, torch.Event)
+    assert isinstance(event, torch.tpu.Event)
+    assert isinstance(torch.Event("tpu"), torch.tpu.Event)
+    assert not isinstance(torch.Event("cpu"), torch.tpu.Event)
+    assert event.device.type == "tpu"
+
+
+def test_streams_are_used_as_on_cuda():
+    stream, current = torch.tpu.Stream(), torch.tpu.current_stream()
+    assert isinstance(stream, torch.Stream)
+    stream.wait_stream(current)
+    with torch.tpu.stream(stream):
+        tensor = torch.ones(8, device="tpu") * 3
+    event = stream.record_event()
+    current.wait_event(event)
+    event.wait(current)
+    tensor.record_stream(current)
+    current.wait_stream(stream)
+    stream.synchronize()
+    with stream:
+        tensor += 1
+    with torch.tpu.stream(None):
+        tensor += 1
+    torch.tpu.set_stream(stream)
+    assert torch.tpu.default_stream().device == torch.device("tpu", 0)
+    assert tensor.tolist() == [5] * 8
+    assert "record_stream" not in str(torch.tpu.fallback_stats())

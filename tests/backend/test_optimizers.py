@@ -1,0 +1,153 @@
+"""PyTorch's optimizers and clipping on the device, in each of their implementations, against the CPU."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+STEPS = 3
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {"default": {}, "plain": {"foreach": False}, "fused": {"fused": True}}
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+@pytest.fixture(scope="module")
+def batch() -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def _gradients(model: nn.Module, batch: torch.Tensor) -> None:
+    model.zero_grad()
+    model(batch.to(next(model.parameters()).device)).square().mean().backward()
+
+
+def _parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def _train(
+    model: nn.Module, batch: torch.Tensor, device: str, kind: type[torch.optim.Optimizer], **options: Any
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    model = copy.deepcopy(model).to(device)
+    optimizer = kind(model.parameters(), **options)
+    for _ in range(STEPS):
+        _gradients(model, batch)
+        optimizer.step()
+    return _parameters(model), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_as_on_the_cpu(name, implementation, model, batch):
+    kind, options = OPTIMIZERS[name]
+    options = {**options, **IMPLEMENTATIONS[implementation]}
+    expected, expected_state = _train(model, batch, "cpu", kind, **options)
+    fallbacks = dict(torch.tpu.fallback_stats())
+    actual, state = _train(model, batch, "tpu", kind, **options)
+    assert torch.tpu.fallback_stats() == fallbacks
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    for key, values in expected_state.items():
+        for what, value in values.items():
+            torch.testing.assert_close(torch.as_tensor(state[key][what]).cpu(), torch.as_tensor(value), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["debug", "strict"])
+def test_the_default_adamw_steps_alike_in_the_other_modes(mode, model, batch):
+    kind, options = OPTIMIZERS["AdamW"]
+    expected, _ = _train(model, batch, "tpu", kind, **options)
+    with torch.tpu.eager_mode(mode):
+        actual, _ = _train(model, batch, "tpu", kind, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_dict_moves_from_cpu_to_tpu_and_back(model, batch):
+    kind, options = OPTIMIZERS["AdamW"]
+    host = copy.deepcopy(model)
+    host_optimizer = kind(host.parameters(), **options)
+    _gradients(host, batch)
+    host_optimizer.step()
+    device = copy.deepcopy(host).to("tpu")
+    device_optimizer = kind(device.parameters(), **options)
+    device_optimizer.load_state_dict(copy.deepcopy(host_optimizer.state_dict()))  # `step` is shared otherwise
+    assert device_optimizer.state[next(device.parameters())]["exp_avg"].is_tpu
+    for trained, optimizer in ((host, host_optimizer), (device, device_optimizer)):
+        _gradients(trained, batch)
+        optimizer.step()
+    torch.testing.assert_close(_parameters(device), _parameters(host), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_norm(norm_type, foreach, model, batch):
+    totals, gradients = [], []
+    for device in ("cpu", "tpu"):
+        moved = copy.deepcopy(model).to(device)
+        _gradients(moved, batch)
+        totals.append(nn.utils.clip_grad_norm_(moved.parameters(), 0.1, norm_type, foreach=foreach).cpu())
+        gradients.append([parameter.grad.cpu() for parameter in moved.parameters()])
+    torch.testing.assert_close(totals[1], totals[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_clipping_by_value(foreach, model, batch):
+    gradients = []
+    for device in ("cpu", "tpu"):
+        moved = copy.deepcopy(model).to(device)
+        _gradients(moved, batch)
+        nn.utils.clip_grad_value_(moved.parameters(), 0.01, foreach=foreach)
+        gradients.append([parameter.grad.cpu() for parameter in moved.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert max(gradient.abs().max() for gradient in gradients[1]) <= 0.01
+
+
+def test_clipping_refuses_gradients_that_are_not_finite():
+    parameter = nn.Parameter(torch.ones(3, device="tpu"))
+    parameter.grad = torch.tensor([1.0, float("inf"), 1.0], device="tpu")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_schedule_compiles_nothing_after_step_three(implementation, model, batch):
+    """The learning rate, the momenta's corrections and the step count are inputs of the program."""
+    moved = copy.deepcopy(model).to("tpu")
+    kind, options = OPTIMIZERS["AdamW"]
+    optimizer = kind(moved.parameters(), **options, **IMPLEMENTATIONS[implementation])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    batch = batch.to("tpu")
+    before = None
+    for step in range(10):
+        if step == 3:
+            torch.tpu.flush()
+            before = torch.tpu.compile_stats()
+        _gradients(moved, batch)
+        nn.utils.clip_grad_norm_(moved.parameters(), 1.0 + step)
+        optimizer.step()
+        scheduler.step()
+    torch.tpu.flush()
+    after = torch.tpu.compile_stats()
+    assert after["compilations"] == before["compilations"]
+    assert after["segments_run"] - before["segments_run"] == 7
+    assert after["host_reads"] == before["host_reads"]
+
+
+def test_a_frozen_parameter_stays(model, batch):
+    moved = copy.deepcopy(model).to("tpu")
+    moved[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(moved.parameters(), lr=0.1)
+    _gradients(moved, batch)
+    optimizer.step()
+    assert torch.equal(moved[0].weight.cpu(), model[0].weight)
+    assert not torch.equal(moved[0].bias.cpu(), model[0].bias)
