@@ -1,7 +1,7 @@
 """The "tpu" device: an out-of-tree PyTorch backend that runs every operation through XLA.
 
-``import torch`` loads this package through the ``torch.backends`` entry point, which makes the device known and
-nothing more: JAX is imported at the first use of a tpu tensor.
+``import torch`` loads this package through the ``torch.backends`` entry point, which makes the device known
+and nothing more: JAX is imported at the first use of a tpu tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ __all__ = ["register"]
 
 
 def _autoload() -> None:
-    """Called by ``import torch``.  Whatever goes wrong is one line on standard error: `import torch` stays unharmed."""
+    """Called by ``import torch``.  Whatever goes wrong is one line on standard error: `import torch`
+    stays unharmed.
+    """
     try:
         register()
     except Exception as error:
@@ -22,10 +24,11 @@ def _autoload() -> None:
 def register() -> None:
     """Make the device "tpu" known to PyTorch.  Idempotent.
 
-    Raises ImportError if the extension does not match this torch, RuntimeError if another backend already holds
-    PyTorch's one slot for out-of-tree devices.
+    Raises ImportError if the extension does not match this torch, RuntimeError if another backend already
+    holds PyTorch's one slot for out-of-tree devices.
     """
     import torch
+    from torch.utils import backend_registration
 
     if getattr(torch, "tpu", None) is not None:
         return
@@ -40,9 +43,11 @@ def register() -> None:
     abi.check()
     from tpu_backend import _C, device_module, printing
 
-    torch.utils.rename_privateuse1_backend("tpu")
+    backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
     torch._register_device_module("tpu", device_module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_storage=True
+    )
     printing.install()
     device_module._cut_after_optimizer_steps()

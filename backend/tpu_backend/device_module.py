@@ -159,12 +159,13 @@ def _is_in_bad_fork() -> bool:
 
 
 class eager_mode:  # noqa: N801 - reads as a function
-    """When the op stream is cut: "debug" after each op, waiting; "strict" after each op; "fused" at natural boundaries.
+    """When the op stream is cut: "debug" after each op, waiting; "strict" after each op; "fused" at natural
+    boundaries.
 
-    ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.  ``check_nans`` makes
-    debug mode raise at the first op whose result holds a NaN, naming it (default: as ``TPU_DEBUG_NANS=1`` says).
-    Raises ValueError for another name, and for ``check_nans`` in another mode.  The environment variable
-    ``TPU_EAGER_MODE`` sets the mode that a process starts in.
+    ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.
+    ``check_nans`` makes debug mode raise at the first op whose result holds a NaN, naming it (default: as
+    ``TPU_DEBUG_NANS=1`` says). Raises ValueError for another name, and for ``check_nans`` in another mode.
+    The environment variable ``TPU_EAGER_MODE`` sets the mode that a process starts in.
     """
 
     def __init__(self, mode: str, *, check_nans: bool | None = None):
@@ -195,7 +196,9 @@ def get_eager_mode() -> str:
 
 
 def compile_stats() -> dict[str, Any]:
-    """Counters since the start: ops_recorded, segments_run, compilations, memory_hits, disk_hits, compile_seconds, host_reads."""
+    """Counters since the start: ops_recorded, segments_run, compilations, memory_hits, disk_hits,
+    compile_seconds, host_reads.
+    """
     return _C.compile_stats(_C.current_device())
 
 
@@ -371,7 +374,8 @@ class _EventKind(type(torch.Event)):  # type: ignore[misc]
 class Event(torch.Event, metaclass=_EventKind):
     """An event on the device's stream: ``torch.Event`` on the tpu, under torch.cuda's name.
 
-    With ``enable_timing`` recording waits for the work before it, so that its time is the moment that work was done.
+    With ``enable_timing`` recording waits for the work before it, so that its time is the moment that work
+    was done.
     """
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
@@ -395,7 +399,9 @@ def set_stream(stream: torch.Stream) -> None:
 
 @contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Context manager for code that names a stream; there is one a device, so the order of work does not change."""
+    """Context manager for code that names a stream; there is one a device, so the order of work does not
+    change.
+    """
     yield
 
 

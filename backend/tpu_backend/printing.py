@@ -1,8 +1,9 @@
 """Printing a tpu tensor costs one host read and no compilation.
 
-`torch._tensor_str` formats device tensors with dozens of small ops on the device, except for the devices in a list
-that is written into the function (xla, lazy, ipu, mtia) and cannot be extended.  This wraps the one function that
-formats a tensor's contents, so that a tpu tensor is read first; every other tensor goes through untouched.
+`torch._tensor_str` formats device tensors with dozens of small ops on the device, except for the devices in
+a list that is written into the function (xla, lazy, ipu, mtia) and cannot be extended.  This wraps the one
+function that formats a tensor's contents, so that a tpu tensor is read first; every other tensor goes through
+untouched.
 """
 
 from __future__ import annotations

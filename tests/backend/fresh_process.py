@@ -1,4 +1,6 @@
-"""Runs a script in a new Python: for what only the first use of the device, or the end of a process, can show."""
+"""Runs a script in a new Python: for what only the first use of the device, or the end of a process, can
+show.
+"""
 
 from __future__ import annotations
 

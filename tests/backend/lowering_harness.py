@@ -29,6 +29,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._python_dispatch import TorchDispatchMode
+
 from tpu_backend.lowering import TABLE, Lowering, NotLoweredError, apply, functional_name
 from tpu_backend.lowering.names import overload_name
 

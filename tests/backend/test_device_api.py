@@ -7,12 +7,36 @@ import torch
 
 from tests.backend.fresh_process import run_python
 
-NAMES = """
-    is_available device_count current_device set_device device synchronize manual_seed manual_seed_all get_rng_state
-    set_rng_state default_generators memory_allocated max_memory_allocated reset_peak_memory_stats memory_stats
-    mem_get_info empty_cache get_device_name get_device_properties Stream Event stream current_stream
-    is_bf16_supported eager_mode compile_stats fallback_stats flush
-""".split()
+NAMES = [
+    "is_available",
+    "device_count",
+    "current_device",
+    "set_device",
+    "device",
+    "synchronize",
+    "manual_seed",
+    "manual_seed_all",
+    "get_rng_state",
+    "set_rng_state",
+    "default_generators",
+    "memory_allocated",
+    "max_memory_allocated",
+    "reset_peak_memory_stats",
+    "memory_stats",
+    "mem_get_info",
+    "empty_cache",
+    "get_device_name",
+    "get_device_properties",
+    "Stream",
+    "Event",
+    "stream",
+    "current_stream",
+    "is_bf16_supported",
+    "eager_mode",
+    "compile_stats",
+    "fallback_stats",
+    "flush",
+]
 
 
 def test_torch_tpu_has_the_names_of_a_device_module():

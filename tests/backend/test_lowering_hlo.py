@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import torch
+
 from tpu_backend.lowering import TABLE, apply
 
 

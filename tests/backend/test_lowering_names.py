@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tpu_backend.lowering import TABLE, functional_name, recordable_overloads
 from tpu_backend.lowering.names import HIDDEN_WRITES, overload_name
 

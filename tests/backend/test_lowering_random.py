@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from tpu_backend.lowering import TABLE, apply
 
 SHAPE = (200, 500)

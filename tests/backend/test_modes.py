@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +15,9 @@ MODES = ("debug", "strict", "fused")
 def _mlp_losses(device: str) -> list[float]:
     """A classifier with momentum, clipping and a schedule; a batch of its own each step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
     inputs = torch.randn(STEPS, 12, 8)
     labels = (inputs @ torch.randn(8, 4)).argmax(-1)
     model.to(device)
@@ -62,7 +63,9 @@ def _check(losses: Callable[[str], list[float]]) -> None:
     for mode in MODES:
         with torch.tpu.eager_mode(mode):
             by_mode[mode] = torch.tensor(losses("tpu"))
-        torch.testing.assert_close(by_mode[mode], expected, rtol=1e-4, atol=0, msg=lambda text: f"{mode}: {text}")
+        torch.testing.assert_close(
+            by_mode[mode], expected, rtol=1e-4, atol=0, msg=lambda text, mode=mode: f"{mode}: {text}"
+        )
     for mode in MODES[1:]:
         torch.testing.assert_close(by_mode[mode], by_mode["debug"], rtol=1e-4, atol=0)
 

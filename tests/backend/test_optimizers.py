@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 STEPS = 3
-IMPLEMENTATIONS: dict[str, dict[str, bool]] = {"default": {}, "plain": {"foreach": False}, "fused": {"fused": True}}
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "plain": {"foreach": False},
+    "fused": {"fused": True},
+}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True}),
@@ -59,7 +63,9 @@ def test_an_optimizer_steps_as_on_the_cpu(name, implementation, model, batch):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     for key, values in expected_state.items():
         for what, value in values.items():
-            torch.testing.assert_close(torch.as_tensor(state[key][what]).cpu(), torch.as_tensor(value), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(
+                torch.as_tensor(state[key][what]).cpu(), torch.as_tensor(value), rtol=1e-4, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("mode", ["debug", "strict"])

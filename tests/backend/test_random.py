@@ -1,4 +1,6 @@
-"""Random numbers: the same bits in debug, strict and fused, alone or fused with whatever is near, from one seed."""
+"""Random numbers: the same bits in debug, strict and fused, alone or fused with whatever is near, from
+one seed.
+"""
 
 from collections.abc import Callable
 
@@ -67,7 +69,9 @@ def _consumed(draw: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     return drawn, scaled, total
 
 
-@pytest.mark.parametrize("name", ["randn", "rand", "uniform_", "normal_", "exponential_", "dropout", "Linear"])
+@pytest.mark.parametrize(
+    "name", ["randn", "rand", "uniform_", "normal_", "exponential_", "dropout", "Linear"]
+)
 def test_the_bits_are_the_same_fused_with_neighbours(name):
     alone = _seeded(DRAWS[name])
     torch.tpu.manual_seed(7)
@@ -171,10 +175,13 @@ def test_a_generator_of_its_own():
     assert torch.equal(torch.randn(4, device="tpu", generator=generator).cpu(), second)
     cloned = generator.clone_state()
     assert torch.equal(
-        torch.randn(4, device="tpu", generator=generator).cpu(), torch.randn(4, device="tpu", generator=cloned).cpu()
+        torch.randn(4, device="tpu", generator=generator).cpu(),
+        torch.randn(4, device="tpu", generator=cloned).cpu(),
     )
     torch.tpu.manual_seed(5)
-    assert torch.equal(torch.randn(4, device="tpu").cpu(), first), "a generator with the default's seed differs"
+    assert torch.equal(torch.randn(4, device="tpu").cpu(), first), (
+        "a generator with the default's seed differs"
+    )
     assert generator.seed() == generator.initial_seed() != 5
 
 

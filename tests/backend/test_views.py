@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tpu_backend.views import Geometry, memory_order, read, resolve_on_host, slices, write
 
 from tests.backend.choices import Choices
+from tpu_backend.views import Geometry, memory_order, read, resolve_on_host, slices, write
 
 NUMPY_DTYPE = {
     torch.float32: np.dtype(np.float32),

@@ -50,7 +50,7 @@ class Callback:
 def state_of(callbacks: list[Callback]) -> list[dict[str, Any]]:
     """Kind and state of each callback that has one, in order."""
     return [
-        {"kind": type(callback).__name__, "state": callback.state_dict()}  # type: ignore[attr-defined]
+        {"kind": type(callback).__name__, "state": callback.state_dict()}
         for callback in callbacks
         if hasattr(callback, "state_dict")
     ]

@@ -103,7 +103,7 @@ def _write_tokens(documents: Sequence[Document], tokenizer: Tokenizer, stem: Pat
 
 def _batches_of_text(documents: Sequence[Document]) -> Iterator[list[str]]:
     """The documents by way of `datasets`; imported only here, a cache hit is spared the second it takes."""
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     if not documents:
         return

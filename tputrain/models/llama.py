@@ -9,9 +9,11 @@ same operations, and what all layers share (rotation angles, attention mask) is 
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -299,7 +301,7 @@ class Rotary(nn.Module):
         self._frequencies = inverse_frequencies(config)
         self.register_buffer("inverse_frequencies", torch.tensor(self._frequencies), persistent=False)
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # Casting the model to bfloat16 must not round the frequencies (far positions would turn to noise),
         # and `to_empty` leaves a buffer that no checkpoint fills: so the table is made anew wherever the
         # module goes.

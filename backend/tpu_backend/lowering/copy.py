@@ -1,4 +1,6 @@
-"""Copies between tensors of one device.  What PyTorch calls copy_ and clone arrives here once storage is sorted out."""
+"""Copies between tensors of one device.  What PyTorch calls copy_ and clone arrives here once storage is
+sorted out.
+"""
 
 from __future__ import annotations
 

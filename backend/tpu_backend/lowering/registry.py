@@ -18,8 +18,8 @@ Two extra keyword parameters are filled in when a lowering declares them
     key: jax.Array                                 a typed JAX PRNG key, a pure function of (seed, offset);
                                                    marks the op random
 
-A parameter whose name starts with an underscore (``_self`` of ``fill_``, ``normal_``) stands for a tensor whose contents
-do not matter: it arrives as None, and the old value does not become an input of the program.
+A parameter whose name starts with an underscore (``_self`` of ``fill_``, ``normal_``) stands for a tensor
+whose contents do not matter: it arrives as None, and the old value does not become an input of the program.
 
 Dtypes are decided here and nowhere else.  ``promote``
     "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a

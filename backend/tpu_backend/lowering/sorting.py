@@ -14,7 +14,8 @@ def _sorted(values: jax.Array, axis: int, descending: bool) -> tuple[jax.Array, 
     """A stable sort, and where each element came from."""
     positions = lax.broadcasted_iota(jnp.int64, values.shape, axis)
     if not descending:
-        return tuple(lax.sort((values, positions), dimension=axis, num_keys=1, is_stable=True))
+        ordered, origins = lax.sort((values, positions), dimension=axis, num_keys=1, is_stable=True)
+        return ordered, origins
     # Reversed twice: NaN comes first, and equal elements keep their order.
     flipped = lax.sort(
         (jnp.flip(values, axis), jnp.flip(positions, axis)), dimension=axis, num_keys=1, is_stable=True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +27,7 @@ _UNARY = {
     "sinc": jnp.sinc,
 }
 for _name, _function in _UNARY.items():
-    lowering(_name, promote="result")(_function)
+    lowering(_name, promote="result")(cast(Callable[..., Any], _function))
 
 
 @lowering("digamma", promote="result")

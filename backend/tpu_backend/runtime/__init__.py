@@ -21,7 +21,9 @@ _STORAGE_OPS = frozenset({"aten::clone"})
 
 
 def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]]:
-    """What the recorder serves: overload, table name, static, runtime and unread arguments, whether it is random."""
+    """What the recorder serves: overload, table name, static, runtime and unread arguments, whether it is
+    random.
+    """
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
     for overload, table_name in [*served, ("tpu::copy", "tpu::copy")]:
@@ -49,14 +51,17 @@ def _unread(entry: registry.Lowering) -> list[str]:
 
 
 def initialize() -> None:
-    """Start JAX, say what "tpu" is here, and register every lowered op with PyTorch's dispatcher.  Idempotent."""
+    """Start JAX, say what "tpu" is here, and register every lowered op with PyTorch's dispatcher.
+    Idempotent.
+    """
     with _once:
         if _C.is_initialized():
             return
         compiler.configure_logging()
         platform.announce()
         transfer.spend_read_only_warning()
-        # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and whoever does not
+        # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and
+        # whoever does not
         # is told so by the device itself (csrc/stream.cpp, check_not_forked).
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(

@@ -16,7 +16,8 @@ from tpu_backend.runtime.segment import entries, segment_function
 
 log = logging.getLogger("tpu_backend.compile")
 
-# Bytes of temporaries of every executable compiled so far, the largest first: what a step needs beyond its buffers.
+# Bytes of temporaries of every executable compiled so far, the largest first: what a step needs beyond its
+# buffers.
 _temporaries: list[int] = []
 
 
@@ -26,7 +27,8 @@ def largest_temporary() -> int:
 
 
 def compile_segment(description: dict[str, Any]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Compile a segment; the result takes its input arrays and then the packed numbers, and returns its outputs.
+    """Compile a segment; the result takes its input arrays and then the packed numbers, and returns its
+    outputs.
 
     Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
     """
@@ -59,7 +61,8 @@ def compile_segment(description: dict[str, Any]) -> Callable[..., tuple[jax.Arra
         log.info(
             "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         )
-    # JAX's C++ call path (what `compiled(...)` uses from its second call on): half the cost of any other way in.
+    # JAX's C++ call path (what `compiled(...)` uses from its second call on): half the cost of any other way
+    # in.
     fast = compiled._executable.create_cpp_call(compiled._params)
     return fast if fast is not None else compiled
 

@@ -46,9 +46,11 @@ def _open_devices(name: str) -> tuple[Any, ...]:
 
 @cache
 def platform() -> Platform:
-    """Choose once.  ``TPU_PLATFORM=auto|tpu|cuda|cpu`` decides; auto takes TPU chips where there are any, else the CPU.
+    """Choose once.  ``TPU_PLATFORM=auto|tpu|cuda|cpu`` decides; auto takes TPU chips where there are any,
+    else the CPU.
 
-    Raises RuntimeError when what was asked for, or what is plainly there, cannot be opened: never a silent CPU.
+    Raises RuntimeError when what was asked for, or what is plainly there, cannot be opened: never a silent
+    CPU.
     """
     asked = os.environ.get("TPU_PLATFORM", "auto")
     if asked not in PLATFORMS:
@@ -65,7 +67,8 @@ def platform() -> Platform:
                 ) from error
             raise RuntimeError(
                 f"{len(chips)} TPU chips are present but cannot be opened: {_holder_of(chips)}. "
-                "Install the runtime with pip install 'tputrain[tpu]' if it is missing, or set TPU_PLATFORM=cpu. "
+                "Install the runtime with pip install 'tputrain[tpu]' if it is missing, or set "
+                "TPU_PLATFORM=cpu. "
                 f"JAX says: {error}"
             ) from error
         return Platform("tpu", f"{len(devices)} TPU devices", devices)
@@ -74,7 +77,8 @@ def platform() -> Platform:
             devices = _open_devices("cuda")
         except RuntimeError as error:
             raise RuntimeError(
-                "TPU_PLATFORM=cuda, but JAX finds no CUDA device; install it with pip install 'tputrain[cuda]'. "
+                "TPU_PLATFORM=cuda, but JAX finds no CUDA device; install it with pip install "
+                "'tputrain[cuda]'. "
                 f"JAX says: {error}"
             ) from error
         return Platform("cuda", "TPU_PLATFORM=cuda", devices)

@@ -1,8 +1,8 @@
 """A recorded segment as a function over JAX arrays.
 
-The C++ recorder hands over a tape: for each entry a signature id and the local numbers of the values it reads.
-Signatures are decoded once; a segment is then replayed through the lowering table inside `jax.jit`.  This is the
-cold path: it runs on a program-cache miss only.
+The C++ recorder hands over a tape: for each entry a signature id and the local numbers of the values it
+reads. Signatures are decoded once; a segment is then replayed through the lowering table inside `jax.jit`.
+This is the cold path: it runs on a program-cache miss only.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def _result_type(arguments: Sequence[Argument]) -> Any:
             elif isinstance(leaf, RuntimeArg):
                 if leaf.wrapped:
                     seen.append(
-                        TORCH_DTYPES[leaf.dtype].is_floating_point and 1.0 or (leaf.dtype != 11 and 1) or True
+                        (TORCH_DTYPES[leaf.dtype].is_floating_point and 1.0)
+                        or (leaf.dtype != 11 and 1)
+                        or True
                     )
                 else:
                     seen.append(torch.empty((), dtype=TORCH_DTYPES[leaf.dtype]))
@@ -268,10 +270,11 @@ def replay(
         return base if geometry is None else views.read(base, geometry, traced)
 
     evaluated = [(argument, evaluate(argument.value, i)) for i, argument in enumerate(entry.arguments)]
+    first = entry.outputs[0]
     if entry.overload == "zeros":
-        return [jnp.zeros(entry.outputs[0].computed.shape, entry.outputs[0].computed.dtype)]
+        return [jnp.zeros(first.layout_dims, jax_dtype(first.layout_dtype))]
     if entry.overload == "resize":
-        return [_resize(evaluated[0][1], entry.outputs[0].computed.shape[0])]
+        return [_resize(evaluated[0][1], first.layout_dims[0])]
 
     args = [value for argument, value in evaluated if not argument.is_out and not argument.kwarg_only]
     kwargs = {
@@ -288,7 +291,7 @@ def replay(
     )
     new_values = []
     for output, result in zip(entry.outputs, results, strict=True):
-        if output.skip:
+        if output.skip or result is None:
             continue
         value = result.astype(jax_dtype(output.dtype))
         if value.shape != output.sizes:
@@ -307,8 +310,8 @@ def replay(
 def is_lowered(number: int) -> bool:
     """Whether the lowering can express this form of an op: it is traced once, on shapes alone.
 
-    Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug where it
-    is met, not where the segment is cut.
+    Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
+    where it is met, not where the segment is cut.
     """
     entry = signature(number)
     shapes = [
@@ -406,7 +409,9 @@ def _num_links(number: int) -> int:
 
 
 def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, Sequence[int]]]:
-    """The entries of a tape: each signature with the numbers of the values it reads.  The first word is a setting."""
+    """The entries of a tape: each signature with the numbers of the values it reads.  The first word is a
+    setting.
+    """
     at = 1
     while at < len(tape):
         end = at + 1 + _num_links(tape[at])

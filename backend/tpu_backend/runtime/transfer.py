@@ -40,7 +40,9 @@ def _aval(shape: tuple[int, ...], dtype: np.dtype) -> jax.core.ShapedArray:
 
 
 def put(tensor: torch.Tensor, index: int) -> jax.Array:
-    """A contiguous CPU tensor as an array on device `index`.  Copies: the tensor may be written right after."""
+    """A contiguous CPU tensor as an array on device `index`.  Copies: the tensor may be written right
+    after.
+    """
     return put_array(np.array(to_numpy(tensor), order="C", copy=True), index)
 
 
