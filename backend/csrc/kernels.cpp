@@ -256,9 +256,28 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
   return {output, save_mean, save_invstd};
 }
 
+void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      op.operator_name(),
+      ": tpu tensors are strided and not quantized; keep sparse and quantized ones on the CPU, or call to_dense() or "
+      "dequantize() first");
+}
+
 at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
   source.expand(out.sizes()); // raises PyTorch's error where it cannot be broadcast
   return out;
+}
+
+// `.data =` may turn a CPU tensor into a tpu tensor and back, as it may between the CPU and CUDA.  So `module.to("tpu")`
+// keeps its Parameters: tied weights stay tied, and an optimizer that was made before keeps what it optimizes.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  const auto is_plain = [](const at::Tensor& tensor) {
+    return (tensor.is_cpu() || tensor.device().type() == kDeviceType) &&
+        tensor.key_set().has_any(c10::DispatchKeySet(c10::DispatchKey::Dense)) &&
+        !tensor.key_set().has(c10::DispatchKey::Python);
+  };
+  return self.key_set() == from.key_set() || (is_plain(self) && is_plain(from));
 }
 
 // There is one stream a device, so memory is never used again too early.
@@ -279,6 +298,16 @@ namespace {
 TORCH_LIBRARY(tpu, m) {
   // A device-to-device copy: `out` takes the values of `source`, broadcast and cast.
   m.def("copy(Tensor source, *, Tensor(a!) out) -> Tensor(a!)");
+}
+
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::refuse_layout>());
+}
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::refuse_layout>());
+}
+TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::refuse_layout>());
 }
 
 TORCH_LIBRARY_IMPL(tpu, Meta, m) {
@@ -304,6 +333,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &tpu::local_scalar_dense);
   m.impl("equal", &tpu::equal);
   m.impl("native_batch_norm", &tpu::native_batch_norm);
+  m.impl("_has_compatible_shallow_copy_type", &tpu::has_compatible_shallow_copy_type);
   m.impl("record_stream", &tpu::record_stream);
 }
 

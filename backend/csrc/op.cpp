@@ -1,5 +1,6 @@
 #include "op.h"
 
+#include "distributions.h"
 #include "record.h"
 
 #include <torch/library.h>
@@ -40,6 +41,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, lowered.is_random, {}, {}, {}};
+  op.check = distribution_check(handle.operator_name());
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
     ArgInfo info;

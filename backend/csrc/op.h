@@ -23,6 +23,8 @@ struct ArgInfo {
   NumberPolicy policy{NumberPolicy::Static};
 };
 
+using ArgumentCheck = void (*)(c10::ArrayRef<c10::IValue> args);
+
 struct OpInfo {
   uint32_t id;
   c10::OperatorHandle handle;
@@ -34,6 +36,7 @@ struct OpInfo {
   std::vector<int> returned_arg;
   // Arguments that are written and not returned (`_foreach_add_`, running statistics), in schema order.
   std::vector<int> silently_written;
+  ArgumentCheck check{nullptr}; // raises where an argument's value is wrong
 };
 
 struct LoweredOp {

@@ -88,6 +88,9 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
   const auto arguments = torch::jit::last(*stack, op.args.size());
   const c10::DeviceIndex device = device_of(arguments);
   Stream& stream = Device::get().stream(device);
+  if (op.check != nullptr) {
+    op.check(arguments);
+  }
 
   EncodedCall call;
   encode_call(op, arguments, device, call);

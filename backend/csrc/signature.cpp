@@ -333,6 +333,19 @@ Signature* intern(Signature signature) {
   return interned;
 }
 
+// A form whose lowering fails is asked for again when it is met again, and fails again.
+void forget(const Signature* signature) {
+  auto& t = table();
+  std::lock_guard<std::mutex> guard(t.mutex);
+  auto range = t.by_hash.equal_range(hash_of(signature->words));
+  for (auto it = range.first; it != range.second; ++it) {
+    if (it->second == signature) {
+      t.by_hash.erase(it);
+      return;
+    }
+  }
+}
+
 // Asks Python to trace the lowering of this form once; raises what it raises.
 bool is_lowered(uint32_t id) {
   pybind11::gil_scoped_acquire gil;
@@ -495,7 +508,12 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   }
   Signature* interned = intern(std::move(signature));
   if (interned->out_resizes.empty()) {
-    interned->on_cpu = !is_lowered(interned->id);
+    try {
+      interned->on_cpu = !is_lowered(interned->id);
+    } catch (...) {
+      forget(interned);
+      throw;
+    }
   }
   return interned;
 }

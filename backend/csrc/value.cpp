@@ -101,6 +101,13 @@ void Value::release_resources() {
   }
 }
 
+void refuse_address() {
+  TORCH_CHECK(
+      false,
+      "the address of a tpu tensor is a name for it, not memory that can be read; torch.save writes tpu tensors in its "
+      "default format only, elsewhere copy to the host first: tensor.cpu()");
+}
+
 MemoryCounters memory_counters(c10::DeviceIndex device) {
   auto& counters = g_counters.at(device);
   return {counters.current.load(), counters.peak.load(), counters.allocations.load()};

@@ -37,10 +37,17 @@ struct Buffer {
   c10::DeviceIndex device;
 };
 
-// Never null for a tpu tensor.
+// Raises for a tensor that was made over a bare address (as legacy torch.save does): there is nothing at it.
+[[noreturn]] void refuse_address();
+
+// Never null.
 inline Buffer* buffer_of(const at::Tensor& tensor) {
-  return static_cast<Buffer*>(
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_context());
+  void* context =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_context();
+  if (C10_UNLIKELY(context == nullptr)) {
+    refuse_address();
+  }
+  return static_cast<Buffer*>(context);
 }
 
 // Memory that tensors hold, in bytes.  Counted where storages are made and freed.
