@@ -248,9 +248,11 @@ std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& hand
     handle.callBoxed(stack);
   } catch (const c10::NotImplementedError&) {
     return std::nullopt;
-  } catch (pybind11::error_already_set& error) { // a meta kernel written in Python (`nonzero`: the data decides)
+  } catch (pybind11::error_already_set& error) { // a meta kernel written in Python
     pybind11::gil_scoped_acquire gil;
-    if (!error.matches(PyExc_NotImplementedError)) {
+    // Where the data decides on the shape (`nonzero`, a mask as index), the CPU's kernel also checks the arguments.
+    if (is_interrupt(error) ||
+        (!error.matches(PyExc_NotImplementedError) && !handle.hasTag(at::Tag::dynamic_output_shape))) {
       throw;
     }
     return std::nullopt;

@@ -109,6 +109,9 @@ int32_t Stream::link(Buffer* buffer) {
 }
 
 bool Stream::belongs_to_ended_step(const EncodedCall& call) const {
+  if (segment_.entries.empty()) { // it has no serial yet, as a value from the host has none
+    return false;
+  }
   bool reads_any = false;
   for (const auto& tensor : call.tensors) {
     if (!tensor.reads) {

@@ -1,0 +1,288 @@
+"""What is recorded, when it is cut, what is compiled and what is read: `compile_stats` by value."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+
+class Counted:
+    """How far each counter of `compile_stats` moved."""
+
+    ops_recorded = segments_run = compilations = memory_hits = host_reads = 0
+
+
+@contextmanager
+def counted() -> Iterator[Counted]:
+    torch.tpu.flush()
+    before, moved = torch.tpu.compile_stats(), Counted()
+    yield moved
+    torch.tpu.flush()
+    for name, value in torch.tpu.compile_stats().items():
+        setattr(moved, name, value - before[name])
+
+
+def test_the_counters_are_there():
+    stats = torch.tpu.compile_stats()
+    assert set(stats) >= {
+        "ops_recorded",
+        "segments_run",
+        "compilations",
+        "memory_hits",
+        "disk_hits",
+        "compile_seconds",
+        "host_reads",
+    }
+    assert all(value >= 0 for value in stats.values())
+
+
+def test_fused_cuts_at_a_read_strict_after_each_op():
+    x = torch.ones(3, device="tpu")
+    for mode, segments in (("fused", 1), ("strict", 3), ("debug", 3)):
+        with torch.tpu.eager_mode(mode), counted() as moved:
+            assert ((x + 1) * 2).sum().item() == 12
+        assert (moved.ops_recorded, moved.segments_run, moved.host_reads) == (3, segments, 1)
+
+
+def test_flush_dispatches_and_reads_nothing():
+    x = torch.ones(3, device="tpu")
+    with counted() as moved:
+        y = x + 1
+        torch.tpu.flush()
+        z = y + 1
+        torch.tpu.flush()
+        torch.tpu.flush()  # nothing left to do
+    assert (moved.segments_run, moved.host_reads) == (2, 0)
+    assert z.tolist() == [3, 3, 3]
+
+
+def test_what_nobody_can_see_is_not_run():
+    x = torch.ones(3, device="tpu")
+    with counted() as moved:
+        for _ in range(3):
+            x + 1
+        torch.tpu.flush()
+    assert (moved.ops_recorded, moved.segments_run) == (3, 0)
+
+
+def test_moving_tensors_and_making_views_runs_nothing():
+    with counted() as moved:
+        x = torch.arange(6.0).reshape(2, 3).to("tpu")
+        views = [x.t(), x[1:], x.view(6), x.expand(4, 2, 3), x.detach(), x.clone()]
+        assert [view.shape.numel() for view in views] == [6, 3, 6, 24, 6, 6]
+    assert (moved.segments_run, moved.compilations, moved.host_reads) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.item, float, bool, torch.Tensor.tolist, torch.Tensor.cpu, repr])
+def test_each_way_of_reading_is_one_host_read(read):
+    x = torch.full((), 2.0, device="tpu")
+    with counted() as moved:
+        read(x)
+    assert moved.host_reads == 1
+
+
+# ---- steady state ------------------------------------------------------------------------------------------
+
+
+def _training_step(accumulation: int) -> tuple[Callable[[int], torch.Tensor], nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)).to("tpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    batches = torch.randn(100, 5, 4)
+
+    def step(number: int) -> torch.Tensor:
+        total = torch.zeros((), device="tpu")
+        for part in range(accumulation):
+            batch = batches[number * accumulation + part].to("tpu")
+            loss = model(batch).square().mean() / accumulation
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        return total
+
+    return step, model
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_training_step_is_one_segment_and_compiles_nothing_after_step_three(accumulation):
+    step, _ = _training_step(accumulation)
+    for number in range(3):
+        loss = step(number)
+    for log_interval in (1, 5):
+        with counted() as moved:
+            for number in range(3, 3 + log_interval):
+                loss = step(number)
+        assert moved.segments_run == log_interval
+        assert (moved.compilations, moved.host_reads) == (0, 0)
+    assert loss.isfinite().item()
+
+
+def test_a_loss_read_every_step_still_is_one_segment():
+    step, _ = _training_step(1)
+    losses = [step(number).item() for number in range(3)]
+    with counted() as moved:
+        losses += [step(number).item() for number in range(3, 8)]
+    assert (moved.segments_run, moved.compilations, moved.host_reads) == (5, 0, 5)
+    assert len(set(losses)) == 8
+
+
+def test_a_metric_that_is_kept_compiles_nothing():
+    step, _ = _training_step(1)
+    kept = [step(number) for number in range(4)]  # alive at each cut
+    with counted() as moved:
+        for number in range(4, 8):
+            step(number)  # not kept
+        kept += [step(number) for number in range(8, 10)]
+    assert moved.compilations <= 1
+    assert torch.stack(kept).isfinite().all().item()
+
+
+def test_the_second_model_of_the_same_shape_compiles_nothing():
+    for number in range(3):
+        _training_step(1)[0](number)
+    with counted() as moved:
+        step, _ = _training_step(1)
+        for number in range(3):
+            step(number)
+    assert moved.compilations == 0
+
+
+# ---- what never makes a new program ------------------------------------------------------------------------
+
+
+def test_a_thousand_indices_are_at_most_two_programs():
+    x = torch.arange(3000.0).reshape(1000, 3).to("tpu")
+    expected = torch.arange(3000.0).reshape(1000, 3)
+    with counted() as moved:
+        for i in range(0, 1000):
+            y = x[i] * 2
+            if i % 100 == 0:
+                assert y.tolist() == (expected[i] * 2).tolist()
+            torch.tpu.flush()
+    assert moved.compilations <= 2
+    with counted() as moved:
+        for i in range(0, 1000):
+            x[i] = float(i)
+            torch.tpu.flush()
+    assert moved.compilations <= 2
+    assert torch.equal(x.cpu(), torch.arange(1000.0)[:, None].expand(1000, 3))
+
+
+def test_a_window_that_moves_is_at_most_two_programs():
+    x = torch.arange(64.0).to("tpu")
+    with counted() as moved:
+        sums = [x[i : i + 8].sum().item() for i in range(56)]
+        for i in range(56):
+            x[i : i + 2] += 1
+            torch.tpu.flush()
+    assert sums == [8.0 * i + 28 for i in range(56)]
+    assert moved.compilations <= 4
+    assert x.sum().item() == 63 * 32 + 112
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "x * v": lambda x, v: x * v,
+    "x + v": lambda x, v: x + v,
+    "v - x": lambda x, v: v - x,
+    "x / v": lambda x, v: x / v,
+    "v / x": lambda x, v: v / x,
+    "x > v": lambda x, v: x > v,
+    "x.clamp(v, 2 * v)": lambda x, v: x.clamp(v, 2 * v),
+    "x.add(x, alpha=v)": lambda x, v: x.add(x, alpha=v),
+    "x.lerp(x + 1, v)": lambda x, v: x.lerp(x + 1, v),
+    "x.fill_(v)": lambda x, v: x.clone().fill_(v),
+    "torch.full": lambda x, v: torch.full((4,), v, device=x.device),
+    "x.mul_(v)": lambda x, v: x.clone().mul_(v),
+    "where(x > 2, x, v)": lambda x, v: torch.where(x > 2, x, v),
+    "masked_fill": lambda x, v: x.masked_fill(x > 2, v),
+    "addcmul": lambda x, v: torch.addcmul(x, x, x, value=v),
+    "0-d tensor": lambda x, v: x * torch.tensor(v),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_never_makes_a_new_program(name):
+    function = NUMBERS[name]
+    host = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    device = host.to("tpu")
+    values = [1.5, 2.5, 0.25, 3.0, 17.0]
+    function(device, 1.25).cpu()
+    with counted() as moved:
+        results = [function(device, value).cpu() for value in values]
+    assert moved.compilations == 0
+    for value, result in zip(values, results, strict=True):
+        torch.testing.assert_close(result, function(host, value), rtol=1e-6, atol=1e-6)
+
+
+def test_an_integer_number_is_exact_and_makes_no_new_program():
+    host = torch.tensor([1, 2**53 + 1, -7])
+    device = host.to("tpu")
+    (device + 1).cpu()
+    values = [5, 2**53 + 1, -(2**60) - 3]
+    with counted() as moved:
+        results = [(device + value).cpu() for value in values]
+    assert moved.compilations == 0
+    assert all(torch.equal(result, host + value) for value, result in zip(values, results, strict=True))
+
+
+def test_a_new_shape_is_a_new_program_and_is_remembered():
+    def run(size: int) -> float:
+        return (torch.ones(size).to("tpu") * 3).sum().item()
+
+    run(11)
+    with counted() as moved:
+        assert run(13) == 39
+    assert moved.compilations == 1
+    with counted() as moved:
+        assert [run(11), run(13)] == [33, 39]
+    assert (moved.compilations, moved.memory_hits) == (0, 2)
+
+
+# ---- fallback ----------------------------------------------------------------------------------------------
+
+# How many different values a tensor holds depends on the data, which no XLA program's shapes can.
+
+
+def test_an_op_without_a_lowering_is_right_warned_about_once_and_counted():
+    torch.tpu.reset_fallback_stats()
+    host = torch.tensor([1.0, 2.0, 2.0, 5.0])
+    device = host.to("tpu")
+    with pytest.warns(UserWarning, match="aten::_unique2 has no tpu lowering and runs on the CPU") as warned:
+        results = [torch.unique(device * 2, return_counts=True) for _ in range(3)]
+    assert len([warning for warning in warned if "_unique2" in str(warning.message)]) == 1
+    for values, counts in results:
+        assert values.is_tpu
+        assert counts.is_tpu
+        assert (values.tolist(), counts.tolist()) == ([2, 4, 10], [1, 2, 1])
+    assert torch.tpu.fallback_stats() == {"aten::_unique2": 3}
+
+
+@pytest.mark.filterwarnings("ignore:.*no tpu lowering")
+def test_an_op_without_a_lowering_writes_to_out_and_takes_part_in_autograd():
+    host = torch.tensor([[3.0, -1.0, 2.0], [0.0, 4.0, -5.0]])
+    device = host.to("tpu")
+    assert torch.equal(torch.nonzero(device, out=torch.empty(0, 2, dtype=torch.int64, device="tpu")).cpu(), host.nonzero())
+    leaf = device.clone().requires_grad_()
+    leaf[leaf > 0].square().sum().backward()
+    assert torch.equal(leaf.grad.cpu(), 2 * host.relu())
+    assert torch.equal(device.repeat_interleave(torch.tensor([2, 0, 1], device="tpu"), dim=1).cpu(), host[:, [0, 0, 2]])
+
+
+def test_a_fallback_whose_warning_is_an_error_leaves_the_device_usable():
+    torch.tpu.reset_fallback_stats()
+    device = torch.tensor([1.0, 2.0, 1.0]).to("tpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="no tpu lowering"):
+            torch.unique(device)
+    assert torch.tpu.fallback_stats() == {"aten::_unique2": 1}
+    assert torch.unique(device).tolist() == [1, 2]
+    torch.tpu.reset_fallback_stats()
+    assert torch.tpu.fallback_stats() == {}
