@@ -405,4 +405,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     yield
 
 
-eager_mode(os.environ.get("TPU_EAGER_MODE", "fused"))
+_first_mode = os.environ.get("TPU_EAGER_MODE", "fused")
+if _first_mode not in _MODES:
+    raise ValueError(f"TPU_EAGER_MODE={_first_mode!r}: expected one of {', '.join(_MODES)}")
+eager_mode(_first_mode)

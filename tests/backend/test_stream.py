@@ -76,7 +76,9 @@ def test_moving_tensors_and_making_views_runs_nothing():
     assert (moved.segments_run, moved.compilations, moved.host_reads) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.item, float, bool, torch.Tensor.tolist, torch.Tensor.cpu, repr])
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.item, float, bool, torch.Tensor.tolist, torch.Tensor.cpu, repr]
+)
 def test_each_way_of_reading_is_one_host_read(read):
     x = torch.full((), 2.0, device="tpu")
     with counted() as moved:
@@ -161,14 +163,14 @@ def test_a_thousand_indices_are_at_most_two_programs():
     x = torch.arange(3000.0).reshape(1000, 3).to("tpu")
     expected = torch.arange(3000.0).reshape(1000, 3)
     with counted() as moved:
-        for i in range(0, 1000):
+        for i in range(1000):
             y = x[i] * 2
             if i % 100 == 0:
                 assert y.tolist() == (expected[i] * 2).tolist()
             torch.tpu.flush()
     assert moved.compilations <= 2
     with counted() as moved:
-        for i in range(0, 1000):
+        for i in range(1000):
             x[i] = float(i)
             torch.tpu.flush()
     assert moved.compilations <= 2
@@ -268,11 +270,15 @@ def test_an_op_without_a_lowering_is_right_warned_about_once_and_counted():
 def test_an_op_without_a_lowering_writes_to_out_and_takes_part_in_autograd():
     host = torch.tensor([[3.0, -1.0, 2.0], [0.0, 4.0, -5.0]])
     device = host.to("tpu")
-    assert torch.equal(torch.nonzero(device, out=torch.empty(0, 2, dtype=torch.int64, device="tpu")).cpu(), host.nonzero())
+    assert torch.equal(
+        torch.nonzero(device, out=torch.empty(0, 2, dtype=torch.int64, device="tpu")).cpu(), host.nonzero()
+    )
     leaf = device.clone().requires_grad_()
     leaf[leaf > 0].square().sum().backward()
     assert torch.equal(leaf.grad.cpu(), 2 * host.relu())
-    assert torch.equal(device.repeat_interleave(torch.tensor([2, 0, 1], device="tpu"), dim=1).cpu(), host[:, [0, 0, 2]])
+    assert torch.equal(
+        device.repeat_interleave(torch.tensor([2, 0, 1], device="tpu"), dim=1).cpu(), host[:, [0, 0, 2]]
+    )
 
 
 def test_a_fallback_whose_warning_is_an_error_leaves_the_device_usable():

@@ -14,6 +14,7 @@ from tpu_backend.lowering import (  # noqa: F401
     pointwise,
     pooling,
     random,
+    recurrent,
     reduction,
     resampling,
     shape,

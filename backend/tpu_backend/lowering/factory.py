@@ -55,12 +55,23 @@ def _range(start, step, out):
     return jnp.asarray(start).astype(compute) + steps * jnp.asarray(step).astype(compute)
 
 
-@lowering("arange", "arange.out")
+# The numbers of a range make its length, so they are part of the program.
+
+
+@lowering("arange", "arange.out", static=("end",))
 def arange(end, *, out=None, **options):
     return _range(0, 1, out)
 
 
-@lowering("arange.start", "arange.start_step", "arange.start_out", "range", "range.step", "range.out")
+@lowering(
+    "arange.start",
+    "arange.start_step",
+    "arange.start_out",
+    "range",
+    "range.step",
+    "range.out",
+    static=("start", "end", "step"),
+)
 def arange_start(start, end, step=1, *, out=None, **options):
     return _range(start, step, out)
 

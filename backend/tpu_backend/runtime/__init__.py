@@ -10,7 +10,7 @@ import torch
 
 from tpu_backend import _C
 from tpu_backend.lowering import names, registry
-from tpu_backend.runtime import compiler, platform, transfer
+from tpu_backend.runtime import compiler, platform, shapes, transfer
 from tpu_backend.runtime.debug import after_debug_op
 from tpu_backend.runtime.segment import is_lowered
 
@@ -59,6 +59,7 @@ def initialize() -> None:
             return
         compiler.configure_logging()
         platform.announce()
+        shapes.register_meta_kernels()
         transfer.spend_read_only_warning()
         # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and
         # whoever does not

@@ -14,6 +14,7 @@ from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.segment import entries, segment_function
 
+LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
 
 # Bytes of temporaries of every executable compiled so far, the largest first: what a step needs beyond its
@@ -71,6 +72,10 @@ def configure_logging() -> None:
     """``TPU_LOGS="compile"`` or ``"+compile"`` (with the program's text), in the manner of ``TORCH_LOGS``."""
     for item in filter(None, os.environ.get("TPU_LOGS", "").split(",")):
         name = item.strip().lstrip("+-")
+        if name not in LOGS:
+            raise RuntimeError(
+                f"TPU_LOGS: there is no log {name!r}; there is {', '.join(LOGS)} (+ for more, - for less)"
+            )
         level = logging.DEBUG if item.strip().startswith("+") else logging.INFO
         logger = logging.getLogger(f"tpu_backend.{name}")
         logger.setLevel(logging.ERROR if item.strip().startswith("-") else level)

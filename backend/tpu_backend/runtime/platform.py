@@ -67,7 +67,7 @@ def platform() -> Platform:
                 ) from error
             raise RuntimeError(
                 f"{len(chips)} TPU chips are present but cannot be opened: {_holder_of(chips)}. "
-                "Install the runtime with pip install 'tputrain[tpu]' if it is missing, or set "
+                "Install the runtime with pip install 'jax[tpu]' if it is missing, or set "
                 "TPU_PLATFORM=cpu. "
                 f"JAX says: {error}"
             ) from error
@@ -78,7 +78,7 @@ def platform() -> Platform:
         except RuntimeError as error:
             raise RuntimeError(
                 "TPU_PLATFORM=cuda, but JAX finds no CUDA device; install it with pip install "
-                "'tputrain[cuda]'. "
+                "'jax[cuda13]'. "
                 f"JAX says: {error}"
             ) from error
         return Platform("cuda", "TPU_PLATFORM=cuda", devices)

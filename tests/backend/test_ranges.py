@@ -1,0 +1,12 @@
+"""Ranges: their numbers make their length, so another length must be another program."""
+
+from __future__ import annotations
+
+import torch
+
+
+def test_ranges_of_changing_length_have_their_own_length() -> None:
+    for stop in (3, 12, 5, 3):
+        assert torch.arange(stop, device="tpu").tolist() == list(range(stop))
+        assert torch.arange(2, stop + 3, 2, device="tpu").tolist() == list(range(2, stop + 3, 2))
+        assert torch.arange(0.5, stop, device="tpu").tolist() == torch.arange(0.5, stop).tolist()
