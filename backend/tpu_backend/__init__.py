@@ -41,7 +41,7 @@ def register() -> None:
     from tpu_backend import abi
 
     abi.check()
-    from tpu_backend import _C, device_module, printing
+    from tpu_backend import _C, device_module, pickling, printing
 
     backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
@@ -50,4 +50,6 @@ def register() -> None:
         for_tensor=True, for_module=True, for_storage=True
     )
     printing.install()
+    pickling.install()
+    torch.set_autocast_dtype("tpu", torch.bfloat16)  # PyTorch's default for a device like this is float16
     device_module._cut_after_optimizer_steps()

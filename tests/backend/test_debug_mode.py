@@ -76,7 +76,7 @@ def test_the_environment_sets_mode_and_switch():
         TPU_DEBUG_NANS="1",
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("aten::log(self=float32[1]) made a NaN at <string>:5")
+    assert done.stdout.startswith("aten::log(self=float32[1]) made a NaN at <string>:6: ")
 
 
 def test_a_model_trains_in_debug_mode_with_the_check_on():

@@ -1,0 +1,253 @@
+"""Threads and processes: two recorders, autograd's workers, DataLoader's workers, forks, and the end of a process."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.backend.fresh_process import run_python
+
+SECONDS = 60
+
+
+def _together(*functions: Callable[[], object]) -> list[object]:
+    """Run each in a thread of its own, all at once; returns the results.  Fails when one hangs or raises."""
+    results: list[object] = [None] * len(functions)
+    start = threading.Barrier(len(functions))
+
+    def run(place: int) -> None:
+        start.wait()
+        try:
+            results[place] = functions[place]()
+        except BaseException as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _count(first: float, reads: bool) -> list[float]:
+    x = torch.full((4,), first, device="tpu")
+    seen = []
+    for step in range(30):
+        x = x * 2 - first
+        x[1:].add_(1).sub_(1)
+        if reads or step == 29:
+            seen.append(x.sum().item())
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["debug", "strict"])
+def test_threads_that_record_at_once_get_their_own_values(mode):
+    with torch.tpu.eager_mode(mode):
+        results = _together(*(lambda value=value: _count(value, reads=True) for value in (1.0, 2.0, 3.0)))
+    assert results == [[4 * value] * 30 for value in (1.0, 2.0, 3.0)]
+
+
+def test_threads_that_record_at_once_into_one_fused_stream_get_their_own_values():
+    results = _together(*(lambda value=value: _count(value, reads=False) for value in (1.0, 2.0)))
+    assert results == [[4.0], [8.0]]
+
+
+def test_a_thread_that_flushes_does_not_disturb_another():
+    done = threading.Event()
+
+    def flush() -> None:
+        while not done.is_set():
+            torch.tpu.flush()
+            torch.tpu.synchronize()
+            torch.tpu.compile_stats()
+
+    def work() -> list[float]:
+        try:
+            with torch.tpu.eager_mode("strict"):
+                return [_count(5.0, reads=True)[-1] for _ in range(5)]
+        finally:
+            done.set()
+
+    assert _together(flush, work)[1] == [20.0] * 5
+
+
+def test_backward_runs_on_autograds_threads_beside_the_main_one():
+    def gradient(value: float) -> list[float]:
+        x = torch.full((3,), value, device="tpu", requires_grad=True)
+        for _ in range(5):
+            x.grad = None
+            (x * x).sum().backward()
+        return x.grad.tolist()
+
+    with torch.tpu.eager_mode("strict"):
+        assert _together(lambda: gradient(1.5), lambda: gradient(2.5)) == [[3.0] * 3, [5.0] * 3]
+
+
+def test_a_tensor_made_in_one_thread_is_read_and_freed_in_another():
+    box = [torch.ones(3, device="tpu") * 2]
+    (total,) = _together(lambda: box.pop().sum().item())
+    assert total == 6
+    before = torch.tpu.memory_allocated()
+    _together(lambda: box.append(torch.ones(256, device="tpu") + 1))
+    assert box[0].sum().item() == 512
+    box.clear()
+    assert torch.tpu.memory_allocated() == before
+
+
+def test_the_current_device_belongs_to_the_thread():
+    torch.tpu.set_device(0)
+    assert _together(torch.tpu.current_device) == [0]
+
+
+# ---- DataLoader and forks ----------------------------------------------------------------------------------
+
+
+class _Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert torch.tpu._is_in_bad_fork()
+        return torch.tensor([float(index), float(index) ** 2]) + torch.randn(()) * 0
+
+
+def test_a_data_loader_with_workers_feeds_a_device_in_use():
+    weight = torch.ones(2, device="tpu", requires_grad=True)
+    (weight * 2).sum().backward()
+    pending = weight * 3  # recorded, not run, when the workers are forked
+    loader = torch.utils.data.DataLoader(_Squares(), batch_size=4, num_workers=2, timeout=SECONDS)
+    seen = [((batch.to("tpu") * weight).sum()).item() for _ in range(2) for batch in loader]
+    assert seen == [20, 148, 20, 148]  # 0+1+2+3 + 0+1+4+9, 4+5+6+7 + 16+25+36+49
+    assert pending.sum().item() == 6
+    assert not torch.tpu._is_in_bad_fork()
+
+
+FORK = """
+    import multiprocessing, os, sys, torch
+
+    def child(tensor, queue):
+        said = []
+        for use in (lambda: torch.ones(2, device="tpu"), lambda: tensor + 1, lambda: tensor.cpu(), lambda: tensor.fill_(1),
+                    lambda: tensor.copy_(torch.zeros(2)), torch.tpu.synchronize, torch.tpu.flush):
+            try:
+                use()
+                said.append("nothing")
+            except RuntimeError as error:
+                said.append(str(error).splitlines()[0])
+        said.append(str(torch.tpu._is_in_bad_fork()))
+        said.append(str((torch.ones(2) @ torch.ones(2)).item()))
+        queue.put(said)
+
+    tensor = torch.ones(2, device="tpu") * 1
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(tensor, queue))
+    process.start()
+    *uses, forked, product = queue.get(timeout=60)
+    process.join(60)
+    assert process.exitcode == 0
+    assert (forked, product) == ("True", "2.0")
+    for said in uses:
+        print(said)
+    assert tensor.sum().item() == 2
+"""
+
+
+def test_a_forked_process_is_told_that_it_cannot_use_the_device():
+    done = run_python(FORK)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    # A synchronisation has nothing to wait for there.
+    assert lines[5] == "nothing"
+    for said in lines[:5] + lines[6:]:
+        assert said.startswith("the tpu device cannot be used in a forked process"), lines
+        assert 'multiprocessing\'s "spawn" or "forkserver"' in said
+    assert done.stderr.splitlines() == ["device tpu → XLA:CPU (no TPU found)"]
+
+
+# ---- the end of a process ----------------------------------------------------------------------------------
+
+ENDINGS = {
+    "with pending work and live tensors": """
+        import torch
+        model = torch.nn.Linear(4, 4).to("tpu")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4, device="tpu")).sum().backward()
+        optimizer.step()
+        pending = model.weight * 2
+        """,
+    "with a thread that records": """
+        import threading, torch
+        x = torch.ones(4, device="tpu")
+        started = threading.Event()
+        def record():
+            global x
+            while True:
+                x = x + 1
+                torch.tpu.flush()
+                started.set()
+        threading.Thread(target=record, daemon=True).start()
+        started.wait()
+        """,
+    "in an exit handler that reads": """
+        import atexit, torch
+        x = torch.ones(4, device="tpu") * 2
+        atexit.register(lambda: print(x.sum().item()))
+        """,
+    "with tensors in cycles and finalizers": """
+        import torch, weakref
+        class Holder:
+            def __init__(self):
+                self.me, self.x = self, torch.ones(4, device="tpu") + 1
+            def __del__(self):
+                self.x.add_(1)
+        holders = [Holder() for _ in range(3)]
+        event = torch.tpu.Event(); event.record()
+        y = torch.ones(3, device="tpu", requires_grad=True)
+        z = (y * 2).sum()
+        """,
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_process_ends_quietly(name):
+    done = run_python(ENDINGS[name])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["device tpu → XLA:CPU (no TPU found)"]
+    if "reads" in name:
+        assert done.stdout == "8.0\n"
+
+
+def test_sys_exit_in_a_hook_ends_the_process_with_its_code():
+    done = run_python(
+        """
+        import sys, torch
+        x = torch.ones(3, device="tpu", requires_grad=True)
+        x.register_hook(lambda gradient: sys.exit(7))
+        (x * 2).sum().backward()
+        """
+    )
+    assert done.returncode == 7, done.stderr
+
+
+def test_a_module_trains_in_a_thread_of_its_own():
+    def train() -> float:
+        model = nn.Linear(3, 1, bias=False).to("tpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.eye(3).to("tpu")
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (model(x) - 2).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    (loss,) = _together(train)
+    assert loss < 2
