@@ -18,7 +18,9 @@ void throw_python_error() {
   if (is_interrupt(error)) {
     throw error;
   }
-  throw_torch_error(pybind11::str(error.value()));
+  const std::string message = pybind11::str(error.value());
+  TORCH_CHECK_NOT_IMPLEMENTED(!error.matches(PyExc_NotImplementedError), message);
+  throw_torch_error(message);
 }
 
 } // namespace tpu

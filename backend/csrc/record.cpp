@@ -148,8 +148,8 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
 void cpu_fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   const auto& name = handle.schema().operator_name();
   Device::get().ensure_initialized();
+  at::native::cpu_fallback(handle, stack); // raises where the arguments are wrong: that is no fallback
   Device::get().count_fallback(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
-  at::native::cpu_fallback(handle, stack);
 }
 
 } // namespace tpu

@@ -254,13 +254,10 @@ void Stream::wait(size_t num_launched) {
 }
 
 bool Stream::done(size_t num_launched) {
-  static PyObject* is_ready = PyUnicode_InternFromString("is_ready");
   for (const auto& value : programs_.launched(num_launched)) {
-    auto ready = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallMethodNoArgs(value->array, is_ready));
-    if (!ready) {
-      throw_python_error();
-    }
-    if (!ready.cast<bool>()) {
+    const pybind11::handle array(value->array);
+    // Another thread may just have given its memory to a later program.
+    if (!array.attr("is_deleted")().cast<bool>() && !array.attr("is_ready")().cast<bool>()) {
       return false;
     }
   }

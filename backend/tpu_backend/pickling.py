@@ -14,7 +14,9 @@ import torch
 
 def _on_device(storage: torch.storage.TypedStorage, device: str) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(
-        wrap_storage=storage._untyped_storage.to(device=torch.device(device)), dtype=storage.dtype, _internal=True
+        wrap_storage=storage._untyped_storage.to(device=torch.device(device)),
+        dtype=storage.dtype,
+        _internal=True,
     )
 
 

@@ -34,7 +34,7 @@ def test_the_ops_of_a_forward_pass_have_their_dtypes(model, batch):
         assert half.pow(2).dtype == torch.float32
         assert F.layer_norm(half, (6,)).dtype == torch.float32
         assert F.mse_loss(half, x[:, :6]).dtype == torch.float32
-        assert torch.cat([half, x]  if half.shape == x.shape else [half, x[:, :6]]).dtype == torch.float32
+        assert torch.cat([half, x[:, :6]]).dtype == torch.float32
         assert (half + x[:, :6]).dtype == torch.float32
         assert F.relu(half).dtype == torch.bfloat16
         with torch.autocast("tpu", enabled=False):
@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_near_those_of_the_cpu(mode, model, batch):
         loss.backward()
         gradients = [parameter.grad for parameter in moved.parameters()]
         assert all(gradient.dtype == torch.float32 for gradient in gradients)
-        results[device] = (loss.item(), [gradient.cpu() for gradient in gradients])
+        results[device] = (loss.item(), [gradient.cpu().clone() for gradient in gradients])
     assert results["tpu"][0] == pytest.approx(results["cpu"][0], rel=1e-2)
     torch.testing.assert_close(results["tpu"][1], results["cpu"][1], rtol=5e-2, atol=5e-3)
 

@@ -18,7 +18,8 @@ def test_the_first_op_that_makes_a_nan_is_named_with_shapes_and_line():
     with torch.tpu.eager_mode("debug", check_nans=True):
         y = x * 2
         with pytest.raises(RuntimeError) as caught:
-            line = _line(); z = y.log()  # noqa: E702 - one line, to know its number
+            line = _line() + 1
+            z = y.log()
             z.sum()
     message = str(caught.value)
     assert message.startswith("aten::log(self=float32[1, 2]) made a NaN at ")
@@ -57,11 +58,13 @@ def test_the_switch_ends_with_the_mode():
 
 
 def test_other_modes_refuse_the_switch():
-    with pytest.raises(ValueError, match='check_nans=True looks at every op, which mode \'fused\' does not: use "debug"'):
+    with pytest.raises(
+        ValueError, match="check_nans=True looks at every op, which mode 'fused' does not: use \"debug\""
+    ):
         torch.tpu.eager_mode("fused", check_nans=True)
 
 
-def test_the_environment_sets_mode_and_switch():
+def test_the_environment_sets_mode_switch_and_log():
     done = run_python(
         """
         import torch
@@ -74,9 +77,11 @@ def test_the_environment_sets_mode_and_switch():
         """,
         TPU_EAGER_MODE="debug",
         TPU_DEBUG_NANS="1",
+        TPU_LOGS="compile",
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("aten::log(self=float32[1]) made a NaN at <string>:6: ")
+    assert "[tpu tpu_backend.compile] compiled 1 ops: aten::log" in done.stderr
 
 
 def test_a_model_trains_in_debug_mode_with_the_check_on():

@@ -89,7 +89,9 @@ def test_a_wrong_call_raises_what_the_cpu_raises(mode):
 
 
 def test_a_tensor_of_another_device_is_named():
-    with pytest.raises(RuntimeError, match=r"found at least two devices, tpu:0 and cpu.*tensor.to\(\"tpu\"\)"):
+    with pytest.raises(
+        RuntimeError, match=r"found at least two devices, tpu:0 and cpu.*tensor.to\(\"tpu\"\)"
+    ):
         torch.ones(3, device="tpu") + torch.ones(3)
     with pytest.raises(RuntimeError, match="two devices"):
         torch.ones(2, 3) @ torch.ones(3, 2, device="tpu")
@@ -98,10 +100,13 @@ def test_a_tensor_of_another_device_is_named():
 
 
 def test_numpy_says_to_copy_first():
-    with pytest.raises(TypeError, match=r"can't convert tpu:0 device type tensor to numpy. Use Tensor.cpu\(\)"):
+    with pytest.raises(
+        TypeError, match=r"can't convert tpu:0 device type tensor to numpy. Use Tensor.cpu\(\)"
+    ):
         torch.ones(2, device="tpu").numpy()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_layouts_and_dtypes_that_do_not_exist_here_are_named():
     with pytest.raises(NotImplementedError, match="tpu tensors are strided and not quantized; keep sparse"):
         torch.empty(2, 2, device="tpu", layout=torch.sparse_coo)
@@ -132,11 +137,16 @@ def broken_lowering(monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "size"), [("debug", 101), ("strict", 102), ("fused", 103)])
-def test_a_lowering_that_fails_names_op_shapes_and_line_and_the_device_goes_on(mode, size, broken_lowering, monkeypatch):
+def test_a_lowering_that_fails_names_op_shapes_and_line_and_the_device_goes_on(
+    mode, size, broken_lowering, monkeypatch
+):
     x = torch.ones(size, device="tpu")
     with torch.tpu.eager_mode(mode):
         kept = x * 2
-        with pytest.raises(RuntimeError, match=rf"aten::cosh\(self=float32\[{size}\]\) failed at .*test_errors.py:\d+.*Broken"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"aten::cosh\(self=float32\[{size}\]\) failed at .*test_errors.py:\d+.*Broken",
+        ):
             torch.cosh(x)
         assert kept.sum().item() == 2 * size
     monkeypatch.undo()
@@ -161,7 +171,10 @@ def test_a_compilation_that_fails_spoils_its_own_results_only(mode, size, monkey
             assert "aten::sub.Tensor" in str(caught.value)
             assert "test_errors.py" in str(caught.value)
         for tensor in spoiled:
-            with pytest.raises(RuntimeError, match="no value: it was to be computed by a program that failed:\n.*no such thing"):
+            with pytest.raises(
+                RuntimeError,
+                match="no value: it was to be computed by a program that failed:\n.*no such thing",
+            ):
                 tensor.cpu()
             with pytest.raises(RuntimeError, match="no value"):
                 tensor + 1

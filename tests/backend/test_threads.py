@@ -1,4 +1,4 @@
-"""Threads and processes: two recorders, autograd's workers, DataLoader's workers, forks, and the end of a process."""
+"""Threads and processes: several recorders, autograd's workers, DataLoader's workers, forks, a process' end."""
 
 import threading
 from collections.abc import Callable
@@ -118,6 +118,7 @@ class _Squares(torch.utils.data.Dataset):
         return torch.tensor([float(index), float(index) ** 2]) + torch.randn(()) * 0
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # pytest undoes the filter that the device sets
 def test_a_data_loader_with_workers_feeds_a_device_in_use():
     weight = torch.ones(2, device="tpu", requires_grad=True)
     (weight * 2).sum().backward()
@@ -134,8 +135,15 @@ FORK = """
 
     def child(tensor, queue):
         said = []
-        for use in (lambda: torch.ones(2, device="tpu"), lambda: tensor + 1, lambda: tensor.cpu(), lambda: tensor.fill_(1),
-                    lambda: tensor.copy_(torch.zeros(2)), torch.tpu.synchronize, torch.tpu.flush):
+        for use in (
+            lambda: torch.ones(2, device="tpu"),
+            lambda: tensor + 1,
+            lambda: tensor.cpu(),
+            lambda: tensor.fill_(1),
+            lambda: tensor.copy_(torch.zeros(2)),
+            torch.tpu.synchronize,
+            torch.tpu.flush,
+        ):
             try:
                 use()
                 said.append("nothing")
@@ -175,43 +183,38 @@ def test_a_forked_process_is_told_that_it_cannot_use_the_device():
 # ---- the end of a process ----------------------------------------------------------------------------------
 
 ENDINGS = {
-    "with pending work and live tensors": """
-        import torch
+    "with pending work, live tensors, cycles and a daemon thread": """
+        import threading, torch
         model = torch.nn.Linear(4, 4).to("tpu")
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 4, device="tpu")).sum().backward()
         optimizer.step()
+        event = torch.tpu.Event()
+        event.record()
         pending = model.weight * 2
-        """,
-    "with a thread that records": """
-        import threading, torch
-        x = torch.ones(4, device="tpu")
-        started = threading.Event()
-        def record():
-            global x
-            while True:
-                x = x + 1
-                torch.tpu.flush()
-                started.set()
-        threading.Thread(target=record, daemon=True).start()
-        started.wait()
-        """,
-    "in an exit handler that reads": """
-        import atexit, torch
-        x = torch.ones(4, device="tpu") * 2
-        atexit.register(lambda: print(x.sum().item()))
-        """,
-    "with tensors in cycles and finalizers": """
-        import torch, weakref
+
         class Holder:
             def __init__(self):
                 self.me, self.x = self, torch.ones(4, device="tpu") + 1
             def __del__(self):
                 self.x.add_(1)
+
         holders = [Holder() for _ in range(3)]
-        event = torch.tpu.Event(); event.record()
-        y = torch.ones(3, device="tpu", requires_grad=True)
-        z = (y * 2).sum()
+        recorded = threading.Event()
+        def record():
+            y = pending + 1
+            torch.tpu.flush()
+            z = y * 2
+            recorded.set()
+            threading.Event().wait()
+
+        threading.Thread(target=record, daemon=True).start()
+        recorded.wait()
+        """,
+    "in an exit handler that reads": """
+        import atexit, torch
+        x = torch.ones(4, device="tpu") * 2
+        atexit.register(lambda: print(x.sum().item()))
         """,
 }
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpu_backend.lowering.registry import lowering, opmath
+from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
 _FLOAT32_PRECISION = {
     "highest": lax.Precision.HIGHEST,
@@ -33,6 +33,8 @@ def product_precision(dtype: Any) -> lax.Precision:
 
 def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
     """``left @ right`` with numpy's batching, in the accumulation dtype (float32 for 16-bit floats)."""
+    if left.dtype != right.dtype:
+        raise NotLoweredError("a product of two dtypes: PyTorch refuses it, in its own words on the CPU")
     return jnp.matmul(
         left, right, precision=product_precision(left.dtype), preferred_element_type=opmath(left.dtype)
     )

@@ -11,9 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 # ---- softmax
+
+
+def _expect_floats(self):
+    if not jnp.issubdtype(self.dtype, jnp.inexact):
+        raise NotLoweredError("softmax of integers: PyTorch refuses it, in its own words on the CPU")
 
 
 def _shifted(self, axis):
@@ -23,6 +28,7 @@ def _shifted(self, axis):
 
 @lowering("_softmax", promote="opmath")
 def softmax(self, dim, half_to_float):
+    _expect_floats(self)
     if self.ndim == 0 or self.size == 0:
         return jnp.ones_like(self)
     exponentials = jnp.exp(self - jnp.max(self, dim, keepdims=True))
@@ -41,6 +47,7 @@ def safe_softmax(self, dim, dtype=None):
 
 @lowering("_log_softmax", promote="opmath")
 def log_softmax(self, dim, half_to_float):
+    _expect_floats(self)
     if self.ndim == 0 or self.size == 0:
         return jnp.zeros_like(self)
     shifted = self - jnp.max(self, dim, keepdims=True)

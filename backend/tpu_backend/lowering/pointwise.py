@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.matmul import scaled
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 
 def is_floating(value: jax.Array) -> bool:
@@ -75,7 +75,14 @@ for _name, _function in _TESTS.items():
 lowering("abs", promote="opmath")(jnp.abs)
 lowering("angle", promote="opmath")(jnp.angle)
 lowering("conj_physical", "_conj_physical")(jnp.conj)
-lowering("bitwise_not")(jnp.bitwise_not)
+
+
+@lowering("bitwise_not")
+def bitwise_not(self):
+    if jnp.issubdtype(self.dtype, jnp.inexact):
+        raise NotLoweredError("the bits of a float: PyTorch refuses it, in its own words on the CPU")
+    return jnp.bitwise_not(self)
+
 
 
 @lowering("sign", promote="result")

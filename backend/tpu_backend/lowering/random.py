@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.registry import lowering, opmath
+from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
 
 def _rounded(value: jax.Array) -> jax.Array:
@@ -193,6 +193,8 @@ def multinomial(self, num_samples, replacement=False, *, generator=None, key):
         picked = jnp.sum(cumulative[:, None, :] <= points[:, :, None], -1)
         last = weights.shape[1] - 1 - jnp.argmax(jnp.flip(weights > 0, -1), -1, keepdims=True)
         picked = jnp.minimum(picked, last)  # rounding may put a point on the total
+    elif num_samples > weights.shape[1]:
+        raise NotLoweredError("more samples than there are: PyTorch refuses it, in its own words on the CPU")
     else:
         race = weights / jnp.maximum(jax.random.exponential(key, weights.shape, weights.dtype), 1e-30)
         picked = lax.top_k(race, num_samples)[1]

@@ -58,7 +58,12 @@ def get(array: jax.Array, dtype: int) -> torch.Tensor:
 
 def wait(arrays: list[jax.Array]) -> None:
     """Return when these arrays, an output of each of the latest launches, are computed."""
-    jax.block_until_ready(arrays)
+    for array in arrays:
+        try:
+            array.block_until_ready()
+        except RuntimeError:
+            if not array.is_deleted():  # else another thread has just given its memory to a later program
+                raise
 
 
 def spend_read_only_warning() -> None:
