@@ -19,8 +19,13 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         if self.run_dir is None:
             return self
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (self.run_dir / ".lock").open("a+", encoding="utf-8")
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (self.run_dir / ".lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"run_dir={self.run_dir}: cannot write there ({error.strerror}); choose another run_dir"
+            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -156,7 +156,8 @@ class Trainer:
         if self._is_warm:
             self._train_step(self._next_batches())
             return
-        with announced(f"step {self.step + 1}, the first of this process, is recorded and compiled"):
+        compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
+        with announced(f"step {self.step + 1}, the first of this process,{compiled}"):
             self._train_step(self._next_batches())
             self._step_log.wait()
         self._is_warm = True
@@ -235,8 +236,9 @@ class Trainer:
         self.num_done += num_done
         host = {"learning_rate": learning_rate, self.unit: self.num_done}
         self._step_log.end(self.step, loss, grad_norm, num_done, host)
-        for logger in self.loggers:
-            logger.after_step(self.step)
+        if self._is_warm:  # the first step is announced; a line in between would break that one
+            for logger in self.loggers:
+                logger.after_step(self.step)
 
     # -- once in a while -------------------------------------------------------------------------------------
 

@@ -12,9 +12,7 @@
 #include <pybind11/pybind11.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 
 namespace py = pybind11;
 
@@ -23,30 +21,8 @@ namespace {
 
 thread_local c10::DeviceIndex t_current = 0;
 
-// The number of devices, without Python and without starting anything: a CPU-only backward() asks for it.
-c10::DeviceIndex count_devices() {
-  const auto count_entries = [](const char* folder, const char* prefix) {
-    int found = 0;
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-      const auto name = entry.path().filename().string();
-      if (name.rfind(prefix, 0) == 0 && name.find_first_of("0123456789") != std::string::npos) {
-        ++found;
-      }
-    }
-    return found;
-  };
-  const char* chosen = std::getenv("TPU_PLATFORM");
-  const std::string platform = chosen == nullptr ? "auto" : chosen;
-  int count = 0;
-  if (platform == "auto" || platform == "tpu") {
-    count = std::max(count_entries("/dev", "accel"), count_entries("/dev/vfio", ""));
-  }
-  if (platform == "cuda") {
-    count = count_entries("/dev", "nvidia");
-  }
-  return static_cast<c10::DeviceIndex>(std::max(count, 1)); // the CPU is one device
-}
+// One process drives one device.  Known without Python and without starting anything: a CPU-only backward() asks for it.
+constexpr c10::DeviceIndex kNumDevices = 1;
 
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
@@ -247,7 +223,7 @@ GeneratorImpl* GeneratorImpl::clone_impl() const {
   return copy;
 }
 
-Device::Device() : count_(count_devices()) {
+Device::Device() : count_(kNumDevices) {
   for (c10::DeviceIndex i = 0; i < count_; ++i) {
     streams_.push_back(std::make_unique<Stream>(i));
     generators_.push_back(at::make_generator<GeneratorImpl>(i));

@@ -94,7 +94,7 @@ struct Runtime {
 };
 Runtime& runtime();
 
-// A signature in Python's terms, for the lowering; see tpu_backend/runtime/segment.py for the form.
+// A signature in Python's terms, for the lowering; see tpu_backend/runtime/signature.py for the form.
 PyObject* describe_signature(uint32_t id);
 
 } // namespace tpu

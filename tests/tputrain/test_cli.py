@@ -109,6 +109,7 @@ def test_sample_writes_text_that_begins_with_the_prompt(capsys):
             ["run", "tiny.yaml", "data.files=none-*.txt", "run_dir=x"],
             "data.files='none-*.txt': no file matches",
         ),
+        (["run", "tiny.yaml", "run_dir=text.txt/run"], "run_dir=text.txt/run: cannot write there"),
         (["sample", "nowhere", "--prompt", "x"], "nowhere: no whole checkpoint in nowhere/checkpoints"),
         (
             ["sample", "runs/tiny", "--prompt", "x", "--max-new-tokens", "0"],

@@ -14,6 +14,7 @@ from tputrain.config_checks import expect
 from tputrain.device import execution_mode
 from tputrain.errors import UserError
 from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe
+from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
@@ -37,6 +38,8 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
         say(f"{cfg.run_dir} is finished: it has done its {cfg.trainer.steps} steps. To make it longer:")
         say(f"  {command}{kept} trainer.steps={2 * cfg.trainer.steps}")
         return 0
+    with RunLock(Path(cfg.run_dir)):
+        pass  # a directory that cannot be used is reported before anything takes long
     job = build_job(cfg)
     for line in job.description:
         say(line)

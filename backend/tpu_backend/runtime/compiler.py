@@ -12,7 +12,8 @@ from jax.sharding import SingleDeviceSharding
 
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.platform import platform
-from tpu_backend.runtime.segment import entries, segment_function
+from tpu_backend.runtime.segment import segment_function
+from tpu_backend.runtime.signature import entries
 
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")

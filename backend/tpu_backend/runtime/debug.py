@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_backend import nan_check
-from tpu_backend.runtime.segment import signature
+from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import user_line
 
 

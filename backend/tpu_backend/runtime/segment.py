@@ -1,7 +1,5 @@
-"""A recorded segment as a function over JAX arrays.
+"""A recorded segment as a function over JAX arrays, replayed through the lowering table inside `jax.jit`.
 
-The C++ recorder hands over a tape: for each entry a signature id and the local numbers of the values it
-reads. Signatures are decoded once; a segment is then replayed through the lowering table inside `jax.jit`.
 This is the cold path: it runs on a program-cache miss only.
 """
 
@@ -9,200 +7,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
-from tpu_backend import _C, views
+from tpu_backend import views
 from tpu_backend.lowering import registry
 from tpu_backend.reinterpret import reinterpret
-from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime.signature import (
+    ConstantArg,
+    ListArg,
+    RuntimeArg,
+    Signature,
+    TensorArg,
+    entries,
+    leaves,
+    signature,
+)
 from tpu_backend.runtime.user_line import user_line
-
-
-@dataclass(frozen=True)
-class TensorArg:
-    """A tensor argument: which slot of its buffer it shows."""
-
-    reads: bool  # whether the entry has a link for it
-    base_dims: tuple[int, ...]
-    base_dtype: int
-    geometry: views.Geometry | None  # None: the buffer itself
-    has_offset: bool  # its offset is among the segment's
-    dtype: int
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RuntimeArg:
-    """A number that is an input of the program."""
-
-    is_integer: bool
-    dtype: int
-    wrapped: bool
-
-
-@dataclass(frozen=True)
-class ConstantArg:
-    value: Any
-
-
-@dataclass(frozen=True)
-class ListArg:
-    items: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Argument:
-    name: str
-    kwarg_only: bool
-    is_out: bool
-    value: Any
-
-
-@dataclass(frozen=True)
-class Output:
-    written_arg: int  # -1: a new tensor
-    element: int  # of a list; -1 outside one
-    undefined: bool  # not computed (an output_mask entry that is false)
-    partial: bool
-    skip: bool
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: int
-    layout_dims: tuple[int, ...]  # of the buffer's value
-    layout_dtype: int
-    computed: jax.ShapeDtypeStruct | None
-
-
-@dataclass(frozen=True)
-class Signature:
-    """One form of one op, decoded."""
-
-    overload: str
-    name: str
-    arguments: tuple[Argument, ...]
-    outputs: tuple[Output, ...]
-    wide: bool
-    random: bool
-    compute_dtype: Any
-
-    def described(self) -> str:
-        """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
-        tensors = [
-            f"{argument.name}={str(TORCH_DTYPES[leaf.dtype]).removeprefix('torch.')}{list(leaf.sizes)}"
-            for argument in self.arguments
-            for leaf in _leaves(argument.value)
-            if isinstance(leaf, TensorArg)
-        ]
-        return f"{self.overload}({', '.join(tensors)})"
-
-
-def _decode(item: tuple[Any, ...], schema_type: str) -> Any:
-    kind = item[0]
-    if kind == "none":
-        return ConstantArg(None)
-    if kind == "constant":
-        value = item[1]
-        if schema_type.startswith(("ScalarType", "Optional[ScalarType]")) or schema_type == "ScalarType?":
-            value = TORCH_DTYPES[value]
-        return ConstantArg(value)
-    if kind == "runtime":
-        return RuntimeArg(item[1], item[2], item[3])
-    if kind == "list":
-        return ListArg(tuple(_decode(part, schema_type) for part in item[1]))
-    _, reads, dims, base_dtype, sizes, strides, dtype, form = item
-    dims = tuple(dims)
-    if form == "whole":
-        return TensorArg(reads, dims, base_dtype, None, False, dtype, dims)
-    geometry = views.Geometry(tuple(sizes), tuple(strides), 0, jax_dtype(dtype))
-    return TensorArg(reads, dims, base_dtype, geometry, form != "dense", dtype, tuple(sizes))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, ListArg):
-        for item in value.items:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _result_type(arguments: Sequence[Argument]) -> Any:
-    """``torch.result_type`` over the tensor and number arguments, by PyTorch's own rules."""
-    dtype: Any = None
-    seen: list[torch.Tensor | float | int | bool | complex] = []
-    for argument in arguments:
-        if argument.is_out:
-            continue
-        for leaf in _leaves(argument.value):
-            if isinstance(leaf, TensorArg):
-                seen.append(torch.empty((1,) * len(leaf.sizes), dtype=TORCH_DTYPES[leaf.dtype]))
-            elif isinstance(leaf, RuntimeArg):
-                if leaf.wrapped:
-                    seen.append(
-                        (TORCH_DTYPES[leaf.dtype].is_floating_point and 1.0)
-                        or (leaf.dtype != 11 and 1)
-                        or True
-                    )
-                else:
-                    seen.append(torch.empty((), dtype=TORCH_DTYPES[leaf.dtype]))
-            elif isinstance(leaf, ConstantArg) and isinstance(leaf.value, (float, complex)):
-                seen.append(leaf.value)
-    if not seen:
-        return None
-    dtype = torch.result_type(seen[0], seen[0])
-    tensors = [item for item in seen if isinstance(item, torch.Tensor)]
-    numbers = [item for item in seen if not isinstance(item, torch.Tensor)]
-    if not tensors:
-        return jax_dtype(dtype)
-    total = tensors[0]
-    for item in [*tensors[1:], *numbers]:
-        promoted = torch.result_type(total, item)
-        dims = max(total.dim(), item.dim() if isinstance(item, torch.Tensor) else 0)
-        total = torch.empty((1,) * dims, dtype=promoted)
-    return jax_dtype(total.dtype)
-
-
-def _output(item: dict[str, Any]) -> Output:
-    if item["undefined"]:
-        return Output(-1, item["element"], True, False, True, (), (), 0, (), 0, None)
-    return Output(
-        item["written_arg"],
-        item["element"],
-        False,
-        item["partial"],
-        item["skip"],
-        tuple(item["sizes"]),
-        tuple(item["strides"]),
-        item["dtype"],
-        tuple(item["layout_dims"]),
-        item["layout_dtype"],
-        jax.ShapeDtypeStruct(tuple(item["computed_sizes"]), jax_dtype(item["computed_dtype"])),
-    )
-
-
-@cache
-def signature(number: int) -> Signature:
-    """The decoded signature with this id."""
-    raw = _C.describe_signature(number)
-    if raw["name"] in ("zeros", "resize") and raw["overload"] == raw["name"]:
-        arguments = tuple(
-            Argument("source", False, False, _decode(item, "Tensor")) for item in raw["arguments"]
-        )
-    else:
-        arguments = tuple(
-            Argument(name, kwarg_only, is_out, _decode(value, schema_type))
-            for name, kwarg_only, is_out, schema_type, value in raw["arguments"]
-        )
-    outputs = tuple(_output(item) for item in raw["outputs"])
-    return Signature(
-        raw["overload"], raw["name"], arguments, outputs, raw["wide"], raw["random"], _result_type(arguments)
-    )
 
 
 class Numbers:
@@ -317,14 +142,14 @@ def is_lowered(number: int) -> bool:
     shapes = [
         jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))
         for argument in entry.arguments
-        for leaf in _leaves(argument.value)
+        for leaf in leaves(argument.value)
         if isinstance(leaf, TensorArg) and leaf.reads
     ]
     partial = [output for output in entry.outputs if output.partial and not output.skip]
     shapes += [jax.ShapeDtypeStruct(output.layout_dims, jax_dtype(output.layout_dtype)) for output in partial]
 
     def trace(*bases: jax.Array) -> list[jax.Array]:
-        many = 2 + sum(1 for argument in entry.arguments for _ in _leaves(argument.value))
+        many = 2 + sum(1 for argument in entry.arguments for _ in leaves(argument.value))
         numbers = Numbers(
             jnp.zeros(many, jnp.float32), jnp.zeros(many, jnp.float64), jnp.zeros(many, jnp.int64), [0] * many
         )
@@ -395,25 +220,3 @@ def segment_function(description: dict[str, Any]) -> Any:
         return tuple(values[output] for output in outputs)
 
     return run
-
-
-@cache
-def _num_links(number: int) -> int:
-    entry = signature(number)
-    reads = sum(
-        isinstance(leaf, TensorArg) and leaf.reads
-        for argument in entry.arguments
-        for leaf in _leaves(argument.value)
-    )
-    return reads + sum(output.partial and not output.skip for output in entry.outputs)
-
-
-def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, Sequence[int]]]:
-    """The entries of a tape: each signature with the numbers of the values it reads.  The first word is a
-    setting.
-    """
-    at = 1
-    while at < len(tape):
-        end = at + 1 + _num_links(tape[at])
-        yield signature(tape[at]), tape[at + 1 : end]
-        at = end
