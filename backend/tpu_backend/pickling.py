@@ -1,7 +1,7 @@
 """Pickling tpu tensors (`pickle.dumps`, what sends objects between processes); torch.save needs none of this.
 
-`torch.storage.TypedStorage.__reduce__` writes torch.save's legacy format, which reads device memory at its address.
-Registered with `copyreg`, a tpu storage is pickled by way of the host and comes back on its device.
+`torch.storage.TypedStorage.__reduce__` writes torch.save's legacy format, which reads device memory at its
+address. Registered with `copyreg`, a tpu storage is pickled by way of the host and comes back on its device.
 """
 
 from __future__ import annotations

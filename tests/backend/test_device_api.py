@@ -1,6 +1,7 @@
 """The device under PyTorch's names: torch.tpu, torch.accelerator, and what a first use does."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -239,6 +240,20 @@ def test_a_backend_that_holds_the_name_leaves_import_torch_unharmed():
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert 'one slot for an out-of-tree device and "npu" holds it' in done.stderr
+
+
+def test_chips_that_somebody_holds_are_an_error_that_names_the_holder(tmp_path, monkeypatch):
+    from tpu_backend.runtime import platform
+
+    chip = tmp_path / "accel0"
+    chip.touch()
+    monkeypatch.setattr(platform, "tpu_chips", lambda: [chip])
+    monkeypatch.delenv("TPU_PLATFORM", raising=False)
+    expected = rf"TPU chips \(.*accel0\) that cannot be opened: process {os.getpid()} \(.*\) holds them"
+    with chip.open(), pytest.raises(RuntimeError, match=expected):
+        platform.platform.__wrapped__()
+    with pytest.raises(RuntimeError, match="no holder could be found in /proc"):
+        platform.platform.__wrapped__()
 
 
 def test_a_platform_that_cannot_be_had_is_one_clear_line():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,9 +53,11 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
 
 
 def _failure(function: Callable[[Callable[..., torch.Tensor]], object], device: str) -> Exception:
-    with pytest.raises(Exception) as caught:
+    try:
         function(lambda *sizes: torch.ones(*sizes, device=device))
-    return caught.value
+    except Exception as error:
+        return error
+    pytest.fail(f"{device} raises nothing")
 
 
 # What PyTorch's shape inference calls otherwise than its CPU kernels do.
@@ -117,19 +120,17 @@ def test_layouts_and_dtypes_that_do_not_exist_here_are_named():
 # ---- failures inside the device ----------------------------------------------------------------------------
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     pass
 
 
 def _break(*_: object, **__: object) -> None:
-    raise Broken("no such thing")
+    raise BrokenError("no such thing")
 
 
 @pytest.fixture
 def broken_lowering(monkeypatch):
-    """The lowering of cosh raises; the sizes used are those of no other test, so it is met for the first time."""
-    from dataclasses import replace
-
+    """The lowering of cosh raises; no other test uses these sizes, so that it is met for the first time."""
     from tpu_backend.lowering.registry import TABLE
 
     torch.tpu.init()
@@ -145,7 +146,7 @@ def test_a_lowering_that_fails_names_op_shapes_and_line_and_the_device_goes_on(
         kept = x * 2
         with pytest.raises(
             RuntimeError,
-            match=rf"aten::cosh\(self=float32\[{size}\]\) failed at .*test_errors.py:\d+.*Broken",
+            match=rf"aten::cosh\(self=float32\[{size}\]\) failed at .*test_errors.py:\d+.*BrokenError",
         ):
             torch.cosh(x)
         assert kept.sum().item() == 2 * size
@@ -162,10 +163,14 @@ def test_a_compilation_that_fails_spoils_its_own_results_only(mode, size, monkey
     assert before.item() == 3 * size
     with torch.tpu.eager_mode(mode):
         monkeypatch.setattr(compiler, "segment_function", _break)
-        spoiled = []
-        with pytest.raises(RuntimeError, match="no such thing") as caught:
+        spoiled: list[torch.Tensor] = []
+
+        def fail() -> None:
             spoiled.append(x - 5)
             torch.tpu.flush()
+
+        with pytest.raises(RuntimeError, match="no such thing") as caught:
+            fail()
         monkeypatch.undo()
         if mode == "debug":
             assert "aten::sub.Tensor" in str(caught.value)
@@ -173,7 +178,7 @@ def test_a_compilation_that_fails_spoils_its_own_results_only(mode, size, monkey
         for tensor in spoiled:
             with pytest.raises(
                 RuntimeError,
-                match="no value: it was to be computed by a program that failed:\n.*no such thing",
+                match=r"no value: it was to be computed by a program that failed:\n.*no such thing",
             ):
                 tensor.cpu()
             with pytest.raises(RuntimeError, match="no value"):
@@ -203,9 +208,13 @@ def test_ctrl_c_during_a_compilation_is_itself_and_loses_nothing(monkeypatch):
 
 def test_memory_that_cannot_be_had_is_an_out_of_memory_error():
     too_much = torch.empty(2**46, dtype=torch.uint8, device="tpu")  # nothing is written yet
-    with pytest.raises(torch.OutOfMemoryError):
+
+    def fill() -> None:
         too_much.fill_(1)
         torch.tpu.synchronize()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fill()
     del too_much
     assert torch.ones(3, device="tpu").sum().item() == 3
 
@@ -228,9 +237,9 @@ def test_an_autograd_function_of_the_user_may_raise():
 
         @staticmethod
         def backward(ctx, gradient):
-            raise Broken("in backward")
+            raise BrokenError("in backward")
 
     x = torch.ones(3, device="tpu", requires_grad=True)
-    with pytest.raises(Broken, match="in backward"):
+    with pytest.raises(BrokenError, match="in backward"):
         Fails.apply(x).sum().backward()
     assert x.sum().item() == 3

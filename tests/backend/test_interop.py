@@ -1,4 +1,4 @@
-"""Tensors on their way: copies of every kind, dtypes kept exact, files, copies of models, and the CPU left alone."""
+"""Tensors on their way: copies of every kind, exact dtypes, files, copied models, and the CPU left alone."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Threads and processes: several recorders, autograd's workers, DataLoader's workers, forks, a process' end."""
+"""Threads and processes: recorders at once, autograd's and DataLoader's workers, forks, the end."""
 
 import threading
 from collections.abc import Callable

@@ -66,7 +66,8 @@ def platform() -> Platform:
                     "unset TPU_PLATFORM to run on the CPU"
                 ) from error
             raise RuntimeError(
-                f"{len(chips)} TPU chips are present but cannot be opened: {_holder_of(chips)}. "
+                f"this machine has TPU chips ({', '.join(map(str, chips))}) that cannot be opened: "
+                f"{_holder_of(chips)}. "
                 "Install the runtime with pip install 'jax[tpu]' if it is missing, or set "
                 "TPU_PLATFORM=cpu. "
                 f"JAX says: {error}"
