@@ -209,8 +209,8 @@ def test_ctrl_c_during_a_compilation_is_itself_and_loses_nothing(monkeypatch):
 def test_memory_that_cannot_be_had_is_an_out_of_memory_error():
     too_much = torch.empty(2**46, dtype=torch.uint8, device="tpu")  # nothing is written yet
 
-    def fill() -> None:
-        too_much.fill_(1)
+    def fill(tensor: torch.Tensor = too_much) -> None:
+        tensor.fill_(1)
         torch.tpu.synchronize()
 
     with pytest.raises(torch.OutOfMemoryError):

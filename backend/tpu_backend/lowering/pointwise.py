@@ -84,7 +84,6 @@ def bitwise_not(self):
     return jnp.bitwise_not(self)
 
 
-
 @lowering("sign", promote="result")
 def sign(self):
     if self.dtype == jnp.bool_:
