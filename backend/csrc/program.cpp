@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 
@@ -136,6 +137,8 @@ Variant& ProgramCache::variant_for(
   description["num_doubles"] = segment.doubles.size();
   description["num_integers"] = segment.integers.size();
   variant->executable = check(PyObject_CallOneArg(runtime().compile, description.ptr())).ptr();
+  variant->execute = check(PyObject_GetAttrString(variant->executable, "execute")).ptr();
+  variant->handlers = check(PyObject_GetAttrString(variant->executable, "handlers")).ptr();
   ++counters.compilations;
   counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   program.variants.push_back(std::move(variant));
@@ -148,24 +151,32 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
       segment.integers.push_back(segment.offsets[i]);
     }
   }
-  c10::SmallVector<PyObject*, 16> arguments; // borrowed: the segment and the variant hold them
-  for (int32_t local : segment.inputs) {
-    arguments.push_back(segment.values[local]->array);
-  }
+  std::array<PyObject*, 3> packed_numbers{};
+  size_t num_packed = 0;
   if (!segment.floats.empty()) {
-    arguments.push_back(packed(segment.floats, variant.last_floats, variant.float_array));
+    packed_numbers[num_packed++] = packed(segment.floats, variant.last_floats, variant.float_array);
   }
   if (!segment.doubles.empty()) {
-    arguments.push_back(packed(segment.doubles, variant.last_doubles, variant.double_array));
+    packed_numbers[num_packed++] = packed(segment.doubles, variant.last_doubles, variant.double_array);
   }
   if (!segment.integers.empty()) {
-    arguments.push_back(packed(segment.integers, variant.last_integers, variant.integer_array));
+    packed_numbers[num_packed++] = packed(segment.integers, variant.last_integers, variant.integer_array);
   }
-  auto arrays = py::reinterpret_steal<py::object>(
-      check(PyObject_Vectorcall(variant.executable, arguments.data(), arguments.size(), nullptr)));
+  py::list arguments(segment.inputs.size() + num_packed);
+  Py_ssize_t place = 0;
+  for (int32_t local : segment.inputs) {
+    PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(segment.values[local]->array));
+  }
+  for (size_t i = 0; i < num_packed; ++i) {
+    PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(packed_numbers[i]));
+  }
+  static PyObject* const consume = PyUnicode_InternFromString("consume_with_handlers");
+  auto results = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(variant.execute, arguments.ptr())));
+  auto arrays =
+      py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
     Value& value = *segment.values[variant.outputs[i]];
-    PyObject* array = check(PyTuple_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
+    PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
     Py_INCREF(array);
     value.array = array;
     if (i == 0) {

@@ -41,7 +41,9 @@ struct Variant {
   std::vector<int64_t> offsets; // where not an input
   std::vector<int32_t> outputs; // locals, in the order the executable returns them
   std::vector<int32_t> donated; // locals of inputs that the executable consumes
-  PyObject* executable{nullptr}; // (arrays...) -> tuple of arrays; owned, never freed
+  PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable; owned, never freed, as all of these
+  PyObject* execute{nullptr}; // (list of arrays) -> results
+  PyObject* handlers{nullptr}; // what makes arrays of the results
   // The numbers passed last and their device arrays: most repeat from call to call.
   std::string last_floats, last_doubles, last_integers;
   PyObject* float_array{nullptr};
@@ -85,7 +87,7 @@ class ProgramCache {
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
   PyObject* is_lowered{nullptr}; // (signature id) -> bool
-  PyObject* compile{nullptr}; // (description) -> executable
+  PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array
   PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor

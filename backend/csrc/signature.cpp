@@ -66,6 +66,10 @@ void encode_runtime(EncodedCall& call, c10::ScalarType dtype, bool wrapped, Runt
 void encode_cpu_scalar(const at::Tensor& tensor, EncodedCall& call) {
   const auto dtype = tensor.scalar_type();
   const bool wrapped = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+  if (wrapped && dtype == c10::kDouble) { // nearly every one; `item` is a dispatch of its own
+    encode_runtime(call, dtype, wrapped, {.is_integer = false, .real = *tensor.const_data_ptr<double>()});
+    return;
+  }
   const auto value = tensor.item();
   if (value.isComplex()) {
     const auto number = value.toComplexDouble();
