@@ -16,21 +16,25 @@ PyObject* keep(const py::object& callable) {
 
 void initialize(
     const py::list& lowered_ops,
-    const py::object& is_lowered,
+    const py::object& trace_form,
     const py::object& compile,
     const py::object& put_numbers,
     const py::object& put,
     const py::object& get,
     const py::object& wait,
-    const py::object& after_debug_op) {
+    const py::object& after_debug_op,
+    const py::object& raise_range_error,
+    const std::vector<std::string>& not_the_users) {
   auto& runtime = tpu::runtime();
-  runtime.is_lowered = keep(is_lowered);
+  runtime.trace_form = keep(trace_form);
   runtime.compile = keep(compile);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);
   runtime.get = keep(get);
   runtime.wait = keep(wait);
   runtime.after_debug_op = keep(after_debug_op);
+  runtime.raise_range_error = keep(raise_range_error);
+  runtime.not_the_users = not_the_users;
   std::vector<tpu::LoweredOp> ops;
   for (const auto& item : lowered_ops) {
     const auto op = py::cast<py::tuple>(item);

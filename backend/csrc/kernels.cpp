@@ -151,11 +151,13 @@ at::Tensor read_to_host(const at::Tensor& source) {
   auto& stream = Device::get().stream(buffer->device);
   PyObject* array = nullptr;
   const Layout* layout = nullptr;
+  size_t launch = 0;
   {
     StreamLock lock(stream.mutex());
     ++stream.counters.host_reads;
     array = stream.concrete(buffer);
     layout = buffer->layout;
+    launch = buffer->value ? buffer->value->launch : 0;
     if (array == nullptr) {
       return at::zeros(source.sizes(), source.options().device(at::kCPU));
     }
@@ -168,6 +170,7 @@ at::Tensor read_to_host(const at::Tensor& source) {
   if (!host) {
     throw_python_error();
   }
+  stream.raise_range_errors(launch);
   at::Tensor flat = THPVariable_Unpack(host.ptr()).reshape({-1});
   if (source.scalar_type() != flat.scalar_type()) {
     flat = flat.view(source.scalar_type());

@@ -139,6 +139,7 @@ Variant& ProgramCache::variant_for(
   variant->executable = check(PyObject_CallOneArg(runtime().compile, description.ptr())).ptr();
   variant->execute = check(PyObject_GetAttrString(variant->executable, "execute")).ptr();
   variant->handlers = check(PyObject_GetAttrString(variant->executable, "handlers")).ptr();
+  variant->has_offenders = py::len(py::handle(variant->executable).attr("demands")) > 0;
   ++counters.compilations;
   counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   program.variants.push_back(std::move(variant));
@@ -179,15 +180,18 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
     Py_INCREF(array);
     value.array = array;
-    if (i == 0) {
-      c10::weak_intrusive_ptr<Value> reference(segment.values[variant.outputs[i]]);
-      if (launched_.size() < kRememberedLaunches) {
-        launched_.push_back(std::move(reference));
-      } else {
-        launched_[num_launched_ % kRememberedLaunches] = std::move(reference);
-      }
-      ++num_launched_;
-    }
+    value.launch = num_launched_ + 1;
+  }
+  c10::weak_intrusive_ptr<Value> first(variant.outputs.empty() ? ValuePtr() : segment.values[variant.outputs[0]]);
+  if (launched_.size() < kRememberedLaunches) {
+    launched_.push_back(std::move(first));
+  } else {
+    launched_[num_launched_ % kRememberedLaunches] = std::move(first);
+  }
+  ++num_launched_;
+  if (variant.has_offenders) {
+    segment.offenders = Py_NewRef(check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(variant.outputs.size()))).ptr());
+    segment.executable = variant.executable;
   }
 }
 
@@ -212,7 +216,7 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
       live.push_back(static_cast<int32_t>(local));
     }
   }
-  if (live.empty()) {
+  if (live.empty() && segment.checked.empty()) {
     return; // nobody can see what was recorded
   }
   // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.

@@ -1,6 +1,7 @@
 // Segments and the executables they run on.
 #pragma once
 
+#include "range_checks.h"
 #include "signature.h"
 
 #include <memory>
@@ -25,6 +26,9 @@ struct Segment {
   std::vector<float> floats;
   std::vector<double> doubles;
   std::vector<int64_t> integers;
+  std::vector<CheckedEntry> checked; // entries that make demands of their indices
+  PyObject* offenders{nullptr}; // what came out of them when the segment was run, owned
+  PyObject* executable{nullptr}; // what it was run by
 
   void clear();
   void fail(const std::string& message); // what was to be computed carries this error
@@ -44,6 +48,7 @@ struct Variant {
   PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable; owned, never freed, as all of these
   PyObject* execute{nullptr}; // (list of arrays) -> results
   PyObject* handlers{nullptr}; // what makes arrays of the results
+  bool has_offenders{false}; // as a last output
   // The numbers passed last and their device arrays: most repeat from call to call.
   std::string last_floats, last_doubles, last_integers;
   PyObject* float_array{nullptr};
@@ -86,13 +91,15 @@ class ProgramCache {
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
-  PyObject* is_lowered{nullptr}; // (signature id) -> bool
+  PyObject* trace_form{nullptr}; // (signature id) -> (whether it is lowered, whether it makes demands of indices)
   PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array
   PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor
   PyObject* wait{nullptr}; // (list of jax.Array) -> None, when they are computed
   PyObject* after_debug_op{nullptr}; // (op name, shapes, arrays) -> None: waits, checks
+  PyObject* raise_range_error{nullptr}; // (offenders, Executable, places) -> None: waits, raises
+  std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin
 };
 Runtime& runtime();
 

@@ -20,6 +20,7 @@ void throw_python_error() {
   }
   const std::string message = pybind11::str(error.value());
   TORCH_CHECK_NOT_IMPLEMENTED(!error.matches(PyExc_NotImplementedError), message);
+  TORCH_CHECK_INDEX(!error.matches(PyExc_IndexError), message);
   throw_torch_error(message);
 }
 

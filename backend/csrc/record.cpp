@@ -135,9 +135,10 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
     results.push_back(output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device));
     buffers.push_back(buffer_of(results.back()));
   }
+  UserPlace place = signature->checked ? user_place() : UserPlace{};
   {
     StreamLock lock(stream.mutex());
-    stream.append(*signature, call, {buffers.data(), buffers.size()});
+    stream.append(*signature, call, {buffers.data(), buffers.size()}, std::move(place));
     if (mode() != Mode::Fused) {
       stream.cut_after(*signature, {buffers.data(), buffers.size()});
     }

@@ -351,14 +351,16 @@ void forget(const Signature* signature) {
 }
 
 // Asks Python to trace the lowering of this form once; raises what it raises.
-bool is_lowered(uint32_t id) {
+void trace_form(Signature& signature) {
   pybind11::gil_scoped_acquire gil;
   auto answer = pybind11::reinterpret_steal<pybind11::object>(
-      PyObject_CallFunction(runtime().is_lowered, "I", static_cast<unsigned int>(id)));
+      PyObject_CallFunction(runtime().trace_form, "I", static_cast<unsigned int>(signature.id)));
   if (!answer) {
     throw_python_error();
   }
-  return answer.cast<bool>();
+  const auto [is_lowered, checked] = answer.cast<std::pair<bool, bool>>();
+  signature.on_cpu = !is_lowered;
+  signature.checked = checked;
 }
 
 } // namespace
@@ -513,7 +515,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   Signature* interned = intern(std::move(signature));
   if (interned->out_resizes.empty()) {
     try {
-      interned->on_cpu = !is_lowered(interned->id);
+      trace_form(*interned);
     } catch (...) {
       forget(interned);
       throw;

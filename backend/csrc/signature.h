@@ -67,6 +67,7 @@ struct Signature {
   bool wide{false}; // runtime floats travel as float64, else as float32
   std::vector<std::pair<int, std::vector<int64_t>>> out_resizes; // out= arguments that must first be resized
   bool on_cpu{false}; // the lowering cannot express this form: it runs on the CPU
+  bool checked{false}; // the lowering makes demands of index values
 };
 
 // A tensor argument that was met while an op was encoded.

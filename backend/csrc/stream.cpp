@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 
 #include <optional>
+#include <utility>
 
 namespace tpu {
 namespace {
@@ -65,6 +66,7 @@ void Segment::clear() {
   floats.clear();
   doubles.clear();
   integers.clear();
+  checked.clear();
 }
 
 void Segment::fail(const std::string& message) {
@@ -126,7 +128,8 @@ bool Stream::belongs_to_ended_step(const EncodedCall& call) const {
   return reads_any;
 }
 
-void Stream::append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs) {
+void Stream::append(
+    const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place) {
   if ((step_ended_ && !belongs_to_ended_step(call)) || segment_.entries.size() >= kMaxEntries) {
     cut();
   }
@@ -147,6 +150,9 @@ void Stream::append(const Signature& signature, const EncodedCall& call, c10::Ar
     }
   }
   segment_.push(signature.id);
+  if (signature.checked) {
+    segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});
+  }
   segment_.entries.push_back(&signature);
   for (const auto& tensor : call.tensors) {
     if (tensor.reads) {
@@ -208,9 +214,14 @@ void Stream::cut() {
       }
       throw;
     }
+    PyObject* offenders = std::exchange(running.offenders, nullptr);
+    auto checked = std::move(running.checked);
     running.clear();
+    spare_ = std::move(running);
+    if (offenders != nullptr) {
+      range_checks_.add(programs_.num_launched(), offenders, spare_.executable, std::move(checked));
+    }
   }
-  spare_ = std::move(running);
 }
 
 void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {
@@ -240,6 +251,7 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
   if (!done) {
     throw_python_error();
   }
+  raise_range_errors(programs_.num_launched());
 }
 
 void Stream::wait(size_t num_launched) {
@@ -251,6 +263,7 @@ void Stream::wait(size_t num_launched) {
   if (!done) {
     throw_python_error();
   }
+  raise_range_errors(num_launched);
 }
 
 bool Stream::done(size_t num_launched) {

@@ -1,6 +1,6 @@
 """What csrc/bindings.cpp offers to the Python half."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,13 +8,15 @@ import torch
 def register_device() -> None: ...
 def initialize(
     lowered_ops: list[tuple[str, str, list[str], list[str], list[str], bool]],
-    is_lowered: Callable[..., Any],
+    trace_form: Callable[..., Any],
     compile: Callable[..., Any],
     put_numbers: Callable[..., Any],
     put: Callable[..., Any],
     get: Callable[..., Any],
     wait: Callable[..., Any],
     after_debug_op: Callable[..., Any],
+    raise_range_error: Callable[..., Any],
+    not_the_users: Sequence[str],
 ) -> None: ...
 def is_initialized() -> bool: ...
 def is_forked() -> bool: ...

@@ -1,7 +1,8 @@
 """Reading and writing by index: embedding, index, gather, scatter and their relatives, masks.
 
-Out-of-range indices are not reported: a read is clamped to the last row, a write is dropped (XLA's own
-semantics). Duplicate targets of a plain write keep an arbitrary one of the values, as PyTorch documents.
+Out-of-range indices are reported at the next synchronisation (bounds.py); until then a read is clamped to the
+last row and a write is dropped, XLA's own semantics. Duplicate targets of a plain write keep an arbitrary one
+of the values, as PyTorch documents.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_in_range
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
 from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
@@ -25,6 +27,16 @@ def _positions(index: jax.Array, size: int, may_be_negative: bool = True) -> jax
     dtype = jnp.int32 if size < 2**31 else jnp.int64
     index = index.astype(dtype)
     return jnp.where(index < 0, index + size, index) if may_be_negative else index
+
+
+def _require_from_front(index, size, error=IndexError, text="index out of range in self"):
+    """Demand an index that counts from the front only."""
+    require_in_range(index, 0, size, error, text)
+
+
+def _require_either_end(index, axis, size):
+    text = f"index {{index}} is out of bounds for dimension {axis} with size {size}"
+    require_in_range(index, -size, size, IndexError, text)
 
 
 def _read(self, index):
@@ -46,6 +58,7 @@ def _write(self, index):
 
 @lowering("embedding")
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    _require_from_front(indices, weight.shape[0])
     return _read(weight, _positions(indices, weight.shape[0], may_be_negative=False))
 
 
@@ -65,6 +78,7 @@ def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, sca
 def embedding_renorm(self, indices, max_norm, norm_type):
     norms = jnp.power(jnp.sum(jnp.power(jnp.abs(self), norm_type), -1, keepdims=True), 1 / norm_type)
     renormed = jnp.where(norms > max_norm, self * (max_norm / (norms + 1e-7)), self)
+    _require_from_front(indices, self.shape[0])
     touched = _write(jnp.zeros(self.shape[0], bool), _positions(indices, self.shape[0]))("set", True)
     return jnp.where(touched[:, None], renormed, self)
 
@@ -76,30 +90,41 @@ def _is_mask(index: jax.Array | None) -> bool:
     return index is not None and index.dtype in (jnp.bool_, jnp.uint8)
 
 
-def _numpy_index(self, indices):
+def _numpy_index(self, indices, checked):
     if any(_is_mask(index) for index in indices):
         raise NotLoweredError("indexing with a boolean mask: the result's shape depends on the mask's values")
+    for axis, index in enumerate(indices):
+        if checked and index is not None:
+            _require_either_end(index, axis, self.shape[axis])
     return tuple(
         slice(None) if index is None else _positions(index, self.shape[axis])
         for axis, index in enumerate(indices)
     )
 
 
-@lowering("index.Tensor", "_unsafe_index.Tensor")
+@lowering("index.Tensor")
 def index(self, indices):
-    return _read(self, _numpy_index(self, indices))
+    return _read(self, _numpy_index(self, indices, checked=True))
 
 
-@lowering("index_put", "_index_put_impl", "_unsafe_index_put")
+@lowering("_unsafe_index.Tensor")
+def unsafe_index(self, indices):
+    return _read(self, _numpy_index(self, indices, checked=False))
+
+
+@lowering("index_put", "_index_put_impl")
 def index_put(self, indices, values, accumulate=False, unsafe=False):
-    masks = [index for index in indices if _is_mask(index)]
-    if masks:
+    if any(_is_mask(index) for index in indices):
         return _put_where(self, indices, values, accumulate)
-    return (
-        _accumulate(self, _numpy_index(self, indices), values)
-        if accumulate
-        else (_write(self, _numpy_index(self, indices))("set", values.astype(self.dtype)))
-    )
+    places = _numpy_index(self, indices, checked=not unsafe)
+    if accumulate:
+        return _accumulate(self, places, values)
+    return _write(self, places)("set", values.astype(self.dtype))
+
+
+@lowering("_unsafe_index_put")
+def unsafe_index_put(self, indices, values, accumulate=False):
+    return index_put(self, indices, values, accumulate, unsafe=True)
 
 
 def _put_where(self, indices, values, accumulate):
@@ -154,7 +179,8 @@ def _clamped_indices(self, indices):
 @lowering("index_select")
 def index_select(self, dim, index):
     axis, values = wrap_dim(dim, self.ndim), at_least_1d(self)
-    index = _positions(at_least_1d(index), values.shape[axis])
+    _require_from_front(index, values.shape[axis])
+    index = _positions(at_least_1d(index), values.shape[axis], may_be_negative=False)
     result = _read(values, (slice(None),) * axis + (index,))
     return result if self.ndim else result.reshape(())
 
@@ -171,19 +197,25 @@ def index_add(self, dim, index, source, *, alpha=1):
     source = at_least_1d(source).astype(dtype)
     if not (isinstance(alpha, (int, float)) and alpha == 1):
         source = source * jnp.asarray(alpha, dtype)
-    base = at_least_1d(self)
+    base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
+    _require_row(index, axis, base.shape[axis])
     return _accumulate(base, _rows(base, dim, index), source).reshape(self.shape)
 
 
 @lowering("index_copy")
 def index_copy(self, dim, index, source):
-    base = at_least_1d(self)
+    base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
+    text = (
+        f"index_copy_(): index {{index}} is out of bounds for dimension {axis} with size {base.shape[axis]}"
+    )
+    _require_from_front(index, base.shape[axis], text=text)
     return _write(base, _rows(base, dim, index))("set", at_least_1d(source)).reshape(self.shape)
 
 
 @lowering("index_fill.int_Scalar", "index_fill.int_Tensor")
 def index_fill(self, dim, index, value):
-    base = at_least_1d(self)
+    base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
+    _require_either_end(index, axis, base.shape[axis])
     value = jnp.asarray(value).astype(self.dtype)
     return _write(base, _rows(base, dim, index))("set", value).reshape(self.shape)
 
@@ -191,17 +223,25 @@ def index_fill(self, dim, index, value):
 @lowering("index_reduce")
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
     base, source = at_least_1d(self), at_least_1d(source)
+    _require_from_front(index, base.shape[wrap_dim(dim, self.ndim)])
     result = _reduce_into(base, _rows(base, dim, index), source, reduce, include_self)
     return result.reshape(self.shape)
 
 
+def _require_place(index, size):
+    text = f"out of range: tried to access index {{index}} on a tensor of {size} elements."
+    require_in_range(index, -size, size, IndexError, text)
+
+
 @lowering("take")
 def take(self, index):
+    _require_place(index, self.size)
     return _read(self.reshape(-1), _positions(index, self.size))
 
 
 @lowering("put")
 def put(self, index, source, accumulate=False):
+    _require_place(index, self.size)
     flat, index = self.reshape(-1), _positions(index, self.size)
     source = source.reshape(index.shape)
     result = _accumulate(flat, index, source) if accumulate else _write(flat, index)("set", source)
@@ -209,6 +249,11 @@ def put(self, index, source, accumulate=False):
 
 
 # ---- gather and scatter: an index of the tensor's own rank
+
+
+def _require_row(index, axis, size):
+    text = f"index {{index}} is out of bounds for dimension {axis} with size {size}"
+    _require_from_front(index, size, RuntimeError, text)
 
 
 def _grid(shape, dim, index):
@@ -227,6 +272,7 @@ def gather(self, dim, index, *, sparse_grad=False):
     base, positions, axis = at_least_1d(self), at_least_1d(index), wrap_dim(dim, self.ndim)
     if positions.size == 0:
         return jnp.zeros(index.shape, self.dtype)
+    _require_row(positions, axis, base.shape[axis])
     cut = tuple(slice(None) if axis == i else slice(n) for i, n in enumerate(positions.shape))
     positions = _positions(positions, base.shape[axis], may_be_negative=False).astype(
         jnp.uint32
@@ -236,6 +282,8 @@ def gather(self, dim, index, *, sparse_grad=False):
 
 def _scatter_operands(self, dim, index, src):
     base, index = at_least_1d(self), at_least_1d(index)
+    axis = wrap_dim(dim, self.ndim)
+    _require_row(index, axis, base.shape[axis])
     src = at_least_1d(src)[tuple(slice(n) for n in index.shape)]
     return base, _grid(base.shape, dim, index), src
 

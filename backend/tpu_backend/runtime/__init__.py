@@ -10,9 +10,10 @@ import torch
 
 from tpu_backend import _C
 from tpu_backend.lowering import names, registry
-from tpu_backend.runtime import compiler, platform, shapes, transfer
+from tpu_backend.runtime import compiler, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
-from tpu_backend.runtime.segment import is_lowered
+from tpu_backend.runtime.range_errors import raise_range_error
+from tpu_backend.runtime.segment import trace_form
 
 _once = threading.Lock()
 
@@ -67,13 +68,15 @@ def initialize() -> None:
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(
             lowered_ops(),
-            is_lowered,
+            trace_form,
             compiler.compile_segment,
             transfer.put_numbers,
             transfer.put,
             transfer.get,
             transfer.wait,
             after_debug_op,
+            raise_range_error,
+            user_line.NOT_THE_USERS,
         )
 
 

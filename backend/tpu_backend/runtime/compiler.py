@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from tpu_backend.lowering.bounds import Demand
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.segment import segment_function
@@ -37,6 +38,7 @@ class Executable(NamedTuple):
 
     execute: Callable[[list[jax.Array]], Any]
     handlers: list[Any]  # one an output: makes a jax.Array of a device buffer
+    demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
     compiled: jax.stages.Compiled  # holds what a program's host callbacks need
 
 
@@ -46,7 +48,8 @@ def compile_segment(description: dict[str, Any]) -> Executable:
 
     Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
     """
-    function = segment_function(description)
+    demands: list[Demand] = []
+    function = segment_function(description, demands)
     sharding = SingleDeviceSharding(platform().devices[0])
     shapes = [
         jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
@@ -75,9 +78,12 @@ def compile_segment(description: dict[str, Any]) -> Executable:
         log.info(
             "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         )
-    replicated = compiled._executable.unsafe_call
+    replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     return Executable(
-        replicated.xla_executable.execute_sharded, list(replicated.out_handler.handlers), compiled
+        replicated.xla_executable.execute_sharded,
+        list(replicated.out_handler.handlers),
+        tuple(demands),
+        compiled,
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tpu_backend import views
 from tpu_backend.lowering import registry
+from tpu_backend.lowering.bounds import Demand, collect_demands
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.signature import (
@@ -132,8 +133,9 @@ def replay(
     return new_values
 
 
-def is_lowered(number: int) -> bool:
-    """Whether the lowering can express this form of an op: it is traced once, on shapes alone.
+def trace_form(number: int) -> tuple[bool, bool]:
+    """Whether the lowering can express this form of an op, and whether it then demands something of its
+    indices: it is traced once, on shapes alone.
 
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
     where it is met, not where the segment is cut.
@@ -156,15 +158,15 @@ def is_lowered(number: int) -> bool:
         return replay(entry, iter(range(len(bases))), dict(enumerate(bases)), numbers)
 
     try:
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), collect_demands() as demands:
             jax.eval_shape(trace, *shapes)
     except registry.NotLoweredError:
-        return False
+        return False, False
     except Exception as error:
         raise RuntimeError(
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
-    return True
+    return True, bool(demands.made)
 
 
 def _resize(base: jax.Array, num_bytes: int) -> jax.Array:
@@ -186,8 +188,11 @@ def _key(seed: jax.Array, offset: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, offset.astype(jnp.uint32))
 
 
-def segment_function(description: dict[str, Any]) -> Any:
-    """The pure function of a segment: input arrays, then packed floats, doubles, integers -> outputs."""
+def segment_function(description: dict[str, Any], demands: list[Demand]) -> Any:
+    """The pure function of a segment: input arrays, then packed floats, doubles, integers -> outputs.
+
+    Tracing it fills ``demands``; where there are any, their offenders (int64, one each) are a last output.
+    """
     tape: list[int] = description["tape"]
     inputs: list[int] = description["inputs"]
     outputs: list[int] = description["outputs"]
@@ -214,9 +219,12 @@ def segment_function(description: dict[str, Any]) -> Any:
         numbers = Numbers(floats, doubles, integers, offsets)
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
-        for entry, links in entries(tape):
-            for value in replay(entry, iter(links), values, numbers):
-                values[next(fresh)] = value
-        return tuple(values[output] for output in outputs)
+        with collect_demands() as collected:
+            for collected.entry, (entry, links) in enumerate(entries(tape)):
+                for value in replay(entry, iter(links), values, numbers):
+                    values[next(fresh)] = value
+        demands[:] = collected.made
+        results = tuple(values[output] for output in outputs)
+        return (*results, jnp.stack(collected.offenders)) if demands else results
 
     return run
