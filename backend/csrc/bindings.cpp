@@ -23,6 +23,7 @@ void initialize(
     const py::object& get,
     const py::object& wait,
     const py::object& after_debug_op,
+    const py::object& describe_memory,
     const py::object& raise_range_error,
     const std::vector<std::string>& not_the_users) {
   auto& runtime = tpu::runtime();
@@ -33,6 +34,7 @@ void initialize(
   runtime.get = keep(get);
   runtime.wait = keep(wait);
   runtime.after_debug_op = keep(after_debug_op);
+  runtime.describe_memory = keep(describe_memory);
   runtime.raise_range_error = keep(raise_range_error);
   runtime.not_the_users = not_the_users;
   std::vector<tpu::LoweredOp> ops;
@@ -109,6 +111,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("memory_counters", [](int device) {
     const auto counters = tpu::memory_counters(static_cast<c10::DeviceIndex>(device));
     return py::make_tuple(counters.current, counters.peak, counters.allocations);
+  });
+  // Of each live buffer its bytes, dtype, dims and the signature of the op that made it (None: the host).
+  m.def("live_buffers", [](int device) {
+    py::list buffers;
+    for (const auto& buffer : tpu::live_buffers(static_cast<c10::DeviceIndex>(device))) {
+      py::object maker = buffer.maker == tpu::kNoMaker ? py::object(py::none()) : py::cast(buffer.maker);
+      buffers.append(
+          py::make_tuple(buffer.nbytes, static_cast<int>(buffer.layout->dtype), py::cast(buffer.layout->dims), maker));
+    }
+    return buffers;
   });
   m.def("reset_peak_memory", [](int device) { tpu::reset_peak_memory(static_cast<c10::DeviceIndex>(device)); });
   m.def("default_generator", [](int device) {

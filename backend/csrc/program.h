@@ -98,6 +98,7 @@ struct Runtime {
   PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor
   PyObject* wait{nullptr}; // (list of jax.Array) -> None, when they are computed
   PyObject* after_debug_op{nullptr}; // (op name, shapes, arrays) -> None: waits, checks
+  PyObject* describe_memory{nullptr}; // () -> str: which tensors live
   PyObject* raise_range_error{nullptr}; // (offenders, Executable, places) -> None: waits, raises
   std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin
 };

@@ -36,11 +36,11 @@ GeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> args, c10::DeviceIndex de
   return *Device::get().default_generator(device).get<GeneratorImpl>();
 }
 
-at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device) {
+at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device, uint32_t signature) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(),
       info.layout->nbytes(),
-      make_buffer(info.layout->nbytes(), info.layout, device),
+      make_buffer(info.layout->nbytes(), info.layout, device, signature),
       allocator(),
       /*resizable=*/true);
   auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
@@ -132,7 +132,7 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
       buffers.push_back(nullptr);
       continue;
     }
-    results.push_back(output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device));
+    results.push_back(output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device, signature->id));
     buffers.push_back(buffer_of(results.back()));
   }
   UserPlace place = signature->checked ? user_place() : UserPlace{};

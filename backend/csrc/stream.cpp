@@ -188,6 +188,9 @@ void Stream::append(
     number(value, false, origin);
     buffer->value = std::move(value);
     buffer->layout = output.layout;
+    if (buffer->maker == kNoMaker) { // `ones` is `empty`, then `fill_`
+      buffer->maker = signature.id;
+    }
   }
   ++counters.ops_recorded;
 }

@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace tpu {
 
@@ -36,7 +37,11 @@ struct Buffer {
   size_t nbytes;
   uintptr_t address; // unique, never dereferenced
   c10::DeviceIndex device;
+  uint32_t maker; // the signature of the op that wrote it first, or kNoMaker
+  Buffer* previous; // in the list of all that live
+  Buffer* next;
 };
+constexpr uint32_t kNoMaker = 0xffffffff; // nothing was written yet, or by the host
 
 // Raises for a tensor that was made over a bare address (as legacy torch.save does): there is nothing at it.
 [[noreturn]] void refuse_address();
@@ -60,7 +65,14 @@ struct MemoryCounters {
 MemoryCounters memory_counters(c10::DeviceIndex device);
 void reset_peak_memory(c10::DeviceIndex device);
 
-c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device);
+c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device, uint32_t maker = kNoMaker);
+
+struct LiveBuffer {
+  size_t nbytes;
+  const Layout* layout;
+  uint32_t maker;
+};
+std::vector<LiveBuffer> live_buffers(c10::DeviceIndex device);
 c10::Allocator* allocator();
 
 // A tensor over a new buffer.  Strides must be dense or the storage is padded to what they span.

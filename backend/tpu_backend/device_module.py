@@ -282,6 +282,15 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
+def memory_summary(device: Any = None) -> str:
+    """The live tensors, those alike in one line: bytes, count, dtype and shape, the op and the Python line."""
+    index = _index(device)
+    init()
+    from tpu_backend.runtime.memory import describe_memory
+
+    return describe_memory(index)
+
+
 def empty_cache() -> None:
     """Nothing is cached beyond live tensors; this releases what Python's garbage still holds."""
     import gc

@@ -12,6 +12,7 @@ from tpu_backend import _C
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
+from tpu_backend.runtime.memory import describe_memory
 from tpu_backend.runtime.range_errors import raise_range_error
 from tpu_backend.runtime.segment import trace_form
 
@@ -75,6 +76,7 @@ def initialize() -> None:
             transfer.get,
             transfer.wait,
             after_debug_op,
+            describe_memory,
             raise_range_error,
             user_line.NOT_THE_USERS,
         )

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def _open_devices(name: str) -> tuple[Any, ...]:
     return tuple(jax.local_devices(backend="gpu" if name == "cuda" else name))
 
 
+def _leave_tpu_closed(platforms: str) -> None:
+    """Keep JAX from opening what is not wanted: chips would be held, and where there are none, libtpu searches
+    for them and prints errors.  A choice that the user made for JAX stands.
+    """
+    if find_spec("libtpu") is not None and not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", platforms)
+
+
 @cache
 def platform() -> Platform:
     """Choose once.  ``TPU_PLATFORM=auto|tpu|cuda|cpu`` decides; auto takes TPU chips where there are any,
@@ -73,6 +82,7 @@ def platform() -> Platform:
                 f"JAX says: {error}"
             ) from error
         return Platform("tpu", f"{len(devices)} TPU devices", devices)
+    _leave_tpu_closed("cuda,cpu" if asked == "cuda" else "cpu")
     if asked == "cuda":
         try:
             devices = _open_devices("cuda")

@@ -28,7 +28,7 @@ from tpu_backend.runtime.signature import (
     leaves,
     signature,
 )
-from tpu_backend.runtime.user_line import user_line
+from tpu_backend.runtime.user_line import remember_first_line, user_line
 
 
 class Numbers:
@@ -140,6 +140,7 @@ def trace_form(number: int) -> tuple[bool, bool]:
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
     where it is met, not where the segment is cut.
     """
+    remember_first_line(number)
     entry = signature(number)
     shapes = [
         jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import traceback
 from pathlib import Path
 from types import CodeType
@@ -21,6 +22,22 @@ def user_line() -> str:
         if not frame.filename.startswith(NOT_THE_USERS):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return UNKNOWN
+
+
+_first_places: dict[int, tuple[CodeType | None, int]] = {}  # by signature
+
+
+def remember_first_line(number: int) -> None:
+    """Keep the line that is running as the one where a signature was first met."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back  # type: ignore[assignment]
+    _first_places[number] = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def first_line(number: int) -> str:
+    """Where a signature was first met."""
+    return line_of(*_first_places.get(number, (None, 0)))
 
 
 def line_of(code: CodeType | None, lasti: int) -> str:
