@@ -46,10 +46,10 @@ def _open_devices(name: str) -> tuple[Any, ...]:
 
 
 def _leave_tpu_closed(platforms: str) -> None:
-    """Keep JAX from opening what is not wanted: chips would be held, and where there are none, libtpu searches
-    for them and prints errors.  A choice that the user made for JAX stands.
+    """Keep JAX from opening what is not wanted: chips would be held, and where there are none, libtpu
+    searches for them and prints errors.  A choice that the user made for JAX stands.
     """
-    if find_spec("libtpu") is not None and not jax.config.jax_platforms:
+    if find_spec("libtpu") is not None and not jax.config.read("jax_platforms"):
         jax.config.update("jax_platforms", platforms)
 
 
