@@ -1,4 +1,4 @@
-"""Fractional max pooling (Graham, 2014): windows of one size at pseudo-random places, from ``random_samples``."""
+"""Fractional max pooling (Graham, 2014): windows of one size, at places that ``random_samples`` choose."""
 
 from __future__ import annotations
 

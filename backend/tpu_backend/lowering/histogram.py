@@ -1,4 +1,4 @@
-"""Histograms of one and several dimensions. A bin holds its left edge, the last one its right edge as well."""
+"""Histograms in one or several dimensions. A bin holds its left edge, the last one its right edge too."""
 
 from __future__ import annotations
 

@@ -42,10 +42,11 @@ def _nearest(self, output_size, scales, exact):
 # ---- linear and cubic: a matrix a dim
 
 
-def _linear_weights(size, count, scale, align_corners):
-    source = np.arange(count) * _ratio(size, count, scale, True)
+def _linear_weights(size, count, scale, align_corners, dtype):
+    ratio = dtype.type(_ratio(size, count, scale, align_corners))
+    source = np.arange(count, dtype=dtype) * ratio
     if not align_corners:
-        source = ((np.arange(count) + 0.5) * _ratio(size, count, scale, False) - 0.5).clip(min=0)
+        source = ((np.arange(count, dtype=dtype) + 0.5) * ratio - 0.5).clip(min=0)
     left = np.floor(source).astype(int).clip(max=size - 1)
     weights = np.zeros((count, size))
     np.add.at(weights, (np.arange(count), left), 1 - (source - left))
@@ -53,10 +54,11 @@ def _linear_weights(size, count, scale, align_corners):
     return weights
 
 
-def _cubic_weights(size, count, scale, align_corners):
-    source = np.arange(count) * _ratio(size, count, scale, True)
+def _cubic_weights(size, count, scale, align_corners, dtype):
+    ratio = dtype.type(_ratio(size, count, scale, align_corners))
+    source = np.arange(count, dtype=dtype) * ratio
     if not align_corners:
-        source = (np.arange(count) + 0.5) * _ratio(size, count, scale, False) - 0.5
+        source = (np.arange(count, dtype=dtype) + 0.5) * ratio - 0.5
     left = np.floor(source).astype(int)
     weights = np.zeros((count, size))
     for tap in range(-1, 3):
@@ -91,13 +93,13 @@ _ANTIALIASED = {  # name: (kernel, how far it reaches)
 
 
 def _antialiased_weights(kernel, reach):
-    def weights_of(size, count, scale, align_corners):
-        ratio = _ratio(size, count, scale, align_corners)
-        widened = max(ratio, 1.0)
-        centre = (ratio * (np.arange(count) + 0.5))[:, None]
+    def weights_of(size, count, scale, align_corners, dtype):
+        ratio = dtype.type(_ratio(size, count, scale, align_corners))
+        widened = np.maximum(ratio, dtype.type(1))
+        centre = (ratio * (np.arange(count, dtype=dtype) + dtype.type(0.5)))[:, None]
         first = np.trunc(centre - reach * widened + 0.5).clip(min=0)
         last = np.trunc(centre + reach * widened + 0.5).clip(max=size)
-        places = np.arange(size)
+        places = np.arange(size, dtype=dtype)
         weights = kernel((places - centre + 0.5) / widened) * ((places >= first) & (places < last))
         return weights / weights.sum(1, keepdims=True)
 
@@ -106,7 +108,9 @@ def _antialiased_weights(kernel, reach):
 
 def _interpolate(self, output_size, align_corners, scales, weights_of):
     for axis, count, scale in zip(range(2, self.ndim), output_size, scales, strict=True):
-        weights = jnp.asarray(weights_of(self.shape[axis], count, scale, align_corners), self.dtype)
+        weights = jnp.asarray(
+            weights_of(self.shape[axis], count, scale, align_corners, self.dtype), self.dtype
+        )
         self = jnp.moveaxis(jnp.tensordot(weights, self, (1, axis), precision=lax.Precision.HIGHEST), 0, axis)
     return self
 
@@ -153,10 +157,11 @@ _register(
     takes_align=True,
 )
 for _name, _kernel in _ANTIALIASED.items():
+    _weights_of = _antialiased_weights(*_kernel)
     _register(
         f"_upsample_{_name}_aa",
         2,
-        lambda self, size, align, scales, weights_of=_antialiased_weights(*_kernel): _interpolate(
+        lambda self, size, align, scales, weights_of=_weights_of: _interpolate(
             self, size, align, scales, weights_of
         ),
         takes_align=True,

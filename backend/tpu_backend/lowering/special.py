@@ -82,7 +82,7 @@ def igammac(self, other):
 
 @lowering("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar", promote="result")
 def zeta(self, other):
-    """Hurwitz's zeta function, by Euler and Maclaurin's formula (DLMF 25.11.5); JAX's own is wrong left of -8.
+    """Hurwitz's zeta function, by Euler and Maclaurin's formula (DLMF 25.11.5): JAX's own is wrong below -8.
 
     ``self`` is the exponent. Sums 1 / (other + k)^self until the terms left are smooth.
     """
@@ -124,7 +124,7 @@ def polygamma(n, self):
         return sign * math.factorial(n) * zeta(jnp.asarray(n + 1, self.dtype), self)
     # Reflected to the right half, where one sum serves all.
     reflected = jnp.where(self < 0.5, 1 - self, self)
-    sine = jnp.sin(math.pi * (self - jnp.round(self)))
+    sine = jnp.sin(math.pi * self)  # not reduced first: near a pole that would be right where PyTorch is not
     trigamma = zeta(jnp.asarray(2, self.dtype), reflected)
     return jnp.where(self < 0.5, jnp.square(math.pi / sine) - trigamma, trigamma)
 

@@ -217,7 +217,7 @@ def _geqrf(self: Tensor) -> tuple[Tensor, Tensor]:
 def _lstsq(
     self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solution (..., n, k), residuals (..., k), rank (...) and singular values; what a driver lacks is (0,)."""
+    """Solution (..., n, k), residuals (..., k), rank (...), singular values; (0,) for what a driver lacks."""
     _expect(self.dim() >= 2 and b.dim() >= 1 and self.dtype == b.dtype)
     _expect(driver in (None, "gels", "gelsy", "gelsd", "gelss"))
     batch, (rows, columns) = self.shape[:-2], self.shape[-2:]
