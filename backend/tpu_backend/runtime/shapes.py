@@ -1,7 +1,8 @@
-"""Shape inference that PyTorch lacks: meta kernels of operators that it has for CUDA alone.
+"""Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone.
 
 The recorder asks an operator's meta kernel what comes out (csrc/signature.cpp); an operator without one runs
-on the CPU, and these have no CPU kernel either.
+on the CPU. Arguments that an operator refuses raise ``NotImplementedError`` here where it has a CPU kernel:
+then that one is asked, and says what is wrong in PyTorch's words.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def register_meta_kernels() -> Library:
     library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
+    for name, meta_kernel in _LIKE_CPU.items():
+        library.impl(name, meta_kernel, "Meta")
     return library
 
 
@@ -102,3 +105,148 @@ def _check_gates(
                 f"{cell} cell: expected {name} bias of shape {expected[1:]}, got {tuple(bias.shape)}"
             ),
         )
+
+
+# ---- operators that have a CPU kernel
+
+
+def _expect(condition: bool) -> None:
+    if not condition:
+        raise NotImplementedError("arguments that the CPU kernel refuses")
+
+
+def _like_self(grad_output: Tensor, self: Tensor, *_: object, **__: object) -> Tensor:
+    """The gradient of ``self``."""
+    return self.new_empty(self.shape)
+
+
+def _histogram(
+    self: Tensor,
+    bins: int = 100,
+    *,
+    range: list[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Counts (bins,) and edges (bins + 1,)."""
+    _expect(bins > 0 and (range is None or (len(range) == 2 and range[0] <= range[1])))
+    _expect(self.is_floating_point() and (weight is None or _weighs(weight, self)))
+    return self.new_empty(bins), self.new_empty(bins + 1)
+
+
+def _weighs(weight: Tensor, values: Tensor) -> bool:
+    return weight.shape == values.shape and weight.dtype == values.dtype
+
+
+def _histogram_between(
+    self: Tensor, bins: Tensor, *, weight: Tensor | None = None, density: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Counts (edges - 1,) and the edges themselves."""
+    _expect(bins.dim() == 1 and bins.numel() > 0 and bins.dtype == self.dtype)
+    _expect(self.is_floating_point() and (weight is None or _weighs(weight, self)))
+    return self.new_empty(bins.numel() - 1), self.new_empty(bins.numel())
+
+
+def _expect_points(self: Tensor, num_axes: int, weight: Tensor | None) -> None:
+    """N points of ``num_axes`` coordinates, (..., D), and a weight for each."""
+    _expect(self.is_floating_point() and self.dim() >= 2 and self.shape[-1] == num_axes)
+    _expect(weight is None or (weight.shape == self.shape[:-1] and weight.dtype == self.dtype))
+
+
+def _histogramdd_edges(
+    self: Tensor,
+    bins: list[int],
+    *,
+    range: list[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> list[Tensor]:
+    _expect_points(self, len(bins), weight)
+    _expect(all(count > 0 for count in bins) and (range is None or len(range) == 2 * len(bins)))
+    return [self.new_empty(count + 1) for count in bins]
+
+
+def _histogramdd(
+    self: Tensor,
+    bins: list[int],
+    *,
+    range: list[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> Tensor:
+    _expect_points(self, len(bins), weight)
+    _expect(all(count > 0 for count in bins) and (range is None or len(range) == 2 * len(bins)))
+    return self.new_empty(bins)
+
+
+def _histogramdd_between(
+    self: Tensor, bins: list[Tensor], *, weight: Tensor | None = None, density: bool = False
+) -> Tensor:
+    _expect_points(self, len(bins), weight)
+    _expect(all(edges.dim() == 1 and edges.numel() > 1 and edges.dtype == self.dtype for edges in bins))
+    return self.new_empty([edges.numel() - 1 for edges in bins])
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Losses (B,) and alpha (B, T, 2S + 1) of log_probs (T, B, C) and targets (B, S)."""
+    _expect(log_probs.dim() == 3 and log_probs.is_floating_point() and targets.dim() == 2)
+    steps, batch, classes = log_probs.shape
+    _expect(steps > 0 and targets.shape[0] == batch and 0 <= blank < classes)
+    _expect(input_lengths.shape == target_lengths.shape == (batch,))
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * targets.shape[1] + 1)
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: object, **__: object) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+def _geqrf(self: Tensor) -> tuple[Tensor, Tensor]:
+    """Reflectors (..., m, n) in LAPACK's column-major order, and their scales (..., min(m, n))."""
+    _expect(self.dim() >= 2 and (self.is_floating_point() or self.is_complex()))
+    rank = min(self.shape[-2:])
+    return self.new_empty(self.mT.shape).mT, self.new_empty(*self.shape[:-2], rank)
+
+
+def _lstsq(
+    self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solution (..., n, k), residuals (..., k), rank (...), singular values; (0,) for what a driver lacks."""
+    _expect(self.dim() >= 2 and b.dim() >= 1 and self.dtype == b.dtype)
+    _expect(driver in (None, "gels", "gelsy", "gelsd", "gelss"))
+    batch, (rows, columns) = self.shape[:-2], self.shape[-2:]
+    is_vector = b.dim() == 1 or (b.dim() == self.dim() - 1 and b.shape == self.shape[:-1])
+    right = b.unsqueeze(-1) if is_vector else b
+    _expect(right.shape[:-2] == batch and right.shape[-2] == rows and min(rows, columns) > 0)
+    count = right.shape[-1]
+    solution = self.new_empty(*batch, columns, *(() if is_vector else (count,)))
+    has_residuals = driver == "gels" and rows > columns
+    real = self.real if self.is_complex() else self
+    residuals = (
+        real.new_empty(*batch, *(() if is_vector else (count,))) if has_residuals else real.new_empty(0)
+    )
+    rank = self.new_empty(0 if driver == "gels" else batch, dtype=torch.int64)
+    has_values = driver in ("gelsd", "gelss")
+    return solution, residuals, rank, real.new_empty((*batch, min(rows, columns)) if has_values else 0)
+
+
+_LIKE_CPU = {
+    "multi_margin_loss_backward": _like_self,
+    "multilabel_margin_loss_backward": _like_self,
+    "fractional_max_pool3d_backward": _like_self,
+    "histogram.bin_ct": _histogram,
+    "histogram.bins_tensor": _histogram_between,
+    "_histogramdd_bin_edges": _histogramdd_edges,
+    "_histogramdd_from_bin_cts": _histogramdd,
+    "_histogramdd_from_bin_tensors": _histogramdd_between,
+    "_ctc_loss.Tensor": _ctc_loss,
+    "_ctc_loss_backward.Tensor": _ctc_loss_backward,
+    "geqrf": _geqrf,
+    "linalg_lstsq": _lstsq,
+}
