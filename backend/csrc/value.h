@@ -25,6 +25,7 @@ struct Value final : c10::intrusive_ptr_target {
   PyObject* array{nullptr}; // the jax.Array, owned; null while the value is still to be computed
   uint64_t segment{0}; // serial number of the segment that numbered this value
   int32_t local{-1}; // its number there
+  bool leased{false}; // JAX's side has seen the array, other arrays may share its memory: it is never donated
   std::shared_ptr<const std::string> error; // why the value could not be computed
 };
 using ValuePtr = c10::intrusive_ptr<Value>;

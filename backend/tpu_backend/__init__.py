@@ -7,8 +7,23 @@ and nothing more: JAX is imported at the first use of a tpu tensor.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from tpu_backend.jax_arrays import from_jax, to_jax
+    from tpu_backend.jax_function import jax_op
+
+__all__ = ["from_jax", "jax_op", "register", "to_jax"]
+
+# Where each public name that needs JAX lives.
+_WITH_JAX = {"from_jax": "jax_arrays", "jax_op": "jax_function", "to_jax": "jax_arrays"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_JAX:
+        raise AttributeError(f"module 'tpu_backend' has no attribute {name!r}")
+    return getattr(import_module(f"tpu_backend.{_WITH_JAX[name]}"), name)
 
 
 def _autoload() -> None:
