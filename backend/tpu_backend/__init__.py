@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["from_jax", "jax_op", "register", "to_jax"]
 
-# Where each public name that needs JAX lives.
-_WITH_JAX = {"from_jax": "jax_arrays", "jax_op": "jax_function", "to_jax": "jax_arrays"}
+_HOME = {
+    "from_jax": "tpu_backend.jax_arrays",
+    "jax_op": "tpu_backend.jax_function",
+    "to_jax": "tpu_backend.jax_arrays",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_JAX:
-        raise AttributeError(f"module 'tpu_backend' has no attribute {name!r}")
-    return getattr(import_module(f"tpu_backend.{_WITH_JAX[name]}"), name)
+    # JAX is imported at the first use of what needs it.
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'tpu_backend' has no attribute {name!r}")
 
 
 def _autoload() -> None:

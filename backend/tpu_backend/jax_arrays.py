@@ -63,10 +63,12 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     stands for.
 
     Raises TypeError for anything but a concrete array of a dtype that PyTorch has, ValueError for an array
-    that lies elsewhere or on several devices.
+    that lies elsewhere or on several devices, or that was deleted.
     """
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(f"from_jax: expected a concrete jax.Array, got {type(array).__name__}")
+    if array.is_deleted():
+        raise ValueError("from_jax: the array is deleted: it was donated to a JAX function")
     _C.ensure_initialized()
     number = _TORCH_NUMBERS.get(array.dtype)
     if number is None:

@@ -41,19 +41,19 @@ MOST_TENSORS = 8
 
 # Few sizes: what one program compiles serves the next.
 FIRST_LINES = [
-    "torch.arange(6.0).reshape(2, 3).to(device)",
-    "torch.arange(6.0).reshape(3, 2).to(device).t()",
-    "torch.arange(6).to(device)",
+    "torch.arange(6.0, device=device).reshape(2, 3)",
+    "torch.arange(6.0, device=device).reshape(3, 2).t()",
+    "torch.arange(6, device=device)",
 ]
 MOST_ELEMENTS = 12
 if MANY:
     PROGRAMS = dict.fromkeys(PROGRAMS, MANY)
     MOST_ELEMENTS = 48
     FIRST_LINES += [
-        "torch.arange(24.0).reshape(4, 6).to(device)",
-        "torch.arange(24).reshape(2, 3, 4).to(device)",
-        "torch.arange(24.0).reshape(6, 4).to(device).t()",
-        "torch.arange(24).to(device)",
+        "torch.arange(24.0, device=device).reshape(4, 6)",
+        "torch.arange(24, device=device).reshape(2, 3, 4)",
+        "torch.arange(24.0, device=device).reshape(6, 4).t()",
+        "torch.arange(24, device=device)",
         "torch.zeros(2, 3, 4, device=device)",
     ]
 # As float32: 0, 1, 2, -3.  What is written to the bytes of a float stays a small integer.
@@ -310,8 +310,9 @@ class ProgramWriter:
                 f"{name}.data = {peer}",
                 f"{name}.set_({peer})",
                 f"{name}.set_({peer}.untyped_storage())",
-                f"torch.utils.swap_tensors({name}, {peer})",
             ]
+            if tensor._use_count() == self.tensors[peer]._use_count() == 1:  # no view of either is alive
+                changes.append(f"torch.utils.swap_tensors({name}, {peer})")
             start = self.runtime.randrange(max(storage_elements(self.tensors[peer]) - 3, 1))
             if start + 3 <= storage_elements(self.tensors[peer]):
                 changes.append(f"{name}.set_({peer}.untyped_storage(), {start}, (2, 2), (2, 1))")
