@@ -1,6 +1,7 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
 #include "device.h"
 
+#include <c10/util/strides.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -14,12 +15,28 @@ PyObject* keep(const py::object& callable) {
   return py::object(callable).release().ptr();
 }
 
+std::vector<tpu::LoweredOp> lowered_ops_of(const py::list& items) {
+  std::vector<tpu::LoweredOp> ops;
+  for (const auto& item : items) {
+    const auto op = py::cast<py::tuple>(item);
+    ops.push_back(
+        {py::cast<std::string>(op[0]),
+         py::cast<std::string>(op[1]),
+         py::cast<std::vector<std::string>>(op[2]),
+         py::cast<std::vector<std::string>>(op[3]),
+         py::cast<std::vector<std::string>>(op[4]),
+         py::cast<bool>(op[5])});
+  }
+  return ops;
+}
+
 void initialize(
     const py::list& lowered_ops,
     const py::object& trace_form,
     const py::object& compile,
     const py::object& put_numbers,
     const py::object& put,
+    const py::object& copy,
     const py::object& get,
     const py::object& wait,
     const py::object& after_debug_op,
@@ -31,24 +48,14 @@ void initialize(
   runtime.compile = keep(compile);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);
+  runtime.copy = keep(copy);
   runtime.get = keep(get);
   runtime.wait = keep(wait);
   runtime.after_debug_op = keep(after_debug_op);
   runtime.describe_memory = keep(describe_memory);
   runtime.raise_range_error = keep(raise_range_error);
   runtime.not_the_users = not_the_users;
-  std::vector<tpu::LoweredOp> ops;
-  for (const auto& item : lowered_ops) {
-    const auto op = py::cast<py::tuple>(item);
-    ops.push_back(
-        {py::cast<std::string>(op[0]),
-         py::cast<std::string>(op[1]),
-         py::cast<std::vector<std::string>>(op[2]),
-         py::cast<std::vector<std::string>>(op[3]),
-         py::cast<std::vector<std::string>>(op[4]),
-         py::cast<bool>(op[5])});
-  }
-  tpu::register_lowered_ops(ops);
+  tpu::register_lowered_ops(lowered_ops_of(lowered_ops));
   tpu::Device::get().mark_initialized();
 }
 
@@ -65,6 +72,32 @@ py::dict compile_stats(c10::DeviceIndex device) {
   stats["compile_seconds"] = counters.compile_seconds;
   stats["host_reads"] = counters.host_reads;
   return stats;
+}
+
+// The jax.Array that holds a tensor's buffer, from now on never donated; None if the buffer was never written.
+py::object lease_array(const at::Tensor& tensor) {
+  auto& stream = tpu::Device::get().stream(tensor.device().index());
+  tpu::StreamLock lock(stream.mutex());
+  tpu::Buffer* buffer = tpu::buffer_of(tensor);
+  PyObject* array = stream.concrete(buffer);
+  if (array == nullptr) {
+    return py::none();
+  }
+  buffer->value->leased = true;
+  return py::reinterpret_borrow<py::object>(array);
+}
+
+// A contiguous tensor whose first value is somebody else's jax.Array, which is never donated.
+at::Tensor tensor_over(const py::object& array, const std::vector<int64_t>& sizes, int dtype, int device) {
+  const auto scalar_type = static_cast<c10::ScalarType>(dtype);
+  auto tensor =
+      tpu::make_tensor(sizes, c10::contiguous_strides(sizes), scalar_type, static_cast<c10::DeviceIndex>(device));
+  auto& stream = tpu::Device::get().stream(tensor.device().index());
+  tpu::StreamLock lock(stream.mutex());
+  tpu::Buffer* buffer = tpu::buffer_of(tensor);
+  stream.overwrite(buffer, tpu::intern_layout(sizes, scalar_type), py::object(array).release().ptr());
+  buffer->value->leased = true;
+  return tensor;
 }
 
 } // namespace
@@ -126,12 +159,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("default_generator", [](int device) {
     return tpu::Device::get().default_generator(static_cast<c10::DeviceIndex>(device));
   });
-  // The jax.Array behind a tensor and the dims it is kept in; None if it was never written.
-  m.def("array_of", [](const at::Tensor& tensor) -> py::object {
-    TORCH_CHECK(tensor.device().type() == tpu::kDeviceType, "expected a tpu tensor, got one on ", tensor.device());
-    auto& stream = tpu::Device::get().stream(tensor.device().index());
-    tpu::StreamLock lock(stream.mutex());
-    PyObject* array = stream.concrete(tpu::buffer_of(tensor));
-    return array == nullptr ? py::none() : py::reinterpret_borrow<py::object>(array);
+  m.def("register_lowered_ops", [](const py::list& lowered_ops) {
+    tpu::register_lowered_ops(lowered_ops_of(lowered_ops));
   });
+  m.def("lease_array", [](const at::Tensor& tensor) { return lease_array(tensor); });
+  m.def("tensor_over", &tensor_over);
 }

@@ -3,6 +3,7 @@
 #include "python_error.h"
 
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
 #include <pybind11/pybind11.h>
@@ -71,6 +72,16 @@ at::Tensor empty_strided(
       C10_AS_INTARRAYREF_SLOW(stride),
       dtype.value_or(at::get_default_dtype_as_scalartype()),
       index_of(device));
+}
+
+// Forward-mode AD's zero tangents.  Elsewhere they have no memory; here zeros cost nothing until they are used.
+at::Tensor zero_tangent(
+    c10::SymIntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> layout,
+    std::optional<at::Device> device,
+    std::optional<bool> pin_memory) {
+  return at::zeros_symint(size, dtype, layout, device, pin_memory);
 }
 
 const at::Tensor& resize_(
@@ -230,6 +241,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     write_from_host(read_to_host(self), dst);
     return dst;
   }
+  at::assert_no_partial_overlap(dst, self);
   if (share_value(self, dst)) {
     return dst;
   }
@@ -345,6 +357,7 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &tpu::empty_memory_format);
   m.impl("empty_strided", &tpu::empty_strided);
+  m.impl("_efficientzerotensor", &tpu::zero_tangent);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);

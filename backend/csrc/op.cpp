@@ -42,6 +42,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, lowered.is_random, {}, {}, {}};
   op.check = distribution_check(handle.operator_name());
+  op.is_fill = handle.operator_name().name == "aten::fill_" || handle.operator_name().name == "aten::zero_";
+  op.is_pointwise = handle.hasTag(at::Tag::pointwise);
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
     ArgInfo info;

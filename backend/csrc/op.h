@@ -37,6 +37,8 @@ struct OpInfo {
   // Arguments that are written and not returned (`_foreach_add_`, running statistics), in schema order.
   std::vector<int> silently_written;
   ArgumentCheck check{nullptr}; // raises where an argument's value is wrong
+  bool is_fill{false}; // writes one value everywhere: PyTorch lets it write places that elements share
+  bool is_pointwise{false}; // PyTorch refuses inputs that overlap what is written in part
 };
 
 struct LoweredOp {

@@ -44,6 +44,11 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   return array;
 }
 
+// Nobody but its value can see this memory.
+bool is_exclusive(const Value& value) {
+  return !value.leased && Py_REFCNT(value.array) == 1;
+}
+
 bool includes(const std::vector<int32_t>& outputs, const Locals& live) {
   return std::all_of(live.begin(), live.end(), [&](int32_t local) {
     return std::find(outputs.begin(), outputs.end(), local) != outputs.end();
@@ -166,7 +171,12 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
   py::list arguments(segment.inputs.size() + num_packed);
   Py_ssize_t place = 0;
   for (int32_t local : segment.inputs) {
-    PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(segment.values[local]->array));
+    const Value& value = *segment.values[local];
+    const bool is_donated = std::find(variant.donated.begin(), variant.donated.end(), local) != variant.donated.end();
+    // What somebody else may look at is copied and the copy donated: the program is the same either way.
+    PyObject* array = is_donated && !is_exclusive(value) ? check(PyObject_CallOneArg(runtime().copy, value.array)).ptr()
+                                                         : Py_NewRef(value.array);
+    PyList_SET_ITEM(arguments.ptr(), place++, array);
   }
   for (size_t i = 0; i < num_packed; ++i) {
     PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(packed_numbers[i]));
@@ -219,13 +229,13 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
   if (live.empty() && segment.checked.empty()) {
     return; // nobody can see what was recorded
   }
-  // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.
+  // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.  (Where
+  // its array is held elsewhere, a copy does: see `execute`.)
   Donations donations;
   for (int32_t local : live) {
     const int32_t origin = segment.origin[local];
     if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
-        segment.values[origin]->layout == segment.values[local]->layout &&
-        Py_REFCNT(segment.values[origin]->array) == 1) {
+        segment.values[origin]->layout == segment.values[local]->layout) {
       donations.emplace_back(origin, local);
     }
   }

@@ -95,6 +95,7 @@ struct Runtime {
   PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array
+  PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own
   PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor
   PyObject* wait{nullptr}; // (list of jax.Array) -> None, when they are computed
   PyObject* after_debug_op{nullptr}; // (op name, shapes, arrays) -> None: waits, checks

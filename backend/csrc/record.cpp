@@ -2,6 +2,7 @@
 
 #include "device.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <pybind11/pybind11.h>
@@ -49,6 +50,21 @@ at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device, uint32_t
       c10::scalarTypeToTypeMeta(info.dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(info.sizes, info.strides);
   return at::Tensor(std::move(tensor));
+}
+
+// PyTorch's own refusal: what such a call would compute depends on the order of its loop.
+void check_partial_overlap(const Signature& signature, c10::ArrayRef<c10::IValue> arguments) {
+  for (const auto& output : signature.outputs) {
+    if (output.written_arg < 0) {
+      continue;
+    }
+    const at::Tensor target = written_tensor(output, arguments);
+    for (const auto& value : arguments) {
+      if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_alias_of(target)) {
+        at::assert_no_partial_overlap(target, value.toTensor());
+      }
+    }
+  }
 }
 
 // Takes the arguments off the stack and puts the returns on it; list returns are gathered again.
@@ -116,6 +132,9 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
       cpu_fallback(handle, stack);
       return;
     }
+  }
+  if (op.is_pointwise) {
+    check_partial_overlap(*signature, arguments);
   }
   if (op.is_random) {
     auto& generator = generator_of(arguments, device);

@@ -275,8 +275,10 @@ torch::jit::Stack functional_arguments(const OpInfo& op, const torch::jit::Stack
   return stack;
 }
 
-void describe_write(const at::Tensor& target, OutputInfo& output) {
-  at::assert_no_internal_overlap(target);
+void describe_write(const OpInfo& op, const at::Tensor& target, OutputInfo& output) {
+  if (!op.is_fill) {
+    at::assert_no_internal_overlap(target);
+  }
   output.sizes = target.sizes().vec();
   output.strides = target.strides().vec();
   output.dtype = target.scalar_type();
@@ -455,7 +457,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     const auto place = signature.outputs.size();
     const at::Tensor target = written_tensor(output, args);
     if (target.defined()) {
-      describe_write(target, output);
+      describe_write(op, target, output);
     } else {
       describe_new(result, output);
     }

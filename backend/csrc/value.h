@@ -27,6 +27,7 @@ struct Value final : c10::intrusive_ptr_target {
   uint64_t segment{0}; // serial number of the segment that numbered this value
   int32_t local{-1}; // its number there
   size_t launch{0}; // the launch that computed it, counted from 1; 0 where none did
+  bool leased{false}; // JAX's side has seen the array, other arrays may share its memory: it is never donated
   std::shared_ptr<const std::string> error; // why the value could not be computed
 };
 using ValuePtr = c10::intrusive_ptr<Value>;

@@ -283,7 +283,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def memory_summary(device: Any = None) -> str:
-    """The live tensors, those alike in one line: bytes, count, dtype and shape, the op and its Python line."""
+    """The live tensors, those alike in one line: bytes, count, dtype, shape, the op and its Python line."""
     index = _index(device)
     init()
     from tpu_backend.runtime.memory import describe_memory

@@ -73,6 +73,7 @@ def initialize() -> None:
             compiler.compile_segment,
             transfer.put_numbers,
             transfer.put,
+            transfer.copy,
             transfer.get,
             transfer.wait,
             after_debug_op,

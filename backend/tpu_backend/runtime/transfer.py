@@ -46,6 +46,11 @@ def put(tensor: torch.Tensor, index: int) -> jax.Array:
     return put_array(np.array(to_numpy(tensor), order="C", copy=True), index)
 
 
+def copy(array: jax.Array) -> jax.Array:
+    """The array once more, in memory of its own on the same device."""
+    return jax.device_put(array, array.sharding, may_alias=False)
+
+
 def put_numbers(numbers: np.ndarray) -> jax.Array:
     """A segment's packed runtime numbers (1-d, float32, float64 or int64) on device 0."""
     return put_array(numbers, 0)
