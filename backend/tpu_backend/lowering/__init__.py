@@ -4,6 +4,7 @@ from tpu_backend.lowering import (  # noqa: F401
     activation,
     convolution,
     copy,
+    data_dependent,
     factory,
     indexing,
     linalg,
