@@ -14,11 +14,18 @@ from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 
 def true_positions(mask: jax.Array, size: int) -> jax.Array:
-    """Where the first ``size`` Trues of a 1-d mask are; 0 behind the last one."""
+    """Where the first ``size`` Trues of a 1-d mask are; ``mask.size`` behind the last one.
+
+    A sort, because a TPU scatters one element after the other.
+    """
     dtype = jnp.int32 if mask.size < 2**31 else jnp.int64
-    order = jnp.cumsum(mask, dtype=dtype) - 1
-    target = jnp.where(mask, order, size)  # not True: dropped past the end
-    return jnp.zeros(size, dtype).at[target].set(jnp.arange(mask.size, dtype=dtype), mode="drop")
+    positions = lax.sort(jnp.where(mask, jnp.arange(mask.size, dtype=dtype), mask.size))
+    return jnp.pad(positions, (0, max(0, size - mask.size)), constant_values=mask.size)[:size]
+
+
+def _take(values: jax.Array, *index: jax.Array) -> jax.Array:
+    """``values[index]``; what the padding points at does not matter."""
+    return values.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 # ---- masks
@@ -36,7 +43,7 @@ def true_indices(self, count, *, size):
     strides = [1]
     for length in reversed(self.shape[1:]):
         strides.insert(0, strides[0] * length)
-    return positions[place % count] // jnp.array(strides)[dim] % jnp.array(self.shape)[dim]
+    return _take(positions, place % count) // jnp.array(strides)[dim] % jnp.array(self.shape)[dim]
 
 
 def _masked(self, mask, axis, order):
@@ -50,7 +57,7 @@ def masked_slices(self, mask, *, axis, order, size):
     """The slices of ``self`` where the mask is True, for a result whose outermost dim in memory they are."""
     joined, _, place = _masked(self, mask, axis, order)
     assert place == 0
-    return joined[true_positions((mask != 0).reshape(-1), size)]
+    return _take(joined, true_positions((mask != 0).reshape(-1), size))
 
 
 @lowering("tpu::masked_elements")
@@ -65,7 +72,7 @@ def masked_elements(self, mask, count, *, axis, order, size):
     count = jnp.maximum(count, 1)
     element = jnp.arange(size, dtype=jnp.int64)
     row, column = element // joined.shape[2], element % joined.shape[2]
-    return joined[row // count, positions[row % count], column]
+    return _take(joined, row // count, _take(positions, row % count), column)
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -120,7 +127,7 @@ def groups(ordered, group, *, size):
     """The first element and the length of each group."""
     is_first = jnp.concatenate([jnp.ones(1, bool), group[1:] != group[:-1]])
     counts = jnp.zeros(size, jnp.int64).at[group].add(1, mode="drop")
-    return ordered[true_positions(is_first, size)], counts
+    return _take(ordered, true_positions(is_first, size)), counts
 
 
 # ---- counts and repeats
