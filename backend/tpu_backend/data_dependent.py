@@ -89,10 +89,10 @@ def _is_on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "tpu"
 
 
-def _write_out(op: Any, result: Tensor, *args: Any, out: Tensor) -> Tensor:
+def _write_out(op: Any, result: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     """The ``out=`` form of an operator: `result` in `out`, which takes its size."""
     if out.dtype != result.dtype or out.device != result.device:
-        result = _on_cpu(op, *args, out=torch.empty(0, dtype=out.dtype, device=result.device))
+        result = _on_cpu(op, *args, **kwargs, out=torch.empty(0, dtype=out.dtype, device=result.device))
     if out.shape != result.shape:
         if out.numel():
             warnings.warn(
@@ -125,6 +125,18 @@ def _indices(mask: Tensor, count: int) -> Tensor:
 
 def nonzero_out(self: Tensor, *, out: Tensor) -> Tensor:
     return _write_out(_aten.nonzero.out, nonzero(self), self, out=out)
+
+
+def nonzero_static(self: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
+    """int64 (size, ndim), without a read. Contiguous as on the CPU; PyTorch's meta kernel is not."""
+    if size < 0:
+        return _on_cpu(_aten.nonzero_static.default, self, size=size, fill_value=fill_value)
+    return _tpu.nonzero_static(self, size=size, fill_value=fill_value)
+
+
+def nonzero_static_out(self: Tensor, *, size: int, fill_value: int = -1, out: Tensor) -> Tensor:
+    result = nonzero_static(self, size=size, fill_value=fill_value)
+    return _write_out(_aten.nonzero_static.out, result, self, size=size, fill_value=fill_value, out=out)
 
 
 def masked_select(self: Tensor, mask: Tensor) -> Tensor:
@@ -370,6 +382,9 @@ _PROGRAMS: dict[str, Callable[..., Any]] = {
     "true_indices(Tensor self, Scalar count, *, int size) -> Tensor": (
         lambda self, count, *, size: _padded(self, size=size, dtype=torch.int64)
     ),
+    "nonzero_static(Tensor self, *, int size, int fill_value) -> Tensor": (
+        lambda self, *, size, fill_value: self.new_empty((size, self.dim()), dtype=torch.int64)
+    ),
     "masked_slices(Tensor self, Tensor mask, *, int axis, int[] order, int size) -> Tensor": _infer_slices,
     "masked_elements(Tensor self, Tensor mask, Scalar count, *, int axis, int[] order, int size) -> Tensor": (
         lambda self, mask, count, *, axis, order, size: _padded(self, size=size)
@@ -402,6 +417,8 @@ _DYNAMIC_FORMS: dict[str, Callable[..., Any]] = {
 _KERNELS: dict[str, Callable[..., Any]] = {
     "nonzero": nonzero,
     "nonzero.out": nonzero_out,
+    "nonzero_static": nonzero_static,
+    "nonzero_static.out": nonzero_static_out,
     "masked_select": masked_select,
     "masked_select.out": masked_select_out,
     "_unique": unique,

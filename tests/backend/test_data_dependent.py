@@ -141,6 +141,14 @@ def test_tensors_without_elements_are_not_read() -> None:
     check(torch.repeat_interleave, torch.empty(0, dtype=torch.int64), reads=0)
 
 
+def test_a_static_number_of_positions_is_not_read() -> None:
+    for values in (ODD, T(3.0), torch.empty(0, 2)):
+        check(lambda x: torch.nonzero_static(x, size=9), values, reads=0)
+        check(lambda x: torch.nonzero_static(x, size=2, fill_value=7), values, reads=0)
+    out = torch.empty(0, dtype=torch.int64, device="tpu")
+    assert_same(torch.nonzero_static(ODD.to("tpu"), size=9, out=out), torch.nonzero_static(ODD, size=9))
+
+
 def test_a_mask_on_the_host_is_counted_there() -> None:
     device = TABLE.to("tpu")
     with counted() as moved:
@@ -346,6 +354,7 @@ REFUSED = {
         x, x > 1, out=x.new_empty(0, dtype=torch.int64)
     ),
     "nonzero into another dtype": lambda x: torch.nonzero(x, out=x.new_empty(0, dtype=torch.int32)),
+    "nonzero of a negative size": lambda x: torch.nonzero_static(x, size=-1),
     "put through a mask of another size": lambda x: x.index_put_([COLUMNS.to(x.device)], x[0].clone()),
     "put values of another dtype": lambda x: x.index_put_([ROWS.to(x.device)], x[:2].double()),
     "put values of another width": lambda x: x.index_put_([ROWS.to(x.device)], x[:2, :3].clone()),

@@ -6,6 +6,8 @@ the padding off. What stands in the padding is arbitrary.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,13 +39,24 @@ def true_indices(self, count, *, size):
     positions = true_positions((self != 0).reshape(-1), size // self.ndim)
     if self.ndim == 1:
         return positions
-    place = jnp.arange(size, dtype=jnp.int64)
-    count = jnp.maximum(count, 1)
+    place, count = jnp.arange(size, dtype=jnp.int64), jnp.maximum(count, 1)
     dim = jnp.minimum(place // count, self.ndim - 1)
-    strides = [1]
-    for length in reversed(self.shape[1:]):
-        strides.insert(0, strides[0] * length)
-    return _take(positions, place % count) // jnp.array(strides)[dim] % jnp.array(self.shape)[dim]
+    strides, lengths = _strides_and_lengths(self.shape)
+    return _take(positions, place % count) // strides[dim] % lengths[dim]
+
+
+@lowering("tpu::nonzero_static")
+def nonzero_static(self, *, size, fill_value):
+    """The coordinates of the first ``size`` non-zero elements (size, ndim), then ``fill_value``."""
+    positions = true_positions((self != 0).reshape(-1), size)[:, None]
+    strides, lengths = _strides_and_lengths(self.shape)
+    return jnp.where(positions < self.size, positions // strides % lengths, fill_value)
+
+
+def _strides_and_lengths(shape):
+    """What takes a position in a contiguous tensor to its coordinates; dims without elements count as one."""
+    strides = [max(1, math.prod(shape[dim + 1 :])) for dim in range(len(shape))]
+    return jnp.array(strides, jnp.int64), jnp.array([max(1, length) for length in shape], jnp.int64)
 
 
 def _masked(self, mask, axis, order):
@@ -67,19 +80,12 @@ def masked_elements(self, mask, count, *, axis, order, size):
     """
     joined, shape, place = _masked(self, mask, axis, order)
     outer, inner = shape[:place], shape[place + 1 :]
-    joined = joined.reshape(_product(outer), mask.size, _product(inner))
+    joined = joined.reshape(math.prod(outer), mask.size, math.prod(inner))
     positions = true_positions((mask != 0).reshape(-1), min(mask.size, size))
     count = jnp.maximum(count, 1)
     element = jnp.arange(size, dtype=jnp.int64)
     row, column = element // joined.shape[2], element % joined.shape[2]
     return _take(joined, row // count, _take(positions, row % count), column)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for length in shape:
-        result *= length
-    return result
 
 
 # ---- unique

@@ -399,7 +399,9 @@ def masked_fill(self, mask, value):
 
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
-    mask = jnp.broadcast_to(mask, self.shape)
+    self, mask = jnp.broadcast_arrays(self, mask)
+    if source.size == 0:
+        return self
     order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
     taken = _read(source.reshape(-1), jnp.maximum(order, 0)).reshape(self.shape)
     return jnp.where(mask, taken, self)
@@ -419,10 +421,3 @@ def masked_scatter_backward(grad_output, mask, sizes):
 @lowering("_masked_scale", "native_dropout_backward", promote="result")
 def masked_scale(self, mask, scale):
     return self * mask * scale
-
-
-@lowering("nonzero_static")
-def nonzero_static(self, *, size, fill_value=-1):
-    if self.ndim == 0:
-        return jnp.zeros((size, 0), jnp.int64)
-    return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)
