@@ -140,6 +140,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("compile_stats", [](int device) { return compile_stats(static_cast<c10::DeviceIndex>(device)); });
   m.def("fallback_stats", [] { return tpu::Device::get().fallbacks(); });
+  m.def("count_fallback", [](const std::string& name) { tpu::Device::get().count_fallback(name); });
   m.def("clear_fallback_stats", [] { tpu::Device::get().clear_fallbacks(); });
   m.def("memory_counters", [](int device) {
     const auto counters = tpu::memory_counters(static_cast<c10::DeviceIndex>(device));

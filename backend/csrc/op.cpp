@@ -40,7 +40,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 }
 
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
-  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, lowered.is_random, {}, {}, {}};
+  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, {}, lowered.is_random, {}, {}, {}};
   op.check = distribution_check(handle.operator_name());
   op.is_fill = handle.operator_name().name == "aten::fill_" || handle.operator_name().name == "aten::zero_";
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
@@ -85,6 +85,9 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
       op.functional = *found;
     }
   }
+  const auto& [name, overload_name] = handle.operator_name();
+  op.data_dependent =
+      c10::Dispatcher::singleton().findSchema({"tpu::dynamic_" + name.substr(name.find("::") + 2), overload_name});
   return op;
 }
 

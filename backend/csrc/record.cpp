@@ -97,9 +97,18 @@ void return_results(
   }
 }
 
+// A form that no one program can express: its shapes depend on data, or it has no lowering.
+void run_unrecorded(const OpInfo& op, torch::jit::Stack* stack) {
+  if (op.data_dependent.has_value()) {
+    op.data_dependent->callBoxed(stack);
+  } else {
+    cpu_fallback(op.handle, stack);
+  }
+}
+
 } // namespace
 
-void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const OpInfo& op = *op_;
   const auto arguments = torch::jit::last(*stack, op.args.size());
   const c10::DeviceIndex device = device_of(arguments);
@@ -115,7 +124,7 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
     signature = make_signature(op, arguments, call);
   }
   if (signature->on_cpu) {
-    cpu_fallback(handle, stack);
+    run_unrecorded(op, stack);
     return;
   }
   if (!signature->out_resizes.empty()) {
@@ -129,7 +138,7 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
       signature = make_signature(op, arguments, call);
     }
     if (signature->on_cpu) {
-      cpu_fallback(handle, stack);
+      run_unrecorded(op, stack);
       return;
     }
   }

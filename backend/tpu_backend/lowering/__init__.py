@@ -8,6 +8,7 @@ from tpu_backend.lowering import (  # noqa: F401
     ctc,
     distance,
     embedding_bag,
+    data_dependent,
     factory,
     fractional_pooling,
     grid_sampling,

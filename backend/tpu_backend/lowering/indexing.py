@@ -7,6 +7,7 @@ of the values, as PyTorch documents.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_in_range
+from tpu_backend.lowering.data_dependent import true_positions
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
 from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
@@ -115,7 +117,7 @@ def unsafe_index(self, indices):
 @lowering("index_put", "_index_put_impl")
 def index_put(self, indices, values, accumulate=False, unsafe=False):
     if any(_is_mask(index) for index in indices):
-        return _put_where(self, indices, values, accumulate)
+        return _put_masked(self, indices, values, accumulate)
     places = _numpy_index(self, indices, checked=not unsafe)
     if accumulate:
         return _accumulate(self, places, values)
@@ -127,21 +129,97 @@ def unsafe_index_put(self, indices, values, accumulate=False):
     return index_put(self, indices, values, accumulate, unsafe=True)
 
 
-def _put_where(self, indices, values, accumulate):
-    """``self[mask] = value`` where every masked element gets the same value (or row): a select."""
-    mask, rest = indices[0], indices[1:]
-    if not _is_mask(mask) or any(index is not None for index in rest):
-        raise NotLoweredError("index_put with a mask that is not the first and only index")
-    trailing = self.shape[mask.ndim :]
-    if values.ndim > len(trailing):
-        if values.shape[: values.ndim - len(trailing)] != (1,) * (values.ndim - len(trailing)):
-            raise NotLoweredError(
-                "index_put of one value per True of a boolean mask: their number depends on the mask"
-            )
-        values = values.reshape(values.shape[values.ndim - len(trailing) :])
-    mask = mask.astype(bool).reshape(mask.shape + (1,) * len(trailing))
-    values = values.astype(self.dtype)
+def _put_masked(self, indices, values, accumulate):
+    """A lone mask is a select, whatever it is given.  Beside other indices a mask becomes positions.
+
+    Nothing here needs the number of Trues on the host.  So a number of values that is not theirs is no error
+    as it is on the CPU: values that are too many are ignored, of too few the last is repeated.
+    """
+    given = [place for place, index in enumerate(indices) if index is not None]
+    is_fill = values.size == 1 and len(given) == 1 and not accumulate  # which PyTorch casts
+    if not _masks_fit(self, indices) or (values.dtype != self.dtype and not is_fill):
+        raise NotLoweredError("index_put of what does not fit: PyTorch's kernel says what is wrong")
+    if len(given) == 1:
+        return _put_where(self, given[0], indices[given[0]] != 0, values.astype(self.dtype), accumulate)
+    return _put_at_masks(self, indices, values, accumulate)
+
+
+def _masks_fit(self, indices):
+    dim = 0
+    for index in indices:
+        if _is_mask(index) and self.shape[dim : dim + index.ndim] != index.shape:
+            return False
+        dim += index.ndim if _is_mask(index) else 1
+    return dim <= self.ndim
+
+
+def _put_where(self, axis, mask, values, accumulate):
+    """``self[:, mask] = values`` with ``axis`` dims before the mask; values: (before, Trues, behind)."""
+    before, behind = self.shape[:axis], self.shape[axis + mask.ndim :]
+    values = _broadcastable(values, (*before, None, *behind))
+    count = values.shape[axis]
+    if count == 0:
+        return self
+    if count > 1:
+        order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
+        values = jnp.take(values, jnp.clip(order, 0, count - 1), axis, mode="clip")
+    shape = mask.shape if count > 1 else (1,) * mask.ndim
+    values = values.reshape(*values.shape[:axis], *shape, *values.shape[axis + 1 :])
+    mask = mask.reshape(*mask.shape, *(1,) * len(behind))
     return jnp.where(mask, self + values if accumulate else values, self)
+
+
+def _broadcastable(values, shape):
+    """``values`` with leading dims of one up to the rank of ``shape``, where None stands for any length."""
+    if values.ndim <= len(shape):
+        values = values.reshape((1,) * (len(shape) - values.ndim) + values.shape)
+        if all(want is None or have in (1, want) for have, want in zip(values.shape, shape)):
+            return values
+    raise NotLoweredError("index_put of values that do not fit: PyTorch's kernel says what is wrong")
+
+
+def _put_at_masks(self, indices, values, accumulate):
+    """Masks beside other indices: the positions of their Trues, then positions out of range."""
+    expanded: list[jax.Array | None] = []  # one a dim; a mask stands for several
+    for index in indices:
+        expanded += [index] * index.ndim if _is_mask(index) else [index]
+    given = [dim for dim, index in enumerate(expanded) if index is not None]
+    masks = [index for index in indices if _is_mask(index)]
+    if any(mask.ndim == 0 for mask in masks):
+        raise NotLoweredError("index_put with a 0-d mask beside other indices")
+    block = jnp.broadcast_shapes(
+        (1,), *(index.shape for index in expanded if index is not None and not _is_mask(index))
+    )
+    first = (
+        given[0] if given == list(range(given[0], given[-1] + 1)) else 0
+    )  # where the block stands in the result
+    axis = first + len(block) - 1
+    others = [length for dim, length in enumerate(self.shape) if dim not in given]
+    shape = (*others[:first], *block[:-1], None, *others[first:])
+    values = _broadcastable(values, shape)
+    # The number of Trues, where the other indices or the values tell; else as many as there may be.
+    size = next((n for n in (block[-1], values.shape[axis]) if n != 1), max(mask.size for mask in masks))
+    counts = [jnp.sum(mask != 0) for mask in masks]
+    count = size if block[-1] != 1 else functools.reduce(lambda a, b: jnp.where(a == 1, b, a), counts)
+
+    positions: list[jax.Array | slice] = []
+    for index in indices:
+        if index is None:
+            positions.append(slice(None))
+        elif not _is_mask(index):
+            positions.append(_positions(index, self.shape[len(positions)]))
+        else:
+            flat = true_positions((index != 0).reshape(-1), size)
+            flat = jnp.where(jnp.sum(index != 0) == 1, flat[:1], flat)
+            valid = jnp.arange(size) < count
+            for length, column in zip(index.shape, jnp.unravel_index(flat, index.shape)):
+                positions.append(jnp.where(valid, column, length).astype(jnp.int32))
+    target = self.at[tuple(positions)]
+    if not accumulate:
+        return target.set(values.astype(self.dtype), mode="drop", wrap_negative_indices=False)
+    dtype = _sum_dtype(self.dtype)
+    target = self.astype(dtype).at[tuple(positions)]
+    return target.add(values.astype(dtype), mode="drop", wrap_negative_indices=False).astype(self.dtype)
 
 
 def _accumulate(self, index, values):
@@ -372,7 +450,9 @@ def masked_fill(self, mask, value):
 
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
-    mask = jnp.broadcast_to(mask, self.shape)
+    self, mask = jnp.broadcast_arrays(self, mask)
+    if source.size == 0:
+        return self
     order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
     taken = _read(source.reshape(-1), jnp.maximum(order, 0)).reshape(self.shape)
     return jnp.where(mask, taken, self)
@@ -392,10 +472,3 @@ def masked_scatter_backward(grad_output, mask, sizes):
 @lowering("_masked_scale", "native_dropout_backward", promote="result")
 def masked_scale(self, mask, scale):
     return self * mask * scale
-
-
-@lowering("nonzero_static")
-def nonzero_static(self, *, size, fill_value=-1):
-    if self.ndim == 0:
-        return jnp.zeros((size, 0), jnp.int64)
-    return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from tpu_backend import _C
+from tpu_backend import _C, data_dependent
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
@@ -28,7 +28,8 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]
     """
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
-    for overload, table_name in [*served, ("tpu::copy", "tpu::copy")]:
+    own = [(name, name) for name in registry.TABLE if name.startswith("tpu::")]
+    for overload, table_name in [*served, *own]:
         if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(
             overload, "PrivateUse1"
         ):
@@ -62,6 +63,7 @@ def initialize() -> None:
         compiler.configure_logging()
         platform.announce()
         shapes.register_meta_kernels()
+        data_dependent.register()
         transfer.spend_read_only_warning()
         # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and
         # whoever does not
