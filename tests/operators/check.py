@@ -21,14 +21,17 @@ _CHECKS = {
 }
 
 
-def check(entry: Entry) -> Row:
-    """Measure in this process; a failure of the checking itself is the entry's failure."""
+def check(entry: Entry, most_samples: int | None = None) -> Row:
+    """Measure in this process; a failure of the checking itself is the entry's failure.
+
+    ``most_samples``: a look at no more samples of an operator than that, evenly spread, instead of a measurement.
+    """
     start = time.monotonic()
     torch.tpu.reset_fallback_stats()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            outcome = _CHECKS[entry.database](entry)
+            outcome = _CHECKS[entry.database](entry, most_samples)
         except Exception as error:
             outcome = Outcome()
             outcome.fail("the check", f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from tests.operators.outcome import Outcome
 from tests.operators.twin import Twin
 
 
-def check_module(entry: Entry) -> Outcome:
+def check_module(entry: Entry, most_samples: int | None = None) -> Outcome:
     info = info_of(entry)
     outcome = Outcome()
     checks = Checks(outcome, Tolerances.of(info, entry.torch_dtype))
@@ -59,12 +59,15 @@ def _step(original: torch.nn.Module, sample: Any, backward: bool) -> Run:
         results = module(*args, **kwargs)
         buffers = list(module.buffers())
         outputs = [leaf for leaf in tree_leaves(results) if _wants_gradient(leaf)]
-        wanted = [leaf for leaf in (*module.parameters(), *tree_leaves((args, kwargs))) if _wants_gradient(leaf)]
+        wanted = [
+            leaf for leaf in (*module.parameters(), *tree_leaves((args, kwargs))) if _wants_gradient(leaf)
+        ]
         if not (backward and outputs and wanted):
             return results, buffers, []
         generator = torch.Generator().manual_seed(0)
         cotangents = [
-            torch.randn(output.shape, dtype=output.dtype, generator=generator).to(device) for output in outputs
+            torch.randn(output.shape, dtype=output.dtype, generator=generator).to(device)
+            for output in outputs
         ]
         return results, buffers, torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
 

@@ -14,7 +14,7 @@ from tests.operators.outcome import Outcome
 _STEPS = 3
 
 
-def check_optimizer(entry: Entry) -> Outcome:
+def check_optimizer(entry: Entry, most_samples: int | None = None) -> Outcome:
     info = info_of(entry)
     outcome = Outcome()
     checks = Checks(outcome, Tolerances.of(info, entry.torch_dtype))
@@ -29,7 +29,7 @@ def check_optimizer(entry: Entry) -> Outcome:
 
 
 def _implementations(info: Any, kwargs: dict[str, Any]) -> list[str]:
-    """"" for the configuration as it is, then each implementation that it does not decide itself."""
+    """ "" for the configuration as it is, then each implementation that it does not decide itself."""
     if any(name in kwargs for name in ("foreach", "fused", "differentiable")):
         return [""]
     fused = "fused" in info.supported_impls and "cpu" in info.supports_fused_on

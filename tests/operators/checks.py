@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -70,19 +71,29 @@ class Checks:
 
 
 def _seeded(run: Run, device: str, seed: int) -> Any:
-    torch.manual_seed(seed)
-    return run(device)
+    torch.default_generator.manual_seed(
+        seed
+    )  # torch.manual_seed asks every kind of device, for a millisecond
+    torch.tpu.manual_seed_all(seed)
+    with patch.object(torch, "manual_seed", lambda _: torch.default_generator):  # some entries seed each call
+        return run(device)
 
 
 def _draws_difference(run: Run, example: Any) -> str | None:
     """Compare the distribution of each floating or integer output, over enough runs on both sides."""
-    counts = [leaf.numel() for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    counts = [
+        leaf.numel() for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.numel()
+    ]
     if not counts:
         return None
     runs = min(-(-_DRAWS // min(counts)), _MOST_RUNS)
-    draws = {device: [_numbers(_seeded(run, device, seed)) for seed in range(runs)] for device in ("cpu", "tpu")}
+    draws = {
+        device: [_numbers(_seeded(run, device, seed)) for seed in range(runs)] for device in ("cpu", "tpu")
+    }
     for position in range(len(counts)):
-        ours, theirs = (torch.cat([numbers[position] for numbers in draws[device]]) for device in ("tpu", "cpu"))
+        ours, theirs = (
+            torch.cat([numbers[position] for numbers in draws[device]]) for device in ("tpu", "cpu")
+        )
         text = distribution_difference(ours, theirs)
         if text is not None:
             return text

@@ -73,7 +73,9 @@ def _leaf_difference(actual: Any, expected: Any, tolerances: Tolerances, values:
     if actual.layout != expected.layout:
         return f"layout {actual.layout} where the CPU has {expected.layout}"
     if expected.layout == torch.strided and _significant(actual) != _significant(expected):
-        return f"strides {actual.stride()} where the CPU has {expected.stride()}, shape {tuple(expected.shape)}"
+        return (
+            f"strides {actual.stride()} where the CPU has {expected.stride()}, shape {tuple(expected.shape)}"
+        )
     if actual.requires_grad != expected.requires_grad:
         return f"requires_grad {actual.requires_grad} where the CPU has {expected.requires_grad}"
     if not values:

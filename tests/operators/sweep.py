@@ -25,14 +25,15 @@ from tests.operators.table import table
 _XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 # A process keeps every program it compiled.
-_ENTRIES_A_PROCESS = 60
+_ENTRIES_A_PROCESS = 120
 
 
 class Worker:
     """A process that measures one entry after another, within a time limit each."""
 
-    def __init__(self, limit: float):
+    def __init__(self, limit: float, most_samples: int | None = None):
         self._limit = limit
+        self._options = [] if most_samples is None else [str(most_samples)]
         self._process: subprocess.Popen[str] | None = None
         self._served = 0
 
@@ -64,9 +65,13 @@ class Worker:
 
     def _start(self) -> None:
         self.stop()
-        environment = {**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", _XLA_FLAGS), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", _XLA_FLAGS),
+            "OMP_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.operators.worker"],
+            [sys.executable, "-W", "ignore", "-m", "tests.operators.worker", *self._options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -96,10 +101,12 @@ def read_rows(path: Path) -> list[Row]:
     return [Row.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def sweep(wanted: Sequence[Entry], rows_file: Path | None, limit: float, seconds: float) -> list[Row]:
+def sweep(
+    wanted: Sequence[Entry], rows_file: Path | None, limit: float, seconds: float, most_samples: int | None
+) -> list[Row]:
     """Measure what ``rows_file`` does not have yet, for ``seconds`` at most; returns the rows of all of ``wanted``."""
     done = {row.entry: row for row in (read_rows(rows_file) if rows_file else [])}
-    worker = Worker(limit)
+    worker = Worker(limit, most_samples)
     end = time.monotonic() + seconds
     try:
         for entry in wanted:
@@ -122,9 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=(*DTYPES, "all"), default="float32")
     parser.add_argument("--only", default="", help="entries whose name contains this")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th entry, from the i-th")
-    parser.add_argument("--rows", type=Path, help="JSON rows, one an entry; what is there is not measured again")
+    parser.add_argument(
+        "--rows", type=Path, help="JSON rows, one an entry; what is there is not measured again"
+    )
     parser.add_argument("--limit", type=float, default=120, help="seconds for one entry")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no entry after this time")
+    parser.add_argument(
+        "--samples", type=int, help="a quick look at this many samples an operator: no measurement"
+    )
     options = parser.parse_args(arguments)
     part, parts = (int(number) for number in options.part.split("/"))
     wanted = [
@@ -135,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.only in entry.name
     ]
     start = time.monotonic()
-    rows = sweep(wanted, options.rows, options.limit, options.seconds)
+    rows = sweep(wanted, options.rows, options.limit, options.seconds, options.samples)
     print(table(rows))
     if len(rows) < len(wanted):
         print(f"{len(wanted) - len(rows)} of {len(wanted)} entries are not measured yet")

@@ -61,7 +61,9 @@ class Twin:
             count = storage.nbytes() // tensor.element_size()
             whole = tensor.as_strided((count,), (1,), 0)
             if count == tensor.numel() and tensor.is_contiguous():
-                whole = whole.view(tensor.shape)  # the device keeps the shape in which a buffer is first written
+                whole = whole.view(
+                    tensor.shape
+                )  # the device keeps the shape in which a buffer is first written
             base = self._storages[storage._cdata] = whole.clone().to(self._device)
         if base.shape == tensor.shape and base.stride() == tensor.stride() and tensor.storage_offset() == 0:
             copy = base.view(base.shape)

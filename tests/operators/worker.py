@@ -9,6 +9,7 @@ from tests.operators.database import Entry
 
 
 def main() -> None:
+    most_samples = int(sys.argv[1]) if len(sys.argv) > 1 else None
     answers = sys.stdout
     sys.stdout = sys.stderr  # what an operator prints is no row
     warnings.simplefilter("ignore")
@@ -16,7 +17,7 @@ def main() -> None:
 
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        print(check(Entry.from_key(line.strip())).to_json(), file=answers, flush=True)
+        print(check(Entry.from_key(line.strip()), most_samples).to_json(), file=answers, flush=True)
 
 
 if __name__ == "__main__":
