@@ -24,7 +24,7 @@ _CHECKS = {
 def check(entry: Entry, most_samples: int | None = None) -> Row:
     """Measure in this process; a failure of the checking itself is the entry's failure.
 
-    ``most_samples``: a look at no more samples of an operator than that, evenly spread, instead of a measurement.
+    ``most_samples``: a look at that many samples of an operator, evenly spread, instead of a measurement.
     """
     start = time.monotonic()
     torch.tpu.reset_fallback_stats()

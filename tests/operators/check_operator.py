@@ -120,7 +120,7 @@ def _wants_gradient(leaf: Any) -> bool:
 def _check_out(
     checks: Checks, what: str, op: Callable[..., Any], sample: SampleInput, empty_too: bool
 ) -> None:
-    """``out=`` into tensors of the right shape and strides; ``empty_too``: also into empty ones, which grow."""
+    """``out=`` into tensors of the right shape and strides; ``empty_too``: into empty ones as well."""
     try:
         shapes = _forward(op, sample)("cpu")
     except Exception:

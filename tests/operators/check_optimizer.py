@@ -1,4 +1,4 @@
-"""One entry of optim_db: parameters and state after three steps, for every configuration and implementation."""
+"""One entry of optim_db: parameters and state after three steps, for every configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What "the same result" means: value, shape, dtype and strides; for random results shape, dtype and distribution."""
+"""What "the same result" means: value (distribution, where it is random), shape, dtype and strides."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch.testing._comparison import default_tolerances
 from torch.utils._pytree import tree_flatten
 
-# Two samples of one distribution differ by more than this (Kolmogorov-Smirnov, in units of sqrt(1/n + 1/m)) once in
-# 100,000 times.
+# Draws of one distribution differ by more than this once in 100,000 times (Kolmogorov-Smirnov, in units of
+# sqrt(1/n + 1/m)).
 _KS_BOUND = 2.47
 
 
 @dataclass
 class Tolerances:
-    """PyTorch's defaults for the dtype that is compared; what an entry of a database declares for a dtype widens it."""
+    """PyTorch's defaults for the dtype that is compared; what an entry declares for its dtype widens them."""
 
     declared: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ def _equal(actual: Any, expected: Any) -> bool:
 
 
 def _significant(tensor: torch.Tensor) -> list[int]:
-    """Strides that decide where an element lies: not those of dims of size 1, none where there is no element."""
+    """Strides that decide where an element lies: those of dims longer than 1, where there are elements."""
     if tensor.numel() == 0:
         return []
     return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]

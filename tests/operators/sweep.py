@@ -1,9 +1,9 @@
 """Measure entries in a process of their own, so that a crash or a hang costs one entry and not the sweep.
 
-    python -m tests.operators.sweep [--database op_db] [--dtype float32] [--only NAME] [--part i/n] [--rows FILE]
+    python -m tests.operators.sweep [--database op_db] [--dtype float32] [--only NAME] [--part i/n] [--rows F]
 
-Rows go to FILE as they come; entries that FILE has are not measured again, so a broken sweep is taken up where it
-stopped. Prints the failures, and a table by database and dtype.
+Rows go to the file as they come; entries that it has are not measured again, so a broken sweep is taken up
+where it stopped. Prints the failures, and a table by database and dtype.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def read_rows(path: Path) -> list[Row]:
 def sweep(
     wanted: Sequence[Entry], rows_file: Path | None, limit: float, seconds: float, most_samples: int | None
 ) -> list[Row]:
-    """Measure what ``rows_file`` does not have yet, for ``seconds`` at most; returns the rows of all of ``wanted``."""
+    """Measure what ``rows_file`` lacks, beginning nothing after ``seconds``; returns the rows of ``wanted``."""
     done = {row.entry: row for row in (read_rows(rows_file) if rows_file else [])}
     worker = Worker(limit, most_samples)
     end = time.monotonic() + seconds

@@ -9,7 +9,7 @@ from tests.operators.outcome import Row
 
 
 def counted(rows: Sequence[Row]) -> list[Row]:
-    """The denominator: entries of which the CPU serves a sample, and those that failed before that was known."""
+    """The denominator: entries of which the CPU serves a sample, and what failed before that was known."""
     return [row for row in rows if row.samples or not row.passed]
 
 
@@ -40,6 +40,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"{'database':<10} {'dtype':<10} {'pass':>5} {'total':>6} {'':>8} {'native':>8}"]
     for database, dtype, passed, total, native in counts(rows):
         lines.append(
-            f"{database:<10} {dtype:<10} {passed:>5} {total:>6} {percent(passed, total):>8} {percent(native, total):>8}"
+            f"{database:<10} {dtype:<10} {passed:>5} {total:>6} {percent(passed, total):>8} "
+            f"{percent(native, total):>8}"
         )
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from tests.operators.report import DOCUMENT, document, load, merged, summary
 from tests.operators.sweep import Worker
 from tests.operators.twin import Twin
 
-# Every n-th entry, so that all families are met; what takes long by its number of samples is left to the sweep.
+# Every n-th entry, so that all families are met, but those with many samples.
 _STRIDES = {"op_db": 23, "foreach": 13, "module_db": 17, "optim_db": 5}
 _LONG = {"max_pool2d_with_indices_backward", "nn.functional.max_pool2d", "nn.functional.max_pool1d", "unique"}
 _SLICE = [

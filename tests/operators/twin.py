@@ -1,4 +1,4 @@
-"""Independent copies of a sample's arguments on the CPU or the device, of the same geometry to the last stride."""
+"""Independent copies of a sample's arguments on the CPU or the device, the same to the last stride."""
 
 from __future__ import annotations
 
@@ -22,18 +22,15 @@ class Twin:
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if isinstance(value, torch.device):
-            return torch.device(self._device) if value.type == "cpu" else value
+        if isinstance(value, (torch.device, str)) and str(value) == "cpu":
+            return type(value)(self._device)
         if isinstance(value, torch.Generator):
             return torch.Generator(self._device).manual_seed(value.initial_seed())
         if isinstance(value, (list, tuple)):
             items = [self.of(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
-            return {
-                name: self._device if name == "device" and item == "cpu" else self.of(item)
-                for name, item in value.items()
-            }
+            return {name: self.of(item) for name, item in value.items()}
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
