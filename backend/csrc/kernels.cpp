@@ -194,8 +194,25 @@ bool share_value(const at::Tensor& source, const at::Tensor& target) {
   return true;
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool /*non_blocking*/) {
+at::Tensor without_lazy_bits(const at::Tensor& self) {
+  const at::Tensor plain = self.is_conj() ? at::_conj(self) : self;
+  return plain.is_neg() ? at::_neg_view(plain) : plain;
+}
+
+// A copy is what resolves the lazy bits of conj() and of its imaginary part, so they arrive here unresolved.
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   if (dst.numel() == 0) {
+    return dst;
+  }
+  if (self.is_conj() || self.is_neg() || dst.is_conj() || dst.is_neg()) {
+    at::Tensor value = without_lazy_bits(self);
+    if (self.is_conj() != dst.is_conj()) {
+      value = at::conj_physical(value);
+    }
+    if (self.is_neg() != dst.is_neg()) {
+      value = at::neg(value);
+    }
+    copy_from(value, without_lazy_bits(dst), non_blocking);
     return dst;
   }
   if (self.device().type() != kDeviceType) {
@@ -312,6 +329,14 @@ TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(tpu, Meta, m) {
   m.impl("copy", &tpu::copy_meta);
+}
+
+// PyTorch would resolve the bits with a copy, and that one's with a copy, without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

@@ -2,6 +2,7 @@
 
 from tpu_backend.lowering import (  # noqa: F401
     activation,
+    bessel,
     convolution,
     copy,
     factory,
@@ -12,6 +13,7 @@ from tpu_backend.lowering import (  # noqa: F401
     normalization,
     optim,
     pointwise,
+    polynomials,
     pooling,
     random,
     recurrent,
