@@ -28,14 +28,18 @@ class Checks:
         self._initialised = initialised
         self._waiting: list[Callable[[], None]] = []
 
-    def add(self, what: str, run: Run, may_be_random: bool = True) -> bool:
-        """False where the CPU refuses to run it: there is nothing to compare with."""
+    def add(self, what: str, run: Run, may_be_random: bool = True, values: bool = True) -> bool:
+        """False where the CPU refuses to run it: there is nothing to compare with.
+
+        ``values=False``: compare shapes, dtypes and strides only.
+        """
         try:
             expected = _seeded(run, "cpu", 0)
         except Exception:
             return False
+        values = values and self._initialised
         random = (
-            self._initialised
+            values
             and may_be_random
             and difference(_seeded(run, "cpu", 1), expected, Tolerances()) is not None
         )
@@ -44,7 +48,7 @@ class Checks:
         except Exception as error:
             self._outcome.fail(what, f"{type(error).__name__}: {error}")
             return True
-        exact = self._initialised and not random
+        exact = values and not random
         self._later(what, lambda: difference(actual, expected, self._tolerances, exact))
         if random:
             self._later(what, lambda: _draws_difference(run, expected))

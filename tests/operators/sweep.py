@@ -104,7 +104,7 @@ def read_rows(path: Path) -> list[Row]:
 def sweep(
     wanted: Sequence[Entry], rows_file: Path | None, limit: float, seconds: float, most_samples: int | None
 ) -> list[Row]:
-    """Measure what ``rows_file`` lacks, beginning nothing after ``seconds``; returns the rows of ``wanted``."""
+    """Measure what ``rows_file`` lacks, beginning nothing after ``seconds``; the rows of ``wanted``."""
     done = {row.entry: row for row in (read_rows(rows_file) if rows_file else [])}
     worker = Worker(limit, most_samples)
     end = time.monotonic() + seconds
