@@ -22,7 +22,10 @@ class Tolerances:
 
     @staticmethod
     def of(info: Any, dtype: torch.dtype) -> Tolerances:
-        """With the widest ``toleranceOverride`` that the entry declares for this dtype in an eager test."""
+        """With the widest override that the entry declares for this dtype in an eager test.
+
+        There are two kinds: ``toleranceOverride`` (rtol and atol) and ``precisionOverride`` (atol).
+        """
         declared: dict[torch.dtype, tuple[float, float]] = {}
         for decoration in getattr(info, "decorators", None) or ():
             if "Inductor" in (getattr(decoration, "cls_name", None) or ""):
@@ -31,7 +34,9 @@ class Tolerances:
                 overrides = getattr(decorator, "d", None)
                 if isinstance(overrides, dict) and dtype in overrides:
                     rtol, atol = declared.get(dtype, (0.0, 0.0))
-                    declared[dtype] = max(rtol, overrides[dtype].rtol), max(atol, overrides[dtype].atol)
+                    override = overrides[dtype]
+                    given = (0.0, override) if isinstance(override, float) else (override.rtol, override.atol)
+                    declared[dtype] = max(rtol, given[0]), max(atol, given[1])
         return Tolerances(declared)
 
     def for_dtype(self, dtype: torch.dtype) -> tuple[float, float]:
