@@ -284,8 +284,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
   if (training) {
     running_mean->copy_(new_mean);
     running_var->copy_(new_var);
+    return {output, save_mean, save_invstd};
   }
-  return {output, save_mean, save_invstd};
+  // What a backward pass in evaluation does not need is not kept.
+  return {output, at::empty({0}, save_mean.options()), at::empty({0}, save_invstd.options())};
 }
 
 void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack*) {

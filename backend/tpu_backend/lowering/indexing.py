@@ -450,8 +450,8 @@ def masked_fill(self, mask, value):
 
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
-    self, mask = jnp.broadcast_arrays(self, mask)
-    if source.size == 0:
+    self, mask = jnp.broadcast_arrays(self, mask.astype(bool))
+    if source.size == 0:  # nothing is selected, or it would be an error
         return self
     order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
     taken = _read(source.reshape(-1), jnp.maximum(order, 0)).reshape(self.shape)

@@ -106,7 +106,9 @@ def round_decimals(self, *, decimals):
 
 @lowering("nan_to_num", promote="result")
 def nan_to_num(self, nan=None, posinf=None, neginf=None):
-    return jnp.nan_to_num(self, nan=nan or 0.0, posinf=posinf, neginf=neginf) if is_floating(self) else self
+    if not jnp.issubdtype(self.dtype, jnp.inexact):
+        return self
+    return jnp.nan_to_num(self, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
 # ---- arithmetic

@@ -112,6 +112,8 @@ def searchsorted(sorted_sequence, self, *, out_int32=False, right=False, side=No
         sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1)
     common = jnp.promote_types(sorted_sequence.dtype, jnp.asarray(self).dtype)
     sorted_sequence, wanted = sorted_sequence.astype(common), jnp.asarray(self, common)
+    if wanted.size == 0 or sorted_sequence.size == 0:  # nothing to find, or every place is the first
+        return jnp.zeros(wanted.shape, jnp.int32)
 
     def find(boundaries, values):
         return jnp.searchsorted(boundaries, values, side="right" if right else "left")

@@ -1,4 +1,4 @@
-"""Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone.
+"""Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone, or wrong.
 
 The recorder asks an operator's meta kernel what comes out (csrc/signature.cpp); an operator without one runs
 on the CPU. Arguments that an operator refuses raise ``NotImplementedError`` here where it has a CPU kernel:
@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import max_unpool2d
+from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
 
@@ -20,11 +22,19 @@ def register_meta_kernels() -> Library:
     library = Library("aten", "IMPL")
     # PyTorch's own kernel reads the device of a bias that may be None: nn.LSTM(bias=False) would fail.
     library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
+    # PyTorch's own forgets the memory format, which the CPU's and CUDA's kernels keep.
+    library.impl("max_unpool2d", _max_unpool2d, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
     for name, meta_kernel in _LIKE_CPU.items():
         library.impl(name, meta_kernel, "Meta")
     return library
+
+
+def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tensor:
+    """A plane of ``output_size`` for each channel of (C, H, W) or (N, C, H, W)."""
+    unpooled = max_unpool2d(self, indices, output_size)
+    return unpooled.contiguous(memory_format=suggest_memory_format(self)) if self.dim() == 4 else unpooled
 
 
 def _lstm_cell(
