@@ -14,7 +14,9 @@ from tests.models.table import CASES, HEADER, json_line, line
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.models", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.models", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--only", default="", help="models whose name or family contains this")
     parser.add_argument("--rows", type=Path, help="append one JSON object a model to this file")
     options = parser.parse_args()

@@ -131,7 +131,9 @@ def _translator(name: str, **settings: Any) -> Architecture:
     return Architecture(name, "ForConditionalGeneration", "encoder-decoder", translation, settings)
 
 
-def _vision(name: str, head: str = "ForImageClassification", batch: Any = image, **settings: Any) -> Architecture:
+def _vision(
+    name: str, head: str = "ForImageClassification", batch: Any = image, **settings: Any
+) -> Architecture:
     return Architecture(name, head, "vision", batch, {"num_labels": CLASSES} | settings)
 
 

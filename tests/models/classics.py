@@ -139,7 +139,9 @@ class GraphNet(nn.Module):
         messages = F.relu(self.message(torch.cat([h[source], h[target]], dim=1)))
         zeros = torch.zeros_like(h)
         total = zeros.index_add(0, target, messages)
-        degree = torch.zeros(h.shape[0], device=h.device).scatter_add_(0, target, torch.ones_like(messages[:, 0]))
+        degree = torch.zeros(h.shape[0], device=h.device).scatter_add_(
+            0, target, torch.ones_like(messages[:, 0])
+        )
         largest = zeros.scatter_reduce(0, target[:, None].expand_as(messages), messages, "amax")
         mean = total / degree.clamp(min=1)[:, None]
         return self.leave(F.relu(self.update(torch.cat([h, total, largest, mean], dim=1))))
