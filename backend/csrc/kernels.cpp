@@ -160,28 +160,22 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
 at::Tensor read_to_host(const at::Tensor& source) {
   Buffer* buffer = buffer_of(source);
   auto& stream = Device::get().stream(buffer->device);
-  PyObject* array = nullptr;
-  const Layout* layout = nullptr;
-  size_t launch = 0;
+  ValuePtr value; // held by us: nobody donates it while it is read
   {
     StreamLock lock(stream.mutex());
     ++stream.counters.host_reads;
-    array = stream.concrete(buffer);
-    layout = buffer->layout;
-    launch = buffer->value ? buffer->value->launch : 0;
-    if (array == nullptr) {
+    if (stream.concrete(buffer) == nullptr) {
       return at::zeros(source.sizes(), source.options().device(at::kCPU));
     }
-    Py_INCREF(array); // held by the value, and by us while the lock is open
+    value = buffer->value;
   }
   py::gil_scoped_acquire gil;
-  auto held = py::reinterpret_steal<py::object>(array);
   py::object host = py::reinterpret_steal<py::object>(
-      PyObject_CallFunction(runtime().get, "Oi", held.ptr(), static_cast<int>(layout->dtype)));
+      PyObject_CallFunction(runtime().get, "Oi", value->array, static_cast<int>(value->layout->dtype)));
   if (!host) {
     throw_python_error();
   }
-  stream.raise_range_errors(launch);
+  stream.raise_range_errors(value->launch);
   at::Tensor flat = THPVariable_Unpack(host.ptr()).reshape({-1});
   if (source.scalar_type() != flat.scalar_type()) {
     flat = flat.view(source.scalar_type());

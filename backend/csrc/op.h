@@ -19,6 +19,7 @@ enum class NumberPolicy : uint8_t {
 struct ArgInfo {
   bool is_out{false}; // an out= argument: written, and not an argument of the lowering
   bool is_read{true}; // false for out= and where an in-place op ignores what was there (fill_, normal_)
+  bool is_written{false};
   bool zero_or_one_static{false}; // alpha and beta: 0 and 1 are worth a program of their own
   NumberPolicy policy{NumberPolicy::Static};
 };
@@ -40,6 +41,7 @@ struct OpInfo {
   std::vector<int> silently_written;
   ArgumentCheck check{nullptr}; // raises where an argument's value is wrong
   bool is_fill{false}; // writes one value everywhere: PyTorch lets it write places that elements share
+  bool has_parts{false}; // PyTorch has a kernel that is made of other ops (`_foreach_add_` of `add_`)
   bool is_pointwise{false}; // PyTorch refuses inputs that overlap what is written in part
 };
 

@@ -17,7 +17,7 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
-// A synchronisation waits for the outputs of this many launches; the device works them off in order.
+// A synchronisation waits for this many launches; the device works them off in order.
 constexpr size_t kRememberedLaunches = 64;
 
 py::handle check(PyObject* object) {
@@ -49,12 +49,6 @@ bool is_exclusive(const Value& value) {
   return !value.leased && Py_REFCNT(value.array) == 1;
 }
 
-bool includes(const std::vector<int32_t>& outputs, const Locals& live) {
-  return std::all_of(live.begin(), live.end(), [&](int32_t local) {
-    return std::find(outputs.begin(), outputs.end(), local) != outputs.end();
-  });
-}
-
 } // namespace
 
 Runtime& runtime() {
@@ -84,15 +78,17 @@ Variant& ProgramCache::variant_for(
     }
     return true;
   };
-  const auto may_donate = [&](const Variant& variant) {
-    return std::all_of(variant.donated.begin(), variant.donated.end(), [&](int32_t local) {
-      return std::any_of(donations.begin(), donations.end(), [&](const auto& pair) { return pair.first == local; });
-    });
+  Locals donors; // ascending, as the donations are
+  for (const auto& [input, output] : donations) {
+    donors.push_back(input);
+  }
+  const auto includes = [](const auto& all, const auto& some) {
+    return std::includes(all.begin(), all.end(), some.begin(), some.end());
   };
   // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
   Variant* best = nullptr;
   for (auto& variant : program.variants) {
-    if (offsets_match(*variant) && may_donate(*variant) && includes(variant->outputs, live) &&
+    if (offsets_match(*variant) && includes(donors, variant->donated) && includes(variant->sorted_outputs, live) &&
         (best == nullptr || variant->outputs.size() < best->outputs.size())) {
       best = variant.get();
     }
@@ -122,6 +118,8 @@ Variant& ProgramCache::variant_for(
       variant->outputs.push_back(local);
     }
   }
+  variant->sorted_outputs = variant->outputs;
+  std::sort(variant->sorted_outputs.begin(), variant->sorted_outputs.end());
 
   const auto start = std::chrono::steady_clock::now();
   py::dict description;
@@ -170,9 +168,11 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
   }
   py::list arguments(segment.inputs.size() + num_packed);
   Py_ssize_t place = 0;
-  for (int32_t local : segment.inputs) {
+  size_t num_donated = 0;
+  for (int32_t local : segment.inputs) { // ascending, as the donated ones are
     const Value& value = *segment.values[local];
-    const bool is_donated = std::find(variant.donated.begin(), variant.donated.end(), local) != variant.donated.end();
+    const bool is_donated = num_donated < variant.donated.size() && variant.donated[num_donated] == local;
+    num_donated += is_donated ? 1 : 0;
     // What somebody else may look at is copied and the copy donated: the program is the same either way.
     PyObject* array = is_donated && !is_exclusive(value) ? check(PyObject_CallOneArg(runtime().copy, value.array)).ptr()
                                                          : Py_NewRef(value.array);
@@ -182,9 +182,13 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(packed_numbers[i]));
   }
   static PyObject* const consume = PyUnicode_InternFromString("consume_with_handlers");
-  auto results = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(variant.execute, arguments.ptr())));
+  static PyObject* const consume_token = PyUnicode_InternFromString("consume_token");
+  static PyObject* const keywords = py::make_tuple("with_tokens").release().ptr();
+  PyObject* const call[] = {arguments.ptr(), Py_True};
+  auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(variant.execute, call, 1, keywords)));
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
+  Launch launch{shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr()), ValuePtr()};
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
     Value& value = *segment.values[variant.outputs[i]];
     PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
@@ -192,11 +196,13 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     value.array = array;
     value.launch = num_launched_ + 1;
   }
-  c10::weak_intrusive_ptr<Value> first(variant.outputs.empty() ? ValuePtr() : segment.values[variant.outputs[0]]);
+  if (!variant.outputs.empty()) {
+    launch.output = c10::weak_intrusive_ptr<Value>(segment.values[variant.outputs[0]]);
+  }
   if (launched_.size() < kRememberedLaunches) {
-    launched_.push_back(std::move(first));
+    launched_.push_back(std::move(launch));
   } else {
-    launched_[num_launched_ % kRememberedLaunches] = std::move(first);
+    launched_[num_launched_ % kRememberedLaunches] = std::move(launch);
   }
   ++num_launched_;
   if (variant.has_offenders) {
@@ -205,18 +211,12 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
   }
 }
 
-std::vector<ValuePtr> ProgramCache::launched(size_t count) const {
-  std::vector<ValuePtr> alive;
-  const size_t oldest = num_launched_ - launched_.size();
-  for (size_t launch = oldest; launch < num_launched_; ++launch) {
-    if (auto value = launched_[launch % kRememberedLaunches].lock()) {
-      alive.push_back(std::move(value));
-      if (launch + 1 >= count) {
-        break;
-      }
-    }
+std::vector<Launch> ProgramCache::launched(size_t count) const {
+  std::vector<Launch> launches;
+  for (size_t launch = num_launched_ - launched_.size(); launch < std::min(count, num_launched_); ++launch) {
+    launches.push_back(launched_[launch % kRememberedLaunches]);
   }
-  return alive;
+  return launches;
 }
 
 void ProgramCache::run(Segment& segment, Counters& counters) {

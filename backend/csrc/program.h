@@ -44,7 +44,8 @@ struct Variant {
   std::vector<uint8_t> offset_is_input;
   std::vector<int64_t> offsets; // where not an input
   std::vector<int32_t> outputs; // locals, in the order the executable returns them
-  std::vector<int32_t> donated; // locals of inputs that the executable consumes
+  std::vector<int32_t> sorted_outputs;
+  std::vector<int32_t> donated; // locals of inputs that the executable consumes, ascending
   PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable; owned, never freed, as all of these
   PyObject* execute{nullptr}; // (list of arrays) -> results
   PyObject* handlers{nullptr}; // what makes arrays of the results
@@ -65,15 +66,19 @@ struct Program {
 using Locals = c10::SmallVector<int32_t, 16>;
 using Donations = c10::SmallVector<std::pair<int32_t, int32_t>, 16>; // (input, the output that takes its memory)
 
+struct Launch {
+  std::shared_ptr<PyObject> token; // of JAX: can be waited for, holds no memory of the device
+  c10::weak_intrusive_ptr<Value> output; // the first; may be gone
+};
+
 class ProgramCache {
  public:
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
   // error_already_set for an interrupt, and the segment may then be run again.
   void run(Segment& segment, Counters& counters);
 
-  // An output of each of the first `count` launches, as far as somebody still holds it; in place of a last one that nobody
-  // holds (its memory was donated) the next one.  When these are computed, so are the launches.
-  std::vector<ValuePtr> launched(size_t count) const;
+  // Those of the first `count` launches that may still be running.
+  std::vector<Launch> launched(size_t count) const;
   size_t num_launched() const {
     return num_launched_;
   }
@@ -85,13 +90,13 @@ class ProgramCache {
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
-  std::vector<c10::weak_intrusive_ptr<Value>> launched_; // a ring
+  std::vector<Launch> launched_; // a ring
   size_t num_launched_{0};
 };
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
-  PyObject* trace_form{nullptr}; // (signature id) -> (whether it is lowered, whether it makes demands of indices)
+  PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
   PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array

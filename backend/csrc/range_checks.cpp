@@ -12,14 +12,6 @@ namespace {
 
 constexpr size_t kFewChecks = 64;
 
-std::shared_ptr<PyObject> owned(PyObject* object) {
-  return {object, [](PyObject* reference) {
-            if (reference != nullptr) {
-              release_reference(reference);
-            }
-          }};
-}
-
 bool is_users(PyCodeObject* code) {
   const char* file = PyUnicode_AsUTF8(code->co_filename);
   if (file == nullptr) {
@@ -43,7 +35,7 @@ UserPlace user_place() {
     auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
     auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
     if (is_users(reinterpret_cast<PyCodeObject*>(code.ptr()))) {
-      return {owned(code.release().ptr()), PyFrame_GetLasti(raw)};
+      return {shared_reference(code.release().ptr()), PyFrame_GetLasti(raw)};
     }
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
   }
@@ -51,7 +43,7 @@ UserPlace user_place() {
 }
 
 void RangeChecks::add(size_t launch, PyObject* offenders, PyObject* executable, std::vector<CheckedEntry> entries) {
-  checks_.push_back({launch, owned(offenders), executable, std::move(entries)});
+  checks_.push_back({launch, shared_reference(offenders), executable, std::move(entries)});
   if (checks_.size() > kFewChecks) {
     if (py::handle(checks_.front().offenders.get()).attr("is_ready")().cast<bool>()) {
       raise_front();

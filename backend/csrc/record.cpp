@@ -97,6 +97,15 @@ void return_results(
   }
 }
 
+// As PyTorch does it for devices that have no kernel of their own.
+void run_by_parts(const OpInfo& op, torch::jit::Stack* stack) {
+  if (op.has_parts) {
+    op.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+  } else {
+    cpu_fallback(op.handle, stack);
+  }
+}
+
 // A form that no one program can express: its shapes depend on data, or it has no lowering.
 void run_unrecorded(const OpInfo& op, torch::jit::Stack* stack) {
   if (op.data_dependent.has_value()) {
@@ -125,6 +134,10 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   }
   if (signature->on_cpu) {
     run_unrecorded(op, stack);
+    return;
+  }
+  if (signature->by_parts) {
+    run_by_parts(op, stack);
     return;
   }
   if (!signature->out_resizes.empty()) {
@@ -164,6 +177,15 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     buffers.push_back(buffer_of(results.back()));
   }
   UserPlace place = signature->checked ? user_place() : UserPlace{};
+  bool is_written_twice = false;
+  {
+    StreamLock lock(stream.mutex());
+    is_written_twice = buffers.size() > 1 && stream.is_written_twice({buffers.data(), buffers.size()});
+  }
+  if (is_written_twice) {
+    run_by_parts(op, stack);
+    return;
+  }
   {
     StreamLock lock(stream.mutex());
     stream.append(*signature, call, {buffers.data(), buffers.size()}, std::move(place));

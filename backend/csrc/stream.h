@@ -52,6 +52,8 @@ class Stream {
   }
 
   // All of these want the lock held.
+  // Whether two of these are one buffer: `_foreach_add_([x[0], x[1]], 1)`.  An entry writes a buffer once.
+  bool is_written_twice(c10::ArrayRef<Buffer*> outputs);
   // `place` is where a checked entry was recorded.
   void append(
       const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place = {});
@@ -97,6 +99,7 @@ class Stream {
   RangeChecks range_checks_;
 
   uint64_t next_serial_{1};
+  uint64_t last_mark_{0};
   bool step_ended_{false};
 };
 

@@ -157,7 +157,7 @@ c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex d
   while (now > peak && !counters.peak.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
   }
   const uintptr_t address = g_next_address.fetch_add((nbytes + 511) / 512 * 512 + 512, std::memory_order_relaxed);
-  auto* buffer = new Buffer{{}, layout, nbytes, address, device, maker, nullptr, nullptr};
+  auto* buffer = new Buffer{{}, layout, nbytes, address, device, maker, 0, nullptr, nullptr};
   {
     auto& list = live_list();
     std::lock_guard<std::mutex> guard(list.mutex);
@@ -215,6 +215,14 @@ void release_reference(PyObject* object) noexcept {
   auto& queue = release_queue();
   std::lock_guard<std::mutex> guard(queue.mutex);
   queue.objects.push_back(object);
+}
+
+std::shared_ptr<PyObject> shared_reference(PyObject* owned) {
+  return {owned, [](PyObject* object) {
+            if (object != nullptr) {
+              release_reference(object);
+            }
+          }};
 }
 
 void drain_released_references() {

@@ -39,6 +39,7 @@ struct Buffer {
   uintptr_t address; // unique, never dereferenced
   c10::DeviceIndex device;
   uint32_t maker; // the signature of the op that wrote it first, or kNoMaker
+  uint64_t mark; // of the call that last asked whether it is written twice
   Buffer* previous; // in the list of all that live
   Buffer* next;
 };
@@ -82,5 +83,7 @@ at::Tensor make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::Sc
 // Drop a Python reference from any thread: at once if the GIL is held, else when somebody who holds it drains the queue.
 void release_reference(PyObject* object) noexcept;
 void drain_released_references();
+// A shared Python reference that may be dropped on any thread.
+std::shared_ptr<PyObject> shared_reference(PyObject* owned);
 
 } // namespace tpu

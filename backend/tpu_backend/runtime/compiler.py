@@ -74,7 +74,7 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     if memory is not None:
         _temporaries.append(memory.temp_size_in_bytes)
     if log.isEnabledFor(logging.INFO):
-        names = [entry.overload for entry, _ in entries(description["tape"])]
+        names = [entry.overload for entry, _, _ in entries(description["tape"])]
         log.info(
             "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         )

@@ -16,6 +16,7 @@ import numpy as np
 from tpu_backend import views
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import Demand, collect_demands
+from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.signature import (
@@ -26,6 +27,7 @@ from tpu_backend.runtime.signature import (
     TensorArg,
     entries,
     leaves,
+    precision_readers,
     signature,
 )
 from tpu_backend.runtime.user_line import remember_first_line, user_line
@@ -133,9 +135,9 @@ def replay(
     return new_values
 
 
-def trace_form(number: int) -> tuple[bool, bool]:
-    """Whether the lowering can express this form of an op, and whether it then demands something of its
-    indices: it is traced once, on shapes alone.
+def trace_form(number: int) -> tuple[bool, bool, bool]:
+    """Whether the lowering can express this form of an op; if so, whether it demands something of its
+    indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes alone.
 
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
     where it is met, not where the segment is cut.
@@ -159,15 +161,17 @@ def trace_form(number: int) -> tuple[bool, bool]:
         return replay(entry, iter(range(len(bases))), dict(enumerate(bases)), numbers)
 
     try:
-        with jax.enable_x64(True), collect_demands() as demands:
+        with jax.enable_x64(True), collect_demands() as demands, recorded_settings() as settings:
             jax.eval_shape(trace, *shapes)
     except registry.NotLoweredError:
-        return False, False
+        return False, False, False
     except Exception as error:
         raise RuntimeError(
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
-    return True, bool(demands.made)
+    if settings.was_read:
+        precision_readers.add(number)
+    return True, bool(demands.made), settings.was_read
 
 
 def _resize(base: jax.Array, num_bytes: int) -> jax.Array:
@@ -221,9 +225,10 @@ def segment_function(description: dict[str, Any], demands: list[Demand]) -> Any:
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
         with collect_demands() as collected:
-            for collected.entry, (entry, links) in enumerate(entries(tape)):
-                for value in replay(entry, iter(links), values, numbers):
-                    values[next(fresh)] = value
+            for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
+                with recorded_settings(precision):
+                    for value in replay(entry, iter(links), values, numbers):
+                        values[next(fresh)] = value
         demands[:] = collected.made
         results = tuple(values[output] for output in outputs)
         return (*results, jnp.stack(collected.offenders)) if demands else results

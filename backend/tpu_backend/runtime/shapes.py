@@ -1,4 +1,5 @@
-"""Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone, or wrong.
+"""Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone, or
+has wrong.
 
 The recorder asks an operator's meta kernel what comes out (csrc/signature.cpp); an operator without one runs
 on the CPU. Arguments that an operator refuses raise ``NotImplementedError`` here where it has a CPU kernel:
@@ -28,6 +29,8 @@ def register_meta_kernels() -> Library:
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
     for name, meta_kernel in _LIKE_CPU.items():
         library.impl(name, meta_kernel, "Meta")
+    # PyTorch's own kernel knows bfloat16 alone, and strides of CUDA's kernel.
+    library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
     return library
 
 
@@ -260,3 +263,40 @@ _LIKE_CPU = {
     "geqrf": _geqrf,
     "linalg_lstsq": _lstsq,
 }
+def _grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The shapes of a product in groups that end at `offs` (G,): see the lowering in lowering/matmul.py."""
+    shapes = f"{tuple(mat_a.shape)} and {tuple(mat_b.shape)}"
+    torch._check(
+        mat_a.dim() in (2, 3) and mat_b.dim() in (2, 3),
+        lambda: f"grouped_mm: expected 2-d or 3-d matrices, got {shapes}",
+    )
+    torch._check(
+        mat_a.dtype == mat_b.dtype, lambda: f"grouped_mm: got matrices of {mat_a.dtype} and {mat_b.dtype}"
+    )
+    torch._check(
+        mat_a.size(-1) == mat_b.size(-2), lambda: f"grouped_mm: {shapes} do not fit: the inner sizes differ"
+    )
+    both_batched = mat_a.dim() == mat_b.dim() == 3
+    torch._check(
+        (offs is None) == both_batched,
+        lambda: (
+            f"grouped_mm: {shapes} {'take no offs' if both_batched else 'need offs, the end of each group'}"
+        ),
+    )
+    batches = {matrix.size(0) for matrix in (mat_a, mat_b) if matrix.dim() == 3}
+    if offs is not None:
+        torch._check(
+            offs.dim() == 1 and offs.dtype == torch.int32,
+            lambda: f"grouped_mm: expected 1-d offs of torch.int32, got {offs.dim()}-d of {offs.dtype}",
+        )
+        batches.add(offs.size(0))
+    torch._check(len(batches) == 1, lambda: f"grouped_mm: {shapes} and offs disagree: {batches} groups")
+    rows, columns = mat_a.size(-2), mat_b.size(-1)
+    batch = () if mat_a.dim() != mat_b.dim() else tuple(batches)
+    return mat_a.new_empty((*batch, rows, columns), dtype=out_dtype or mat_a.dtype)

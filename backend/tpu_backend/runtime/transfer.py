@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache, lru_cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,14 +62,10 @@ def get(array: jax.Array, dtype: int) -> torch.Tensor:
     return from_numpy(np.asarray(array), TORCH_DTYPES[dtype])
 
 
-def wait(arrays: list[jax.Array]) -> None:
-    """Return when these arrays, an output of each of the latest launches, are computed."""
-    for array in arrays:
-        try:
-            array.block_until_ready()
-        except RuntimeError:
-            if not array.is_deleted():  # else another thread has just given its memory to a later program
-                raise
+def wait(tokens: list[Any]) -> None:
+    """Return when these launches, each given by its token, are done; raises what one of them raised."""
+    for token in tokens:
+        token.block_until_ready()
 
 
 def spend_read_only_warning() -> None:
