@@ -399,8 +399,9 @@ def masked_fill(self, mask, value):
 
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
-    self, mask = jnp.broadcast_arrays(self, mask)
-    if source.size == 0:
+    shape = jnp.broadcast_shapes(self.shape, mask.shape)
+    self, mask = jnp.broadcast_to(self, shape), jnp.broadcast_to(mask, shape).astype(bool)
+    if source.size == 0:  # nothing is selected, or it would be an error
         return self
     order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
     taken = _read(source.reshape(-1), jnp.maximum(order, 0)).reshape(self.shape)
