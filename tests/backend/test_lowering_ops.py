@@ -24,7 +24,7 @@ _OPERATORS = {
         nn.functional.conv2d nn.functional.conv_transpose2d nn.functional.max_pool2d nn.functional.avg_pool2d
         nn.functional.adaptive_avg_pool2d nn.functional.interpolate
         linalg.cholesky_ex linalg.solve_triangular linalg.lstsq geqrf ormqr cdist fft.rfft
-        nn.functional.embedding_bag _segment_reduce histogram histogramdd histc polygamma
+        _segment_reduce histogram histogramdd histc polygamma
         nn.functional.grid_sample _upsample_bilinear2d_aa nn.functional.multi_margin_loss
     """,
     torch.bfloat16: """
