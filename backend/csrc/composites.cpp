@@ -16,15 +16,13 @@ void assign(at::Tensor& out, const at::Tensor& value) {
   out.copy_(value);
 }
 
-// ---- determinants and solutions by LU. Their derivatives expect the factors of the transpose where A is contiguous and
-// real, as LAPACK's column-major order would have it (linalg_det_backward and others in torch's FunctionsManual.cpp).
+// ---- determinants and solutions by LU
 
-bool factors_transpose(const at::Tensor& A) {
-  return A.is_contiguous() && !A.is_complex();
-}
-
-void factor(const at::Tensor& A, at::Tensor& LU, at::Tensor& pivots, at::Tensor& info) {
-  at::linalg_lu_factor_ex_out(LU, pivots, info, factors_transpose(A) ? A.mT() : A);
+// The derivatives of det and slogdet expect the factors of the transpose where A is contiguous and real, as LAPACK's
+// column-major order would have it (linalg_det_backward and slogdet_backward in torch's FunctionsManual.cpp).
+void factor_for_det(const at::Tensor& A, at::Tensor& LU, at::Tensor& pivots) {
+  auto info = at::empty({0}, A.options().dtype(at::kInt));
+  at::linalg_lu_factor_ex_out(LU, pivots, info, A.is_contiguous() && !A.is_complex() ? A.mT() : A);
 }
 
 // 1 or -1: the sign of the permutation that the pivots (from 1) make.
@@ -35,16 +33,14 @@ at::Tensor permutation_sign(const at::Tensor& pivots) {
 
 std::tuple<at::Tensor&, at::Tensor&, at::Tensor&> det(
     const at::Tensor& A, at::Tensor& result, at::Tensor& LU, at::Tensor& pivots) {
-  auto info = at::empty({0}, A.options().dtype(at::kInt));
-  factor(A, LU, pivots, info);
+  factor_for_det(A, LU, pivots);
   assign(result, LU.diagonal(0, -2, -1).prod(-1) * permutation_sign(pivots));
   return {result, LU, pivots};
 }
 
 std::tuple<at::Tensor&, at::Tensor&, at::Tensor&, at::Tensor&> slogdet(
     const at::Tensor& A, at::Tensor& sign, at::Tensor& logabsdet, at::Tensor& LU, at::Tensor& pivots) {
-  auto info = at::empty({0}, A.options().dtype(at::kInt));
-  factor(A, LU, pivots, info);
+  factor_for_det(A, LU, pivots);
   const auto diagonal = LU.diagonal(0, -2, -1);
   assign(sign, diagonal.sgn().prod(-1) * permutation_sign(pivots));
   assign(logabsdet, diagonal.abs().log().sum(-1));
@@ -60,11 +56,10 @@ std::tuple<at::Tensor&, at::Tensor&, at::Tensor&, at::Tensor&> solve_ex(
     at::Tensor& LU,
     at::Tensor& pivots,
     at::Tensor& info) {
-  factor(A, LU, pivots, info);
+  at::linalg_lu_factor_ex_out(LU, pivots, info, A);
   // B is one vector for each matrix where it has all dims of A but the last (linalg_solve_is_vector_rhs)
   const bool is_vector = B.dim() == 1 || (A.dim() - 1 == B.dim() && B.sizes() == A.sizes().slice(0, A.dim() - 1));
-  const auto solution =
-      at::linalg_lu_solve(LU, pivots, is_vector ? B.unsqueeze(-1) : B, left, /*adjoint=*/factors_transpose(A));
+  const auto solution = at::linalg_lu_solve(LU, pivots, is_vector ? B.unsqueeze(-1) : B, left);
   assign(result, is_vector ? solution.squeeze(-1) : solution);
   if (check_errors) {
     at::_linalg_check_errors(info, "torch.linalg.solve_ex", A.dim() == 2);

@@ -74,16 +74,6 @@ at::Tensor empty_strided(
       index_of(device));
 }
 
-// Forward-mode AD's zero tangents.  Elsewhere they have no memory; here zeros cost nothing until they are used.
-at::Tensor zero_tangent(
-    c10::SymIntArrayRef size,
-    std::optional<at::ScalarType> dtype,
-    std::optional<at::Layout> layout,
-    std::optional<at::Device> device,
-    std::optional<bool> pin_memory) {
-  return at::zeros_symint(size, dtype, layout, device, pin_memory);
-}
-
 const at::Tensor& resize_(
     const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> memory_format) {
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
@@ -353,7 +343,6 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &tpu::empty_memory_format);
   m.impl("empty_strided", &tpu::empty_strided);
-  m.impl("_efficientzerotensor", &tpu::zero_tangent);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);

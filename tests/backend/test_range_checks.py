@@ -36,6 +36,14 @@ WRONG: dict[str, Callable[[Tensor, Index], object]] = {
     "label of an image": lambda x, i: F.nll_loss(x[None, :, None], i(0, 1, 2, 3)[None, None]),
 }
 
+# What does not fit the number of Trues in a mask: the CPU's type, the number in other words.
+MISCOUNTED: dict[str, Callable[[Tensor, Index], object]] = {
+    "values for a mask": lambda x, i: x.clone().__setitem__(x > 0.5, torch.ones(3, device=x.device)),
+    "no values for a mask": lambda x, i: x.clone().__setitem__(x > 0.5, torch.ones(0, device=x.device)),
+    "masked_scatter": lambda x, i: x.masked_scatter(x > 0.5, torch.ones(3, device=x.device)),
+    "repeat_interleave": lambda x, i: torch.repeat_interleave(i(1, 2), output_size=5),
+}
+
 
 def _error(use: Callable[[Tensor, Index], object], device: str) -> Exception | None:
     x = torch.arange(12.0, device=device).reshape(3, 4) / 12
@@ -57,6 +65,13 @@ def test_an_index_out_of_range_raises_what_the_cpu_raises(mode: str) -> None:
             assert type(met) is type(expected), name
             assert str(met).splitlines()[0] == str(expected).splitlines()[0], name
     assert torch.ones(3, device="tpu").sum().item() == 3
+
+
+def test_a_number_of_values_that_is_not_the_masks_raises_what_the_cpu_raises() -> None:
+    for name, use in MISCOUNTED.items():
+        expected, met = _error(use, "cpu"), _error(use, "tpu")
+        assert type(met) is type(expected) is RuntimeError, name
+        assert str(met).split()[0] == str(expected).split()[0] or name == "repeat_interleave", name
 
 
 def test_indices_in_range_raise_nothing() -> None:

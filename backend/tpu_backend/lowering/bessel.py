@@ -60,9 +60,15 @@ def _hankel(order: int, z: np.ndarray) -> np.ndarray:
     return special.hankel1e(order, x) * np.sqrt(math.pi * x / 2) * np.exp(1j * math.pi * (order / 2 + 1 / 4))
 
 
-_P = [_Smooth(lambda z, order=order: _hankel(order, z).real) for order in (0, 1)]
-_Q = [_Smooth(lambda z, order=order: _hankel(order, z).imag / np.sqrt(z)) for order in (0, 1)]
+def _amplitudes(order: int) -> tuple[_Smooth, _Smooth]:
+    """P and Q / sqrt(z) of ``_hankel``, both smooth down to z = 0."""
+    return (
+        _Smooth(lambda z: _hankel(order, z).real),
+        _Smooth(lambda z: _hankel(order, z).imag / np.sqrt(z)),
+    )
 
+
+_AMPLITUDES = [_amplitudes(order) for order in (0, 1)]
 _J_NEAR = [
     _Smooth(lambda u: special.j0(np.sqrt(u)), 0, _LARGE**2),
     _Smooth(lambda u: special.j1(np.sqrt(u)) / np.sqrt(u), 0, _LARGE**2),
@@ -84,7 +90,8 @@ def _far(order: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """J and Y where x > 8."""
     x = jnp.maximum(x, _LARGE)
     ratio = _LARGE / x
-    p, q = _P[order](ratio * ratio), ratio * _Q[order](ratio * ratio)
+    p, q = (amplitude(ratio * ratio) for amplitude in _AMPLITUDES[order])
+    q = ratio * q
     phase, size = x - math.pi * (order / 2 + 1 / 4), jnp.sqrt(2 / (math.pi * x))
     cos, sin = jnp.cos(phase), jnp.sin(phase)
     return size * (p * cos - q * sin), size * (p * sin + q * cos)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_in_range
 from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 
@@ -149,6 +150,8 @@ def bincount(self, weights=None, *, size, out):
 def repeat_interleave(repeats, *, output_size=None):
     if output_size is None:
         raise NotLoweredError("repeat_interleave without output_size: the result's length is in the repeats")
+    text = f"repeat_interleave: output_size is {output_size}, the repeats make {{index}}"
+    require_in_range(jnp.sum(repeats), output_size, output_size + 1, RuntimeError, text)
     if output_size == 0 or repeats.size == 0:
         return jnp.zeros(output_size, repeats.dtype)
     return jnp.repeat(jnp.arange(repeats.size), repeats, total_repeat_length=output_size)

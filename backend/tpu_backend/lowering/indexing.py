@@ -132,8 +132,8 @@ def unsafe_index_put(self, indices, values, accumulate=False):
 def _put_masked(self, indices, values, accumulate):
     """A lone mask is a select, whatever it is given.  Beside other indices a mask becomes positions.
 
-    Nothing here needs the number of Trues on the host.  So a number of values that is not theirs is no error
-    as it is on the CPU: values that are too many are ignored, of too few the last is repeated.
+    Nothing here needs the number of Trues on the host: a number of values that is not theirs is reported at the
+    next synchronisation (bounds.py).
     """
     given = [place for place, index in enumerate(indices) if index is not None]
     is_fill = values.size == 1 and len(given) == 1 and not accumulate  # which PyTorch casts
@@ -158,6 +158,8 @@ def _put_where(self, axis, mask, values, accumulate):
     before, behind = self.shape[:axis], self.shape[axis + mask.ndim :]
     values = _broadcastable(values, (*before, None, *behind))
     count = values.shape[axis]
+    if count != 1:
+        _require_as_many(mask, count, values.shape, self.shape)
     if count == 0:
         return self
     if count > 1:
@@ -167,6 +169,14 @@ def _put_where(self, axis, mask, values, accumulate):
     values = values.reshape(*values.shape[:axis], *shape, *values.shape[axis + 1 :])
     mask = mask.reshape(*mask.shape, *(1,) * len(behind))
     return jnp.where(mask, self + values if accumulate else values, self)
+
+
+def _require_as_many(mask, count, given, indexed):
+    text = (
+        f"shape mismatch: value tensor of shape {list(given)} cannot be broadcast to the {{index}} places where "
+        f"the mask is true, in a tensor of shape {list(indexed)}"
+    )
+    require_in_range(jnp.sum(mask), count, count + 1, RuntimeError, text)
 
 
 def _broadcastable(values, shape):
@@ -451,7 +461,9 @@ def masked_fill(self, mask, value):
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
     self, mask = jnp.broadcast_arrays(self, mask.astype(bool))
-    if source.size == 0:  # nothing is selected, or it would be an error
+    text = f"Number of elements of source, {source.size}, < number of ones in mask, {{index}}"
+    require_in_range(jnp.sum(mask), 0, source.size + 1, RuntimeError, text)
+    if source.size == 0:
         return self
     order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
     taken = _read(source.reshape(-1), jnp.maximum(order, 0)).reshape(self.shape)

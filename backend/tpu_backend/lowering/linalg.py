@@ -219,8 +219,9 @@ def geqrf(self):
 def ormqr(self, input2, input3, left=True, transpose=False):
     """``input3`` times the product of the reflections that ``self`` and ``input2`` (their scales) hold."""
     order = input3.shape[-2 if left else -1]
-    missing = [(0, 0)] * (self.ndim - 1) + [(0, order - self.shape[-1])]
-    rotation = lax.linalg.householder_product(jnp.pad(self, missing), input2)
+    reflectors = self[..., :order]
+    missing = [(0, 0)] * (self.ndim - 1) + [(0, order - reflectors.shape[-1])]
+    rotation = lax.linalg.householder_product(jnp.pad(reflectors, missing), input2)
     rotation = _adjoint(rotation) if transpose else rotation
     return matmul(rotation, input3) if left else matmul(input3, rotation)
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from tpu_backend.lowering.registry import lowering
 
+Polynomial = Callable[[jax.Array, jax.Array], jax.Array]  # of x and degree
 Step = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
@@ -31,7 +32,7 @@ def _recurrence(x: jax.Array, degree: jax.Array, first: jax.Array, step: Step) -
     return jnp.where(degree < 0, 0, jnp.where(degree == 0, 1, value))
 
 
-def _register(name: str, polynomial: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
+def _register(name: str, polynomial: Polynomial) -> None:
     def lowered(x, n):
         x, degree = jnp.broadcast_arrays(x, jnp.trunc(n))
         return polynomial(x, degree)
@@ -44,7 +45,7 @@ def _register(name: str, polynomial: Callable[[jax.Array, jax.Array], jax.Array]
 _CLOSED_FORM_FROM = 7
 
 
-def _chebyshev(first: Callable, closed_form: Callable) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _chebyshev(first: Callable, closed_form: Callable) -> Polynomial:
     def polynomial(x, degree):
         closed = (degree >= _CLOSED_FORM_FROM) & (jnp.abs(x) < 1)
         angle = jnp.arccos(jnp.where(closed, x, 0))
@@ -56,6 +57,11 @@ def _chebyshev(first: Callable, closed_form: Callable) -> Callable[[jax.Array, j
     return polynomial
 
 
+def _shifted(polynomial: Polynomial) -> Polynomial:
+    """From [-1, 1] to [0, 1]."""
+    return lambda x, degree: polynomial(2 * x - 1, degree)
+
+
 _KINDS = {
     "t": (lambda x: x, lambda n, angle: jnp.cos(n * angle)),
     "u": (lambda x: 2 * x, lambda n, angle: jnp.sin((n + 1) * angle) / jnp.sin(angle)),
@@ -63,19 +69,15 @@ _KINDS = {
     "w": (lambda x: 2 * x + 1, lambda n, angle: jnp.sin((n + 0.5) * angle) / jnp.sin(angle / 2)),
 }
 for _kind, _parts in _KINDS.items():
-    _of_kind = _chebyshev(*_parts)
-    _register(f"special_chebyshev_polynomial_{_kind}", _of_kind)
-    _register(
-        f"special_shifted_chebyshev_polynomial_{_kind}",
-        lambda x, degree, _of_kind=_of_kind: _of_kind(2 * x - 1, degree),
-    )
+    _register(f"special_chebyshev_polynomial_{_kind}", _chebyshev(*_parts))
+    _register(f"special_shifted_chebyshev_polynomial_{_kind}", _shifted(_chebyshev(*_parts)))
 
 # ---- the others
 
 _HERMITE_LIMIT = {"float32": 128, "float64": 512}  # PyTorch: NaN above
 
 
-def _hermite(scale: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _hermite(scale: int) -> Polynomial:
     """Physicists' for scale 2, probabilists' for scale 1."""
 
     def polynomial(x, degree):

@@ -238,7 +238,8 @@ def _lstsq(
     right = b.unsqueeze(-1) if is_vector else b
     _expect(right.shape[:-2] == batch and right.shape[-2] == rows and min(rows, columns) > 0)
     count = right.shape[-1]
-    solution = self.new_empty(*batch, columns, *(() if is_vector else (count,)))
+    # LAPACK writes it over b, in column-major order and as long as the longer of both
+    solution = self.new_empty(*batch, count, max(rows, columns)).mT.narrow(-2, 0, columns)
     has_residuals = driver == "gels" and rows > columns
     real = self.real if self.is_complex() else self
     residuals = (
@@ -246,7 +247,12 @@ def _lstsq(
     )
     rank = self.new_empty(0 if driver == "gels" else batch, dtype=torch.int64)
     has_values = driver in ("gelsd", "gelss")
-    return solution, residuals, rank, real.new_empty((*batch, min(rows, columns)) if has_values else 0)
+    return (
+        solution.squeeze(-1) if is_vector else solution,
+        residuals,
+        rank,
+        real.new_empty((*batch, min(rows, columns)) if has_values else 0),
+    )
 
 
 _LIKE_CPU = {
