@@ -257,7 +257,6 @@ lowering("hypot", promote="result")(lambda self, other: jnp.hypot(self, other))
 lowering("copysign.Tensor", "copysign.Scalar", promote="result")(
     lambda self, other: jnp.copysign(self, other)
 )
-lowering("logaddexp", promote="result")(lambda self, other: jnp.logaddexp(self, other))
 lowering("logaddexp2", promote="result")(lambda self, other: jnp.logaddexp2(self, other))
 lowering("nextafter")(lambda self, other: jnp.nextafter(self, other))
 lowering("gcd", promote="result")(lambda self, other: jnp.gcd(self, other))
@@ -273,6 +272,17 @@ def ldexp(self, other):
 @lowering("frexp.Tensor", promote="opmath")
 def frexp(self):
     return jnp.frexp(self)
+
+
+@lowering("logaddexp", promote="result")
+def logaddexp(self, other):
+    if not jnp.issubdtype(self.dtype, jnp.complexfloating):
+        return jnp.logaddexp(self, other)
+    # The imaginary part is not wrapped into (-pi, pi]: ATen/native/cpu/LogAddExp.h.
+    smaller = self.real < other.real
+    low, high = jnp.where(smaller, self, other), jnp.where(smaller, other, self)
+    both_zero = jnp.isneginf(high.real)
+    return jnp.where(both_zero, low, high + jnp.log1p(jnp.exp(low - jnp.where(both_zero, 0, high))))
 
 
 # ---- comparisons
