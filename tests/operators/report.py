@@ -1,8 +1,8 @@
 """Write what is known about PyTorch's databases on the device: `known.json`, and docs/operators.md from it.
 
-    python -m tests.operators.report [--rows FILE]
+    python -m tests.operators.report [--rows FILE ...] [--samples N]
 
-With rows: known.json takes their results, entry by entry. Without: docs/operators.md is written again.
+With rows: known.json takes their results, for each database and dtype that they have, in place of what it had. Without: docs/operators.md is written again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.operators.database import DATABASES, DTYPES, Entry
+from tests.operators.database import DATABASES, DTYPES, Entry, entries
 from tests.operators.outcome import Row
 from tests.operators.reasons import REASONS
 from tests.operators.sweep import read_rows
@@ -27,16 +27,16 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "operators.md"
 def load() -> dict[str, Any]:
     """What known.json says.
 
-    {"counts": {"op_db float32": {passed, counted, native}},
+    {"counts": {"op_db float32": {passed, counted, native, unmeasured, samples}},
      "fails": {key of an entry: its first failure}, "fallbacks": {key: operators}}
     """
     return json.loads(KNOWN.read_text()) if KNOWN.exists() else {"counts": {}, "fails": {}, "fallbacks": {}}
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def summary(rows: Sequence[Row], most_samples: int | None = None) -> dict[str, Any]:
     """What is kept of rows: counts, and what is not as it should be."""
     found = counted(rows)
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int | None]] = {}
     for database in DATABASES:
         for dtype in DTYPES:
             here = [row for row in found if (row.database, row.dtype) == (database, dtype)]
@@ -45,6 +45,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
                     "passed": sum(row.passed for row in here),
                     "counted": len(here),
                     "native": sum(row.native for row in here),
+                    "unmeasured": len({*entries(database, dtype)} - {row.entry for row in rows}),
+                    "samples": most_samples,
                 }
     return {
         "counts": counts,
@@ -53,9 +55,9 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def merged(known: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """``known`` with the results of ``rows``, which hold whole (database, dtype) pairs."""
-    fresh = summary(rows)
+def merged(known: dict[str, Any], rows: Sequence[Row], most_samples: int | None = None) -> dict[str, Any]:
+    """``known`` with the results of ``rows``, which are all there are of their (database, dtype) pairs."""
+    fresh = summary(rows, most_samples)
     replaced = set(fresh["counts"])
 
     def kept(section: dict[str, Any]) -> dict[str, Any]:
@@ -86,14 +88,15 @@ def document(known: dict[str, Any]) -> str:
         "Native: nothing ran on the CPU in between. Measured by",
         "`python -m tests.operators.sweep --database all --dtype all --rows FILE`.",
         "",
-        "| database | dtype | pass | of | | native |",
-        "|---|---|---:|---:|---:|---:|",
+        "| database | dtype | pass | of | | native | not measured yet | samples an entry |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
     ]
     for pair, count in known["counts"].items():
         database, dtype = pair.split()
         lines.append(
             f"| {database} | {dtype} | {count['passed']} | {count['counted']} "
-            f"| {percent(count['passed'], count['counted'])} | {percent(count['native'], count['counted'])} |"
+            f"| {percent(count['passed'], count['counted'])} | {percent(count['native'], count['counted'])} "
+            f"| {count['unmeasured']} | {count['samples'] or 'all'} |"
         )
     lines += [
         "",
@@ -142,11 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rows", type=Path, action="append", default=[], help="rows of tests.operators.sweep"
     )
+    parser.add_argument("--samples", type=int, help="the sweep's --samples, if the rows were made with it")
     options = parser.parse_args(arguments)
     known = load()
     rows = [row for path in options.rows for row in read_rows(path)]
     if rows:
-        known = merged(known, rows)
+        known = merged(known, rows, options.samples)
         KNOWN.write_text(json.dumps(known, indent=1) + "\n")
     DOCUMENT.write_text(document(known))
 

@@ -141,10 +141,13 @@ def div(self, other):
     return self / other
 
 
-def _trunc_divide(self: jax.Array, other: Any) -> jax.Array:
+def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
     other = jnp.asarray(other, self.dtype)
-    if is_floating(self):
-        return jnp.trunc(self / other)
+    if is_floating(
+        self
+    ):  # as on the CPU, a 16-bit quotient is rounded to its 16 bits first: 17.97 becomes 18
+        bits = jnp.finfo(storage)
+        return jnp.trunc(lax.reduce_precision(self / other, bits.nexp, bits.nmant))
     return lax.div(*jnp.broadcast_arrays(self, other))
 
 
@@ -165,10 +168,10 @@ def floor_divide(self, other):
 
 
 @lowering("div.Tensor_mode", "div.Scalar_mode", promote="result")
-def div_mode(self, other, *, rounding_mode):
+def div_mode(self, other, *, rounding_mode, out=None):
     if rounding_mode is None:
         return self / other
-    return _trunc_divide(self, other) if rounding_mode == "trunc" else floor_divide(self, other)
+    return _trunc_divide(self, other, out[0].dtype) if rounding_mode == "trunc" else floor_divide(self, other)
 
 
 @lowering("fmod.Tensor", "fmod.Scalar", promote="result")
