@@ -2,7 +2,8 @@
 
     python -m tests.operators.report [--rows FILE ...] [--samples N]
 
-With rows: known.json takes their results, for each database and dtype that they have, in place of what it had. Without: docs/operators.md is written again.
+With rows: known.json takes their results, for each database and dtype that they have, in place of what it had.
+Without: docs/operators.md is written again.
 """
 
 from __future__ import annotations
