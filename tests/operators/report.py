@@ -2,7 +2,7 @@
 
     python -m tests.operators.report [--rows FILE ...] [--samples N]
 
-With rows: known.json takes their results, for each database and dtype that they have, in place of what it had.
+With rows: known.json takes their results, for each database and dtype that they have, in place of its own.
 Without: docs/operators.md is written again.
 """
 
@@ -97,7 +97,7 @@ def document(known: dict[str, Any]) -> str:
         lines.append(
             f"| {database} | {dtype} | {count['passed']} | {count['counted']} "
             f"| {percent(count['passed'], count['counted'])} | {percent(count['native'], count['counted'])} "
-            f"| {count['unmeasured']} | {count['samples'] or 'all'} |"
+            f"| {count['unmeasured']} | {_extent(count['samples'])} |"
         )
     lines += [
         "",
@@ -131,6 +131,10 @@ def document(known: dict[str, Any]) -> str:
         place = "" if database == "op_db" else f" ({database})"
         lines.append(f"| `{title}`{place} | {', '.join(ordered)} | {why} |")
     return "\n".join(lines) + "\n"
+
+
+def _extent(most_samples: int | None) -> str:
+    return "all" if most_samples is None else f"at most {most_samples}"
 
 
 def _title(entry: Entry) -> str:

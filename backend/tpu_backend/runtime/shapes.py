@@ -40,7 +40,7 @@ def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tens
 def _linalg_svd(
     A: Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """U (..., m, k), S (..., k) and Vh (..., k, n) of (..., m, n), both matrices by columns as LAPACK has them."""
+    """U (..., m, k), S (..., k) and Vh (..., k, n) of (..., m, n), U and Vh by columns as in LAPACK."""
     u, s, vh = _linalg_svd_meta(A, full_matrices, compute_uv, driver)
     if compute_uv:
         vh = vh.new_empty(vh.mT.shape).mT
