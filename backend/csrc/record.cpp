@@ -115,10 +115,24 @@ void run_unrecorded(const OpInfo& op, torch::jit::Stack* stack) {
   }
 }
 
+// A few operators (`mm`, `linalg_solve_triangular`) take the lazy bits of conj() as they come, where PyTorch resolves
+// them for all others: BLAS has a flag for it.  Here they are resolved like the rest, and XLA fuses what that takes.
+void resolve_lazy_bits(const OpInfo& op, torch::jit::Stack& stack) {
+  const size_t first = stack.size() - op.args.size();
+  for (size_t i = 0; i < op.args.size(); ++i) {
+    c10::IValue& value = stack[first + i];
+    if (value.isTensor() && !op.args[i].is_out && value.toTensor().defined() &&
+        (value.toTensor().is_conj() || value.toTensor().is_neg())) {
+      value = value.toTensor().resolve_conj().resolve_neg();
+    }
+  }
+}
+
 } // namespace
 
 void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const OpInfo& op = *op_;
+  resolve_lazy_bits(op, *stack);
   const auto arguments = torch::jit::last(*stack, op.args.size());
   const c10::DeviceIndex device = device_of(arguments);
   Stream& stream = Device::get().stream(device);

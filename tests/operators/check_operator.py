@@ -20,9 +20,9 @@ _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
 
-# Decompositions that leave a sign or phase open: their samples say in `output_process_fn_grad` which part of the
-# result is determined, and that part is compared.
-_UP_TO_PHASE = frozenset({"svd", "linalg.svd", "svd_lowrank", "pca_lowrank"})
+# Decompositions that leave a sign or phase open: their samples say in `output_process_fn_grad` which part of
+# the result is determined, and that part is compared.
+_UP_TO_PHASE = frozenset({"svd", "linalg.svd", "svd_lowrank", "pca_lowrank", "linalg.eig", "linalg.eigh"})
 
 # PyTorch wants some tensors on the host, whatever the device: the sections of tensor_split.
 _HOST_ARGUMENTS = frozenset({"tensor_split"})

@@ -55,7 +55,10 @@ def _train(info: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Run:
                 parameter.grad = gradient.to_sparse() if info.only_supports_sparse_grads else gradient
 
             def closure(step: int = step) -> torch.Tensor:
-                return sum((p * g).abs().sum() for p, g in zip(parameters, gradients[step]))
+                optimizer.zero_grad()
+                loss = sum((p - g).abs().square().sum() for p, g in zip(parameters, gradients[step]))
+                loss.backward()
+                return loss
 
             if info.step_requires_closure:
                 optimizer.step(closure)

@@ -75,9 +75,8 @@ class Checks:
 
 
 def _seeded(run: Run, device: str, seed: int) -> Any:
-    torch.default_generator.manual_seed(
-        seed
-    )  # torch.manual_seed asks every kind of device, for a millisecond
+    # Not torch.manual_seed: it asks every kind of device, for a millisecond.
+    torch.default_generator.manual_seed(seed)
     torch.tpu.manual_seed_all(seed)
     with patch.object(torch, "manual_seed", lambda _: torch.default_generator):  # some entries seed each call
         return run(device)
@@ -85,9 +84,7 @@ def _seeded(run: Run, device: str, seed: int) -> Any:
 
 def _draws_difference(run: Run, example: Any) -> str | None:
     """Compare the distribution of each floating or integer output, over enough runs on both sides."""
-    counts = [
-        leaf.numel() for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.numel()
-    ]
+    counts = [numbers.numel() for numbers in _numbers(example)]
     if not counts:
         return None
     runs = min(-(-_DRAWS // min(counts)), _MOST_RUNS)
@@ -105,8 +102,12 @@ def _draws_difference(run: Run, example: Any) -> str | None:
 
 
 def _numbers(results: Any) -> list[torch.Tensor]:
+    """The independent draws in each output: beyond two dims one may hold for all, as in feature dropout."""
     return [
-        leaf.detach().cpu().reshape(-1).resolve_conj()
+        leaf.detach().cpu().resolve_conj()[_INDEPENDENT[: leaf.dim()]].reshape(-1)
         for leaf in tree_leaves(results)
         if isinstance(leaf, torch.Tensor) and leaf.numel()
     ]
+
+
+_INDEPENDENT = (slice(None), slice(None), 0, 0, 0, 0)

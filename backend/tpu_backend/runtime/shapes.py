@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import max_unpool2d
+from torch._meta_registrations import _linalg_svd_meta
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
@@ -25,6 +26,8 @@ def register_meta_kernels() -> Library:
     library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
     # PyTorch's own forgets the memory format, which the CPU's and CUDA's kernels keep.
     library.impl("max_unpool2d", _max_unpool2d, "Meta", allow_override=True)
+    # PyTorch's own takes every meta tensor for a CUDA one, of which Vh lies by rows.
+    library.impl("_linalg_svd", _linalg_svd, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
     for name, meta_kernel in _LIKE_CPU.items():
@@ -38,6 +41,16 @@ def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tens
     """A plane of ``output_size`` for each channel of (C, H, W) or (N, C, H, W)."""
     unpooled = max_unpool2d(self, indices, output_size)
     return unpooled.contiguous(memory_format=suggest_memory_format(self)) if self.dim() == 4 else unpooled
+
+
+def _linalg_svd(
+    A: Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """U (..., m, k), S (..., k) and Vh (..., k, n) of (..., m, n), U and Vh by columns as in LAPACK."""
+    u, s, vh = _linalg_svd_meta(A, full_matrices, compute_uv, driver)
+    if compute_uv:
+        vh = vh.new_empty(vh.mT.shape).mT
+    return u, s, vh
 
 
 def _lstm_cell(
