@@ -68,9 +68,7 @@ _J_NEAR = [
     _Smooth(lambda u: special.j1(np.sqrt(u)) / np.sqrt(u), 0, _LARGE**2),
 ]
 _Y_NEAR = [  # without the logarithm and the pole
-    _Smooth(
-        lambda u: special.y0(np.sqrt(u)) - np.log(u) / math.pi * special.j0(np.sqrt(u)), 0, _LARGE**2
-    ),
+    _Smooth(lambda u: special.y0(np.sqrt(u)) - np.log(u) / math.pi * special.j0(np.sqrt(u)), 0, _LARGE**2),
     _Smooth(
         lambda u: (
             (special.y1(np.sqrt(u)) - np.log(u) / math.pi * special.j1(np.sqrt(u))) / np.sqrt(u)
@@ -129,9 +127,7 @@ def spherical_bessel_j0(x):
 
 _K_LARGE = 2.0
 _K_NEAR = [  # without the logarithm; the second times x
-    _Smooth(
-        lambda u: special.k0(np.sqrt(u)) + np.log(u / 4) / 2 * special.i0(np.sqrt(u)), 0, _K_LARGE**2
-    ),
+    _Smooth(lambda u: special.k0(np.sqrt(u)) + np.log(u / 4) / 2 * special.i0(np.sqrt(u)), 0, _K_LARGE**2),
     _Smooth(
         lambda u: (special.k1(np.sqrt(u)) - np.log(u / 4) / 2 * special.i1(np.sqrt(u))) * np.sqrt(u),
         0,
