@@ -37,7 +37,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     array = _C.lease_array(tensor)
     dtype = jax_dtype(tensor.dtype)
-    geometry = views.Geometry(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), dtype)
+    geometry = views.Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), dtype)
     with jax.enable_x64(True):
         if array is None:  # made by torch.empty and never written: some value
             return jnp.zeros(geometry.sizes, dtype, device=platform().devices[tensor.device.index])
@@ -86,7 +86,7 @@ def from_jax(array: jax.Array) -> torch.Tensor:
 _TORCH_NUMBERS: dict[Any, int] = {jax_dtype(dtype): number for number, dtype in TORCH_DTYPES.items()}
 
 
-def _row_major(array: jax.Array) -> jax.Array:
+def _row_major(array: Any) -> jax.Array:
     """The array itself, or a copy where it was given another memory order (`jax.experimental.layout`)."""
     layout = array.format.layout
     if layout is None or layout.major_to_minor == tuple(range(array.ndim)):

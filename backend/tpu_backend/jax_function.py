@@ -55,7 +55,7 @@ def jax_op(function: Callable[..., Any], *, name: str | None = None) -> Callable
 
     ``name`` is what profiles and error messages call it (default: the function's own).
     """
-    chosen = name or getattr(function, "__name__", "function")
+    chosen = str(name or getattr(function, "__name__", "function"))
     return _JaxOp(function, re.sub(r"\W", "_", chosen).strip("_") or "function")
 
 
@@ -115,7 +115,7 @@ class _JaxOp:
         return self._derived[kind]
 
     def _form(self, tensors: Sequence[torch.Tensor], static: Static) -> _Form:
-        wide = jax.config.jax_enable_x64 or any(
+        wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64 or any(
             each.dtype in (torch.float64, torch.complex128) for each in tensors
         )
         key = (wide, static, *((each.shape, each.dtype) for each in tensors))

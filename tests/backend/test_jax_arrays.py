@@ -162,8 +162,8 @@ def test_dlpack_and_numpy_go_by_way_of_the_array():
     imported.add_(1)
     assert imported.tolist() == [1, 2, 3, 4]
     assert host.tolist() == [0, 1, 2, 3]
-    for use in (torch.from_dlpack, np.from_dlpack, lambda x: x.__dlpack_device__()):
-        with pytest.raises(ValueError, match="Unknown device type tpu for Dlpack"):
+    for use in (jnp.from_dlpack, np.from_dlpack, torch.from_dlpack):
+        with pytest.raises((ValueError, RuntimeError), match=r"Unknown device type tpu|Unsupported device"):
             use(tensor)
 
 
@@ -183,9 +183,9 @@ def test_what_is_no_tpu_tensor_is_refused():
 
 
 def test_what_is_no_array_of_the_device_is_refused():
-    with pytest.raises(TypeError, match="from_jax: expected a concrete jax.Array, got ndarray"):
+    with pytest.raises(TypeError, match=r"from_jax: expected a concrete jax\.Array, got ndarray"):
         from_jax(np.ones(2))
-    with pytest.raises(TypeError, match="from_jax: expected a concrete jax.Array, got .*Tracer"):
+    with pytest.raises(TypeError, match=r"from_jax: expected a concrete jax\.Array, got .*Tracer"):
         jax.jit(from_jax)(jnp.ones(2))
     with pytest.raises(TypeError, match="from_jax: PyTorch has no dtype for int4; convert it first"):
         from_jax(jnp.ones(2, jnp.int4))
@@ -202,9 +202,10 @@ def test_an_array_elsewhere_is_refused():
         """
         import jax, jax.numpy as jnp, torch, tpu_backend
         array = jnp.ones(2, device=jax.devices()[1])
-        for use in (array, jax.device_put(jnp.ones(2), jax.NamedSharding(jax.make_mesh((2,), "x"), jax.P("x")))):
+        sharding = jax.NamedSharding(jax.make_mesh((2,), "x"), jax.P("x"))
+        for each in (array, jax.device_put(jnp.ones(2), sharding)):
             try:
-                tpu_backend.from_jax(use)
+                tpu_backend.from_jax(each)
             except ValueError as error:
                 print(error)
         """,
@@ -214,6 +215,6 @@ def test_an_array_elsewhere_is_refused():
     assert done.returncode == 0, done.stderr
     alone, both = done.stdout.splitlines()
     assert alone == (
-        "from_jax: the array is on TFRT_CPU_1, tpu:0 is TFRT_CPU_0; move it first: jax.device_put(array, device)"
+        "from_jax: the array is on cpu:1, tpu:0 is cpu:0; move it first: jax.device_put(array, device)"
     )
-    assert "the array is on TFRT_CPU_0, TFRT_CPU_1, tpu:0 is" in both
+    assert "the array is on cpu:0, cpu:1, tpu:0 is" in both
