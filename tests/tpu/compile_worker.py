@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from tests.tpu.calls import Call
+from tests.tpu.call import Call
 from tests.tpu.chips import placement
 
 

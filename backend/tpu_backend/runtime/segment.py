@@ -17,6 +17,7 @@ from tpu_backend import views
 from tpu_backend.lowering import registry
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import (
     ConstantArg,
     ListArg,
@@ -133,12 +134,15 @@ def replay(
 
 
 def is_lowered(number: int) -> bool:
-    """Whether the lowering can express this form of an op: it is traced once, on shapes alone.
+    """Whether the lowering can express this form of an op: it is traced once, on shapes alone.  On a real TPU
+    its compiler must take it as well.
 
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
     where it is met, not where the segment is cut.
     """
     entry = signature(number)
+    if platform().name == "tpu" and not _compiles_on_tpu(entry):
+        return False
     shapes = [
         jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))
         for argument in entry.arguments
@@ -165,6 +169,17 @@ def is_lowered(number: int) -> bool:
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
     return True
+
+
+def _compiles_on_tpu(entry: Signature) -> bool:
+    dtypes = [
+        jax_dtype(leaf.dtype)
+        for argument in entry.arguments
+        for leaf in leaves(argument.value)
+        if isinstance(leaf, TensorArg)
+    ]
+    dtypes += [output.computed.dtype for output in entry.outputs if output.computed is not None]
+    return registry.TABLE[entry.name].compiles_on_tpu(dtypes)
 
 
 def _resize(base: jax.Array, num_bytes: int) -> jax.Array:
