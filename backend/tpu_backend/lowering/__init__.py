@@ -35,6 +35,14 @@ from tpu_backend.lowering import (  # noqa: F401
 
 from tpu_backend.lowering import foreach  # noqa: F401  isort: skip  (built from the entries above)
 from tpu_backend.lowering.names import functional_name, recordable_overloads
-from tpu_backend.lowering.registry import TABLE, Lowering, NotLoweredError, apply
+from tpu_backend.lowering.registry import TABLE, CannotCompile, Lowering, NotLoweredError, apply
 
-__all__ = ["TABLE", "Lowering", "NotLoweredError", "apply", "functional_name", "recordable_overloads"]
+__all__ = [
+    "TABLE",
+    "CannotCompile",
+    "Lowering",
+    "NotLoweredError",
+    "apply",
+    "functional_name",
+    "recordable_overloads",
+]

@@ -40,7 +40,7 @@ static arguments alone decide (a boolean mask as index) raises ``NotLoweredError
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,6 +48,26 @@ import jax
 import jax.numpy as jnp
 
 Promote = Literal["result", "inputs", "opmath"] | None
+
+
+@dataclass(frozen=True)
+class CannotCompile:
+    """What the compiler of a real TPU makes of a lowering: these calls run on the CPU there.
+
+    Neither an exception nor a wrong number: XLA:TPU may end the process, so such a call must never reach it.
+    """
+
+    reason: str  # one line, as the compiler puts it
+    dtypes: frozenset[str] | None = None  # with an input or output of one of these; None: every call
+
+    def covers(self, dtypes: Collection[Any]) -> bool:
+        """Whether it holds for a call whose inputs and outputs have these dtypes."""
+        return self.dtypes is None or any(str(jnp.dtype(dtype)) in self.dtypes for dtype in dtypes)
+
+
+NO_COMPLEX128_ON_TPU = CannotCompile(
+    "aborts: Unsupported CVT X{64|128} expansion from c128", frozenset({"complex128"})
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,12 @@ class Lowering:
     runtime: frozenset[str]
     takes_out: bool
     is_random: bool
+    on_tpu: CannotCompile | None = None
+
+    def compiles_on_tpu(self, dtypes: Collection[Any]) -> bool:
+        """Whether the compiler of a real TPU takes a call whose inputs and outputs have these dtypes."""
+        limits = (NO_COMPLEX128_ON_TPU, self.on_tpu)
+        return not any(limit is not None and limit.covers(dtypes) for limit in limits)
 
 
 class NotLoweredError(NotImplementedError):
@@ -75,13 +101,15 @@ def lowering(
     promote: Promote = None,
     static: Sequence[str] = (),
     runtime: Sequence[str] = (),
+    on_tpu: CannotCompile | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar",
     promote="result")``.
 
     Names omit ``aten::``; an overload without a name is written bare (``"mm"``). ``static`` and ``runtime``
     name the numeric arguments whose values are part of the program or its inputs. Undeclared: ``Scalar``
-    arguments are runtime, ``float`` and ``int`` arguments are static.
+    arguments are runtime, ``float`` and ``int`` arguments are static.  ``on_tpu`` says which calls the compiler
+    of a real TPU does not take.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,6 +125,7 @@ def lowering(
                 frozenset(runtime),
                 "out" in parameters,
                 "key" in parameters,
+                on_tpu,
             )
         return function
 

@@ -19,6 +19,7 @@ from tpu_backend.lowering.bounds import Demand, collect_demands
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import (
     ConstantArg,
     ListArg,
@@ -137,13 +138,16 @@ def replay(
 
 def trace_form(number: int) -> tuple[bool, bool, bool]:
     """Whether the lowering can express this form of an op; if so, whether it demands something of its
-    indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes alone.
+    indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
+    alone.  On a real TPU its compiler must take it as well.
 
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
     where it is met, not where the segment is cut.
     """
     remember_first_line(number)
     entry = signature(number)
+    if platform().name == "tpu" and not _compiles_on_tpu(entry):
+        return False, False, False
     shapes = [
         jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))
         for argument in entry.arguments
@@ -172,6 +176,17 @@ def trace_form(number: int) -> tuple[bool, bool, bool]:
     if settings.was_read:
         precision_readers.add(number)
     return True, bool(demands.made), settings.was_read
+
+
+def _compiles_on_tpu(entry: Signature) -> bool:
+    dtypes = [
+        jax_dtype(leaf.dtype)
+        for argument in entry.arguments
+        for leaf in leaves(argument.value)
+        if isinstance(leaf, TensorArg)
+    ]
+    dtypes += [output.computed.dtype for output in entry.outputs if output.computed is not None]
+    return registry.TABLE[entry.name].compiles_on_tpu(dtypes)
 
 
 def _resize(base: jax.Array, num_bytes: int) -> jax.Array:

@@ -282,6 +282,8 @@ _LIKE_CPU = {
     "geqrf": _geqrf,
     "linalg_lstsq": _lstsq,
 }
+
+
 def _grouped_mm(
     mat_a: Tensor,
     mat_b: Tensor,

@@ -1,0 +1,1 @@
+"""Does every lowering compile for a real TPU?  libtpu holds the compiler, which needs no chip."""

@@ -1,0 +1,93 @@
+"""Compiles calls for a chip in batches, and finds in a batch that fails the calls that are at fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.tpu.call import Call
+from tests.tpu.chips import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH = 24
+TIME_LIMIT = 400  # seconds a batch; what alone takes longer counts as a failure
+
+
+class Compiler:
+    """The TPU compiler for one chip, in a process that is started again when the compiler aborts it."""
+
+    def __init__(self, calls: Sequence[Call], chip: str):
+        self.chip = chip
+        self._folder = tempfile.TemporaryDirectory()
+        self._calls_file = Path(self._folder.name) / "calls.pickle"
+        self._calls_file.write_bytes(pickle.dumps(list(calls)))
+        self._log = Path(self._folder.name) / "stderr"
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def problems(self, positions: Sequence[int]) -> Iterator[tuple[int, str | None]]:
+        """Each call's position with None, or with what the compiler says about it."""
+        problem = self._compile(positions)
+        if problem is None or len(positions) == 1:
+            yield from ((position, problem) for position in positions)
+            return
+        half = len(positions) // 2
+        yield from self.problems(positions[:half])
+        yield from self.problems(positions[half:])
+
+    def _compile(self, positions: Sequence[int]) -> str | None:
+        if self._process is None:
+            self._process = self._start()
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(list(positions)) + "\n")
+        process.stdin.flush()
+        in_time, _, _ = select.select([process.stdout], [], [], TIME_LIMIT)
+        if not in_time:
+            process.kill()
+            self._stop()
+            return f"takes longer than {TIME_LIMIT} s"
+        answer = process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        self._stop()
+        return f"aborts the process: {self._last_words()}"
+
+    def _start(self) -> subprocess.Popen[str]:
+        paths = [str(ROOT / "backend"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.tpu.compile_worker", str(self._calls_file), self.chip],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            text=True,
+            cwd=ROOT,
+        )
+
+    def _stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.communicate()
+        self._process = None
+
+    def _last_words(self) -> str:
+        """The compiler's fatal line, or the exception that ended the worker."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        fatal = [line for line in lines if re.match(r"F\d{4} ", line)] or lines[-1:]
+        return fatal[0].partition("] ")[2] or fatal[0] if fatal else "without a word"
