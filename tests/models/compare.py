@@ -127,7 +127,7 @@ def judge(case: Case, expected: Run, actual: Run) -> Row:
 def _worst_gradient(
     expected: dict[str, Tensor | None], actual: dict[str, Tensor | None]
 ) -> tuple[float, str]:
-    """The largest error relative to the gradient's norm, and whose it is; infinite where one side has none."""
+    """The largest error by the gradient's norm, and whose it is; infinite where one side has none."""
     norms = [gradient.norm() for gradient in expected.values() if gradient is not None]
     floor = ROUNDING * torch.stack(norms).norm().item() / GRADIENT_TOLERANCE
     worst = (0.0, "")

@@ -3,11 +3,15 @@
 import dataclasses
 import json
 
-from tests.models import architectures, classics
+from tests.models import architectures, classics, timm_models
 from tests.models.case import Case
 from tests.models.compare import Row
 
-CASES: tuple[Case, ...] = (*(entry.case() for entry in architectures.ARCHITECTURES), *classics.CASES)
+CASES: tuple[Case, ...] = (
+    *(entry.case() for entry in architectures.ARCHITECTURES),
+    *timm_models.CASES,
+    *classics.CASES,
+)
 
 HEADER = (
     f"{'model':28} {'family':20} {'':4} {'seconds':>7} {'compilations':>12} {'fallbacks':>9}"
