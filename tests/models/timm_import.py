@@ -1,8 +1,8 @@
 """Imports timm where torchvision is missing, or does not load because it was built for another torch.
 
-timm's models take one class of torchvision's, to ask whether a layer is a frozen batch norm; all else is for its
-data sets and transforms, which nothing here uses. So while timm is imported, and no longer, empty modules stand
-in for torchvision.
+timm's models take one class of torchvision's, to ask whether a layer is a frozen batch norm; all else is for
+its data sets and transforms, which nothing here uses. So while timm is imported, and no longer, empty modules
+stand in for torchvision.
 """
 
 import importlib

@@ -35,13 +35,14 @@ def _mixer(timm: ModuleType) -> nn.Module:
 
 
 def _gmlp(timm: ModuleType) -> nn.Module:
-    spatial = {"block_layer": timm.models.mlp_mixer.SpatialGatingBlock, "mlp_layer": timm.layers.GatedMlp}
-    return timm.models.MlpMixer(**MIXER, **spatial)
+    block = timm.models.mlp_mixer.SpatialGatingBlock
+    return timm.models.MlpMixer(**MIXER, block_layer=block, mlp_layer=timm.layers.GatedMlp, mlp_ratio=2)
 
 
 def _regnet(timm: ModuleType) -> nn.Module:
+    # The stages' widths follow from these numbers: 8, 16, 32 and 64.
     shape = timm.models.regnet.RegNetCfg(
-        depth=4, w0=8, wa=8.0, wm=2.0, group_size=4, stem_width=8, se_ratio=0.25
+        depth=6, w0=8, wa=10.0, wm=2.0, group_size=4, stem_width=8, se_ratio=0.25
     )
     return timm.models.RegNet(shape, num_classes=CLASSES)
 
