@@ -9,8 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.models.compare import check
-from tests.models.table import CASES, HEADER, json_line, line
+from tests.models.table import ENTRIES, HEADER, json_line, line
 
 
 def main() -> int:
@@ -20,13 +19,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="models whose name or family contains this")
     parser.add_argument("--rows", type=Path, help="append one JSON object a model to this file")
     options = parser.parse_args()
-    chosen = [case for case in CASES if options.only.lower() in f"{case.name} {case.family}".lower()]
+    chosen = [entry for entry in ENTRIES if options.only.lower() in f"{entry.name} {entry.family}".lower()]
     if not chosen:
         parser.error(f"--only {options.only}: no model has this in its name or family")
     print(HEADER, flush=True)
     failed = []
-    for case in chosen:
-        row = check(case)
+    for entry in chosen:
+        row = entry.row()
         if not row.passed:
             failed.append(row.name)
         print(line(row), flush=True)

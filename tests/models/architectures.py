@@ -1,84 +1,28 @@
-"""Tiny configurations of transformers' architectures, made from their config classes; no weights are loaded."""
+"""Tiny configurations of transformers' architectures, from their config classes; no weights are loaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import transformers
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 from transformers import PretrainedConfig
 
+from tests.models.batches import (
+    CLASSES,
+    IMAGE_SIDE,
+    VOCABULARY,
+    classified_waveform,
+    image,
+    image_and_text,
+    segmented_image,
+    text,
+    transcribed_spectrogram,
+    transcribed_waveform,
+    translation,
+    unpadded_text,
+)
 from tests.models.case import Batch, Case, LossOf
-
-VOCABULARY = 64
-BATCH, LENGTH = 2, 8
-IMAGE_SIDE = 32
-CLASSES = 5
-
-
-def _tokens(generator: Generator, length: int = LENGTH) -> Tensor:
-    # From 4 on: the first ids are padding, begin and end in most configurations.
-    return torch.randint(4, VOCABULARY, (BATCH, length), generator=generator)
-
-
-def text(generator: Generator) -> Batch:
-    """Token ids with their labels; the second row is padded by two."""
-    ids = _tokens(generator)
-    attention_mask = torch.ones_like(ids)
-    attention_mask[1, -2:] = 0
-    labels = ids.masked_fill(attention_mask == 0, -100)
-    return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
-
-
-def unpadded_text(generator: Generator) -> Batch:
-    """For state-space models, whose training has no padding."""
-    ids = _tokens(generator)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def translation(generator: Generator) -> Batch:
-    return text(generator) | {"labels": _tokens(generator, 6)}
-
-
-def _pixels(generator: Generator, side: int = IMAGE_SIDE) -> Tensor:
-    return torch.randn(BATCH, 3, side, side, generator=generator)
-
-
-def _classes(generator: Generator) -> Tensor:
-    return torch.randint(0, CLASSES, (BATCH,), generator=generator)
-
-
-def image(generator: Generator) -> Batch:
-    return {"pixel_values": _pixels(generator), "labels": _classes(generator)}
-
-
-def segmented_image(generator: Generator) -> Batch:
-    labels = torch.randint(0, CLASSES, (BATCH, IMAGE_SIDE, IMAGE_SIDE), generator=generator)
-    return {"pixel_values": _pixels(generator), "labels": labels}
-
-
-def masked_image(generator: Generator) -> Batch:
-    return {"pixel_values": _pixels(generator)}
-
-
-def image_and_text(generator: Generator) -> Batch:
-    return {"input_ids": _tokens(generator), "pixel_values": _pixels(generator)}
-
-
-def classified_waveform(generator: Generator) -> Batch:
-    waveform = torch.randn(BATCH, 400, generator=generator)
-    return {"input_values": waveform, "labels": _classes(generator)}
-
-
-def transcribed_waveform(generator: Generator) -> Batch:
-    waveform = torch.randn(BATCH, 400, generator=generator)
-    return {"input_values": waveform, "labels": _tokens(generator, 3)}
-
-
-def transcribed_spectrogram(generator: Generator) -> Batch:
-    spectrogram = torch.randn(BATCH, 8, 32, generator=generator)
-    return {"input_features": spectrogram, "labels": _tokens(generator, 6)}
 
 
 @dataclass(frozen=True)
@@ -150,8 +94,15 @@ DECODER: dict[str, Any] = {
     "eos_token_id": 2,
 }
 ENCODER = DECODER | {"type_vocab_size": 2}
-GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32,
-       "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+GPT = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 BART = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -168,8 +119,16 @@ BART = {
     "eos_token_id": 2,
     "forced_eos_token_id": None,
 }
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-      "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
 TRANSFORMER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 PATCHES = TRANSFORMER | {"image_size": IMAGE_SIDE, "patch_size": 8}
 STAGES = {"image_size": IMAGE_SIDE, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
@@ -186,8 +145,14 @@ WAVEFORM = TRANSFORMER | {
     "pad_token_id": 0,
     "ctc_zero_infinity": True,
 }
-TEXT_TOWER = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "projection_dim": 16,
-              "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | TRANSFORMER  # fmt: skip
+TEXT_TOWER = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 16,
+    "projection_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+} | TRANSFORMER
 TWO_TOWERS = {"text_config": TEXT_TOWER, "vision_config": PATCHES, "projection_dim": 16}
 
 ARCHITECTURES = (
@@ -197,7 +162,14 @@ ARCHITECTURES = (
     _causal("Mistral", sliding_window=4),
     _causal("Gemma", head_dim=8),
     _causal("Gemma2", head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
-    Architecture("Gemma3", "ForCausalLM", "decoder", text, DECODER | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, config="TextConfig"),
+    Architecture(
+        "Gemma3",
+        "ForCausalLM",
+        "decoder",
+        text,
+        DECODER | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+        config="TextConfig",
+    ),
     Architecture("GPT2", "LMHeadModel", "decoder", text, GPT),
     _causal("GPTNeoX"),
     _causal("GPTNeo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4),
@@ -207,8 +179,20 @@ ARCHITECTURES = (
     _causal("Phi", partial_rotary_factor=0.5),
     _causal("Phi3"),
     _causal("Falcon", new_decoder_architecture=True, num_kv_heads=2),
-    Architecture("Bloom", "ForCausalLM", "decoder", text, {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    Architecture("Mpt", "ForCausalLM", "decoder", text, {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}),
+    Architecture(
+        "Bloom",
+        "ForCausalLM",
+        "decoder",
+        text,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    ),
+    Architecture(
+        "Mpt",
+        "ForCausalLM",
+        "decoder",
+        text,
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+    ),
     _causal("StableLm"),
     _causal("Olmo"),
     _causal("Olmo2"),
@@ -217,21 +201,55 @@ ARCHITECTURES = (
     _causal("Granite"),
     _causal("Starcoder2"),
     _experts("Mixtral", num_local_experts=4),
-    _experts("Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    _experts(
+        "Qwen2Moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
     _experts("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
     _experts("Olmoe", num_experts=4, num_experts_per_tok=2),
-    _experts("DeepseekV3", n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, num_key_value_heads=4),
+    _experts(
+        "DeepseekV3",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=16,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        num_key_value_heads=4,
+    ),
     _experts("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4),
     _encoder("Bert"),
     _encoder("Roberta"),
-    _encoder("DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, norm_rel_ebd="layer_norm", share_att_key=True),
+    _encoder(
+        "DebertaV2",
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=4,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+    ),
     _encoder("Electra", embedding_size=16),
     _encoder("Albert", embedding_size=16, inner_group_num=1),
     _encoder("DistilBert", dim=32, hidden_dim=64, n_layers=2, n_heads=4),
     _encoder("ModernBert", local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
     _encoder("MPNet"),
     _encoder("FNet"),
-    Architecture("XLNet", "LMHeadModel", "encoder", text, {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}),
+    Architecture(
+        "XLNet",
+        "LMHeadModel",
+        "encoder",
+        text,
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
+    ),
     _translator("T5", **T5),
     _translator("MT5", **T5, feed_forward_proj="gated-gelu"),
     _translator("Bart", **BART),
@@ -245,17 +263,92 @@ ARCHITECTURES = (
     _vision("ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     _vision("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
     _vision("Dinov2", **PATCHES),
-    _vision("Segformer", "ForSemanticSegmentation", segmented_image, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16),
+    _vision(
+        "Segformer",
+        "ForSemanticSegmentation",
+        segmented_image,
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[16, 32],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+    ),
     Architecture("CLIP", "Model", "vision", image_and_text, TWO_TOWERS, options={"return_loss": True}),
     Architecture("Siglip", "Model", "vision", image_and_text, TWO_TOWERS, options={"return_loss": True}),
-    Architecture("Whisper", "ForConditionalGeneration", "speech", transcribed_spectrogram, BART | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}),
+    Architecture(
+        "Whisper",
+        "ForConditionalGeneration",
+        "speech",
+        transcribed_spectrogram,
+        BART | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
+    ),
     Architecture("Wav2Vec2", "ForCTC", "speech", transcribed_waveform, WAVEFORM),
     Architecture("Hubert", "ForSequenceClassification", "speech", classified_waveform, WAVEFORM),
-    Architecture("WavLM", "ForSequenceClassification", "speech", classified_waveform, WAVEFORM | {"num_buckets": 16, "max_bucket_distance": 16}),
+    Architecture(
+        "WavLM",
+        "ForSequenceClassification",
+        "speech",
+        classified_waveform,
+        WAVEFORM | {"num_buckets": 16, "max_bucket_distance": 16},
+    ),
     _state_space("Mamba", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
-    _state_space("Mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, num_heads=8, head_dim=8, n_groups=2, chunk_size=4),
-    _state_space("Rwkv", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=16),
-    _state_space("Jamba", **DECODER, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, num_experts=2, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False),
-    _state_space("FalconH1", **DECODER, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=4, mamba_chunk_size=4),
-    _state_space("Qwen3Next", **DECODER, head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"]),
-)  # fmt: skip
+    _state_space(
+        "Mamba2",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=4,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+        chunk_size=4,
+    ),
+    _state_space(
+        "Rwkv",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        attention_hidden_size=32,
+        context_length=16,
+    ),
+    _state_space(
+        "Jamba",
+        **DECODER,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        num_experts=2,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    _state_space(
+        "FalconH1",
+        **DECODER,
+        head_dim=8,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_n_groups=2,
+        mamba_d_state=4,
+        mamba_chunk_size=4,
+    ),
+    _state_space(
+        "Qwen3Next",
+        **DECODER,
+        head_dim=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+)
