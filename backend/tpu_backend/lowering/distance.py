@@ -47,12 +47,12 @@ def cdist(x1, x2, p, compute_mode):
 
 
 @lowering("_cdist_backward")
-def cdist_backward(grad, x1, x2, p, cdist):
+def cdist_backward(grad, x1, x2, p, cdist, *, out):
     difference = x1[..., :, None, :] - x2[..., None, :, :]
     result = jnp.sum(_difference_grad(grad, difference, cdist, p), -2)
-    shape = (1,) * (result.ndim - x1.ndim) + x1.shape
-    broadcast = tuple(axis for axis in range(result.ndim) if shape[axis] != result.shape[axis])
-    return jnp.sum(result, broadcast, keepdims=True).reshape(x1.shape)  # x2 may have more of a batch
+    if result.size == 0:  # PyTorch then gives it the shape of x1, and else that of the broadcast batch
+        return jnp.zeros(out[0].shape, result.dtype)
+    return result.reshape(out[0].shape)
 
 
 def _pairs(count):
