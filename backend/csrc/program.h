@@ -99,11 +99,11 @@ struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
   PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
-  PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array
+  PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
   PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own
-  PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor
-  PyObject* wait{nullptr}; // (list of jax.Array) -> None, when they are computed
-  PyObject* after_debug_op{nullptr}; // (op name, shapes, arrays) -> None: waits, checks
+  PyObject* get{nullptr}; // (jax.Array, dtype) -> cpu tensor
+  PyObject* wait{nullptr}; // (tokens of launches) -> None, when they are done
+  PyObject* after_debug_op{nullptr}; // (signature id, arrays, failure) -> None: waits, checks
   PyObject* describe_memory{nullptr}; // () -> str: which tensors live
   PyObject* raise_range_error{nullptr}; // (offenders, Executable, places) -> None: waits, raises
   std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin

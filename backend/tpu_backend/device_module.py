@@ -185,10 +185,12 @@ class eager_mode:  # noqa: N801 - reads as a function
         pass
 
     def __exit__(self, *_: object) -> None:
-        if is_initialized():
-            flush()
-        _C.set_mode(self._before)
-        nan_check.enable(self._checked_before)
+        try:
+            if is_initialized():
+                flush()
+        finally:
+            _C.set_mode(self._before)
+            nan_check.enable(self._checked_before)
 
 
 def get_eager_mode() -> str:

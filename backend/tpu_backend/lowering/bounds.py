@@ -1,4 +1,4 @@
-"""Demands on indices and counts, which only the device knows: made by lowerings, read at the next synchronisation.
+"""Demands on indices and counts, which only the device knows: lowerings make them, whoever waits reads.
 
 ``require_in_range`` adds one number to the program that is being built: an index that is out of range, or
 ``IN_RANGE``. The stream keeps these numbers of every program, and whoever waits for the device reads them

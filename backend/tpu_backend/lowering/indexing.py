@@ -132,8 +132,8 @@ def unsafe_index_put(self, indices, values, accumulate=False):
 def _put_masked(self, indices, values, accumulate):
     """A lone mask is a select, whatever it is given.  Beside other indices a mask becomes positions.
 
-    Nothing here needs the number of Trues on the host: a number of values that is not theirs is reported at the
-    next synchronisation (bounds.py).
+    Nothing here needs the number of Trues on the host: a number of values that is not theirs is reported at
+    the next synchronisation (bounds.py).
     """
     given = [place for place, index in enumerate(indices) if index is not None]
     is_fill = values.size == 1 and len(given) == 1 and not accumulate  # which PyTorch casts
@@ -173,8 +173,8 @@ def _put_where(self, axis, mask, values, accumulate):
 
 def _require_as_many(mask, count, given, indexed):
     text = (
-        f"shape mismatch: value tensor of shape {list(given)} cannot be broadcast to the {{index}} places where "
-        f"the mask is true, in a tensor of shape {list(indexed)}"
+        f"shape mismatch: value tensor of shape {list(given)} cannot be broadcast to the {{index}} places "
+        f"where the mask is true, in a tensor of shape {list(indexed)}"
     )
     require_in_range(jnp.sum(mask), count, count + 1, RuntimeError, text)
 

@@ -19,14 +19,12 @@ from tpu_backend.runtime.signature import entries
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
 
-# Bytes of temporaries of every executable compiled so far, the largest first: what a step needs beyond its
-# buffers.
-_temporaries: list[int] = []
+_largest_temporary = 0
 
 
 def largest_temporary() -> int:
     """Bytes of temporary memory that the hungriest executable needs."""
-    return max(_temporaries, default=0)
+    return _largest_temporary
 
 
 class Executable(NamedTuple):
@@ -72,7 +70,8 @@ def compile_segment(description: dict[str, Any]) -> Executable:
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is not None:
-        _temporaries.append(memory.temp_size_in_bytes)
+        global _largest_temporary
+        _largest_temporary = max(_largest_temporary, memory.temp_size_in_bytes)
     if log.isEnabledFor(logging.INFO):
         names = [entry.overload for entry, _, _ in entries(description["tape"])]
         log.info(
