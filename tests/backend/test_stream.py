@@ -289,3 +289,50 @@ def test_a_fallback_whose_warning_is_an_error_leaves_the_device_usable():
     assert torch.linalg.eig(device)[0].tolist() == [1, 3]
     torch.tpu.reset_fallback_stats()
     assert torch.tpu.fallback_stats() == {}
+
+
+def test_the_precision_in_force_when_a_product_is_recorded_is_part_of_its_program() -> None:
+    x = torch.ones(37, 37, device="tpu")
+    before = torch.get_float32_matmul_precision()
+    try:
+        for _ in range(2):
+            compiled = torch.tpu.compile_stats()["compilations"]
+            torch.set_float32_matmul_precision("highest")
+            first = x @ x
+            torch.set_float32_matmul_precision("medium")
+            second = x @ x
+            torch.set_float32_matmul_precision("highest")
+            torch.tpu.synchronize()
+            assert torch.equal(first.cpu(), second.cpu())
+        assert torch.tpu.compile_stats()["compilations"] == compiled
+        third, fourth = x @ x, x @ x  # other settings than above: another program
+        torch.tpu.synchronize()
+        assert torch.tpu.compile_stats()["compilations"] == compiled + 1
+        del third, fourth
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_lists_that_write_one_storage_twice_are_written_in_order() -> None:
+    for device in ("cpu", "tpu"):
+        x = torch.zeros(4, device=device)
+        torch._foreach_add_([x, x], 1)
+        torch._foreach_mul_([x[:2], x[1:3]], 3)
+        assert x.tolist() == [6, 18, 6, 2]
+        low, high = torch.aminmax(torch.tensor([3.0, -1.0], device=device), out=(x[0], x[1]))
+        assert (low.item(), high.item(), x.tolist()) == (-1, 3, [-1, 3, 6, 2])
+
+
+def test_lists_of_tensors_on_two_devices_are_taken_one_by_one() -> None:
+    tensors = [torch.zeros(2, device="tpu"), torch.zeros(()), torch.zeros(3)]
+    torch._foreach_add_(tensors, 1)
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1], 1, [1, 1, 1]]
+    assert [tensor.device.type for tensor in tensors] == ["tpu", "cpu", "cpu"]
+
+
+def test_a_cpu_tensor_is_not_written_by_an_op_on_the_device() -> None:
+    one = torch.ones((), device="tpu")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(()).add_(one)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(()).mul_(one)
