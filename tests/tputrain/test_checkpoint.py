@@ -1,5 +1,7 @@
 """A checkpoint is used only if every byte of it is what was written."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,24 @@ def test_a_directory_where_a_file_should_be_is_refused(tmp_path):
     (tmp_path / "state.json").mkdir()
     with pytest.raises(DamagedCheckpointError, match=r"state.json"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_read_just_now_is_an_error_and_no_damage(tmp_path, monkeypatch, number):
+    build(tmp_path, trainer=TrainerConfig(steps=1)).fit()
+    opened = Path.open
+
+    def fail(path: Path, *arguments, **options):
+        if path.name == "optimizer.safetensors":
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", fail)
+        with pytest.raises(UserError, match=rf"optimizer.safetensors: cannot be read now \({os.strerror(number)}"):
+            build(tmp_path).fit()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+    assert build(tmp_path).resume()
 
 
 def test_tensors_that_share_memory_are_each_written_out(tmp_path):
