@@ -455,6 +455,8 @@ class Trainer:
     def _resume_or_begin(self) -> None:
         if self._resumed:
             return
+        if self.store is not None:
+            self.store.recover()
         if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.steps():
             raise UserError(
                 f"{self.run_dir} holds checkpoints and checkpoint.resume=never: choose another run_dir, or "

@@ -14,6 +14,7 @@ from tputrain.checkpoint import contents
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, verify
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.data import Tokenizer
+from tputrain.loggers.jsonl import read_jsonl
 from tputrain.models import ModelConfig, build_model, initialize
 
 TINY = ModelConfig(
@@ -141,6 +142,53 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path):
     assert (store.newest(lambda path, reason: None) / "state.json").read_text() == "old"
     store.write(2, write_text("new"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing in the store may act on it."""
+
+
+def kill_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Die before rename `number` (from 0)."""
+    rename, done = os.rename, []
+
+    def rename_or_die(*arguments) -> None:
+        if len(done) == number:
+            raise Killed
+        done.append(arguments)
+        rename(*arguments)
+
+    monkeypatch.setattr("tputrain.checkpoint.store.os.rename", rename_or_die)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_killed_while_a_step_is_saved_again_the_first_save_of_it_is_still_there(
+    tmp_path, monkeypatch, number
+):
+    CheckpointStore(tmp_path).write(7, write_text("old"))
+    with monkeypatch.context() as dying, pytest.raises(Killed):
+        kill_at_rename(dying, number)
+        CheckpointStore(tmp_path).write(7, write_text("new"))
+    store = CheckpointStore(tmp_path)
+    store.recover()
+    verify(tmp_path / "step-7")
+    assert (tmp_path / "step-7" / "state.json").read_text() == "old"
+    store.write(7, write_text("newer"))
+    assert (tmp_path / "step-7" / "state.json").read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+
+
+def test_a_run_killed_between_the_renames_of_a_second_save_goes_on_from_the_first(tmp_path, monkeypatch):
+    trainer = build(tmp_path, trainer=TrainerConfig(steps=3))
+    trainer.fit()
+    with monkeypatch.context() as dying, pytest.raises(Killed):
+        kill_at_rename(dying, 1)
+        trainer.save()
+    assert not (tmp_path / "checkpoints" / "step-3").exists()
+    again = build(tmp_path, trainer=TrainerConfig(steps=4))
+    again.fit()
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
 
 
 def test_the_last_ones_are_kept_and_a_step_can_be_saved_again(tmp_path):

@@ -12,6 +12,7 @@ from tputrain.config_checks import expect_at_least, expect_choice
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
+_REPLACED = ".replaced-"
 _REFUSED = "refused-"
 
 
@@ -54,9 +55,10 @@ class CheckpointStore:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
-        before.
+        before, once `recover` has been called.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.recover()
         self._remove_unfinished()
         unfinished = self.directory / f"{_UNFINISHED}step-{step}"
         unfinished.mkdir()
@@ -64,13 +66,25 @@ class CheckpointStore:
         seal(unfinished)
         final = self.path(step)
         if final.exists():
-            # A directory cannot be renamed over another. The one that goes is of the same step.
-            os.rename(final, self.directory / f"{_UNFINISHED}replaced-{step}")
+            # A directory cannot be renamed over another; killed before the next line, `recover` undoes this.
+            os.rename(final, self.directory / f"{_REPLACED}{final.name}")
         os.rename(unfinished, final)
         sync_directory(self.directory)
-        self._remove_unfinished()
+        self.recover()
         self._remove_old()
         return final
+
+    def recover(self) -> None:
+        """Put back what a `write` that was killed had moved out of its way; for the process that trains.
+
+        One that only reads must not: the writer may be between its two renames.
+        """
+        for replaced in self.directory.glob(f"{_REPLACED}*"):
+            final = self.directory / replaced.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(replaced)
+            else:
+                os.rename(replaced, final)
 
     def newest(self, refused: Callable[[Path, str], None]) -> Path | None:
         """The newest whole checkpoint; `refused(path, reason)` hears of every newer one that is not."""
