@@ -388,7 +388,7 @@ class Trainer:
         """Load the checkpoint at `path`, or the newest whole one of this run; False where there is none.
 
         A damaged checkpoint in the run is named, renamed to `refused-step-N-1` and passed over; a damaged one
-        at `path` is an error.
+        at `path` is an error, and so are checkpoints of which none is whole.
         """
         if path is None:
             path = None if self.store is None else self.store.newest(self._refuse)
@@ -401,10 +401,10 @@ class Trainer:
         self._load(Path(path))
         return True
 
-    def _refuse(self, path: Path, reason: str) -> None:
+    def _refuse(self, path: Path, reason: str, used: Path) -> None:
         assert self.store is not None
         aside = self.store.set_aside(path)
-        say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and the one before is used")
+        say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and {used.name} is used")
 
     def _load(self, path: Path) -> None:
         state = contents.load_state(path)
@@ -457,7 +457,7 @@ class Trainer:
             return
         if self.store is not None:
             self.store.recover()
-        if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.steps():
+        if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.has_any():
             raise UserError(
                 f"{self.run_dir} holds checkpoints and checkpoint.resume=never: choose another run_dir, or "
                 "checkpoint.resume=auto to go on"

@@ -71,7 +71,7 @@ def newest_with(checkpoints: Path, file: Path, content: bytes | None) -> tuple[P
     try:
         file.unlink() if content is None else file.write_bytes(content)
         picked = CheckpointStore(checkpoints).newest(
-            lambda path, reason: said.append(f"{path.name}: {reason}")
+            lambda path, reason, used: said.append(f"{path.name}: {reason}")
         )
     finally:
         file.write_bytes(original)
@@ -139,7 +139,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path):
 
     with pytest.raises(OSError, match="No space"):
         store.write(1, fail)
-    assert (store.newest(lambda path, reason: None) / "state.json").read_text() == "old"
+    assert (store.newest(lambda path, reason, used: None) / "state.json").read_text() == "old"
     store.write(2, write_text("new"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
 
@@ -203,10 +203,10 @@ def test_a_checkpoint_set_aside_does_not_count_among_those_kept(tmp_path):
     for step in (5, 10):
         store.write(step, write_text(str(step)))
     (tmp_path / "step-10" / "COMPLETE").unlink()
-    assert store.newest(lambda path, reason: store.set_aside(path)) == tmp_path / "step-5"
+    assert store.newest(lambda path, reason, used: store.set_aside(path)) == tmp_path / "step-5"
     store.write(10, write_text("10 again"))
     (tmp_path / "step-10" / "COMPLETE").unlink()
-    store.newest(lambda path, reason: store.set_aside(path))
+    store.newest(lambda path, reason, used: store.set_aside(path))
     assert store.steps() == [5]
     assert sorted(path.name for path in tmp_path.glob("refused-*")) == [
         "refused-step-10-1",

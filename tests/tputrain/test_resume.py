@@ -118,8 +118,25 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
     build(tmp_path).fit()
     said = capsys.readouterr().out
     assert "step-10 refused: model.safetensors: damaged" in said
+    assert "it is refused-step-10-1 now, and step-9 is used" in said
     assert "step-9 at step 9" in said
     assert losses(tmp_path) == losses(uninterrupted)
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_and_nothing_is_lost(tmp_path):
+    fit_until(tmp_path, 4)
+    for step in (3, 4):
+        (tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors").unlink()
+    logged = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(2):  # also after the first attempt
+        with pytest.raises(UserError, match=r"no whole checkpoint .*step-4: model.safetensors: missing; step-3"):
+            build(tmp_path).fit()
+    # Not even where all that is left was set aside by an earlier resume.
+    for step in (3, 4):
+        (tmp_path / "checkpoints" / f"step-{step}").rename(tmp_path / "checkpoints" / f"refused-step-{step}-1")
+    with pytest.raises(UserError, match="no whole checkpoint .*begin anew with another run_dir or by removing"):
+        build(tmp_path).fit()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == logged
 
 
 def test_a_finished_run_is_left_alone(tmp_path, uninterrupted, capsys):

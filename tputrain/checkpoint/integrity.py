@@ -36,8 +36,8 @@ def seal(directory: Path) -> None:
     _sync(directory)
 
 
-def verify(directory: Path) -> None:
-    """Raise DamagedCheckpointError unless every file is, byte for byte, what `seal` saw.
+def verify(directory: Path, only: tuple[str, ...] = ()) -> None:
+    """Raise DamagedCheckpointError unless every file (or those named) is, byte for byte, what `seal` saw.
 
     Only content counts as damage. What keeps a file from being read at all (permissions, a disk or a network
     that does not answer) says nothing about it and may pass: that is a UserError.
@@ -49,6 +49,8 @@ def verify(directory: Path) -> None:
         damaged = CHECKSUMS if is_itself_whole else COMPLETE
         raise DamagedCheckpointError(f"{damaged}: damaged (its checksum differs)")
     for name, expected in json.loads(checksums).items():
+        if only and name not in only:
+            continue
         with _reading(directory / name):
             found = (directory / name).stat().st_size
             if found != expected["bytes"]:

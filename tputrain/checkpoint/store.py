@@ -9,11 +9,15 @@ from pathlib import Path
 
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.config_checks import expect_at_least, expect_choice
+from tputrain.errors import UserError
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _REFUSED = "refused-"
+
+Refused = Callable[[Path, str, Path], None]
+"""(path, reason, used): the checkpoint at `path` is damaged, and the one at `used` is taken instead."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,32 @@ class CheckpointStore:
             else:
                 os.rename(replaced, final)
 
-    def newest(self, refused: Callable[[Path, str], None]) -> Path | None:
-        """The newest whole checkpoint; `refused(path, reason)` hears of every newer one that is not."""
+    def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
+        """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
+
+        `refused(path, reason, used)` hears of every newer one that is not whole, and which is used instead.
+        Raises UserError where there are checkpoints, or some that were set aside, and none is whole: what
+        was learned must not be lost by beginning anew unasked.
+        """
+        damaged: list[tuple[Path, str]] = []
         for step in self.steps():
-            try:
-                verify(self.path(step))
+            reason = _damage(self.path(step), only)
+            if reason is None:
+                for path, why in damaged:
+                    refused(path, why, self.path(step))
                 return self.path(step)
-            except DamagedCheckpointError as error:
-                refused(self.path(step), str(error))
-        return None
+            damaged.append((self.path(step), reason))
+        if not self.has_any():
+            return None
+        found = "; ".join(f"{path.name}: {why}" for path, why in damaged) or "all were set aside before"
+        raise UserError(
+            f"{self.directory}: no whole checkpoint to go on from ({found}): restore one, or begin anew with "
+            f"another run_dir or by removing {self.directory.parent}"
+        )
+
+    def has_any(self) -> bool:
+        """Whether a checkpoint was ever finished here, whole or not, set aside or not."""
+        return bool(self.steps()) or any(self.directory.glob(f"{_REFUSED}*"))
 
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it neither counts among those kept nor stands in the way."""
@@ -113,3 +134,12 @@ class CheckpointStore:
             doomed = self.directory / f"{_UNFINISHED}old-{step}"
             os.rename(self.path(step), doomed)
             shutil.rmtree(doomed)
+
+
+def _damage(path: Path, only: tuple[str, ...]) -> str | None:
+    """What is wrong with the checkpoint at `path`, in one line; None where it is whole."""
+    try:
+        verify(path, only)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return None

@@ -104,7 +104,7 @@ def _is_finished(cfg: RecipeConfig) -> bool:
     """Whether the run has nothing left to do. Raises UserError where its checkpoint is another run's."""
     store = CheckpointStore(Path(str(cfg.run_dir)) / "checkpoints")
     # Damaged ones are spoken of when the run is resumed.
-    checkpoint = store.newest(lambda path, reason: None)
+    checkpoint = store.newest(lambda path, reason, used: None)
     if checkpoint is None:
         return False
     state = contents.load_state(checkpoint)
@@ -124,8 +124,8 @@ def _check_same_run(cfg: RecipeConfig, saved: dict[str, Any], checkpoint: Path) 
         say(f"note: {key} is {new} from here on, it was {old}")
 
 
-def _say_refused(path: Path, reason: str) -> None:
-    say(f"checkpoint {path} refused: {reason}; the one before is used")
+def _say_refused(path: Path, reason: str, used: Path) -> None:
+    say(f"checkpoint {path} refused: {reason}; {used.name} is used")
 
 
 def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:
