@@ -18,8 +18,7 @@ from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
 from tputrain.checkpoint import contents
-from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
-from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.feed import Feed, feed_of
@@ -391,14 +390,15 @@ class Trainer:
         at `path` is an error, and so are checkpoints of which none is whole.
         """
         if path is None:
-            path = None if self.store is None else self.store.newest(self._refuse)
-            if path is None:
+            newest = None if self.store is None else self.store.newest(self._refuse)
+            if newest is None:
                 return False
-        try:
-            verify(Path(path))
-        except DamagedCheckpointError as error:
-            raise UserError(f"{path} cannot be used: {error}") from None
-        self._load(Path(path))
+            self.load(newest)
+            return True
+        reason = damage(Path(path))
+        if reason is not None:
+            raise UserError(f"{path} cannot be used: {reason}")
+        self.load(Path(path))
         return True
 
     def _refuse(self, path: Path, reason: str, used: Path) -> None:
@@ -406,7 +406,8 @@ class Trainer:
         aside = self.store.set_aside(path)
         say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and {used.name} is used")
 
-    def _load(self, path: Path) -> None:
+    def load(self, path: Path) -> None:
+        """Take everything from the checkpoint at `path`, which was found whole (`CheckpointStore.newest`)."""
         state = contents.load_state(path)
         contents.load_model(self.model, path)
         contents.load_optimizer(

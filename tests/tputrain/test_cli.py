@@ -1,6 +1,8 @@
 """The command line: verbs, exit codes, and how soon it speaks."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tputrain.checkpoint import integrity
 from tputrain.cli import main
 from tputrain.loggers.jsonl import read_jsonl
 
@@ -89,6 +92,46 @@ def test_validate_evaluates_a_run_and_checks_a_recipe(capsys):
     assert "bits per byte: " in out
     assert main(["validate", "llama"]) == 0
     assert "valid; 500 steps" in capsys.readouterr().out
+
+
+def hashed(monkeypatch) -> list[str]:
+    """Gets the name of every file that is read for its checksum from here on."""
+    names: list[str] = []
+    sha256 = integrity._sha256
+
+    def counting(path: Path) -> str:
+        names.append(f"{path.parent.name}/{path.name}")
+        return sha256(path)
+
+    monkeypatch.setattr(integrity, "_sha256", counting)
+    return names
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "tiny.yaml", "run_dir=runs/copy"],
+        ["run", "tiny.yaml", "run_dir=runs/copy", "trainer.steps=5"],
+        ["validate", "runs/copy"],
+        ["sample", "runs/copy", "--prompt", "x", "--max-new-tokens", "1"],
+    ],
+    ids=["finished", "resumed", "validate", "sample"],
+)
+def test_a_checkpoint_is_read_for_its_checksum_once(workplace, monkeypatch, arguments):
+    shutil.copytree(workplace / "runs" / "tiny", workplace / "runs" / "copy")
+    names = hashed(monkeypatch)
+    try:
+        assert main(arguments) == 0
+    finally:
+        shutil.rmtree(workplace / "runs" / "copy")
+    assert names.count("step-4/model.safetensors") == 1
+    assert names.count("step-4/optimizer.safetensors") == 1
+
+
+def test_checking_a_large_checkpoint_is_announced(capsys, monkeypatch):
+    monkeypatch.setattr("tputrain.checkpoint.store._BYTES_TO_ANNOUNCE", 1000)
+    assert main(["run", "tiny.yaml"]) == 0
+    assert re.search(r"checking runs/tiny/checkpoints/step-4 \(0.0 GB\) ... \d+\.\d s\n", capsys.readouterr().out)
 
 
 def test_sample_writes_text_that_begins_with_the_prompt(capsys):

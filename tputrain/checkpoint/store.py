@@ -4,9 +4,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from tputrain.announce import announced
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.config_checks import expect_at_least, expect_choice
 from tputrain.errors import UserError
@@ -15,6 +17,7 @@ _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _REFUSED = "refused-"
+_BYTES_TO_ANNOUNCE = 500_000_000  # a second or several, by the disk
 
 Refused = Callable[[Path, str, Path], None]
 """(path, reason, used): the checkpoint at `path` is damaged, and the one at `used` is taken instead."""
@@ -99,7 +102,7 @@ class CheckpointStore:
         """
         damaged: list[tuple[Path, str]] = []
         for step in self.steps():
-            reason = _damage(self.path(step), only)
+            reason = damage(self.path(step), only)
             if reason is None:
                 for path, why in damaged:
                     refused(path, why, self.path(step))
@@ -136,10 +139,18 @@ class CheckpointStore:
             shutil.rmtree(doomed)
 
 
-def _damage(path: Path, only: tuple[str, ...]) -> str | None:
+def damage(path: Path, only: tuple[str, ...] = ()) -> str | None:
     """What is wrong with the checkpoint at `path`, in one line; None where it is whole."""
     try:
-        verify(path, only)
+        with _announced_if_long(path, only):
+            verify(path, only)
     except DamagedCheckpointError as error:
         return str(error)
     return None
+
+
+def _announced_if_long(path: Path, only: tuple[str, ...]) -> AbstractContextManager[object]:
+    num_bytes = 0 if only else sum(file.stat().st_size for file in path.glob("*"))
+    if num_bytes < _BYTES_TO_ANNOUNCE:
+        return nullcontext()
+    return announced(f"checking {path} ({num_bytes / 1e9:.1f} GB)")

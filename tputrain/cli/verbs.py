@@ -63,7 +63,7 @@ def validate(target: str, overrides: Sequence[str]) -> int:
         return 0
     checkpoint, cfg = _trained(target, overrides)
     job = build_job(replace(cfg, run_dir=None))
-    job.trainer.resume(checkpoint)
+    job.trainer.load(checkpoint)
     for name, value in job.trainer.validate().items():
         say(f"{name.replace('_', ' ')}: {value:.4f}")
     return 0
@@ -103,13 +103,15 @@ def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig
 def _is_finished(cfg: RecipeConfig) -> bool:
     """Whether the run has nothing left to do. Raises UserError where its checkpoint is another run's."""
     store = CheckpointStore(Path(str(cfg.run_dir)) / "checkpoints")
-    # Damaged ones are spoken of when the run is resumed.
-    checkpoint = store.newest(lambda path, reason, used: None)
+    # One small file, so that a large checkpoint is read once, by whoever needs all of it. Damaged ones are
+    # spoken of when the run is resumed.
+    checkpoint = store.newest(lambda path, reason, used: None, only=(contents.STATE,))
     if checkpoint is None:
         return False
     state = contents.load_state(checkpoint)
     _check_same_run(cfg, state["config"], checkpoint)
-    return state["step"] >= cfg.trainer.steps and state["evaluated_at"] == state["step"]
+    is_finished = state["step"] >= cfg.trainer.steps and state["evaluated_at"] == state["step"]
+    return is_finished and store.newest(lambda path, reason, used: None) == checkpoint
 
 
 def _check_same_run(cfg: RecipeConfig, saved: dict[str, Any], checkpoint: Path) -> None:
