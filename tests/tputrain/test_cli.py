@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,57 @@ def test_validate_evaluates_a_run_and_checks_a_recipe(capsys):
     assert "valid; 500 steps" in capsys.readouterr().out
 
 
+@pytest.fixture
+def copy(workplace) -> Iterator[Path]:
+    """A copy of the finished run, to be spoilt."""
+    run_dir = workplace / "runs" / "copy"
+    shutil.copytree(workplace / "runs" / "tiny", run_dir)
+    yield run_dir
+    shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+def _edited(workplace) -> Iterator[None]:
+    """The text of the run, after somebody wrote in it."""
+    text = (workplace / "text.txt").read_text()
+    (workplace / "text.txt").write_text(text + "class More:\n    pass\n" * 20)
+    yield
+    (workplace / "text.txt").write_text(text)
+
+
+@pytest.fixture
+def _no_training_of_tokenizers(workplace, monkeypatch) -> None:
+    def fail(*arguments):
+        raise AssertionError("a tokenizer is being trained, and the run has its own")
+
+    monkeypatch.setattr("tputrain.data.tokenizer.Tokenizer.train", fail)
+    shutil.rmtree(workplace / "cache", ignore_errors=True)
+
+
+GO_ON = ["run", "tiny.yaml", "run_dir=runs/copy", "trainer.steps=6"]
+
+
+@pytest.mark.usefixtures("copy", "_edited", "_no_training_of_tokenizers")
+def test_a_run_whose_text_was_edited_is_not_gone_on_with(capsys):
+    assert main(GO_ON) == 2
+    assert capsys.readouterr().err == (
+        "tputrain: data.files='text.txt': the text there is not what this run was started with; restore the files, "
+        "or choose another run_dir\n"
+    )
+
+
+@pytest.mark.usefixtures("_no_training_of_tokenizers")
+def test_a_run_goes_on_with_its_own_tokenizer(copy):
+    assert main(GO_ON) == 0
+    assert [record["step"] for record in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.usefixtures("_no_training_of_tokenizers", "_edited", "copy")
+def test_other_text_is_evaluated_with_the_run_s_own_tokenizer(capsys):
+    assert main(["validate", "runs/copy"]) == 0
+    assert "note: text.txt is not the text that the run was started with" in capsys.readouterr().out
+
+
 def hashed(monkeypatch) -> list[str]:
     """Gets the name of every file that is read for its checksum from here on."""
     names: list[str] = []
@@ -107,23 +159,20 @@ def hashed(monkeypatch) -> list[str]:
     return names
 
 
+@pytest.mark.usefixtures("copy")
 @pytest.mark.parametrize(
     "arguments",
     [
         ["run", "tiny.yaml", "run_dir=runs/copy"],
-        ["run", "tiny.yaml", "run_dir=runs/copy", "trainer.steps=5"],
+        GO_ON,
         ["validate", "runs/copy"],
         ["sample", "runs/copy", "--prompt", "x", "--max-new-tokens", "1"],
     ],
     ids=["finished", "resumed", "validate", "sample"],
 )
-def test_a_checkpoint_is_read_for_its_checksum_once(workplace, monkeypatch, arguments):
-    shutil.copytree(workplace / "runs" / "tiny", workplace / "runs" / "copy")
+def test_a_checkpoint_is_read_for_its_checksum_once(monkeypatch, arguments):
     names = hashed(monkeypatch)
-    try:
-        assert main(arguments) == 0
-    finally:
-        shutil.rmtree(workplace / "runs" / "copy")
+    assert main(arguments) == 0
     assert names.count("step-4/model.safetensors") == 1
     assert names.count("step-4/optimizer.safetensors") == 1
 

@@ -196,6 +196,25 @@ def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path):
         Trainer(model, RunConfig(device="cpu")).resume(checkpoint)
 
 
+def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path):
+    class Loader:
+        def __init__(self, fingerprint: str | None):
+            self.fingerprint = fingerprint
+
+        def batch_at(self, step: int, micro: int):
+            return torch.ones(2, 4), torch.tensor([0, 1])
+
+    def run(loader: Loader, steps: int) -> None:
+        cfg = RunConfig(device="cpu", run_dir=str(tmp_path), trainer=TrainerConfig(steps=steps))
+        Trainer(nn.Linear(4, 2), cfg, train_loader=loader).fit()
+
+    run(Loader("first"), 1)
+    run(Loader("first"), 2)
+    with pytest.raises(UserError, match=r"\(data.files in a recipe\) is not what the run .* choose another run_dir"):
+        run(Loader("second"), 3)
+    assert list(losses(tmp_path)) == [1, 2]
+
+
 def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path):
     def run(run_dir: Path, steps: int) -> None:
         torch.manual_seed(0)
