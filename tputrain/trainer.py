@@ -368,7 +368,6 @@ class Trainer:
         """All that a checkpoint holds beside tensors."""
         scheduler = self.lr_scheduler
         return {
-            "format": 1,
             "step": self.step,
             self.unit: self.num_done,
             "unit": self.unit,

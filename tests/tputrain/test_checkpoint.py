@@ -235,7 +235,9 @@ def test_a_file_that_cannot_be_read_just_now_is_an_error_and_no_damage(tmp_path,
 
     with monkeypatch.context() as broken:
         broken.setattr(Path, "open", fail)
-        with pytest.raises(UserError, match=rf"optimizer.safetensors: cannot be read now \({os.strerror(number)}"):
+        with pytest.raises(
+            UserError, match=rf"optimizer.safetensors: cannot be read now \({os.strerror(number)}"
+        ):
             build(tmp_path).fit()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     assert build(tmp_path).resume()

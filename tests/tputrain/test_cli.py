@@ -82,6 +82,10 @@ def test_changing_what_a_run_is_made_of_is_refused_and_the_rest_is_told(capsys):
     assert "model.hidden_size=32: runs/tiny/checkpoints/step-4 was made with model.hidden_size=16" in (
         capsys.readouterr().err
     )
+    assert main(["run", "tiny.yaml", "trainer.steps=6", "optim.name=sgd"]) == 2
+    assert "optim.name=sgd: runs/tiny/checkpoints/step-4 was made with optim.name=adamw; set it back" in (
+        capsys.readouterr().err
+    )
     assert main(["run", "tiny.yaml", "optim.beta2=0.9"]) == 0
     assert "note: optim.beta2 is 0.9 from here on, it was 0.95" in capsys.readouterr().out
 
@@ -180,7 +184,9 @@ def test_a_checkpoint_is_read_for_its_checksum_once(monkeypatch, arguments):
 def test_checking_a_large_checkpoint_is_announced(capsys, monkeypatch):
     monkeypatch.setattr("tputrain.checkpoint.store._BYTES_TO_ANNOUNCE", 1000)
     assert main(["run", "tiny.yaml"]) == 0
-    assert re.search(r"checking runs/tiny/checkpoints/step-4 \(0.0 GB\) ... \d+\.\d s\n", capsys.readouterr().out)
+    assert re.search(
+        r"checking runs/tiny/checkpoints/step-4 \(0.0 GB\) ... \d+\.\d s\n", capsys.readouterr().out
+    )
 
 
 def test_sample_writes_text_that_begins_with_the_prompt(capsys):

@@ -243,5 +243,7 @@ def test_text_that_is_not_the_expected_is_refused_before_a_tokenizer_is_trained(
     fingerprint = build().fingerprint
     (notes / "00.txt").write_text("edited")
     monkeypatch.setattr(Tokenizer, "train", None)
-    with pytest.raises(DataError, match=r"data.files='notes/\*.txt': the text there is not what this run was"):
+    with pytest.raises(
+        DataError, match=r"data.files='notes/\*.txt': the text there is not what this run was"
+    ):
         build_data(config(), 0, announce=lambda line: None, expected=fingerprint)

@@ -14,13 +14,13 @@ from tputrain.config_checks import expect
 from tputrain.data import Tokenizer
 from tputrain.device import execution_mode
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe
+from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe, with_defaults
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
 
-_FIXED = ("model.", "data.", "batch.", "seed")
+_FIXED = ("model.", "data.", "batch.", "optim.name", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
 _FREE = ("data.cache_dir",)
 """What is below those and changes nothing."""
@@ -131,7 +131,7 @@ def _say_nothing(path: Path, reason: str, used: Path) -> None:
 
 def _check_same_run(cfg: RecipeConfig, saved: dict[str, Any], checkpoint: Path) -> None:
     """Name every setting that differs from the checkpoint's; refuse those that make it another run."""
-    changes = differences(saved, asdict(cfg))
+    changes = differences(with_defaults(saved), asdict(cfg))
     for key, (old, new) in changes.items():
         if key.startswith(_FIXED) and key not in _FREE:
             raise UserError(
