@@ -65,8 +65,8 @@ class IndexedFeed:
         saved, own = state.get("fingerprint"), self._fingerprint()
         if saved != own and saved is not None:
             raise UserError(
-                f"the training data (data.files in a recipe) is not what the run was started with (fingerprint "
-                f"{own}, the checkpoint's is {saved}): restore the files, or choose another run_dir"
+                "the training data (data.files in a recipe) is not what the run was started with "
+                f"(fingerprint {own}, the checkpoint's is {saved}): restore the files, or choose another run_dir"
             )
 
     def _fingerprint(self) -> str | None:

@@ -133,8 +133,8 @@ GO_ON = ["run", "tiny.yaml", "run_dir=runs/copy", "trainer.steps=6"]
 def test_a_run_whose_text_was_edited_is_not_gone_on_with(capsys):
     assert main(GO_ON) == 2
     assert capsys.readouterr().err == (
-        "tputrain: data.files='text.txt': the text there is not what this run was started with; restore the files, "
-        "or choose another run_dir\n"
+        "tputrain: data.files='text.txt': the text there is not what this run was started with; "
+        "restore the files, or choose another run_dir\n"
     )
 
 

@@ -140,7 +140,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_and_nothing_is_lost(
             tmp_path / "checkpoints" / f"refused-step-{step}-1"
         )
     with pytest.raises(
-        UserError, match="no whole checkpoint .*begin anew with another run_dir or by removing"
+        UserError, match=r"no whole checkpoint .*begin anew with another run_dir or by removing"
     ):
         build(tmp_path).fit()
     assert (tmp_path / "metrics.jsonl").read_bytes() == logged

@@ -112,8 +112,8 @@ def load_optimizer(
     kind = type(optimizer).__name__
     if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
         raise UserError(
-            f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: go on with the one the "
-            "run was started with (optim.name in a recipe), or choose another run_dir"
+            f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: go on with the one "
+            "the run was started with (optim.name in a recipe), or choose another run_dir"
         )
     names = parameter_names(model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -159,8 +159,8 @@ def load_state(directory: Path) -> dict[str, Any]:
     state = json.loads(path.read_text(encoding="utf-8"))
     if state["format"] > FORMAT:
         raise UserError(
-            f"{path}: format {state['format']}, written by tputrain {state['versions']['tputrain']}; this one reads "
-            f"formats up to {FORMAT}: install that version, or a newer one"
+            f"{path}: format {state['format']}, written by tputrain {state['versions']['tputrain']}; "
+            f"this one reads formats up to {FORMAT}: install that version, or a newer one"
         )
     return state
 

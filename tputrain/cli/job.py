@@ -73,7 +73,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
-    """A Trainer that can only evaluate, for the text that `cfg` names, read as `checkpoint` was trained to."""
+    """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`."""
     find_device(cfg.device)
     tokenizer, fingerprint = _started_with(checkpoint)
     data = build_data(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer)

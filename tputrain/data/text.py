@@ -80,6 +80,6 @@ def _other_text(cfg: DataConfig, title: str) -> DataError:
     if cfg.files is not None:
         found, mend = "the text there", "restore the files"
     return DataError(
-        f"data.files={'null' if cfg.files is None else repr(cfg.files)}: {found} is not what this run was started "
-        f"with; {mend}, or choose another run_dir"
+        f"data.files={'null' if cfg.files is None else repr(cfg.files)}: {found} is not what this run was "
+        f"started with; {mend}, or choose another run_dir"
     )
