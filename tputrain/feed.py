@@ -66,7 +66,8 @@ class IndexedFeed:
         if saved != own and saved is not None:
             raise UserError(
                 "the training data (data.files in a recipe) is not what the run was started with "
-                f"(fingerprint {own}, the checkpoint's is {saved}): restore the files, or choose another run_dir"
+                f"(fingerprint {own}, the checkpoint's is {saved}): "
+                "restore the files, or choose another run_dir"
             )
 
     def _fingerprint(self) -> str | None:

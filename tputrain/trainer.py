@@ -28,6 +28,7 @@ from tputrain.loggers.jsonl import JsonlLogger
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
 from tputrain.metrics.evaluation import WeightedMeans, of_text
+from tputrain.metrics.finite import check_finite
 from tputrain.metrics.step_log import StepLog
 from tputrain.optim.optimizer import build_optimizer, create_state
 from tputrain.run_lock import RunLock
@@ -138,6 +139,7 @@ class Trainer:
 
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
+        self.control.stop = False  # of an earlier fit
         with RunLock(self.run_dir), self._signals, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
@@ -279,6 +281,13 @@ class Trainer:
             for logger in self.loggers:
                 logger.log(records)
             self._tell("on_log", records)
+            self._check_finite(records, "loss", "grad_norm")
+
+    def _check_finite(self, records: list[Record], *names: str) -> None:
+        # Costs nothing, the values were just read. `save` reads them too: a bad state is never saved over a
+        # good one.
+        if self.cfg.trainer.on_nonfinite == "stop":
+            check_finite(records, names)
 
     def _evaluate(self) -> None:
         result = self._measure()
@@ -293,6 +302,7 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
+        self._check_finite([record], "loss")
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 

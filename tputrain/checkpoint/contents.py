@@ -112,8 +112,8 @@ def load_optimizer(
     kind = type(optimizer).__name__
     if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
         raise UserError(
-            f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: go on with the one "
-            "the run was started with (optim.name in a recipe), or choose another run_dir"
+            f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: "
+            "go on with the one the run was started with (optim.name in a recipe), or choose another run_dir"
         )
     names = parameter_names(model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
