@@ -1,4 +1,4 @@
-"""Shape inference that PyTorch lacks: meta kernels of operators that it has for CUDA alone, or as CUDA has it.
+"""Shape inference that PyTorch lacks: meta kernels of operators that it has only as CUDA has them.
 
 The recorder asks an operator's meta kernel what comes out (csrc/signature.cpp); an operator without one runs
 on the CPU, which for these is slow or impossible.
