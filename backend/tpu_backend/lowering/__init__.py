@@ -27,4 +27,12 @@ from tpu_backend.lowering import foreach  # noqa: F401  isort: skip  (built from
 from tpu_backend.lowering.names import functional_name, recordable_overloads
 from tpu_backend.lowering.registry import TABLE, CannotCompile, Lowering, NotLoweredError, apply
 
-__all__ = ["TABLE", "CannotCompile", "Lowering", "NotLoweredError", "apply", "functional_name", "recordable_overloads"]
+__all__ = [
+    "TABLE",
+    "CannotCompile",
+    "Lowering",
+    "NotLoweredError",
+    "apply",
+    "functional_name",
+    "recordable_overloads",
+]

@@ -11,7 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import CannotCompile, lowering
+
+_LU_OF_SINGLE_PRECISION = CannotCompile(
+    "UNIMPLEMENTED: only F32 and C64 types are implemented in LuDecomposition", frozenset({"float64"})
+)
 
 
 def _info(result):
@@ -38,7 +42,7 @@ def cholesky(self, upper=False):
     return cholesky_ex(self, upper=upper)[0]
 
 
-@lowering("linalg_inv_ex")
+@lowering("linalg_inv_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
 def inv_ex(A, *, check_errors=False):
     inverse = jnp.linalg.inv(A)
     return inverse, _info(inverse)
@@ -63,7 +67,13 @@ def _nothing(spec):
     return jnp.zeros(spec.shape, spec.dtype)
 
 
-@lowering("_linalg_svd")
+# complex64 compiles.  Singular values alone would, but a declaration knows dtypes only.
+@lowering(
+    "_linalg_svd",
+    on_tpu=CannotCompile(
+        "aborts in TransposeFolding: Check failed: buffer != nullptr", frozenset({"float32"})
+    ),
+)
 def svd(A, full_matrices=False, compute_uv=True, *, driver=None, out=None):
     if compute_uv:
         return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
@@ -109,7 +119,7 @@ def cholesky_inverse(self, upper=False):
 # ---- LU; pivots count from 1
 
 
-@lowering("linalg_lu_factor_ex")
+@lowering("linalg_lu_factor_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu_factor_ex(A, *, pivot=True, check_errors=False):
     factors, pivots, _ = lax.linalg.lu(A)
     diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
@@ -145,7 +155,7 @@ def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, out=None
     return matrix, *(_unpack(LU_data) if unpack_data else (_nothing(out[1]), _nothing(out[2])))
 
 
-@lowering("linalg_lu")
+@lowering("linalg_lu", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu(A, *, pivot=True):
     factors, _, permutation = lax.linalg.lu(A)
     return _permutation_matrix(permutation, A.dtype), *_unpack(factors)
@@ -177,7 +187,7 @@ def cross(self, other, *, dim=-1):
     return jnp.cross(self, other, axis=dim)
 
 
-@lowering("linalg_matrix_exp", promote="opmath")
+@lowering("linalg_matrix_exp", promote="opmath", on_tpu=_LU_OF_SINGLE_PRECISION)
 def matrix_exp(self):
     if self.size == 0:
         return self

@@ -40,14 +40,13 @@ class Executable(NamedTuple):
     compiled: jax.stages.Compiled  # holds what a program's host callbacks need
 
 
-def compile_segment(description: dict[str, Any]) -> Executable:
-    """Compile a segment; the program takes its input arrays and then the packed numbers, and returns its
-    outputs.
+def lower_segment(description: dict[str, Any], sharding: SingleDeviceSharding) -> jax.stages.Lowered:
+    """A segment as a program for one device: it takes the segment's input arrays and then the packed numbers,
+    and returns its outputs.
 
     Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
     """
     function = segment_function(description)
-    sharding = SingleDeviceSharding(platform().devices[0])
     shapes = [
         jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
         for dtype, dims in description["input_layouts"]
@@ -63,9 +62,15 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
     with jax.enable_x64(True):
-        lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s", lowered.as_text())
+        return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
+
+
+def compile_segment(description: dict[str, Any]) -> Executable:
+    """Compile a segment for the device of this process (`lower_segment` says what the program takes)."""
+    lowered = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", lowered.as_text())
+    with jax.enable_x64(True):
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is not None:
