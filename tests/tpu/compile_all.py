@@ -3,7 +3,7 @@
     python -m tests.tpu.compile_all [--topology v5e,v6e] [--only NAME] [--part i/n] [--rows FILE]
 
 It needs the package libtpu and no chip.  Exit code 1 where a call fails that its lowering does not declare
-(``on_tpu=`` in the table).  What is declared is compiled too: the table shows what a newer compiler has learnt.
+(``on_tpu=`` in the table).  What is declared is compiled too: the table shows what a newer one has learnt.
 """
 
 from __future__ import annotations
