@@ -1,7 +1,7 @@
 """A process of its own that compiles batches of calls for TPU chips; the compiler may end it.
 
 Started by ``compiler.py`` with a file of pickled calls.  It reads one line a batch, in JSON the chip and a
-list of positions in that file, and answers with one line, JSON as well: null, or what the compiler objects to.
+list of positions in that file, and answers with one JSON line: null, or what the compiler objects to.
 """
 
 from __future__ import annotations
