@@ -8,6 +8,7 @@
 
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -120,6 +121,7 @@ class BuildDevice(BuildExtension):
             "torch": str(torch.__version__),
             "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
             "python": PYTHON_VERSION,
+            "sources": runpy.run_path(str(ROOT / "backend/tpu_backend/abi.py"))["source_digest"](ROOT / "backend/csrc"),
         }
         # In an editable install this is the source folder, else the folder that becomes the wheel.
         folder = Path(self.get_ext_fullpath("tpu_backend._C")).parent

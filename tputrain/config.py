@@ -24,6 +24,8 @@ class TrainerConfig:
     """Steps between evaluations, which also open and close the run; None: only those two."""
     evaluate_batches: int | None = None
     """Batches of an evaluation; None: all there are."""
+    on_nonfinite: str = "stop"
+    """What happens at a loss or gradient norm that is infinite or NaN: stop (nothing more is saved), continue."""
     collect_garbage_every: int = 100
     """Steps between Python's garbage collections."""
 
@@ -31,6 +33,7 @@ class TrainerConfig:
         for key in ("steps", "accumulate", "evaluate_every", "evaluate_batches", "collect_garbage_every"):
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
+        expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "continue"))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ from tputrain.errors import UserError
 
 @runtime_checkable
 class IndexedLoader(Protocol):
-    """A loader whose batches are a pure function of the step: resuming needs no skipping."""
+    """A loader whose batches are a pure function of the step: resuming needs no skipping.
+
+    One that has a `fingerprint` (text that names its data) is asked for the same at a resume.
+    """
 
     def batch_at(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of step `step`, both from 0."""
@@ -55,10 +58,20 @@ class IndexedFeed:
         return [self.loader.batch_at(step, micro) for micro in range(count)]
 
     def state(self) -> dict[str, Any]:
-        return {"kind": "indexed"}
+        return {"kind": "indexed", "fingerprint": self._fingerprint()}
 
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "indexed")
+        saved, own = state.get("fingerprint"), self._fingerprint()
+        if saved != own and saved is not None:
+            raise UserError(
+                "the training data (data.files in a recipe) is not what the run was started with "
+                f"(fingerprint {own}, the checkpoint's is {saved}): "
+                "restore the files, or choose another run_dir"
+            )
+
+    def _fingerprint(self) -> str | None:
+        return getattr(self.loader, "fingerprint", None)
 
 
 class IterableFeed:

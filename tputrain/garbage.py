@@ -15,6 +15,7 @@ class ScheduledCollection:
         self.every = every
         self._was_enabled = gc.isenabled()
         self._has_settled = False
+        self._freezes = False
 
     def __enter__(self) -> "ScheduledCollection":
         self._was_enabled = gc.isenabled()
@@ -24,14 +25,18 @@ class ScheduledCollection:
     def after_step(self, step: int) -> None:
         """To be called between steps, with the number of steps done."""
         if not self._has_settled:
-            # What the first step built (programs, caches, optimizer state) stays: never look at it again.
-            gc.collect()
-            gc.freeze()
             self._has_settled = True
+            gc.collect()
+            # What the first step built (programs, caches, optimizer state) stays: never look at it again. But
+            # thawing knows no parts: where the caller has frozen something, ours cannot join it.
+            self._freezes = gc.get_freeze_count() == 0
+            if self._freezes:
+                gc.freeze()
         elif step % self.every == 0:
             gc.collect()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        gc.unfreeze()
+        if self._freezes:
+            gc.unfreeze()
         if self._was_enabled:
             gc.enable()

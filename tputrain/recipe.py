@@ -6,7 +6,7 @@ code.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -64,6 +64,19 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
 def config_from_json(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The configuration that a checkpoint's state.json holds; `source` names it in errors."""
     return _build([_Layer(source, values), *(_override_layer(text) for text in overrides)])
+
+
+def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
+    """A configuration from state.json, with the default for each key that did not exist when it was saved."""
+    return _over(asdict(RecipeConfig()), saved)
+
+
+def _over(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    merged = defaults | values
+    for key, default in defaults.items():
+        if isinstance(default, dict) and isinstance(values.get(key), dict):
+            merged[key] = _over(default, values[key])
+    return merged
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -18,8 +18,7 @@ from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
 from tputrain.checkpoint import contents
-from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
-from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.feed import Feed, feed_of
@@ -29,6 +28,7 @@ from tputrain.loggers.jsonl import JsonlLogger
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
 from tputrain.metrics.evaluation import WeightedMeans, of_text
+from tputrain.metrics.finite import check_finite
 from tputrain.metrics.step_log import StepLog
 from tputrain.optim.optimizer import build_optimizer, create_state
 from tputrain.run_lock import RunLock
@@ -139,6 +139,7 @@ class Trainer:
 
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
+        self.control.stop = False  # of an earlier fit
         with RunLock(self.run_dir), self._signals, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
@@ -280,6 +281,13 @@ class Trainer:
             for logger in self.loggers:
                 logger.log(records)
             self._tell("on_log", records)
+            self._check_finite(records, "loss", "grad_norm")
+
+    def _check_finite(self, records: list[Record], *names: str) -> None:
+        # Costs nothing, the values were just read. `save` reads them too: a bad state is never saved over a
+        # good one.
+        if self.cfg.trainer.on_nonfinite == "stop":
+            check_finite(records, names)
 
     def _evaluate(self) -> None:
         result = self._measure()
@@ -294,6 +302,7 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
+        self._check_finite([record], "loss")
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 
@@ -369,7 +378,6 @@ class Trainer:
         """All that a checkpoint holds beside tensors."""
         scheduler = self.lr_scheduler
         return {
-            "format": 1,
             "step": self.step,
             self.unit: self.num_done,
             "unit": self.unit,
@@ -388,25 +396,27 @@ class Trainer:
         """Load the checkpoint at `path`, or the newest whole one of this run; False where there is none.
 
         A damaged checkpoint in the run is named, renamed to `refused-step-N-1` and passed over; a damaged one
-        at `path` is an error.
+        at `path` is an error, and so are checkpoints of which none is whole.
         """
         if path is None:
-            path = None if self.store is None else self.store.newest(self._refuse)
-            if path is None:
+            newest = None if self.store is None else self.store.newest(self._refuse)
+            if newest is None:
                 return False
-        try:
-            verify(Path(path))
-        except DamagedCheckpointError as error:
-            raise UserError(f"{path} cannot be used: {error}") from None
-        self._load(Path(path))
+            self.load(newest)
+            return True
+        reason = damage(Path(path))
+        if reason is not None:
+            raise UserError(f"{path} cannot be used: {reason}")
+        self.load(Path(path))
         return True
 
-    def _refuse(self, path: Path, reason: str) -> None:
+    def _refuse(self, path: Path, reason: str, used: Path) -> None:
         assert self.store is not None
         aside = self.store.set_aside(path)
-        say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and the one before is used")
+        say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and {used.name} is used")
 
-    def _load(self, path: Path) -> None:
+    def load(self, path: Path) -> None:
+        """Take everything from the checkpoint at `path`, which was found whole (`CheckpointStore.newest`)."""
         state = contents.load_state(path)
         contents.load_model(self.model, path)
         contents.load_optimizer(
@@ -455,7 +465,9 @@ class Trainer:
     def _resume_or_begin(self) -> None:
         if self._resumed:
             return
-        if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.steps():
+        if self.store is not None:
+            self.store.recover()
+        if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.has_any():
             raise UserError(
                 f"{self.run_dir} holds checkpoints and checkpoint.resume=never: choose another run_dir, or "
                 "checkpoint.resume=auto to go on"

@@ -1,6 +1,7 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
 #include "device.h"
 
+#include <c10/util/strides.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -14,25 +15,9 @@ PyObject* keep(const py::object& callable) {
   return py::object(callable).release().ptr();
 }
 
-void initialize(
-    const py::list& lowered_ops,
-    const py::object& is_lowered,
-    const py::object& compile,
-    const py::object& put_numbers,
-    const py::object& put,
-    const py::object& get,
-    const py::object& wait,
-    const py::object& after_debug_op) {
-  auto& runtime = tpu::runtime();
-  runtime.is_lowered = keep(is_lowered);
-  runtime.compile = keep(compile);
-  runtime.put_numbers = keep(put_numbers);
-  runtime.put = keep(put);
-  runtime.get = keep(get);
-  runtime.wait = keep(wait);
-  runtime.after_debug_op = keep(after_debug_op);
+std::vector<tpu::LoweredOp> lowered_ops_of(const py::list& items) {
   std::vector<tpu::LoweredOp> ops;
-  for (const auto& item : lowered_ops) {
+  for (const auto& item : items) {
     const auto op = py::cast<py::tuple>(item);
     ops.push_back(
         {py::cast<std::string>(op[0]),
@@ -42,7 +27,35 @@ void initialize(
          py::cast<std::vector<std::string>>(op[4]),
          py::cast<bool>(op[5])});
   }
-  tpu::register_lowered_ops(ops);
+  return ops;
+}
+
+void initialize(
+    const py::list& lowered_ops,
+    const py::object& trace_form,
+    const py::object& compile,
+    const py::object& put_numbers,
+    const py::object& put,
+    const py::object& copy,
+    const py::object& get,
+    const py::object& wait,
+    const py::object& after_debug_op,
+    const py::object& describe_memory,
+    const py::object& raise_range_error,
+    const std::vector<std::string>& not_the_users) {
+  auto& runtime = tpu::runtime();
+  runtime.trace_form = keep(trace_form);
+  runtime.compile = keep(compile);
+  runtime.put_numbers = keep(put_numbers);
+  runtime.put = keep(put);
+  runtime.copy = keep(copy);
+  runtime.get = keep(get);
+  runtime.wait = keep(wait);
+  runtime.after_debug_op = keep(after_debug_op);
+  runtime.describe_memory = keep(describe_memory);
+  runtime.raise_range_error = keep(raise_range_error);
+  runtime.not_the_users = not_the_users;
+  tpu::register_lowered_ops(lowered_ops_of(lowered_ops));
   tpu::Device::get().mark_initialized();
 }
 
@@ -59,6 +72,32 @@ py::dict compile_stats(c10::DeviceIndex device) {
   stats["compile_seconds"] = counters.compile_seconds;
   stats["host_reads"] = counters.host_reads;
   return stats;
+}
+
+// The jax.Array that holds a tensor's buffer, from now on never donated; None if the buffer was never written.
+py::object lease_array(const at::Tensor& tensor) {
+  auto& stream = tpu::Device::get().stream(tensor.device().index());
+  tpu::StreamLock lock(stream.mutex());
+  tpu::Buffer* buffer = tpu::buffer_of(tensor);
+  PyObject* array = stream.concrete(buffer);
+  if (array == nullptr) {
+    return py::none();
+  }
+  buffer->value->leased = true;
+  return py::reinterpret_borrow<py::object>(array);
+}
+
+// A contiguous tensor whose first value is somebody else's jax.Array, which is never donated.
+at::Tensor tensor_over(const py::object& array, const std::vector<int64_t>& sizes, int dtype, int device) {
+  const auto scalar_type = static_cast<c10::ScalarType>(dtype);
+  auto tensor =
+      tpu::make_tensor(sizes, c10::contiguous_strides(sizes), scalar_type, static_cast<c10::DeviceIndex>(device));
+  auto& stream = tpu::Device::get().stream(tensor.device().index());
+  tpu::StreamLock lock(stream.mutex());
+  tpu::Buffer* buffer = tpu::buffer_of(tensor);
+  stream.overwrite(buffer, tpu::intern_layout(sizes, scalar_type), py::object(array).release().ptr());
+  buffer->value->leased = true;
+  return tensor;
 }
 
 } // namespace
@@ -101,21 +140,29 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("compile_stats", [](int device) { return compile_stats(static_cast<c10::DeviceIndex>(device)); });
   m.def("fallback_stats", [] { return tpu::Device::get().fallbacks(); });
+  m.def("count_fallback", [](const std::string& name) { tpu::Device::get().count_fallback(name); });
   m.def("clear_fallback_stats", [] { tpu::Device::get().clear_fallbacks(); });
   m.def("memory_counters", [](int device) {
     const auto counters = tpu::memory_counters(static_cast<c10::DeviceIndex>(device));
     return py::make_tuple(counters.current, counters.peak, counters.allocations);
   });
+  // Of each live buffer its bytes, dtype, dims and the signature of the op that made it (None: the host).
+  m.def("live_buffers", [](int device) {
+    py::list buffers;
+    for (const auto& buffer : tpu::live_buffers(static_cast<c10::DeviceIndex>(device))) {
+      py::object maker = buffer.maker == tpu::kNoMaker ? py::object(py::none()) : py::cast(buffer.maker);
+      buffers.append(
+          py::make_tuple(buffer.nbytes, static_cast<int>(buffer.layout->dtype), py::cast(buffer.layout->dims), maker));
+    }
+    return buffers;
+  });
   m.def("reset_peak_memory", [](int device) { tpu::reset_peak_memory(static_cast<c10::DeviceIndex>(device)); });
   m.def("default_generator", [](int device) {
     return tpu::Device::get().default_generator(static_cast<c10::DeviceIndex>(device));
   });
-  // The jax.Array behind a tensor and the dims it is kept in; None if it was never written.
-  m.def("array_of", [](const at::Tensor& tensor) -> py::object {
-    TORCH_CHECK(tensor.device().type() == tpu::kDeviceType, "expected a tpu tensor, got one on ", tensor.device());
-    auto& stream = tpu::Device::get().stream(tensor.device().index());
-    tpu::StreamLock lock(stream.mutex());
-    PyObject* array = stream.concrete(tpu::buffer_of(tensor));
-    return array == nullptr ? py::none() : py::reinterpret_borrow<py::object>(array);
+  m.def("register_lowered_ops", [](const py::list& lowered_ops) {
+    tpu::register_lowered_ops(lowered_ops_of(lowered_ops));
   });
+  m.def("lease_array", [](const at::Tensor& tensor) { return lease_array(tensor); });
+  m.def("tensor_over", &tensor_over);
 }

@@ -168,6 +168,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     auto* old = static_cast<Buffer*>(impl->_mutable_data_ptr_no_checks().get_context());
+    if (old == nullptr) {
+      refuse_address();
+    }
     auto& stream = Device::get().stream(old->device);
     StreamLock lock(stream.mutex());
     auto data = make_buffer(nbytes, intern_layout({static_cast<int64_t>(nbytes)}, c10::kByte), old->device);

@@ -3,6 +3,7 @@
 #include "python_error.h"
 
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
 #include <pybind11/pybind11.h>
@@ -149,25 +150,22 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
 at::Tensor read_to_host(const at::Tensor& source) {
   Buffer* buffer = buffer_of(source);
   auto& stream = Device::get().stream(buffer->device);
-  PyObject* array = nullptr;
-  const Layout* layout = nullptr;
+  ValuePtr value; // held by us: nobody donates it while it is read
   {
     StreamLock lock(stream.mutex());
     ++stream.counters.host_reads;
-    array = stream.concrete(buffer);
-    layout = buffer->layout;
-    if (array == nullptr) {
+    if (stream.concrete(buffer) == nullptr) {
       return at::zeros(source.sizes(), source.options().device(at::kCPU));
     }
-    Py_INCREF(array); // held by the value, and by us while the lock is open
+    value = buffer->value;
   }
   py::gil_scoped_acquire gil;
-  auto held = py::reinterpret_steal<py::object>(array);
   py::object host = py::reinterpret_steal<py::object>(
-      PyObject_CallFunction(runtime().get, "Oi", held.ptr(), static_cast<int>(layout->dtype)));
+      PyObject_CallFunction(runtime().get, "Oi", value->array, static_cast<int>(value->layout->dtype)));
   if (!host) {
     throw_python_error();
   }
+  stream.raise_range_errors(value->launch);
   at::Tensor flat = THPVariable_Unpack(host.ptr()).reshape({-1});
   if (source.scalar_type() != flat.scalar_type()) {
     flat = flat.view(source.scalar_type());
@@ -194,8 +192,25 @@ bool share_value(const at::Tensor& source, const at::Tensor& target) {
   return true;
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool /*non_blocking*/) {
+at::Tensor without_lazy_bits(const at::Tensor& self) {
+  const at::Tensor plain = self.is_conj() ? at::_conj(self) : self;
+  return plain.is_neg() ? at::_neg_view(plain) : plain;
+}
+
+// A copy is what resolves the lazy bits of conj() and of its imaginary part, so they arrive here unresolved.
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   if (dst.numel() == 0) {
+    return dst;
+  }
+  if (self.is_conj() || self.is_neg() || dst.is_conj() || dst.is_neg()) {
+    at::Tensor value = without_lazy_bits(self);
+    if (self.is_conj() != dst.is_conj()) {
+      value = at::conj_physical(value);
+    }
+    if (self.is_neg() != dst.is_neg()) {
+      value = at::neg(value);
+    }
+    copy_from(value, without_lazy_bits(dst), non_blocking);
     return dst;
   }
   if (self.device().type() != kDeviceType) {
@@ -210,6 +225,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool /*non_b
     write_from_host(read_to_host(self), dst);
     return dst;
   }
+  at::assert_no_partial_overlap(dst, self);
   if (share_value(self, dst)) {
     return dst;
   }
@@ -252,8 +268,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
   if (training) {
     running_mean->copy_(new_mean);
     running_var->copy_(new_var);
+    return {output, save_mean, save_invstd};
   }
-  return {output, save_mean, save_invstd};
+  // What a backward pass in evaluation does not need is not kept.
+  return {output, at::empty({0}, save_mean.options()), at::empty({0}, save_invstd.options())};
 }
 
 void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack*) {
@@ -312,6 +330,14 @@ TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(tpu, Meta, m) {
   m.impl("copy", &tpu::copy_meta);
+}
+
+// PyTorch would resolve the bits with a copy, and that one's with a copy, without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

@@ -40,12 +40,16 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 }
 
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
-  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, lowered.is_random, {}, {}, {}};
+  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, {}, lowered.is_random, {}, {}, {}};
   op.check = distribution_check(handle.operator_name());
+  op.is_fill = handle.operator_name().name == "aten::fill_" || handle.operator_name().name == "aten::zero_";
+  op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  op.is_pointwise = handle.hasTag(at::Tag::pointwise);
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
     ArgInfo info;
     info.is_out = argument.is_out();
+    info.is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     info.is_read = !info.is_out && !contains(lowered.unread_args, argument.name());
     if (is_number(argument.real_type())) {
       const bool runtime = contains(lowered.runtime_args, argument.name()) ||
@@ -83,6 +87,9 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
       op.functional = *found;
     }
   }
+  const auto& [name, overload_name] = handle.operator_name();
+  op.data_dependent =
+      c10::Dispatcher::singleton().findSchema({"tpu::dynamic_" + name.substr(name.find("::") + 2), overload_name});
   return op;
 }
 

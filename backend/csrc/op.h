@@ -19,6 +19,7 @@ enum class NumberPolicy : uint8_t {
 struct ArgInfo {
   bool is_out{false}; // an out= argument: written, and not an argument of the lowering
   bool is_read{true}; // false for out= and where an in-place op ignores what was there (fill_, normal_)
+  bool is_written{false};
   bool zero_or_one_static{false}; // alpha and beta: 0 and 1 are worth a program of their own
   NumberPolicy policy{NumberPolicy::Static};
 };
@@ -30,6 +31,8 @@ struct OpInfo {
   c10::OperatorHandle handle;
   std::string table_name; // the lowering, e.g. "add.Tensor"
   std::optional<c10::OperatorHandle> functional; // the overload that table_name stands for, if ATen has it
+  // For forms whose shapes depend on data (`x[mask]`): "tpu::dynamic_index.Tensor"; see data_dependent.py.
+  std::optional<c10::OperatorHandle> data_dependent;
   bool is_random{false};
   std::vector<ArgInfo> args;
   // For each return: the argument that it aliases and writes, or -1 for something new.
@@ -37,6 +40,9 @@ struct OpInfo {
   // Arguments that are written and not returned (`_foreach_add_`, running statistics), in schema order.
   std::vector<int> silently_written;
   ArgumentCheck check{nullptr}; // raises where an argument's value is wrong
+  bool is_fill{false}; // writes one value everywhere: PyTorch lets it write places that elements share
+  bool has_parts{false}; // PyTorch has a kernel that is made of other ops (`_foreach_add_` of `add_`)
+  bool is_pointwise{false}; // PyTorch refuses inputs that overlap what is written in part
 };
 
 struct LoweredOp {

@@ -17,7 +17,7 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
-// A synchronisation waits for the outputs of this many launches; the device works them off in order.
+// A synchronisation waits for this many launches; the device works them off in order.
 constexpr size_t kRememberedLaunches = 64;
 
 py::handle check(PyObject* object) {
@@ -44,10 +44,9 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   return array;
 }
 
-bool includes(const std::vector<int32_t>& outputs, const Locals& live) {
-  return std::all_of(live.begin(), live.end(), [&](int32_t local) {
-    return std::find(outputs.begin(), outputs.end(), local) != outputs.end();
-  });
+// Nobody but its value can see this memory.
+bool is_exclusive(const Value& value) {
+  return !value.leased && Py_REFCNT(value.array) == 1;
 }
 
 } // namespace
@@ -79,15 +78,17 @@ Variant& ProgramCache::variant_for(
     }
     return true;
   };
-  const auto may_donate = [&](const Variant& variant) {
-    return std::all_of(variant.donated.begin(), variant.donated.end(), [&](int32_t local) {
-      return std::any_of(donations.begin(), donations.end(), [&](const auto& pair) { return pair.first == local; });
-    });
+  Locals donors; // ascending, as the donations are
+  for (const auto& [input, output] : donations) {
+    donors.push_back(input);
+  }
+  const auto includes = [](const auto& all, const auto& some) {
+    return std::includes(all.begin(), all.end(), some.begin(), some.end());
   };
   // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
   Variant* best = nullptr;
   for (auto& variant : program.variants) {
-    if (offsets_match(*variant) && may_donate(*variant) && includes(variant->outputs, live) &&
+    if (offsets_match(*variant) && includes(donors, variant->donated) && includes(variant->sorted_outputs, live) &&
         (best == nullptr || variant->outputs.size() < best->outputs.size())) {
       best = variant.get();
     }
@@ -117,6 +118,8 @@ Variant& ProgramCache::variant_for(
       variant->outputs.push_back(local);
     }
   }
+  variant->sorted_outputs = variant->outputs;
+  std::sort(variant->sorted_outputs.begin(), variant->sorted_outputs.end());
 
   const auto start = std::chrono::steady_clock::now();
   py::dict description;
@@ -139,6 +142,7 @@ Variant& ProgramCache::variant_for(
   variant->executable = check(PyObject_CallOneArg(runtime().compile, description.ptr())).ptr();
   variant->execute = check(PyObject_GetAttrString(variant->executable, "execute")).ptr();
   variant->handlers = check(PyObject_GetAttrString(variant->executable, "handlers")).ptr();
+  variant->has_offenders = py::len(py::handle(variant->executable).attr("demands")) > 0;
   ++counters.compilations;
   counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   program.variants.push_back(std::move(variant));
@@ -164,45 +168,55 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
   }
   py::list arguments(segment.inputs.size() + num_packed);
   Py_ssize_t place = 0;
-  for (int32_t local : segment.inputs) {
-    PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(segment.values[local]->array));
+  size_t num_donated = 0;
+  for (int32_t local : segment.inputs) { // ascending, as the donated ones are
+    const Value& value = *segment.values[local];
+    const bool is_donated = num_donated < variant.donated.size() && variant.donated[num_donated] == local;
+    num_donated += is_donated ? 1 : 0;
+    // What somebody else may look at is copied and the copy donated: the program is the same either way.
+    PyObject* array = is_donated && !is_exclusive(value) ? check(PyObject_CallOneArg(runtime().copy, value.array)).ptr()
+                                                         : Py_NewRef(value.array);
+    PyList_SET_ITEM(arguments.ptr(), place++, array);
   }
   for (size_t i = 0; i < num_packed; ++i) {
     PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(packed_numbers[i]));
   }
   static PyObject* const consume = PyUnicode_InternFromString("consume_with_handlers");
-  auto results = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(variant.execute, arguments.ptr())));
+  static PyObject* const consume_token = PyUnicode_InternFromString("consume_token");
+  static PyObject* const keywords = py::make_tuple("with_tokens").release().ptr();
+  PyObject* const call[] = {arguments.ptr(), Py_True};
+  auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(variant.execute, call, 1, keywords)));
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
+  Launch launch{shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr()), ValuePtr()};
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
     Value& value = *segment.values[variant.outputs[i]];
     PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
     Py_INCREF(array);
     value.array = array;
-    if (i == 0) {
-      c10::weak_intrusive_ptr<Value> reference(segment.values[variant.outputs[i]]);
-      if (launched_.size() < kRememberedLaunches) {
-        launched_.push_back(std::move(reference));
-      } else {
-        launched_[num_launched_ % kRememberedLaunches] = std::move(reference);
-      }
-      ++num_launched_;
-    }
+    value.launch = num_launched_ + 1;
+  }
+  if (!variant.outputs.empty()) {
+    launch.output = c10::weak_intrusive_ptr<Value>(segment.values[variant.outputs[0]]);
+  }
+  if (launched_.size() < kRememberedLaunches) {
+    launched_.push_back(std::move(launch));
+  } else {
+    launched_[num_launched_ % kRememberedLaunches] = std::move(launch);
+  }
+  ++num_launched_;
+  if (variant.has_offenders) {
+    segment.offenders = Py_NewRef(check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(variant.outputs.size()))).ptr());
+    segment.executable = variant.executable;
   }
 }
 
-std::vector<ValuePtr> ProgramCache::launched(size_t count) const {
-  std::vector<ValuePtr> alive;
-  const size_t oldest = num_launched_ - launched_.size();
-  for (size_t launch = oldest; launch < num_launched_; ++launch) {
-    if (auto value = launched_[launch % kRememberedLaunches].lock()) {
-      alive.push_back(std::move(value));
-      if (launch + 1 >= count) {
-        break;
-      }
-    }
+std::vector<Launch> ProgramCache::launched(size_t count) const {
+  std::vector<Launch> launches;
+  for (size_t launch = num_launched_ - launched_.size(); launch < std::min(count, num_launched_); ++launch) {
+    launches.push_back(launched_[launch % kRememberedLaunches]);
   }
-  return alive;
+  return launches;
 }
 
 void ProgramCache::run(Segment& segment, Counters& counters) {
@@ -212,16 +226,16 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
       live.push_back(static_cast<int32_t>(local));
     }
   }
-  if (live.empty()) {
+  if (live.empty() && segment.checked.empty()) {
     return; // nobody can see what was recorded
   }
-  // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.
+  // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.  (Where
+  // its array is held elsewhere, a copy does: see `execute`.)
   Donations donations;
   for (int32_t local : live) {
     const int32_t origin = segment.origin[local];
     if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
-        segment.values[origin]->layout == segment.values[local]->layout &&
-        Py_REFCNT(segment.values[origin]->array) == 1) {
+        segment.values[origin]->layout == segment.values[local]->layout) {
       donations.emplace_back(origin, local);
     }
   }

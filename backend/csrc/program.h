@@ -1,6 +1,7 @@
 // Segments and the executables they run on.
 #pragma once
 
+#include "range_checks.h"
 #include "signature.h"
 
 #include <memory>
@@ -25,6 +26,9 @@ struct Segment {
   std::vector<float> floats;
   std::vector<double> doubles;
   std::vector<int64_t> integers;
+  std::vector<CheckedEntry> checked; // entries that make demands of their indices
+  PyObject* offenders{nullptr}; // what came out of them when the segment was run, owned
+  PyObject* executable{nullptr}; // what it was run by
 
   void clear();
   void fail(const std::string& message); // what was to be computed carries this error
@@ -40,10 +44,12 @@ struct Variant {
   std::vector<uint8_t> offset_is_input;
   std::vector<int64_t> offsets; // where not an input
   std::vector<int32_t> outputs; // locals, in the order the executable returns them
-  std::vector<int32_t> donated; // locals of inputs that the executable consumes
+  std::vector<int32_t> sorted_outputs;
+  std::vector<int32_t> donated; // locals of inputs that the executable consumes, ascending
   PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable; owned, never freed, as all of these
   PyObject* execute{nullptr}; // (list of arrays) -> results
   PyObject* handlers{nullptr}; // what makes arrays of the results
+  bool has_offenders{false}; // as a last output
   // The numbers passed last and their device arrays: most repeat from call to call.
   std::string last_floats, last_doubles, last_integers;
   PyObject* float_array{nullptr};
@@ -60,15 +66,19 @@ struct Program {
 using Locals = c10::SmallVector<int32_t, 16>;
 using Donations = c10::SmallVector<std::pair<int32_t, int32_t>, 16>; // (input, the output that takes its memory)
 
+struct Launch {
+  std::shared_ptr<PyObject> token; // of JAX: can be waited for, holds no memory of the device
+  c10::weak_intrusive_ptr<Value> output; // the first; may be gone
+};
+
 class ProgramCache {
  public:
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
   // error_already_set for an interrupt, and the segment may then be run again.
   void run(Segment& segment, Counters& counters);
 
-  // An output of each of the first `count` launches, as far as somebody still holds it; in place of a last one that nobody
-  // holds (its memory was donated) the next one.  When these are computed, so are the launches.
-  std::vector<ValuePtr> launched(size_t count) const;
+  // Those of the first `count` launches that may still be running.
+  std::vector<Launch> launched(size_t count) const;
   size_t num_launched() const {
     return num_launched_;
   }
@@ -80,19 +90,23 @@ class ProgramCache {
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
-  std::vector<c10::weak_intrusive_ptr<Value>> launched_; // a ring
+  std::vector<Launch> launched_; // a ring
   size_t num_launched_{0};
 };
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
-  PyObject* is_lowered{nullptr}; // (signature id) -> bool
+  PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
   PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
-  PyObject* put{nullptr}; // (cpu tensor, dims) -> jax.Array
-  PyObject* get{nullptr}; // (jax.Array, dtype, sizes, strides, offset) -> cpu tensor
-  PyObject* wait{nullptr}; // (list of jax.Array) -> None, when they are computed
-  PyObject* after_debug_op{nullptr}; // (op name, shapes, arrays) -> None: waits, checks
+  PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
+  PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own
+  PyObject* get{nullptr}; // (jax.Array, dtype) -> cpu tensor
+  PyObject* wait{nullptr}; // (tokens of launches) -> None, when they are done
+  PyObject* after_debug_op{nullptr}; // (signature id, arrays, failure) -> None: waits, checks
+  PyObject* describe_memory{nullptr}; // () -> str: which tensors live
+  PyObject* raise_range_error{nullptr}; // (offenders, Executable, places) -> None: waits, raises
+  std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin
 };
 Runtime& runtime();
 

@@ -1,5 +1,7 @@
 #include "python_error.h"
 
+#include "program.h"
+
 #include <c10/util/Exception.h>
 
 namespace tpu {
@@ -9,7 +11,13 @@ bool is_interrupt(const pybind11::error_already_set& error) {
 }
 
 void throw_torch_error(const std::string& message) {
-  TORCH_CHECK_WITH(OutOfMemoryError, message.find("RESOURCE_EXHAUSTED") == std::string::npos, message);
+  if (message.find("RESOURCE_EXHAUSTED") != std::string::npos) {
+    const auto memory = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallNoArgs(runtime().describe_memory));
+    if (!memory) {
+      throw pybind11::error_already_set();
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, false, message, "\n", pybind11::str(memory).cast<std::string>());
+  }
   TORCH_CHECK(false, message);
 }
 
@@ -20,6 +28,7 @@ void throw_python_error() {
   }
   const std::string message = pybind11::str(error.value());
   TORCH_CHECK_NOT_IMPLEMENTED(!error.matches(PyExc_NotImplementedError), message);
+  TORCH_CHECK_INDEX(!error.matches(PyExc_IndexError), message);
   throw_torch_error(message);
 }
 

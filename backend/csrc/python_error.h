@@ -8,10 +8,12 @@ namespace tpu {
 // Whether it ends a program and does not report a fault: KeyboardInterrupt, SystemExit.
 bool is_interrupt(const pybind11::error_already_set& error);
 
-// The same as PyTorch raises for its own devices: torch.OutOfMemoryError where XLA found no memory, else RuntimeError.
+// The same as PyTorch raises for its own devices: torch.OutOfMemoryError where XLA found no memory, with the tensors that
+// live, else RuntimeError.  Wants the GIL.
 [[noreturn]] void throw_torch_error(const std::string& message);
 
-// Throws the Python exception that is set: an interrupt as it is, all else by its message.  Wants the GIL.
+// Throws the Python exception that is set: an interrupt as it is, all else by its message (IndexError and
+// NotImplementedError keep their type).  Wants the GIL.
 [[noreturn]] void throw_python_error();
 
 } // namespace tpu

@@ -2,6 +2,7 @@
 
 #include "device.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <pybind11/pybind11.h>
@@ -36,11 +37,11 @@ GeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> args, c10::DeviceIndex de
   return *Device::get().default_generator(device).get<GeneratorImpl>();
 }
 
-at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device) {
+at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device, uint32_t signature) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(),
       info.layout->nbytes(),
-      make_buffer(info.layout->nbytes(), info.layout, device),
+      make_buffer(info.layout->nbytes(), info.layout, device, signature),
       allocator(),
       /*resizable=*/true);
   auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
@@ -49,6 +50,21 @@ at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device) {
       c10::scalarTypeToTypeMeta(info.dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(info.sizes, info.strides);
   return at::Tensor(std::move(tensor));
+}
+
+// PyTorch's own refusal: what such a call would compute depends on the order of its loop.
+void check_partial_overlap(const Signature& signature, c10::ArrayRef<c10::IValue> arguments) {
+  for (const auto& output : signature.outputs) {
+    if (output.written_arg < 0) {
+      continue;
+    }
+    const at::Tensor target = written_tensor(output, arguments);
+    for (const auto& value : arguments) {
+      if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_alias_of(target)) {
+        at::assert_no_partial_overlap(target, value.toTensor());
+      }
+    }
+  }
 }
 
 // Takes the arguments off the stack and puts the returns on it; list returns are gathered again.
@@ -81,10 +97,42 @@ void return_results(
   }
 }
 
+// As PyTorch does it for devices that have no kernel of their own.
+void run_by_parts(const OpInfo& op, torch::jit::Stack* stack) {
+  if (op.has_parts) {
+    op.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+  } else {
+    cpu_fallback(op.handle, stack);
+  }
+}
+
+// A form that no one program can express: its shapes depend on data, or it has no lowering.
+void run_unrecorded(const OpInfo& op, torch::jit::Stack* stack) {
+  if (op.data_dependent.has_value()) {
+    op.data_dependent->callBoxed(stack);
+  } else {
+    cpu_fallback(op.handle, stack);
+  }
+}
+
+// A few operators (`mm`, `linalg_solve_triangular`) take the lazy bits of conj() as they come, where PyTorch resolves
+// them for all others: BLAS has a flag for it.  Here they are resolved like the rest, and XLA fuses what that takes.
+void resolve_lazy_bits(const OpInfo& op, torch::jit::Stack& stack) {
+  const size_t first = stack.size() - op.args.size();
+  for (size_t i = 0; i < op.args.size(); ++i) {
+    c10::IValue& value = stack[first + i];
+    if (value.isTensor() && !op.args[i].is_out && value.toTensor().defined() &&
+        (value.toTensor().is_conj() || value.toTensor().is_neg())) {
+      value = value.toTensor().resolve_conj().resolve_neg();
+    }
+  }
+}
+
 } // namespace
 
-void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const OpInfo& op = *op_;
+  resolve_lazy_bits(op, *stack);
   const auto arguments = torch::jit::last(*stack, op.args.size());
   const c10::DeviceIndex device = device_of(arguments);
   Stream& stream = Device::get().stream(device);
@@ -99,7 +147,11 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
     signature = make_signature(op, arguments, call);
   }
   if (signature->on_cpu) {
-    cpu_fallback(handle, stack);
+    run_unrecorded(op, stack);
+    return;
+  }
+  if (signature->by_parts) {
+    run_by_parts(op, stack);
     return;
   }
   if (!signature->out_resizes.empty()) {
@@ -113,9 +165,12 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
       signature = make_signature(op, arguments, call);
     }
     if (signature->on_cpu) {
-      cpu_fallback(handle, stack);
+      run_unrecorded(op, stack);
       return;
     }
+  }
+  if (op.is_pointwise) {
+    check_partial_overlap(*signature, arguments);
   }
   if (op.is_random) {
     auto& generator = generator_of(arguments, device);
@@ -132,12 +187,22 @@ void RecordKernel::operator()(const c10::OperatorHandle& handle, c10::DispatchKe
       buffers.push_back(nullptr);
       continue;
     }
-    results.push_back(output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device));
+    results.push_back(output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device, signature->id));
     buffers.push_back(buffer_of(results.back()));
+  }
+  UserPlace place = signature->checked ? user_place() : UserPlace{};
+  bool is_written_twice = false;
+  {
+    StreamLock lock(stream.mutex());
+    is_written_twice = buffers.size() > 1 && stream.is_written_twice({buffers.data(), buffers.size()});
+  }
+  if (is_written_twice) {
+    run_by_parts(op, stack);
+    return;
   }
   {
     StreamLock lock(stream.mutex());
-    stream.append(*signature, call, {buffers.data(), buffers.size()});
+    stream.append(*signature, call, {buffers.data(), buffers.size()}, std::move(place));
     if (mode() != Mode::Fused) {
       stream.cut_after(*signature, {buffers.data(), buffers.size()});
     }

@@ -275,8 +275,10 @@ torch::jit::Stack functional_arguments(const OpInfo& op, const torch::jit::Stack
   return stack;
 }
 
-void describe_write(const at::Tensor& target, OutputInfo& output) {
-  at::assert_no_internal_overlap(target);
+void describe_write(const OpInfo& op, const at::Tensor& target, OutputInfo& output) {
+  if (!op.is_fill) {
+    at::assert_no_internal_overlap(target);
+  }
   output.sizes = target.sizes().vec();
   output.strides = target.strides().vec();
   output.dtype = target.scalar_type();
@@ -326,39 +328,72 @@ bool is_wide(const at::Tensor& tensor) {
       !tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-Signature* intern(Signature signature) {
+// Gives it its number; nobody finds it yet.
+Signature* store(Signature signature) {
   auto& t = table();
-  const uint64_t hash = hash_of(signature.words);
   std::lock_guard<std::mutex> guard(t.mutex);
   signature.id = static_cast<uint32_t>(t.signatures.size());
   t.signatures.push_back(std::move(signature));
-  Signature* interned = &t.signatures.back();
-  t.by_hash.emplace(hash, interned);
-  return interned;
+  return &t.signatures.back();
 }
 
-// A form whose lowering fails is asked for again when it is met again, and fails again.
-void forget(const Signature* signature) {
-  auto& t = table();
-  std::lock_guard<std::mutex> guard(t.mutex);
-  auto range = t.by_hash.equal_range(hash_of(signature->words));
+const Signature* find(c10::ArrayRef<uint64_t> words, uint64_t hash) { // under the table's lock
+  auto range = table().by_hash.equal_range(hash);
   for (auto it = range.first; it != range.second; ++it) {
-    if (it->second == signature) {
-      t.by_hash.erase(it);
-      return;
+    if (words == c10::ArrayRef<uint64_t>(it->second->words)) {
+      return it->second;
     }
   }
+  return nullptr;
+}
+
+// Lets others find it, now that all is known of it; the one that another thread was faster with, if there is one.
+const Signature* publish(const Signature* signature) {
+  auto& t = table();
+  const uint64_t hash = hash_of(signature->words);
+  std::lock_guard<std::mutex> guard(t.mutex);
+  if (const Signature* known = find(signature->words, hash)) {
+    return known;
+  }
+  t.by_hash.emplace(hash, signature);
+  return signature;
+}
+
+// Whether a tensor that is to be written is on another device (a 0-d CPU tensor would be taken for a number).
+bool writes_elsewhere(const OpInfo& op, c10::ArrayRef<c10::IValue> args) {
+  const auto is_elsewhere = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.device().type() != kTpu;
+  };
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (!op.args[i].is_written) {
+      continue;
+    }
+    if (args[i].isTensor() && is_elsewhere(args[i].toTensor())) {
+      return true;
+    }
+    if (args[i].isTensorList()) {
+      for (const at::Tensor& item : args[i].toTensorList()) {
+        if (is_elsewhere(item)) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
 }
 
 // Asks Python to trace the lowering of this form once; raises what it raises.
-bool is_lowered(uint32_t id) {
+void trace_form(Signature& signature) {
   pybind11::gil_scoped_acquire gil;
   auto answer = pybind11::reinterpret_steal<pybind11::object>(
-      PyObject_CallFunction(runtime().is_lowered, "I", static_cast<unsigned int>(id)));
+      PyObject_CallFunction(runtime().trace_form, "I", static_cast<unsigned int>(signature.id)));
   if (!answer) {
     throw_python_error();
   }
-  return answer.cast<bool>();
+  const auto [is_lowered, checked, reads_precision] = answer.cast<std::tuple<bool, bool, bool>>();
+  signature.on_cpu = !is_lowered;
+  signature.checked = checked;
+  signature.reads_precision = reads_precision;
 }
 
 } // namespace
@@ -413,17 +448,11 @@ const Signature* find_signature(const EncodedCall& call) {
   const c10::ArrayRef<uint64_t> words(call.words.data(), call.words.size());
   const uint64_t hash = hash_of(words);
   std::lock_guard<std::mutex> guard(t.mutex);
-  auto range = t.by_hash.equal_range(hash);
-  for (auto it = range.first; it != range.second; ++it) {
-    if (words == c10::ArrayRef<uint64_t>(it->second->words)) {
-      return it->second;
-    }
-  }
-  return nullptr;
+  return find(words, hash);
 }
 
 const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> args, const EncodedCall& call) {
-  Signature signature{0, &op, {call.words.begin(), call.words.end()}, {}, false, {}, false};
+  Signature signature{.op = &op, .words = {call.words.begin(), call.words.end()}};
   torch::jit::Stack meta;
   for (const auto& value : args) {
     if (value.isTensor()) {
@@ -436,12 +465,18 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     meta.push_back(to_meta(value));
   }
 
+  if (writes_elsewhere(op, args)) {
+    TORCH_CHECK(
+        op.has_parts, "Expected all tensors to be on the same device, but found at least two devices, tpu:0 and cpu!");
+    signature.by_parts = true;
+    return publish(store(std::move(signature)));
+  }
   const auto before = meta;
   auto returned = call_meta(op.handle, meta);
   const bool returns_new = std::any_of(op.returned_arg.begin(), op.returned_arg.end(), [](int arg) { return arg < 0; });
   if (!returned.has_value() && returns_new) {
     signature.on_cpu = true; // nobody can say what comes out: the CPU's kernel will
-    return intern(std::move(signature));
+    return publish(store(std::move(signature)));
   }
   // What the op computes, before it is written anywhere.
   auto computed = returned;
@@ -453,7 +488,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     const auto place = signature.outputs.size();
     const at::Tensor target = written_tensor(output, args);
     if (target.defined()) {
-      describe_write(target, output);
+      describe_write(op, target, output);
     } else {
       describe_new(result, output);
     }
@@ -510,16 +545,11 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   for (int arg : op.silently_written) {
     add_written(arg, -1);
   }
-  Signature* interned = intern(std::move(signature));
-  if (interned->out_resizes.empty()) {
-    try {
-      interned->on_cpu = !is_lowered(interned->id);
-    } catch (...) {
-      forget(interned);
-      throw;
-    }
+  Signature* stored = store(std::move(signature));
+  if (stored->out_resizes.empty()) {
+    trace_form(*stored);
   }
-  return interned;
+  return publish(stored);
 }
 
 at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> args) {
@@ -534,7 +564,7 @@ const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call,
   if (const Signature* known = find_signature(call)) {
     return known;
   }
-  Signature signature{0, nullptr, {call.words.begin(), call.words.end()}, {}, false, {}, false};
+  Signature signature{.op = nullptr, .words = {call.words.begin(), call.words.end()}};
   TORCH_INTERNAL_ASSERT(signature.words[0] == builtin_op);
   OutputInfo info;
   info.sizes = output->dims;
@@ -545,7 +575,7 @@ const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call,
   info.computed_sizes = output->dims;
   info.computed_dtype = output->dtype;
   signature.outputs.push_back(std::move(info));
-  return intern(std::move(signature));
+  return publish(store(std::move(signature)));
 }
 
 const Signature& signature_by_id(uint32_t id) {

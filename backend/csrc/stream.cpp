@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 
 #include <optional>
+#include <utility>
 
 namespace tpu {
 namespace {
@@ -65,6 +66,7 @@ void Segment::clear() {
   floats.clear();
   doubles.clear();
   integers.clear();
+  checked.clear();
 }
 
 void Segment::fail(const std::string& message) {
@@ -126,14 +128,23 @@ bool Stream::belongs_to_ended_step(const EncodedCall& call) const {
   return reads_any;
 }
 
-void Stream::append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs) {
+bool Stream::is_written_twice(c10::ArrayRef<Buffer*> outputs) {
+  ++last_mark_;
+  for (Buffer* buffer : outputs) {
+    if (buffer != nullptr && std::exchange(buffer->mark, last_mark_) == last_mark_) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void Stream::append(
+    const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place) {
   if ((step_ended_ && !belongs_to_ended_step(call)) || segment_.entries.size() >= kMaxEntries) {
     cut();
   }
   if (segment_.serial == 0) {
     segment_.serial = next_serial_++;
-    // What the lowering reads from PyTorch's settings is part of the key.
-    segment_.push(static_cast<uint32_t>(at::globalContext().float32MatmulPrecision()));
   }
   // Values that were never written become entries of their own, before this one.
   for (const auto& tensor : call.tensors) {
@@ -147,6 +158,12 @@ void Stream::append(const Signature& signature, const EncodedCall& call, c10::Ar
     }
   }
   segment_.push(signature.id);
+  if (signature.reads_precision) { // a setting of PyTorch's that shapes the program
+    segment_.push(static_cast<uint32_t>(at::globalContext().float32MatmulPrecision()));
+  }
+  if (signature.checked) {
+    segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});
+  }
   segment_.entries.push_back(&signature);
   for (const auto& tensor : call.tensors) {
     if (tensor.reads) {
@@ -182,6 +199,9 @@ void Stream::append(const Signature& signature, const EncodedCall& call, c10::Ar
     number(value, false, origin);
     buffer->value = std::move(value);
     buffer->layout = output.layout;
+    if (buffer->maker == kNoMaker) { // `ones` is `empty`, then `fill_`
+      buffer->maker = signature.id;
+    }
   }
   ++counters.ops_recorded;
 }
@@ -208,9 +228,14 @@ void Stream::cut() {
       }
       throw;
     }
+    PyObject* offenders = std::exchange(running.offenders, nullptr);
+    auto checked = std::move(running.checked);
     running.clear();
+    spare_ = std::move(running);
+    if (offenders != nullptr) {
+      range_checks_.add(programs_.num_launched(), offenders, spare_.executable, std::move(checked));
+    }
   }
-  spare_ = std::move(running);
 }
 
 void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {
@@ -240,21 +265,28 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
   if (!done) {
     throw_python_error();
   }
+  raise_range_errors(programs_.num_launched());
 }
 
 void Stream::wait(size_t num_launched) {
-  pybind11::list arrays;
-  for (const auto& value : programs_.launched(num_launched)) {
-    arrays.append(pybind11::handle(value->array));
+  pybind11::list tokens;
+  for (const auto& launch : programs_.launched(num_launched)) {
+    tokens.append(pybind11::handle(launch.token.get()));
   }
-  auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(runtime().wait, arrays.ptr()));
+  auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(runtime().wait, tokens.ptr()));
   if (!done) {
     throw_python_error();
   }
+  raise_range_errors(num_launched);
 }
 
 bool Stream::done(size_t num_launched) {
-  for (const auto& value : programs_.launched(num_launched)) {
+  for (const auto& launch : programs_.launched(num_launched)) {
+    const ValuePtr value = launch.output.lock();
+    if (!value) {
+      pybind11::handle(launch.token.get()).attr("block_until_ready")();
+      continue;
+    }
     const pybind11::handle array(value->array);
     // Another thread may just have given its memory to a later program.
     if (!array.attr("is_deleted")().cast<bool>() && !array.attr("is_ready")().cast<bool>()) {

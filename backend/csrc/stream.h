@@ -52,7 +52,11 @@ class Stream {
   }
 
   // All of these want the lock held.
-  void append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs);
+  // Whether two of these are one buffer: `_foreach_add_([x[0], x[1]], 1)`.  An entry writes a buffer once.
+  bool is_written_twice(c10::ArrayRef<Buffer*> outputs);
+  // `place` is where a checked entry was recorded.
+  void append(
+      const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place = {});
   // Strict and debug: the entry is a segment of its own.
   void cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs);
   void cut();
@@ -67,6 +71,10 @@ class Stream {
   }
   // Wait for the first so many of them, or ask whether they are computed.  With the GIL, not under the lock: it takes long.
   void wait(size_t num_launched);
+  // Raise for the first index of these launches that was out of range.  Waits for them, with the GIL, not under the lock.
+  void raise_range_errors(size_t num_launched) {
+    range_checks_.raise_failed(num_launched);
+  }
   bool done(size_t num_launched);
 
   // An optimizer has stepped: the segment ends where the next step begins.  Until then only what is made of this step's
@@ -88,8 +96,10 @@ class Stream {
   Segment segment_;
   Segment spare_; // its storage is used again
   ProgramCache programs_;
+  RangeChecks range_checks_;
 
   uint64_t next_serial_{1};
+  uint64_t last_mark_{0};
   bool step_ended_{false};
 };
 

@@ -36,6 +36,16 @@ ReleaseQueue& release_queue() {
   return *queue;
 }
 
+// Every buffer that lives: an error that says the memory is full also says of what.
+struct LiveList {
+  std::mutex mutex;
+  Buffer* first{nullptr};
+};
+LiveList& live_list() {
+  static auto* list = new LiveList;
+  return *list;
+}
+
 bool interpreter_is_going() {
 #if PY_VERSION_HEX >= 0x030d0000
   return !Py_IsInitialized() || Py_IsFinalizing();
@@ -47,6 +57,14 @@ bool interpreter_is_going() {
 void free_buffer(void* context) {
   auto* buffer = static_cast<Buffer*>(context);
   g_counters[buffer->device].current.fetch_sub(static_cast<int64_t>(buffer->nbytes), std::memory_order_relaxed);
+  {
+    auto& list = live_list();
+    std::lock_guard<std::mutex> guard(list.mutex);
+    (buffer->previous != nullptr ? buffer->previous->next : list.first) = buffer->next;
+    if (buffer->next != nullptr) {
+      buffer->next->previous = buffer->previous;
+    }
+  }
   delete buffer;
 }
 
@@ -118,7 +136,19 @@ void reset_peak_memory(c10::DeviceIndex device) {
   counters.peak.store(counters.current.load());
 }
 
-c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device) {
+std::vector<LiveBuffer> live_buffers(c10::DeviceIndex device) {
+  auto& list = live_list();
+  std::lock_guard<std::mutex> guard(list.mutex);
+  std::vector<LiveBuffer> buffers;
+  for (const Buffer* buffer = list.first; buffer != nullptr; buffer = buffer->next) {
+    if (buffer->device == device) {
+      buffers.push_back({buffer->nbytes, buffer->layout, buffer->maker});
+    }
+  }
+  return buffers;
+}
+
+c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device, uint32_t maker) {
   auto& counters = g_counters.at(device);
   const int64_t now = counters.current.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed) +
       static_cast<int64_t>(nbytes);
@@ -127,7 +157,16 @@ c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex d
   while (now > peak && !counters.peak.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
   }
   const uintptr_t address = g_next_address.fetch_add((nbytes + 511) / 512 * 512 + 512, std::memory_order_relaxed);
-  auto* buffer = new Buffer{{}, layout, nbytes, address, device};
+  auto* buffer = new Buffer{{}, layout, nbytes, address, device, maker, 0, nullptr, nullptr};
+  {
+    auto& list = live_list();
+    std::lock_guard<std::mutex> guard(list.mutex);
+    buffer->next = list.first;
+    if (list.first != nullptr) {
+      list.first->previous = buffer;
+    }
+    list.first = buffer;
+  }
   void* data = nbytes == 0 ? nullptr : reinterpret_cast<void*>(address);
   return {data, buffer, &free_buffer, c10::Device(c10::DeviceType::PrivateUse1, device)};
 }
@@ -176,6 +215,14 @@ void release_reference(PyObject* object) noexcept {
   auto& queue = release_queue();
   std::lock_guard<std::mutex> guard(queue.mutex);
   queue.objects.push_back(object);
+}
+
+std::shared_ptr<PyObject> shared_reference(PyObject* owned) {
+  return {owned, [](PyObject* object) {
+            if (object != nullptr) {
+              release_reference(object);
+            }
+          }};
 }
 
 void drain_released_references() {

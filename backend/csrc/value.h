@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace tpu {
 
@@ -25,6 +26,8 @@ struct Value final : c10::intrusive_ptr_target {
   PyObject* array{nullptr}; // the jax.Array, owned; null while the value is still to be computed
   uint64_t segment{0}; // serial number of the segment that numbered this value
   int32_t local{-1}; // its number there
+  size_t launch{0}; // the launch that computed it, counted from 1; 0 where none did
+  bool leased{false}; // JAX's side has seen the array, other arrays may share its memory: it is never donated
   std::shared_ptr<const std::string> error; // why the value could not be computed
 };
 using ValuePtr = c10::intrusive_ptr<Value>;
@@ -35,7 +38,12 @@ struct Buffer {
   size_t nbytes;
   uintptr_t address; // unique, never dereferenced
   c10::DeviceIndex device;
+  uint32_t maker; // the signature of the op that wrote it first, or kNoMaker
+  uint64_t mark; // of the call that last asked whether it is written twice
+  Buffer* previous; // in the list of all that live
+  Buffer* next;
 };
+constexpr uint32_t kNoMaker = 0xffffffff; // nothing was written yet, or by the host
 
 // Raises for a tensor that was made over a bare address (as legacy torch.save does): there is nothing at it.
 [[noreturn]] void refuse_address();
@@ -59,7 +67,14 @@ struct MemoryCounters {
 MemoryCounters memory_counters(c10::DeviceIndex device);
 void reset_peak_memory(c10::DeviceIndex device);
 
-c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device);
+c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device, uint32_t maker = kNoMaker);
+
+struct LiveBuffer {
+  size_t nbytes;
+  const Layout* layout;
+  uint32_t maker;
+};
+std::vector<LiveBuffer> live_buffers(c10::DeviceIndex device);
 c10::Allocator* allocator();
 
 // A tensor over a new buffer.  Strides must be dense or the storage is padded to what they span.
@@ -68,5 +83,7 @@ at::Tensor make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::Sc
 // Drop a Python reference from any thread: at once if the GIL is held, else when somebody who holds it drains the queue.
 void release_reference(PyObject* object) noexcept;
 void drain_released_references();
+// A shared Python reference that may be dropped on any thread.
+std::shared_ptr<PyObject> shared_reference(PyObject* owned);
 
 } // namespace tpu

@@ -7,8 +7,27 @@ and nothing more: JAX is imported at the first use of a tpu tensor.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from tpu_backend.jax_arrays import from_jax, to_jax
+    from tpu_backend.jax_function import jax_op
+
+__all__ = ["from_jax", "jax_op", "register", "to_jax"]
+
+_HOME = {
+    "from_jax": "tpu_backend.jax_arrays",
+    "jax_op": "tpu_backend.jax_function",
+    "to_jax": "tpu_backend.jax_arrays",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # JAX is imported at the first use of what needs it.
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'tpu_backend' has no attribute {name!r}")
 
 
 def _autoload() -> None:

@@ -7,6 +7,7 @@ process and raises one line that says what to do.  Nothing here imports the exte
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Build:
     torch: str  # as torch.__version__ has it: "2.13.0+cpu"
     cxx11_abi: bool  # which std::string the C++ library uses
     python: str  # "3.11"
+    sources: str | None = None  # `source_digest` of what was compiled
 
     @classmethod
     def of_this_process(cls) -> Build:
@@ -36,6 +38,14 @@ class Build:
     def torch_release(self) -> str:
         """The part of torch's version within which the C++ interface is stable: "2.13" of "2.13.0+cpu"."""
         return ".".join(self.torch.split("+")[0].split(".")[:2])
+
+
+def source_digest(folder: Path) -> str:
+    """A digest of the C++ sources in a folder: a checkout may be newer than the extension in it."""
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
 
 
 def mismatch(built: Build, met: Build) -> str | None:
@@ -74,6 +84,9 @@ def check(folder: Path | None = None) -> None:
     if reason is None and not any((folder / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
         found = ", ".join(sorted(path.name for path in folder.glob("_C*")))
         reason = f"({found}) is not for this interpreter, which loads *{EXTENSION_SUFFIXES[0]}"
+    sources = folder.parent / "csrc"  # there in a checkout: an editable install
+    if reason is None and built.sources and sources.is_dir() and built.sources != source_digest(sources):
+        reason = f"was built from other sources than {sources} has now"
     if reason is not None:
         raise ImportError(f"tpu_backend's C++ extension {reason}; {_rebuild(folder)}")
 

@@ -185,10 +185,12 @@ class eager_mode:  # noqa: N801 - reads as a function
         pass
 
     def __exit__(self, *_: object) -> None:
-        if is_initialized():
-            flush()
-        _C.set_mode(self._before)
-        nan_check.enable(self._checked_before)
+        try:
+            if is_initialized():
+                flush()
+        finally:
+            _C.set_mode(self._before)
+            nan_check.enable(self._checked_before)
 
 
 def get_eager_mode() -> str:
@@ -280,6 +282,15 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
         return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def memory_summary(device: Any = None) -> str:
+    """The live tensors, those alike in one line: bytes, count, dtype, shape, the op and its Python line."""
+    index = _index(device)
+    init()
+    from tpu_backend.runtime.memory import describe_memory
+
+    return describe_memory(index)
 
 
 def empty_cache() -> None:

@@ -2,19 +2,25 @@
 
 A program is a list of Python lines over tensors r0, r1, ...  A random one is written while it runs on the CPU
 (which tells what is valid and what must come out) and then run line by line on the device.  A failure prints
-it, ready to be pasted.
+it, ready to be pasted behind `SCOPE`.
 
 Values are small integers, so float32 is exact and a fused multiply-add rounds nothing.  Each program runs
 with a few sets of runtime values (starts of slices, scalars) that share its shapes: a compiled program takes
 those as inputs.
+
+``ALIASING_PROGRAMS=2000`` runs so many random programs a mode, over larger tensors (minutes a mode; choose
+one with ``-k debug``, ``-k strict``, ``-k fused``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import itertools
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,19 +33,51 @@ from tests.backend.choices import Choices
 HAS_TPU = hasattr(torch, "tpu") and torch.tpu.is_available()
 DEVICE = "tpu" if HAS_TPU else "cpu"
 # Random programs a mode: each fused one is compiled as a whole, the others share what is compiled for an op.
-PROGRAMS = {"debug": 200, "strict": 600, "fused": 200} if HAS_TPU else {"native": 1000}
+PROGRAMS = {"debug": 80, "strict": 160, "fused": 50} if HAS_TPU else {"native": 1000}
+MANY = int(os.environ.get("ALIASING_PROGRAMS", "0"))
 VALUE_SETS = 3
 LARGEST = 2**20  # float32 counts exactly to 2**24
-MOST_ELEMENTS = 48
 MOST_TENSORS = 8
 
+# Few sizes: what one program compiles serves the next.
 FIRST_LINES = [
-    "torch.arange(24.0).reshape(4, 6).to(device)",
-    "torch.arange(24).reshape(2, 3, 4).to(device)",
-    "torch.arange(24.0).reshape(6, 4).to(device).t()",
-    "torch.arange(24).to(device)",
-    "torch.zeros(2, 3, 4, device=device)",
+    "torch.arange(6.0, device=device).reshape(2, 3)",
+    "torch.arange(6.0, device=device).reshape(3, 2).t()",
+    "torch.arange(6, device=device)",
 ]
+MOST_ELEMENTS = 12
+if MANY:
+    PROGRAMS = dict.fromkeys(PROGRAMS, MANY)
+    MOST_ELEMENTS = 48
+    FIRST_LINES += [
+        "torch.arange(24.0, device=device).reshape(4, 6)",
+        "torch.arange(24, device=device).reshape(2, 3, 4)",
+        "torch.arange(24.0, device=device).reshape(6, 4).t()",
+        "torch.arange(24, device=device)",
+        "torch.zeros(2, 3, 4, device=device)",
+    ]
+# As float32: 0, 1, 2, -3.  What is written to the bytes of a float stays a small integer.
+BIT_PATTERNS = [0, 0x3F800000, 0x40000000, 0xC0400000 - 2**32]
+
+
+def outcome(action: Callable[[], Any]) -> str:
+    """What became of an action: the kind and first line of the error it raised, or "done"."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "done"
+
+
+def through_a_file(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors after `torch.save` and `torch.load`, on the device they were on."""
+    file = io.BytesIO()
+    torch.save(list(tensors), file)
+    file.seek(0)
+    return torch.load(file, map_location=tensors[0].device)
+
+
+SCOPE = {"torch": torch, "deepcopy": copy.deepcopy, "outcome": outcome, "through_a_file": through_a_file}
 
 
 def eager_mode(mode: str) -> contextlib.AbstractContextManager[Any]:
@@ -48,7 +86,7 @@ def eager_mode(mode: str) -> contextlib.AbstractContextManager[Any]:
 
 def interpret(lines: Sequence[str], device: str) -> dict[str, Any]:
     """Run a program; returns its variables: tensors by name, and `seen`, what it read in between."""
-    scope: dict[str, Any] = {"torch": torch, "device": device, "seen": []}
+    scope: dict[str, Any] = {**SCOPE, "device": device, "seen": []}
     for line in lines:
         exec(line, scope)
     return variables(scope)
@@ -64,7 +102,7 @@ def assert_same(lines: Sequence[str], actual: dict[str, Any], expected: dict[str
     assert actual["seen"] == expected["seen"], program
     for name in expected.keys() - {"seen"}:
         got, wanted = actual[name], expected[name]
-        for trait in ("dtype", "shape", "stride", "storage_offset"):
+        for trait in ("dtype", "shape", "stride", "storage_offset", "_version", "is_contiguous"):
             of_got, of_wanted = getattr(got, trait), getattr(wanted, trait)
             if callable(of_got):
                 of_got, of_wanted = of_got(), of_wanted()
@@ -85,7 +123,7 @@ class ProgramWriter:
     def __init__(self, first: int, codes: Sequence[int], runtime: random.Random) -> None:
         self.runtime = runtime
         self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"torch": torch, "device": "cpu", "seen": []}
+        self.scope: dict[str, Any] = {**SCOPE, "device": "cpu", "seen": []}
         self.names = (f"r{i}" for i in itertools.count())
         self.make(FIRST_LINES[first % len(FIRST_LINES)])
         self.make(FIRST_LINES[first // len(FIRST_LINES) % len(FIRST_LINES)])
@@ -104,7 +142,7 @@ class ProgramWriter:
         self.run(f"{next(self.names)} = {expression}")
 
     def add_line(self, choose: Choices) -> None:
-        kind = choose.below(12)
+        kind = choose.below(16)
         name = choose.among(list(self.tensors))
         if kind < 5:
             self.view(name, choose)
@@ -112,8 +150,12 @@ class ProgramWriter:
             self.write(name, choose)
         elif kind < 10:
             self.compute(name, choose)
-        elif kind < 11:
+        elif kind < 12:
             self.change_storage(name, choose)
+        elif kind < 13:
+            self.refuse(name, choose)
+        elif kind < 14:
+            self.copy_with_aliases(name, choose)
         else:
             self.drop_or_look(name, choose)
 
@@ -122,6 +164,9 @@ class ProgramWriter:
     def view(self, name: str, choose: Choices) -> None:
         tensor = self.tensors[name]
         if len(self.tensors) >= MOST_TENSORS:
+            return
+        if choose.below(5) == 0:
+            self.strided_view(name, choose)
             return
         if tensor.dim() == 0:
             self.make(f"{name}.unsqueeze(0)")
@@ -150,15 +195,39 @@ class ProgramWriter:
         if tensor.is_contiguous():
             views += [f"{name}.view(-1)", f"{name}.view(-1, 1)"]
             views += [f"{name}.view(2, -1)"] * (tensor.numel() > 0 and tensor.numel() % 2 == 0)
+        if tensor.dtype in (torch.float32, torch.int64) and tensor.stride(-1) == 1:
+            views.append(f"{name}.view(torch.int32)")
         self.make(choose.among(views))
+
+    def strided_view(self, name: str, choose: Choices) -> None:
+        """Windows over the whole storage: overlapping, interleaved, repeated, with gaps."""
+        elements = storage_elements(self.tensors[name])
+        windows = [
+            ((3, 2), (1, 1)),
+            ((2, 2), (1, 2)),
+            ((2, 3), (0, 1)),
+            ((2,), (3,)),
+            ((2, 2), (2, 1)),
+            ((), ()),
+        ]
+        sizes, strides = choose.among(windows)
+        room = elements - sum((size - 1) * stride for size, stride in zip(sizes, strides))
+        if room > 0:
+            self.make(f"{name}.as_strided({sizes}, {strides}, {self.runtime.randrange(room)})")
 
     # -- writes: in place and out=
 
     def write(self, name: str, choose: Choices) -> None:
         tensor = self.tensors[name]
-        if shares_places_within(tensor):
-            return  # PyTorch refuses some of these and leaves the rest open
         number = self.runtime.choice([-3, -2, 2, 3, 5])
+        if tensor.dtype == torch.int32:  # the bytes of another tensor
+            self.run(f"{name}.fill_({self.runtime.choice(BIT_PATTERNS)})")
+            return
+        if shares_places_within(
+            tensor
+        ):  # PyTorch leaves open, or refuses, whatever is not the same everywhere
+            self.run(choose.among([f"{name}.fill_({number})", f"{name}.zero_()"]))
+            return
         writes = [f"{name}.fill_({number})", f"{name}.zero_()", f"{name}.add_({number})"]
         writes += [f"{name}.mul_({number})"] * (largest(tensor) * 5 < LARGEST)
         sources = [other for other in self.tensors if self.may_be_read_into(other, name)]
@@ -182,9 +251,7 @@ class ProgramWriter:
             if b.dtype == tensor.dtype and torch.broadcast_shapes(a.shape, b.shape) == tensor.shape:
                 lines.append(f"torch.add({one}, {two}, out={name})")
                 lines += [f"torch.mul({one}, {two}, out={name})"] * (largest(a) * largest(b) < LARGEST)
-        if max(largest(tensor), largest(a), largest(b)) * 6 >= LARGEST:
-            return []
-        return lines
+        return lines if max(largest(tensor), largest(a), largest(b)) * 6 < LARGEST else []
 
     def may_be_read_into(self, source: str, target: str) -> bool:
         """Broadcasts to the target, and is either the same tensor in memory or shares no place with it."""
@@ -221,7 +288,9 @@ class ProgramWriter:
 
     def change_storage(self, name: str, choose: Choices) -> None:
         tensor = self.tensors[name]
-        elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+        if not tensor.untyped_storage().resizable():  # it comes from a file
+            return
+        elements = storage_elements(tensor)
         number = self.runtime.choice([1, 2, 3])
         peers = [
             other for other, peer in self.tensors.items() if peer.dtype == tensor.dtype and other != name
@@ -236,20 +305,60 @@ class ProgramWriter:
         if room > 1:
             changes.append(f"{name}.resize_({1 + choose.below(room)})")
         if peers:
-            changes += [f"{name}.data = {choose.among(peers)}", f"{name}.set_({choose.among(peers)})"]
+            peer = choose.among(peers)
+            changes += [
+                f"{name}.data = {peer}",
+                f"{name}.set_({peer})",
+                f"{name}.set_({peer}.untyped_storage())",
+            ]
+            if tensor._use_count() == self.tensors[peer]._use_count() == 1:  # no view of either is alive
+                changes.append(f"torch.utils.swap_tensors({name}, {peer})")
+            start = self.runtime.randrange(max(storage_elements(self.tensors[peer]) - 3, 1))
+            if start + 3 <= storage_elements(self.tensors[peer]):
+                changes.append(f"{name}.set_({peer}.untyped_storage(), {start}, (2, 2), (2, 1))")
         self.run(choose.among(changes))
+
+    def copy_with_aliases(self, name: str, choose: Choices) -> None:
+        """Two tensors are copied together: what they shared they share afterwards, with nobody else."""
+        peer = choose.among(list(self.tensors))
+        if peer != name and self.tensors[peer].dtype == self.tensors[name].dtype:  # torch.save insists
+            how = choose.among(["deepcopy(({}, {}))", "through_a_file({}, {})"])
+            self.run(f"{name}, {peer} = {how.format(name, peer)}")
+
+    # -- what PyTorch refuses
+
+    def refuse(self, name: str, choose: Choices) -> None:
+        """Writes to places that elements share, and inputs that overlap the output in part."""
+        tensor = self.tensors[name]
+        attempts = [
+            f"{name}.as_strided((2, 3), (0, 1), 0).{write}" for write in ("add_(1)", "mul_(2)", "neg_()")
+        ]
+        attempts += [f"{name}.view(-1)", f"{name}.as_strided((100,), (1,), 0)"]
+        if storage_elements(tensor) > 3 and tensor.dtype != torch.int32:
+            one, two = (f"{name}.as_strided((3,), (1,), {start})" for start in (0, 1))
+            attempts += [
+                f"{one}.add_({two})",
+                f"{one}.copy_({two})",
+                f"torch.add({two}, 1, out={one})",
+                f"{name}.as_strided((1,), (1,), 0).expand(3).copy_({one})",
+            ]
+        if storage_elements(tensor) >= 3:
+            self.run(f"seen.append(outcome(lambda: {choose.among(attempts)}))")
 
     def drop_or_look(self, name: str, choose: Choices) -> None:
         if choose.below(2) and len(self.tensors) > 2:
             self.run(f"del {name}")
         else:
-            self.run(f"seen.append({name}.tolist())")
+            self.run(f"seen.append(({name}.tolist(), {name}._version))")
+
+
+def storage_elements(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.itemsize
 
 
 def places(tensor: torch.Tensor) -> list[int]:
-    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
     return (
-        torch.arange(elements)
+        torch.arange(storage_elements(tensor))
         .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         .flatten()
         .tolist()
@@ -305,7 +414,7 @@ def test_every_alias_is_as_on_the_cpu_when(script, mode):
 
 @pytest.mark.parametrize("mode", PROGRAMS)
 def test_random_programs_leave_every_alias_as_on_the_cpu(mode):
-    codes = st.lists(st.integers(0, 2**48), min_size=3, max_size=9)
+    codes = st.lists(st.integers(0, 2**48), min_size=4, max_size=14)
 
     @settings(max_examples=PROGRAMS[mode], deadline=None, database=None)
     @given(st.integers(0, len(FIRST_LINES) ** 2 - 1), codes)

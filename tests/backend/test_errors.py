@@ -208,14 +208,19 @@ def test_ctrl_c_during_a_compilation_is_itself_and_loses_nothing(monkeypatch):
 
 def test_memory_that_cannot_be_had_is_an_out_of_memory_error():
     too_much = torch.empty(2**46, dtype=torch.uint8, device="tpu")  # nothing is written yet
+    kept = [torch.ones(1000, 7, device="tpu") for _ in range(3)]  # the line that holds memory
 
     def fill(tensor: torch.Tensor = too_much) -> None:
         tensor.fill_(1)
         torch.tpu.synchronize()
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
-    del too_much
+    message = str(raised.value)
+    assert "67,108,864.0 MiB      1 x uint8[70368744177664]  aten::fill_.Scalar at " in message
+    assert re.search(r"3 x float32\[1000, 7\]  aten::\S+ at .*test_errors.py:\d+: kept = ", message), message
+    assert torch.tpu.memory_summary().splitlines()[0] in message
+    del too_much, kept
     assert torch.ones(3, device="tpu").sum().item() == 3
 
 

@@ -143,3 +143,21 @@ def test_streams_are_used_as_on_cuda():
     assert torch.tpu.default_stream().device == torch.device("tpu", 0)
     assert tensor.tolist() == [5] * 8
     assert "record_stream" not in str(torch.tpu.fallback_stats())
+
+
+def test_a_launch_whose_results_were_dropped_is_waited_for() -> None:
+    x = torch.full((600, 600), 1e-3, device="tpu")
+
+    def launch() -> tuple[float, float]:
+        result = x
+        for _ in range(60):
+            result = result @ x
+        start = time.perf_counter()
+        torch.tpu.flush()
+        del result
+        launched = time.perf_counter()
+        torch.tpu.synchronize()
+        return launched - start, time.perf_counter() - launched
+
+    launch()  # compiles
+    assert any(waiting > launching for launching, waiting in (launch() for _ in range(5)))

@@ -23,7 +23,9 @@ _OPERATORS = {
         nn.functional.binary_cross_entropy_with_logits nn.functional.kl_div
         nn.functional.conv2d nn.functional.conv_transpose2d nn.functional.max_pool2d nn.functional.avg_pool2d
         nn.functional.adaptive_avg_pool2d nn.functional.interpolate
-        linalg.cholesky_ex linalg.solve_triangular fft.rfft
+        linalg.cholesky_ex linalg.solve_triangular linalg.lstsq geqrf ormqr cdist fft.rfft
+        _segment_reduce histogram histogramdd histc polygamma
+        nn.functional.grid_sample _upsample_bilinear2d_aa nn.functional.multi_margin_loss
     """,
     torch.bfloat16: """
         add mul div exp sum mean softmax log_softmax mm addmm nn.functional.layer_norm nn.functional.gelu

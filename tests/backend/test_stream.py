@@ -249,46 +249,90 @@ def test_a_new_shape_is_a_new_program_and_is_remembered():
 
 # ---- fallback ----------------------------------------------------------------------------------------------
 
-# How many different values a tensor holds depends on the data, which no XLA program's shapes can.
+# XLA has no program for the eigenvalues of a general matrix.
 
 
 def test_an_op_without_a_lowering_is_right_warned_about_once_and_counted():
     torch.tpu.reset_fallback_stats()
-    host = torch.tensor([1.0, 2.0, 2.0, 5.0])
-    device = host.to("tpu")
-    with pytest.warns(UserWarning, match="aten::_unique2 has no tpu lowering and runs on the CPU") as warned:
-        results = [torch.unique(device * 2, return_counts=True) for _ in range(3)]
-    assert len([warning for warning in warned if "_unique2" in str(warning.message)]) == 1
-    for values, counts in results:
+    device = torch.tensor([[1.0, 0.0], [0.0, 3.0]]).to("tpu")
+    with pytest.warns(
+        UserWarning, match="aten::linalg_eig has no tpu lowering and runs on the CPU"
+    ) as warned:
+        results = [torch.linalg.eig(device * 2) for _ in range(3)]
+    assert len([warning for warning in warned if "linalg_eig" in str(warning.message)]) == 1
+    for values, vectors in results:
         assert values.is_tpu
-        assert counts.is_tpu
-        assert (values.tolist(), counts.tolist()) == ([2, 4, 10], [1, 2, 1])
-    assert torch.tpu.fallback_stats() == {"aten::_unique2": 3}
+        assert vectors.is_tpu
+        assert values.tolist() == [2, 6]
+    assert torch.tpu.fallback_stats() == {"aten::linalg_eig": 3}
 
 
 @pytest.mark.filterwarnings("ignore:.*no tpu lowering")
 def test_an_op_without_a_lowering_writes_to_out_and_takes_part_in_autograd():
-    host = torch.tensor([[3.0, -1.0, 2.0], [0.0, 4.0, -5.0]])
-    device = host.to("tpu")
-    assert torch.equal(
-        torch.nonzero(device, out=torch.empty(0, 2, dtype=torch.int64, device="tpu")).cpu(), host.nonzero()
-    )
-    leaf = device.clone().requires_grad_()
-    leaf[leaf > 0].square().sum().backward()
-    assert torch.equal(leaf.grad.cpu(), 2 * host.relu())
-    assert torch.equal(
-        device.repeat_interleave(torch.tensor([2, 0, 1], device="tpu"), dim=1).cpu(), host[:, [0, 0, 2]]
-    )
+    host = torch.tensor([[2.0, 1.0], [0.0, 3.0]])
+    out = tuple(torch.empty(0, dtype=torch.complex64, device="tpu") for _ in range(2))
+    torch.linalg.eig(host.to("tpu"), out=out)
+    assert torch.equal(out[0].cpu(), torch.linalg.eigvals(host))
+    leaf = host.to("tpu").requires_grad_()
+    (leaf * torch.linalg.eig(leaf.detach())[0].real).sum().backward()
+    assert leaf.grad.tolist() == [[2, 3], [2, 3]]
 
 
 def test_a_fallback_whose_warning_is_an_error_leaves_the_device_usable():
     torch.tpu.reset_fallback_stats()
-    device = torch.tensor([1.0, 2.0, 1.0]).to("tpu")
+    device = torch.tensor([[1.0, 0.0], [0.0, 3.0]]).to("tpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="no tpu lowering"):
-            torch.unique(device)
-    assert torch.tpu.fallback_stats() == {"aten::_unique2": 1}
-    assert torch.unique(device).tolist() == [1, 2]
+            torch.linalg.eig(device)
+    assert torch.tpu.fallback_stats() == {"aten::linalg_eig": 1}
+    assert torch.linalg.eig(device)[0].tolist() == [1, 3]
     torch.tpu.reset_fallback_stats()
     assert torch.tpu.fallback_stats() == {}
+
+
+def test_the_precision_in_force_when_a_product_is_recorded_is_part_of_its_program() -> None:
+    x = torch.ones(37, 37, device="tpu")
+    before = torch.get_float32_matmul_precision()
+    try:
+        for _ in range(2):
+            compiled = torch.tpu.compile_stats()["compilations"]
+            torch.set_float32_matmul_precision("highest")
+            first = x @ x
+            torch.set_float32_matmul_precision("medium")
+            second = x @ x
+            torch.set_float32_matmul_precision("highest")
+            torch.tpu.synchronize()
+            assert torch.equal(first.cpu(), second.cpu())
+        assert torch.tpu.compile_stats()["compilations"] == compiled
+        third, fourth = x @ x, x @ x  # other settings than above: another program
+        torch.tpu.synchronize()
+        assert torch.tpu.compile_stats()["compilations"] == compiled + 1
+        del third, fourth
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_lists_that_write_one_storage_twice_are_written_in_order() -> None:
+    for device in ("cpu", "tpu"):
+        x = torch.zeros(4, device=device)
+        torch._foreach_add_([x, x], 1)
+        torch._foreach_mul_([x[:2], x[1:3]], 3)
+        assert x.tolist() == [6, 18, 6, 2]
+        low, high = torch.aminmax(torch.tensor([3.0, -1.0], device=device), out=(x[0], x[1]))
+        assert (low.item(), high.item(), x.tolist()) == (-1, 3, [-1, 3, 6, 2])
+
+
+def test_lists_of_tensors_on_two_devices_are_taken_one_by_one() -> None:
+    tensors = [torch.zeros(2, device="tpu"), torch.zeros(()), torch.zeros(3)]
+    torch._foreach_add_(tensors, 1)
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1], 1, [1, 1, 1]]
+    assert [tensor.device.type for tensor in tensors] == ["tpu", "cpu", "cpu"]
+
+
+def test_a_cpu_tensor_is_not_written_by_an_op_on_the_device() -> None:
+    one = torch.ones((), device="tpu")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(()).add_(one)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(()).mul_(one)

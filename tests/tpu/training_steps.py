@@ -62,7 +62,8 @@ def main() -> None:
         for chip in TOPOLOGIES:
             problem = None
             try:
-                compiler.lower_segment(description, placement(chip)).compile()
+                program, _ = compiler.lower_segment(description, placement(chip))
+                program.compile()
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             num_ops = len(list(entries(description["tape"])))

@@ -1,5 +1,7 @@
 """A checkpoint is used only if every byte of it is what was written."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tputrain.checkpoint import contents
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, verify
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.data import Tokenizer
+from tputrain.loggers.jsonl import read_jsonl
 from tputrain.models import ModelConfig, build_model, initialize
 
 TINY = ModelConfig(
@@ -68,7 +71,7 @@ def newest_with(checkpoints: Path, file: Path, content: bytes | None) -> tuple[P
     try:
         file.unlink() if content is None else file.write_bytes(content)
         picked = CheckpointStore(checkpoints).newest(
-            lambda path, reason: said.append(f"{path.name}: {reason}")
+            lambda path, reason, used: said.append(f"{path.name}: {reason}")
         )
     finally:
         file.write_bytes(original)
@@ -136,9 +139,58 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path):
 
     with pytest.raises(OSError, match="No space"):
         store.write(1, fail)
-    assert (store.newest(lambda path, reason: None) / "state.json").read_text() == "old"
+    assert (store.newest(lambda path, reason, used: None) / "state.json").read_text() == "old"
     store.write(2, write_text("new"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing in the store may act on it."""
+
+
+def kill_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Die before rename `number` (from 0)."""
+    rename, done = os.rename, []
+
+    def rename_or_die(*arguments) -> None:
+        if len(done) == number:
+            raise Killed
+        done.append(arguments)
+        rename(*arguments)
+
+    monkeypatch.setattr("tputrain.checkpoint.store.os.rename", rename_or_die)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_killed_while_a_step_is_saved_again_the_first_save_of_it_is_still_there(
+    tmp_path, monkeypatch, number
+):
+    CheckpointStore(tmp_path).write(7, write_text("old"))
+    with monkeypatch.context() as dying:
+        kill_at_rename(dying, number)
+        with pytest.raises(Killed):
+            CheckpointStore(tmp_path).write(7, write_text("new"))
+    store = CheckpointStore(tmp_path)
+    store.recover()
+    verify(tmp_path / "step-7")
+    assert (tmp_path / "step-7" / "state.json").read_text() == "old"
+    store.write(7, write_text("newer"))
+    assert (tmp_path / "step-7" / "state.json").read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+
+
+def test_a_run_killed_between_the_renames_of_a_second_save_goes_on_from_the_first(tmp_path, monkeypatch):
+    trainer = build(tmp_path, trainer=TrainerConfig(steps=3))
+    trainer.fit()
+    with monkeypatch.context() as dying:
+        kill_at_rename(dying, 1)
+        with pytest.raises(Killed):
+            trainer.save()
+    assert not (tmp_path / "checkpoints" / "step-3").exists()
+    again = build(tmp_path, trainer=TrainerConfig(steps=4))
+    again.fit()
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
 
 
 def test_the_last_ones_are_kept_and_a_step_can_be_saved_again(tmp_path):
@@ -153,10 +205,10 @@ def test_a_checkpoint_set_aside_does_not_count_among_those_kept(tmp_path):
     for step in (5, 10):
         store.write(step, write_text(str(step)))
     (tmp_path / "step-10" / "COMPLETE").unlink()
-    assert store.newest(lambda path, reason: store.set_aside(path)) == tmp_path / "step-5"
+    assert store.newest(lambda path, reason, used: store.set_aside(path)) == tmp_path / "step-5"
     store.write(10, write_text("10 again"))
     (tmp_path / "step-10" / "COMPLETE").unlink()
-    store.newest(lambda path, reason: store.set_aside(path))
+    store.newest(lambda path, reason, used: store.set_aside(path))
     assert store.steps() == [5]
     assert sorted(path.name for path in tmp_path.glob("refused-*")) == [
         "refused-step-10-1",
@@ -171,6 +223,26 @@ def test_a_directory_where_a_file_should_be_is_refused(tmp_path):
     (tmp_path / "state.json").mkdir()
     with pytest.raises(DamagedCheckpointError, match=r"state.json"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_read_just_now_is_an_error_and_no_damage(tmp_path, monkeypatch, number):
+    build(tmp_path, trainer=TrainerConfig(steps=1)).fit()
+    opened = Path.open
+
+    def fail(path: Path, *arguments, **options):
+        if path.name == "optimizer.safetensors":
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", fail)
+        with pytest.raises(
+            UserError, match=rf"optimizer.safetensors: cannot be read now \({os.strerror(number)}"
+        ):
+            build(tmp_path).fit()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+    assert build(tmp_path).resume()
 
 
 def test_tensors_that_share_memory_are_each_written_out(tmp_path):

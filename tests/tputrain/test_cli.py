@@ -1,13 +1,17 @@
 """The command line: verbs, exit codes, and how soon it speaks."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tputrain.checkpoint import integrity
 from tputrain.cli import main
 from tputrain.loggers.jsonl import read_jsonl
 
@@ -78,6 +82,10 @@ def test_changing_what_a_run_is_made_of_is_refused_and_the_rest_is_told(capsys):
     assert "model.hidden_size=32: runs/tiny/checkpoints/step-4 was made with model.hidden_size=16" in (
         capsys.readouterr().err
     )
+    assert main(["run", "tiny.yaml", "trainer.steps=6", "optim.name=sgd"]) == 2
+    assert "optim.name=sgd: runs/tiny/checkpoints/step-4 was made with optim.name=adamw; set it back" in (
+        capsys.readouterr().err
+    )
     assert main(["run", "tiny.yaml", "optim.beta2=0.9"]) == 0
     assert "note: optim.beta2 is 0.9 from here on, it was 0.95" in capsys.readouterr().out
 
@@ -89,6 +97,96 @@ def test_validate_evaluates_a_run_and_checks_a_recipe(capsys):
     assert "bits per byte: " in out
     assert main(["validate", "llama"]) == 0
     assert "valid; 500 steps" in capsys.readouterr().out
+
+
+@pytest.fixture
+def copy(workplace) -> Iterator[Path]:
+    """A copy of the finished run, to be spoilt."""
+    run_dir = workplace / "runs" / "copy"
+    shutil.copytree(workplace / "runs" / "tiny", run_dir)
+    yield run_dir
+    shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+def _edited(workplace) -> Iterator[None]:
+    """The text of the run, after somebody wrote in it."""
+    text = (workplace / "text.txt").read_text()
+    (workplace / "text.txt").write_text(text + "class More:\n    pass\n" * 20)
+    yield
+    (workplace / "text.txt").write_text(text)
+
+
+@pytest.fixture
+def _no_training_of_tokenizers(workplace, monkeypatch) -> None:
+    def fail(*arguments):
+        raise AssertionError("a tokenizer is being trained, and the run has its own")
+
+    monkeypatch.setattr("tputrain.data.tokenizer.Tokenizer.train", fail)
+    shutil.rmtree(workplace / "cache", ignore_errors=True)
+
+
+GO_ON = ["run", "tiny.yaml", "run_dir=runs/copy", "trainer.steps=6"]
+
+
+@pytest.mark.usefixtures("copy", "_edited", "_no_training_of_tokenizers")
+def test_a_run_whose_text_was_edited_is_not_gone_on_with(capsys):
+    assert main(GO_ON) == 2
+    assert capsys.readouterr().err == (
+        "tputrain: data.files='text.txt': the text there is not what this run was started with; "
+        "restore the files, or choose another run_dir\n"
+    )
+
+
+@pytest.mark.usefixtures("_no_training_of_tokenizers")
+def test_a_run_goes_on_with_its_own_tokenizer(copy):
+    assert main(GO_ON) == 0
+    assert [record["step"] for record in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.usefixtures("_no_training_of_tokenizers", "_edited", "copy")
+def test_other_text_is_evaluated_with_the_run_s_own_tokenizer(capsys):
+    assert main(["validate", "runs/copy"]) == 0
+    assert "note: text.txt is not the text that the run was started with" in capsys.readouterr().out
+
+
+def hashed(monkeypatch) -> list[str]:
+    """Gets the name of every file that is read for its checksum from here on."""
+    names: list[str] = []
+    sha256 = integrity._sha256
+
+    def counting(path: Path) -> str:
+        names.append(f"{path.parent.name}/{path.name}")
+        return sha256(path)
+
+    monkeypatch.setattr(integrity, "_sha256", counting)
+    return names
+
+
+@pytest.mark.usefixtures("copy")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "tiny.yaml", "run_dir=runs/copy"],
+        GO_ON,
+        ["validate", "runs/copy"],
+        ["sample", "runs/copy", "--prompt", "x", "--max-new-tokens", "1"],
+    ],
+    ids=["finished", "resumed", "validate", "sample"],
+)
+def test_a_checkpoint_is_read_for_its_checksum_once(monkeypatch, arguments):
+    names = hashed(monkeypatch)
+    assert main(arguments) == 0
+    assert names.count("step-4/model.safetensors") == 1
+    assert names.count("step-4/optimizer.safetensors") == 1
+
+
+def test_checking_a_large_checkpoint_is_announced(capsys, monkeypatch):
+    monkeypatch.setattr("tputrain.checkpoint.store._BYTES_TO_ANNOUNCE", 1000)
+    assert main(["run", "tiny.yaml"]) == 0
+    assert re.search(
+        r"checking runs/tiny/checkpoints/step-4 \(0.0 GB\) ... \d+\.\d s\n", capsys.readouterr().out
+    )
 
 
 def test_sample_writes_text_that_begins_with_the_prompt(capsys):

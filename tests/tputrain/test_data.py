@@ -190,7 +190,8 @@ def test_changed_text_or_vocabulary_is_tokenised_anew(notes):
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_damaged_cache_entry_is_announced_and_made_again(name, damage, tmp_path):
     first = build()
-    path = tmp_path / "cache" / first.fingerprint / name
+    (entry,) = (tmp_path / "cache").iterdir()
+    path = entry / name
     if damage == "missing":
         path.unlink()
     else:
@@ -205,7 +206,8 @@ def test_concurrent_builds_end_in_one_entry_and_leave_nothing_behind(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         built = list(pool.map(lambda _: build(), range(4)))
     assert len({data.fingerprint for data in built}) == 1
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [built[0].fingerprint]
+    (entry,) = (tmp_path / "cache").iterdir()
+    assert built[0].fingerprint.startswith(f"{entry.name}-")
 
 
 def test_tokenizer_training_gives_the_same_result_in_another_process(tmp_path):
@@ -221,3 +223,27 @@ def test_tokenizer_training_gives_the_same_result_in_another_process(tmp_path):
         [sys.executable, "-c", script], check=True, env={"PYTHONPATH": path, "RAYON_NUM_THREADS": "3"}
     )
     assert (tmp_path / "tokenizer.json").read_text() == (tmp_path / "other" / "tokenizer.json").read_text()
+
+
+def test_a_given_tokenizer_is_used_and_its_tokens_are_cached_apart(tmp_path):
+    trained = build()
+    given = Tokenizer.train([prose(99, 300).upper()], 280)
+    for _ in range(2):
+        data = build_data(config(), 0, announce=lambda line: None, tokenizer=given)
+        assert data.tokenizer.digest() == given.digest() != trained.tokenizer.digest()
+        assert data.fingerprint != trained.fingerprint
+        assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert build().fingerprint == trained.fingerprint
+    same = build_data(config(), 0, announce=lambda line: None, tokenizer=trained.tokenizer)
+    assert same.fingerprint == trained.fingerprint
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_text_that_is_not_the_expected_is_refused_before_a_tokenizer_is_trained(notes, monkeypatch):
+    fingerprint = build().fingerprint
+    (notes / "00.txt").write_text("edited")
+    monkeypatch.setattr(Tokenizer, "train", None)
+    with pytest.raises(
+        DataError, match=r"data.files='notes/\*.txt': the text there is not what this run was"
+    ):
+        build_data(config(), 0, announce=lambda line: None, expected=fingerprint)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe
+from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe, with_defaults
 from tputrain.shipped import find_recipe, shipped_names, shipped_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +70,15 @@ def test_differences_are_named_by_dotted_key():
     old, new = asdict(RecipeConfig()), asdict(RecipeConfig(seed=4))
     new["optim"]["eps"] = 1.0
     assert differences(old, new) == {"seed": (0, 4), "optim.eps": (1e-8, 1.0)}
+
+
+def test_a_key_that_an_older_run_did_not_know_had_its_default():
+    new = asdict(RecipeConfig(seed=4))
+    old = {name: dict(value) if isinstance(value, dict) else value for name, value in new.items()}
+    del old["model"]["rope_theta"], old["data"]["validation_fraction"], old["sample"]
+    assert differences(with_defaults(old), new) == {}
+    new["data"]["validation_fraction"] = 0.2
+    assert differences(with_defaults(old), new) == {"data.validation_fraction": (0.05, 0.2)}
 
 
 MISTAKES = [

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.tputrain.resumable_run import STEPS, TiedModel, build
-from tputrain import CheckpointConfig, RunConfig, Trainer, TrainerConfig, UserError
+from tputrain import CheckpointConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.callbacks.callback import Callback
+from tputrain.checkpoint import contents
 from tputrain.loggers.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,8 +119,31 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
     build(tmp_path).fit()
     said = capsys.readouterr().out
     assert "step-10 refused: model.safetensors: damaged" in said
+    assert "it is refused-step-10-1 now, and step-9 is used" in said
     assert "step-9 at step 9" in said
     assert losses(tmp_path) == losses(uninterrupted)
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_and_nothing_is_lost(tmp_path):
+    fit_until(tmp_path, 4)
+    for step in (3, 4):
+        (tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors").unlink()
+    logged = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(2):  # also after the first attempt
+        with pytest.raises(
+            UserError, match=r"no whole checkpoint .*step-4: model.safetensors: missing; step-3"
+        ):
+            build(tmp_path).fit()
+    # Not even where all that is left was set aside by an earlier resume.
+    for step in (3, 4):
+        (tmp_path / "checkpoints" / f"step-{step}").rename(
+            tmp_path / "checkpoints" / f"refused-step-{step}-1"
+        )
+    with pytest.raises(
+        UserError, match=r"no whole checkpoint .*begin anew with another run_dir or by removing"
+    ):
+        build(tmp_path).fit()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == logged
 
 
 def test_a_finished_run_is_left_alone(tmp_path, uninterrupted, capsys):
@@ -177,6 +201,48 @@ def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path):
     model.norm = nn.LayerNorm(3)
     with pytest.raises(UserError, match=r"norm.weight has shape \(6,\), the model's has \(3,\)"):
         Trainer(model, RunConfig(device="cpu")).resume(checkpoint)
+
+
+@pytest.mark.parametrize(("first", "second"), [("sgd", "adamw"), ("adamw", "sgd")])
+def test_a_run_goes_on_only_with_the_optimizer_it_was_started_with(tmp_path, first, second):
+    build(tmp_path, trainer=TrainerConfig(steps=1), optim=OptimConfig(name=first)).fit()
+    trainer = build(tmp_path, optim=OptimConfig(name=second))
+    kinds = {"sgd": "SGD", "adamw": "AdamW"}
+    with pytest.raises(
+        UserError, match=f"the state of {kinds[first]}, and this run's optimizer is {kinds[second]}: "
+    ):
+        trainer.fit()
+
+
+def test_a_checkpoint_in_a_newer_format_is_one_clear_error(tmp_path, monkeypatch):
+    with monkeypatch.context() as newer:
+        newer.setattr(contents, "FORMAT", contents.FORMAT + 1)
+        build(tmp_path, trainer=TrainerConfig(steps=1)).fit()
+    with pytest.raises(
+        UserError, match=r"state.json: format 2, written by tputrain .*; this one reads formats up to 1"
+    ):
+        build(tmp_path).fit()
+
+
+def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path):
+    class Loader:
+        def __init__(self, fingerprint: str | None):
+            self.fingerprint = fingerprint
+
+        def batch_at(self, step: int, micro: int):
+            return torch.ones(2, 4), torch.tensor([0, 1])
+
+    def run(loader: Loader, steps: int) -> None:
+        cfg = RunConfig(device="cpu", run_dir=str(tmp_path), trainer=TrainerConfig(steps=steps))
+        Trainer(nn.Linear(4, 2), cfg, train_loader=loader).fit()
+
+    run(Loader("first"), 1)
+    run(Loader("first"), 2)
+    with pytest.raises(
+        UserError, match=r"\(data.files in a recipe\) is not what the run .* choose another run_dir"
+    ):
+        run(Loader("second"), 3)
+    assert list(losses(tmp_path)) == [1, 2]
 
 
 def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path):

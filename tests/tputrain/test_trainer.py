@@ -1,6 +1,8 @@
 """The training loop: what it computes, what it asks of models and loaders, what it tells."""
 
 import math
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tputrain import LogConfig, OptimConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig, UserError
+from tputrain import (
+    CheckpointConfig,
+    LogConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    Trainer,
+    TrainerConfig,
+    UserError,
+)
 from tputrain.callbacks.callback import Callback
 from tputrain.loggers.logger import Logger
+from tputrain.signals import Interrupted
 
 QUIET = LogConfig(every=3, progress="none")
 
@@ -354,9 +366,87 @@ def test_a_loss_that_is_not_a_number_is_logged_as_json(tmp_path):
     from tputrain.loggers.jsonl import read_jsonl
 
     batch = (torch.full((2, 4), float("nan")), torch.tensor([0, 1]))
-    Trainer(classifier(), config(steps=1, run_dir=str(tmp_path)), train_loader=[batch]).fit()
+    cfg = config(steps=1, run_dir=str(tmp_path), on_nonfinite="continue")
+    Trainer(classifier(), cfg, train_loader=[batch]).fit()
     (record,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert (record["loss"], record["loss_hex"]) == (None, "nan")
+
+
+class PoisonedFrom:
+    """Batches that are good until `step`, and then hold an infinity or a NaN."""
+
+    def __init__(self, step: int, poison: float):
+        self.step, self.poison = step, poison
+
+    def batch_at(self, step: int, micro: int):
+        inputs, labels = samples(4)
+        if step + 1 >= self.step:
+            inputs[0, 0] = self.poison
+        return inputs, labels
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_a_run_that_diverges_stops_and_its_good_checkpoints_stay(tmp_path, poison, every):
+    cfg = config(
+        steps=50, run_dir=str(tmp_path), checkpoint=CheckpointConfig(every=4), log=LogConfig(every, "none")
+    )
+    with pytest.raises(UserError, match=r"step 10: loss is (nan|inf); the run stops") as caught:
+        Trainer(classifier(), cfg, train_loader=PoisonedFrom(10, poison)).fit()
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4", "step-8"]
+    trainer = Trainer(classifier(), cfg, train_loader=PoisonedFrom(99, 0.0))
+    trainer.fit()
+    assert trainer.step == 50
+
+
+def test_gradients_and_evaluations_that_are_no_numbers_stop_a_run_too():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, values):
+            return (self.weight * values.sum()).abs().sqrt()  # its value at 0 is 0, its slope there is not
+
+    with pytest.raises(UserError, match=r"step 1: grad_norm is (nan|inf)"):
+        fit(Root(), config(), train_loader=[torch.ones(2)])
+    bad = torch.full((2, 4), math.nan), torch.tensor([0, 1])
+    with pytest.raises(UserError, match="step 0: loss is nan"):
+        fit(classifier(), config(), train_loader=[samples(4)], val_loader=[bad])
+
+
+def test_a_trainer_that_was_interrupted_or_stopped_can_be_used_again():
+    class Ends(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            trainer.control.stop = trainer.step == 2
+
+    cfg = config(steps=3)
+    trainer = Trainer(
+        classifier(), cfg, train_loader=[samples(4)], val_loader=[samples(4)], callbacks=[Ends()]
+    )
+    with pytest.raises(Interrupted):
+        trainer.fit()
+    assert trainer.step == 1
+    assert trainer.validate()["loss"] > 0
+    trainer.fit()
+    assert trainer.step == 2
+    trainer.fit()
+    assert trainer.step == 3
+
+
+def test_what_the_caller_took_from_the_garbage_collector_stays_taken():
+    import gc
+
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        fit(classifier(), config(), train_loader=[samples(4)])
+        assert gc.get_freeze_count() == pytest.approx(frozen, abs=100)  # some of it may be gone by now
+    finally:
+        gc.unfreeze()
 
 
 def test_the_garbage_collector_is_back_to_normal_after_a_run():

@@ -21,6 +21,7 @@ from tputrain.errors import UserError
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new keys alone do not do that
 
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
@@ -96,7 +97,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory
         {"params": [names[id(p)] for p in group["params"]], "options": _plain_options(group)}
         for group in optimizer.param_groups
     ]
-    return {"values": values, "groups": groups}
+    return {"kind": type(optimizer).__name__, "values": values, "groups": groups}
 
 
 def load_optimizer(
@@ -108,6 +109,12 @@ def load_optimizer(
 ) -> None:
     """Put back what `save_optimizer` wrote; `restore_options`: also learning rate, betas and their like."""
     path = directory / OPTIMIZER
+    kind = type(optimizer).__name__
+    if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
+        raise UserError(
+            f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: "
+            "go on with the one the run was started with (optim.name in a recipe), or choose another run_dir"
+        )
     names = parameter_names(model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in rest["groups"]]:
@@ -138,17 +145,24 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def save_state(state: dict[str, Any], directory: Path) -> None:
-    """Write state.json. Raises UserError where something in it is not JSON."""
+    """Write state.json, with its format. Raises UserError where something in it is not JSON."""
     try:
-        text = json.dumps(state, indent=1)
+        text = json.dumps({"format": FORMAT} | state, indent=1)
     except TypeError as error:
         raise UserError(f"{STATE}: {error}; state of callbacks and schedulers must be plain JSON") from None
     (directory / STATE).write_text(text + "\n", encoding="utf-8")
 
 
 def load_state(directory: Path) -> dict[str, Any]:
-    """Read state.json of a verified checkpoint."""
-    return json.loads((directory / STATE).read_text(encoding="utf-8"))
+    """Read state.json of a verified checkpoint. Raises UserError where a newer tputrain wrote it."""
+    path = directory / STATE
+    state = json.loads(path.read_text(encoding="utf-8"))
+    if state["format"] > FORMAT:
+        raise UserError(
+            f"{path}: format {state['format']}, written by tputrain {state['versions']['tputrain']}; "
+            f"this one reads formats up to {FORMAT}: install that version, or a newer one"
+        )
+    return state
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,11 @@ byte of each file is vouched for, and a directory without `COMPLETE` was never f
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from tputrain.errors import UserError
 
 CHECKSUMS = "checksums.json"
 COMPLETE = "COMPLETE"
@@ -32,26 +36,27 @@ def seal(directory: Path) -> None:
     _sync(directory)
 
 
-def verify(directory: Path) -> None:
-    """Raise DamagedCheckpointError unless every file is, byte for byte, what `seal` saw."""
-    complete, checksums = _read(directory, COMPLETE), _read(directory, CHECKSUMS)
+def verify(directory: Path, only: tuple[str, ...] = ()) -> None:
+    """Raise DamagedCheckpointError unless every file (or those named) is, byte for byte, what `seal` saw.
+
+    Only content counts as damage. What keeps a file from being read at all (permissions, a disk or a network
+    that does not answer) says nothing about it and may pass: that is a UserError.
+    """
+    complete, checksums = _read(directory / COMPLETE), _read(directory / CHECKSUMS)
     if complete != _vouch_for(checksums).encode():
         digest = complete.split(b"\n")[0]
         is_itself_whole = complete == digest + b"\n" + hashlib.sha256(digest).hexdigest().encode() + b"\n"
         damaged = CHECKSUMS if is_itself_whole else COMPLETE
         raise DamagedCheckpointError(f"{damaged}: damaged (its checksum differs)")
     for name, expected in json.loads(checksums).items():
-        path = directory / name
-        try:
-            found = path.stat().st_size
+        if only and name not in only:
+            continue
+        with _reading(directory / name):
+            found = (directory / name).stat().st_size
             if found != expected["bytes"]:
                 raise DamagedCheckpointError(f"{name}: {found} bytes, expected {expected['bytes']}")
-            if _sha256(path) != expected["sha256"]:
+            if _sha256(directory / name) != expected["sha256"]:
                 raise DamagedCheckpointError(f"{name}: damaged (its checksum differs)")
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{name}: missing") from None
-        except OSError as error:
-            raise DamagedCheckpointError(f"{name}: cannot be read ({error.strerror})") from None
 
 
 def sync_directory(directory: Path) -> None:
@@ -59,13 +64,25 @@ def sync_directory(directory: Path) -> None:
     _sync(directory)
 
 
-def _read(directory: Path, name: str) -> bytes:
+def _read(path: Path) -> bytes:
+    with _reading(path):
+        return path.read_bytes()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Tells a file that is not there, which is damage, from one that cannot be read now, which is not."""
     try:
-        return (directory / name).read_bytes()
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{name}: missing") from None
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpointError(f"{path.name}: missing") from None
+    except IsADirectoryError:
+        raise DamagedCheckpointError(f"{path.name}: a directory, expected a file") from None
     except OSError as error:
-        raise DamagedCheckpointError(f"{name}: cannot be read ({error.strerror})") from None
+        raise UserError(
+            f"{path}: cannot be read now ({error.strerror}); nothing was changed: mend that and try again, "
+            f"or move {path.parent} away to go on without it"
+        ) from None
 
 
 def _vouch_for(checksums: bytes) -> str:

@@ -4,15 +4,23 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from tputrain.announce import announced
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.config_checks import expect_at_least, expect_choice
+from tputrain.errors import UserError
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
+_REPLACED = ".replaced-"
 _REFUSED = "refused-"
+_BYTES_TO_ANNOUNCE = 500_000_000  # a second or several, by the disk
+
+Refused = Callable[[Path, str, Path], None]
+"""(path, reason, used): the checkpoint at `path` is damaged, and the one at `used` is taken instead."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,10 @@ class CheckpointStore:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
-        before.
+        before, once `recover` has been called.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.recover()
         self._remove_unfinished()
         unfinished = self.directory / f"{_UNFINISHED}step-{step}"
         unfinished.mkdir()
@@ -64,23 +73,52 @@ class CheckpointStore:
         seal(unfinished)
         final = self.path(step)
         if final.exists():
-            # A directory cannot be renamed over another. The one that goes is of the same step.
-            os.rename(final, self.directory / f"{_UNFINISHED}replaced-{step}")
+            # A directory cannot be renamed over another; killed before the next line, `recover` undoes this.
+            os.rename(final, self.directory / f"{_REPLACED}{final.name}")
         os.rename(unfinished, final)
         sync_directory(self.directory)
-        self._remove_unfinished()
+        self.recover()
         self._remove_old()
         return final
 
-    def newest(self, refused: Callable[[Path, str], None]) -> Path | None:
-        """The newest whole checkpoint; `refused(path, reason)` hears of every newer one that is not."""
+    def recover(self) -> None:
+        """Put back what a `write` that was killed had moved out of its way; for the process that trains.
+
+        One that only reads must not: the writer may be between its two renames.
+        """
+        for replaced in self.directory.glob(f"{_REPLACED}*"):
+            final = self.directory / replaced.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(replaced)
+            else:
+                os.rename(replaced, final)
+
+    def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
+        """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
+
+        `refused(path, reason, used)` hears of every newer one that is not whole, and which is used instead.
+        Raises UserError where there are checkpoints, or some that were set aside, and none is whole: what
+        was learned must not be lost by beginning anew unasked.
+        """
+        damaged: list[tuple[Path, str]] = []
         for step in self.steps():
-            try:
-                verify(self.path(step))
+            reason = damage(self.path(step), only)
+            if reason is None:
+                for path, why in damaged:
+                    refused(path, why, self.path(step))
                 return self.path(step)
-            except DamagedCheckpointError as error:
-                refused(self.path(step), str(error))
-        return None
+            damaged.append((self.path(step), reason))
+        if not self.has_any():
+            return None
+        found = "; ".join(f"{path.name}: {why}" for path, why in damaged) or "all were set aside before"
+        raise UserError(
+            f"{self.directory}: no whole checkpoint to go on from ({found}): restore one, or begin anew with "
+            f"another run_dir or by removing {self.directory.parent}"
+        )
+
+    def has_any(self) -> bool:
+        """Whether a checkpoint was ever finished here, whole or not, set aside or not."""
+        return bool(self.steps()) or any(self.directory.glob(f"{_REFUSED}*"))
 
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it neither counts among those kept nor stands in the way."""
@@ -99,3 +137,20 @@ class CheckpointStore:
             doomed = self.directory / f"{_UNFINISHED}old-{step}"
             os.rename(self.path(step), doomed)
             shutil.rmtree(doomed)
+
+
+def damage(path: Path, only: tuple[str, ...] = ()) -> str | None:
+    """What is wrong with the checkpoint at `path`, in one line; None where it is whole."""
+    try:
+        with _announced_if_long(path, only):
+            verify(path, only)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return None
+
+
+def _announced_if_long(path: Path, only: tuple[str, ...]) -> AbstractContextManager[object]:
+    num_bytes = 0 if only else sum(file.stat().st_size for file in path.glob("*"))
+    if num_bytes < _BYTES_TO_ANNOUNCE:
+        return nullcontext()
+    return announced(f"checking {path} ({num_bytes / 1e9:.1f} GB)")

@@ -33,6 +33,7 @@ class TrainingBatches:
     packed: PackedSequences
     sequences: int
     micro_batches: int
+    fingerprint: str
 
     def batch_at(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of step `step`: `sequences` sequences."""
@@ -51,10 +52,14 @@ class ValidationBatches:
         return self.packed.eval_batches(self.sequences)
 
 
-def build_job(cfg: RecipeConfig) -> Job:
-    """Data, model and Trainer of a recipe. The model has its initial values."""
+def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
+    """Data, model and Trainer of a recipe. The model has its initial values.
+
+    `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
+    """
     find_device(cfg.device)  # a device that is not there is reported before the tokenizer is trained
-    data = build_data(cfg.data, cfg.seed, announce=say)
+    tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(checkpoint)
+    data = build_data(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer, expected=fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
         trainer = _build_trainer(cfg, data)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -67,6 +72,26 @@ def build_job(cfg: RecipeConfig) -> Job:
     return Job(trainer, description)
 
 
+def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
+    """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`."""
+    find_device(cfg.device)
+    tokenizer, fingerprint = _started_with(checkpoint)
+    data = build_data(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer)
+    if fingerprint is not None and data.fingerprint != fingerprint:
+        say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
+    return Trainer(build_model(cfg.model), cfg, val_loader=_validation_batches(cfg, data))
+
+
+def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
+    """The tokenizer of a run, and the fingerprint of its data (None in a checkpoint that does not say it)."""
+    data = contents.load_state(checkpoint)["data"] or {}
+    return Tokenizer.load(checkpoint), data.get("fingerprint")
+
+
+def _validation_batches(cfg: RecipeConfig, data: TextData) -> ValidationBatches:
+    return ValidationBatches(data.validation, cfg.batch.sequences, data.validation_bytes_per_token)
+
+
 def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
     model = build_model(cfg.model)
     initialize(model, cfg.seed)
@@ -76,8 +101,10 @@ def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
     return Trainer(
         model,
         cfg,
-        train_loader=TrainingBatches(data.train, cfg.batch.sequences, cfg.trainer.accumulate),
-        val_loader=ValidationBatches(data.validation, cfg.batch.sequences, data.validation_bytes_per_token),
+        train_loader=TrainingBatches(
+            data.train, cfg.batch.sequences, cfg.trainer.accumulate, data.fingerprint
+        ),
+        val_loader=_validation_batches(cfg, data),
         callbacks=callbacks,
         tokenizer=data.tokenizer,
     )

@@ -9,17 +9,18 @@ from typing import Any
 from tputrain.announce import announced, say
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.store import CheckpointStore
-from tputrain.cli.job import build_job, build_trained_model
+from tputrain.cli.job import build_evaluation, build_job, build_trained_model
 from tputrain.config_checks import expect
+from tputrain.data import Tokenizer
 from tputrain.device import execution_mode
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe
+from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe, with_defaults
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
 
-_FIXED = ("model.", "data.", "batch.", "seed")
+_FIXED = ("model.", "data.", "batch.", "optim.name", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
 _FREE = ("data.cache_dir",)
 """What is below those and changes nothing."""
@@ -34,13 +35,14 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
     assert cfg.run_dir is not None
     command = f"tputrain run {shlex.quote(recipe)}"
     kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
-    if cfg.checkpoint.resume == "auto" and _is_finished(cfg):
+    started = _started(cfg) if cfg.checkpoint.resume == "auto" else None
+    if started is not None and _is_finished(cfg, started):
         say(f"{cfg.run_dir} is finished: it has done its {cfg.trainer.steps} steps. To make it longer:")
         say(f"  {command}{kept} trainer.steps={2 * cfg.trainer.steps}")
         return 0
     with RunLock(Path(cfg.run_dir)):
         pass  # a directory that cannot be used is reported before anything takes long
-    job = build_job(cfg)
+    job = build_job(cfg, started)
     for line in job.description:
         say(line)
     try:
@@ -62,9 +64,9 @@ def validate(target: str, overrides: Sequence[str]) -> int:
         say(f"{path}: valid; {cfg.trainer.steps} steps, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
         return 0
     checkpoint, cfg = _trained(target, overrides)
-    job = build_job(replace(cfg, run_dir=None))
-    job.trainer.resume(checkpoint)
-    for name, value in job.trainer.validate().items():
+    trainer = build_evaluation(replace(cfg, run_dir=None), checkpoint)
+    trainer.load(checkpoint)
+    for name, value in trainer.validate().items():
         say(f"{name.replace('_', ' ')}: {value:.4f}")
     return 0
 
@@ -100,21 +102,36 @@ def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig
     return checkpoint, config_from_json(state["config"], str(checkpoint / contents.STATE), overrides)
 
 
-def _is_finished(cfg: RecipeConfig) -> bool:
-    """Whether the run has nothing left to do. Raises UserError where its checkpoint is another run's."""
-    store = CheckpointStore(Path(str(cfg.run_dir)) / "checkpoints")
-    # Damaged ones are spoken of when the run is resumed.
-    checkpoint = store.newest(lambda path, reason: None)
-    if checkpoint is None:
-        return False
+def _started(cfg: RecipeConfig) -> Path | None:
+    """What the run goes on from, if it was started. Raises UserError where that is another run's.
+
+    Only small files are looked into, so that a large checkpoint is read once, by whoever needs all of it; a
+    damaged one is spoken of then.
+    """
+    checkpoint = _store(cfg).newest(_say_nothing, only=(contents.STATE, Tokenizer.FILE))
+    if checkpoint is not None:
+        _check_same_run(cfg, contents.load_state(checkpoint)["config"], checkpoint)
+    return checkpoint
+
+
+def _is_finished(cfg: RecipeConfig, checkpoint: Path) -> bool:
+    """Whether the run has nothing left to do, and what it came to is whole."""
     state = contents.load_state(checkpoint)
-    _check_same_run(cfg, state["config"], checkpoint)
-    return state["step"] >= cfg.trainer.steps and state["evaluated_at"] == state["step"]
+    is_finished = state["step"] >= cfg.trainer.steps and state["evaluated_at"] == state["step"]
+    return is_finished and _store(cfg).newest(_say_nothing) == checkpoint
+
+
+def _store(cfg: RecipeConfig) -> CheckpointStore:
+    return CheckpointStore(Path(str(cfg.run_dir)) / "checkpoints")
+
+
+def _say_nothing(path: Path, reason: str, used: Path) -> None:
+    pass
 
 
 def _check_same_run(cfg: RecipeConfig, saved: dict[str, Any], checkpoint: Path) -> None:
     """Name every setting that differs from the checkpoint's; refuse those that make it another run."""
-    changes = differences(saved, asdict(cfg))
+    changes = differences(with_defaults(saved), asdict(cfg))
     for key, (old, new) in changes.items():
         if key.startswith(_FIXED) and key not in _FREE:
             raise UserError(
@@ -124,8 +141,8 @@ def _check_same_run(cfg: RecipeConfig, saved: dict[str, Any], checkpoint: Path) 
         say(f"note: {key} is {new} from here on, it was {old}")
 
 
-def _say_refused(path: Path, reason: str) -> None:
-    say(f"checkpoint {path} refused: {reason}; the one before is used")
+def _say_refused(path: Path, reason: str, used: Path) -> None:
+    say(f"checkpoint {path} refused: {reason}; {used.name} is used")
 
 
 def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tputrain.data.config import DataConfig
+from tputrain.data.config import DataConfig, DataError
 from tputrain.data.packing import PackedSequences
 from tputrain.data.sources import read_corpus
-from tputrain.data.token_cache import tokenise
+from tputrain.data.token_cache import text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
 
 
@@ -38,14 +38,25 @@ class TextData:
         ]
 
 
-def build_data(cfg: DataConfig, seed: int, announce: Callable[[str], None] = print) -> TextData:
+def build_data(
+    cfg: DataConfig,
+    seed: int,
+    announce: Callable[[str], None] = print,
+    tokenizer: Tokenizer | None = None,
+    expected: str | None = None,
+) -> TextData:
     """Read, tokenise (or take from the cache) and pack; `seed` decides only the order of training sequences.
 
-    `announce` gets a line before and after anything that takes seconds. Raises DataError, one line, where
-    there is no text to train on or too little of it.
+    A run that goes on gives its own `tokenizer` (None: one is trained) and, as `expected`, the fingerprint of
+    the data it was started with. `announce` gets a line before and after anything that takes seconds. Raises
+    DataError, one line, where there is no text to train on, too little of it, or not the expected one.
     """
     corpus = read_corpus(cfg)
-    tokenised = tokenise(corpus, cfg, announce)
+    text = text_fingerprint(corpus, cfg)
+    # Before the tokenizer: this may be told in a second.
+    if expected is not None and not expected.startswith(text):
+        raise _other_text(cfg, corpus.title)
+    tokenised = tokenise(corpus, cfg, announce, tokenizer)
 
     def pack(name: str) -> PackedSequences:
         part = getattr(tokenised, name)
@@ -56,9 +67,19 @@ def build_data(cfg: DataConfig, seed: int, announce: Callable[[str], None] = pri
         title=corpus.title,
         num_files=len(corpus.documents),
         num_bytes=corpus.num_bytes,
-        fingerprint=tokenised.fingerprint,
+        fingerprint=f"{text}-{tokenised.tokenizer.digest()}",
         tokenizer=tokenised.tokenizer,
         train=train,
         validation=validation,
         validation_bytes_per_token=validation.bytes_per_label(tokenised.tokenizer.token_bytes()),
+    )
+
+
+def _other_text(cfg: DataConfig, title: str) -> DataError:
+    found, mend = f"the {title}", "use the Python that the run was started with"
+    if cfg.files is not None:
+        found, mend = "the text there", "restore the files"
+    return DataError(
+        f"data.files={'null' if cfg.files is None else repr(cfg.files)}: {found} is not what this run was "
+        f"started with; {mend}, or choose another run_dir"
     )

@@ -30,35 +30,36 @@ class TokenisedPart:
 
 @dataclass(frozen=True)
 class TokenisedCorpus:
-    """A corpus as tokens, memory-mapped; `fingerprint` names the text and how it was tokenised."""
+    """A corpus as tokens, memory-mapped."""
 
-    fingerprint: str
     tokenizer: Tokenizer
     train: TokenisedPart
     validation: TokenisedPart
 
 
-def tokenise(corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None]) -> TokenisedCorpus:
-    """The corpus as tokens, from the cache where it was tokenised before.
+def tokenise(
+    corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None], tokenizer: Tokenizer | None = None
+) -> TokenisedCorpus:
+    """The corpus as tokens of `tokenizer` (None: one that is trained on it), from the cache if it is there.
 
     Processes may do this at the same time: each builds a directory of its own, and the first one renamed
     stays.
     """
-    fingerprint = _fingerprint(corpus, cfg)
     cache = Path(cfg.cache_dir).expanduser()
-    entry = cache / fingerprint
-    if entry.exists():
-        try:
-            return _load(entry)
-        except (OSError, ValueError, KeyError) as error:
-            announce(f"cached tokens in {entry} are damaged ({error}): making them again")
-            shutil.rmtree(entry, ignore_errors=True)
+    entry = cache / text_fingerprint(corpus, cfg)
+    cached = _load_or_remove(entry, announce)
+    if tokenizer is not None and (cached is None or cached.tokenizer.digest() != tokenizer.digest()):
+        # Beside the entry of those who train theirs, who must not get somebody else's.
+        entry = cache / f"{entry.name}-{tokenizer.digest()}"
+        cached = _load_or_remove(entry, announce)
+    if cached is not None:
+        return cached
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as workspace:
-            built = Path(workspace) / fingerprint
+            built = Path(workspace) / entry.name
             built.mkdir()
-            _build(corpus, cfg, built, announce)
+            _build(corpus, cfg, built, announce, tokenizer)
             _publish(built, entry)
     except OSError as error:
         raise DataError(
@@ -67,19 +68,36 @@ def tokenise(corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None]) -
     return _load(entry)
 
 
-def _fingerprint(corpus: Corpus, cfg: DataConfig) -> str:
+def text_fingerprint(corpus: Corpus, cfg: DataConfig) -> str:
+    """Names the text and all that decides how it is cut, but for the tokenizer itself."""
     choices = json.dumps([_LAYOUT, cfg.vocab_size, cfg.validation_fraction])
     return blake2b(corpus.digest() + choices.encode(), digest_size=16).hexdigest()
 
 
-def _build(corpus: Corpus, cfg: DataConfig, built: Path, announce: Callable[[str], None]) -> None:
+def _load_or_remove(entry: Path, announce: Callable[[str], None]) -> TokenisedCorpus | None:
+    if not entry.exists():
+        return None
+    try:
+        return _load(entry)
+    except (OSError, ValueError, KeyError) as error:
+        announce(f"cached tokens in {entry} are damaged ({error}): making them again")
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+
+
+def _build(
+    corpus: Corpus, cfg: DataConfig, built: Path, announce: Callable[[str], None], tokenizer: Tokenizer | None
+) -> None:
     megabytes = corpus.num_bytes / 1e6
     started = perf_counter()
     # The rates are those of one slow core; small texts need no word.
-    if megabytes > 2:
+    if megabytes > 2 and tokenizer is None:
         announce(f"tokenizer: learning from {megabytes:.1f} MB of text, once (about {megabytes * 0.9:.0f} s)")
+    elif megabytes > 2:
+        announce(f"tokenizer: reading {megabytes:.1f} MB of text with the run's own")
     train, validation = split(corpus, cfg.validation_fraction)
-    tokenizer = Tokenizer.train((document.text for document in train), cfg.vocab_size)
+    if tokenizer is None:
+        tokenizer = Tokenizer.train((document.text for document in train), cfg.vocab_size)
     tokenizer.save(built)
     lengths = {}
     for name, documents in (("train", train), ("validation", validation)):
@@ -137,4 +155,4 @@ def _load(entry: Path) -> TokenisedCorpus:
         return TokenisedPart(tokens, offsets)
 
     train, validation = part("train"), part("validation")
-    return TokenisedCorpus(entry.name, Tokenizer.load(entry), train, validation)
+    return TokenisedCorpus(Tokenizer.load(entry), train, validation)

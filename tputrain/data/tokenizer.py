@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 class Tokenizer:
     """Text to token ids and back, without loss for any text."""
+
+    FILE = "tokenizer.json"
+    """What `load` reads."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
@@ -47,7 +51,7 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path | str) -> "Tokenizer":
         """Read what `save` wrote. Raises ValueError where tokenizer.json is missing or damaged."""
-        path = Path(directory) / "tokenizer.json"
+        path = Path(directory) / cls.FILE
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises no narrower type
@@ -63,7 +67,7 @@ class Tokenizer:
             **special,
         }
         directory = Path(directory)
-        (directory / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        (directory / self.FILE).write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
         (directory / "tokenizer_config.json").write_text(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
         )
@@ -89,6 +93,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, end-of-text tokens left out; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def digest(self) -> str:
+        """A hash of the vocabulary with its ids: tokenizers that agree in it give equal ids."""
+        # Not of tokenizer.json: another release of the library may write the same vocabulary differently.
+        vocabulary = sorted(self._tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+        return blake2b(json.dumps(vocabulary).encode(), digest_size=8).hexdigest()
 
     def token_bytes(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 of length `vocab_size`; 0 for end-of-text."""

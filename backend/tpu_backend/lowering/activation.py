@@ -32,12 +32,12 @@ def threshold_backward(grad_output, self, threshold):
 
 @lowering("sigmoid_backward", promote="result")
 def sigmoid_backward(grad_output, output):
-    return grad_output * (1 - output) * output
+    return grad_output * jnp.conj((1 - output) * output)
 
 
 @lowering("tanh_backward", promote="result")
 def tanh_backward(grad_output, output):
-    return grad_output * (1 - output * output)
+    return grad_output * jnp.conj(1 - output * output)
 
 
 @lowering("silu", promote="result")
@@ -48,7 +48,7 @@ def silu(self):
 @lowering("silu_backward", promote="result")
 def silu_backward(grad_output, self):
     sigmoid = jax.nn.sigmoid(self)
-    return grad_output * sigmoid * (1 + self * (1 - sigmoid))
+    return grad_output * jnp.conj(sigmoid * (1 + self * (1 - sigmoid)))
 
 
 @lowering("gelu", promote="result")

@@ -1,17 +1,21 @@
 """Reading and writing by index: embedding, index, gather, scatter and their relatives, masks.
 
-Out-of-range indices are not reported: a read is clamped to the last row, a write is dropped (XLA's own
-semantics). Duplicate targets of a plain write keep an arbitrary one of the values, as PyTorch documents.
+Out-of-range indices are reported at the next synchronisation (bounds.py); until then a read is clamped to the
+last row and a write is dropped, XLA's own semantics. Duplicate targets of a plain write keep an arbitrary one
+of the values, as PyTorch documents.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_in_range
+from tpu_backend.lowering.data_dependent import true_positions
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
 from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
@@ -25,6 +29,16 @@ def _positions(index: jax.Array, size: int, may_be_negative: bool = True) -> jax
     dtype = jnp.int32 if size < 2**31 else jnp.int64
     index = index.astype(dtype)
     return jnp.where(index < 0, index + size, index) if may_be_negative else index
+
+
+def _require_from_front(index, size, error=IndexError, text="index out of range in self"):
+    """Demand an index that counts from the front only."""
+    require_in_range(index, 0, size, error, text)
+
+
+def _require_either_end(index, axis, size):
+    text = f"index {{index}} is out of bounds for dimension {axis} with size {size}"
+    require_in_range(index, -size, size, IndexError, text)
 
 
 def _read(self, index):
@@ -46,6 +60,7 @@ def _write(self, index):
 
 @lowering("embedding")
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    _require_from_front(indices, weight.shape[0])
     return _read(weight, _positions(indices, weight.shape[0], may_be_negative=False))
 
 
@@ -65,6 +80,7 @@ def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, sca
 def embedding_renorm(self, indices, max_norm, norm_type):
     norms = jnp.power(jnp.sum(jnp.power(jnp.abs(self), norm_type), -1, keepdims=True), 1 / norm_type)
     renormed = jnp.where(norms > max_norm, self * (max_norm / (norms + 1e-7)), self)
+    _require_from_front(indices, self.shape[0])
     touched = _write(jnp.zeros(self.shape[0], bool), _positions(indices, self.shape[0]))("set", True)
     return jnp.where(touched[:, None], renormed, self)
 
@@ -76,47 +92,144 @@ def _is_mask(index: jax.Array | None) -> bool:
     return index is not None and index.dtype in (jnp.bool_, jnp.uint8)
 
 
-def _numpy_index(self, indices):
+def _numpy_index(self, indices, checked):
     if any(_is_mask(index) for index in indices):
         raise NotLoweredError("indexing with a boolean mask: the result's shape depends on the mask's values")
+    for axis, index in enumerate(indices):
+        if checked and index is not None:
+            _require_either_end(index, axis, self.shape[axis])
     return tuple(
         slice(None) if index is None else _positions(index, self.shape[axis])
         for axis, index in enumerate(indices)
     )
 
 
-@lowering("index.Tensor", "_unsafe_index.Tensor")
+@lowering("index.Tensor")
 def index(self, indices):
-    return _read(self, _numpy_index(self, indices))
+    return _read(self, _numpy_index(self, indices, checked=True))
 
 
-@lowering("index_put", "_index_put_impl", "_unsafe_index_put")
+@lowering("_unsafe_index.Tensor")
+def unsafe_index(self, indices):
+    return _read(self, _numpy_index(self, indices, checked=False))
+
+
+@lowering("index_put", "_index_put_impl")
 def index_put(self, indices, values, accumulate=False, unsafe=False):
-    masks = [index for index in indices if _is_mask(index)]
-    if masks:
-        return _put_where(self, indices, values, accumulate)
-    return (
-        _accumulate(self, _numpy_index(self, indices), values)
-        if accumulate
-        else (_write(self, _numpy_index(self, indices))("set", values.astype(self.dtype)))
-    )
+    if any(_is_mask(index) for index in indices):
+        return _put_masked(self, indices, values, accumulate)
+    places = _numpy_index(self, indices, checked=not unsafe)
+    if accumulate:
+        return _accumulate(self, places, values)
+    return _write(self, places)("set", values.astype(self.dtype))
 
 
-def _put_where(self, indices, values, accumulate):
-    """``self[mask] = value`` where every masked element gets the same value (or row): a select."""
-    mask, rest = indices[0], indices[1:]
-    if not _is_mask(mask) or any(index is not None for index in rest):
-        raise NotLoweredError("index_put with a mask that is not the first and only index")
-    trailing = self.shape[mask.ndim :]
-    if values.ndim > len(trailing):
-        if values.shape[: values.ndim - len(trailing)] != (1,) * (values.ndim - len(trailing)):
-            raise NotLoweredError(
-                "index_put of one value per True of a boolean mask: their number depends on the mask"
-            )
-        values = values.reshape(values.shape[values.ndim - len(trailing) :])
-    mask = mask.astype(bool).reshape(mask.shape + (1,) * len(trailing))
-    values = values.astype(self.dtype)
+@lowering("_unsafe_index_put")
+def unsafe_index_put(self, indices, values, accumulate=False):
+    return index_put(self, indices, values, accumulate, unsafe=True)
+
+
+def _put_masked(self, indices, values, accumulate):
+    """A lone mask is a select, whatever it is given.  Beside other indices a mask becomes positions.
+
+    Nothing here needs the number of Trues on the host: a number of values that is not theirs is reported at
+    the next synchronisation (bounds.py).
+    """
+    given = [place for place, index in enumerate(indices) if index is not None]
+    is_fill = values.size == 1 and len(given) == 1 and not accumulate  # which PyTorch casts
+    if not _masks_fit(self, indices) or (values.dtype != self.dtype and not is_fill):
+        raise NotLoweredError("index_put of what does not fit: PyTorch's kernel says what is wrong")
+    if len(given) == 1:
+        return _put_where(self, given[0], indices[given[0]] != 0, values.astype(self.dtype), accumulate)
+    return _put_at_masks(self, indices, values, accumulate)
+
+
+def _masks_fit(self, indices):
+    dim = 0
+    for index in indices:
+        if _is_mask(index) and self.shape[dim : dim + index.ndim] != index.shape:
+            return False
+        dim += index.ndim if _is_mask(index) else 1
+    return dim <= self.ndim
+
+
+def _put_where(self, axis, mask, values, accumulate):
+    """``self[:, mask] = values`` with ``axis`` dims before the mask; values: (before, Trues, behind)."""
+    before, behind = self.shape[:axis], self.shape[axis + mask.ndim :]
+    values = _broadcastable(values, (*before, None, *behind))
+    count = values.shape[axis]
+    if count != 1:
+        _require_as_many(mask, count, values.shape, self.shape)
+    if count == 0:
+        return self
+    if count > 1:
+        order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
+        values = jnp.take(values, jnp.clip(order, 0, count - 1), axis, mode="clip")
+    shape = mask.shape if count > 1 else (1,) * mask.ndim
+    values = values.reshape(*values.shape[:axis], *shape, *values.shape[axis + 1 :])
+    mask = mask.reshape(*mask.shape, *(1,) * len(behind))
     return jnp.where(mask, self + values if accumulate else values, self)
+
+
+def _require_as_many(mask, count, given, indexed):
+    text = (
+        f"shape mismatch: value tensor of shape {list(given)} cannot be broadcast to the {{index}} places "
+        f"where the mask is true, in a tensor of shape {list(indexed)}"
+    )
+    require_in_range(jnp.sum(mask), count, count + 1, RuntimeError, text)
+
+
+def _broadcastable(values, shape):
+    """``values`` with leading dims of one up to the rank of ``shape``, where None stands for any length."""
+    if values.ndim <= len(shape):
+        values = values.reshape((1,) * (len(shape) - values.ndim) + values.shape)
+        if all(want is None or have in (1, want) for have, want in zip(values.shape, shape)):
+            return values
+    raise NotLoweredError("index_put of values that do not fit: PyTorch's kernel says what is wrong")
+
+
+def _put_at_masks(self, indices, values, accumulate):
+    """Masks beside other indices: the positions of their Trues, then positions out of range."""
+    expanded: list[jax.Array | None] = []  # one a dim; a mask stands for several
+    for index in indices:
+        expanded += [index] * index.ndim if _is_mask(index) else [index]
+    given = [dim for dim, index in enumerate(expanded) if index is not None]
+    masks = [index for index in indices if _is_mask(index)]
+    if any(mask.ndim == 0 for mask in masks):
+        raise NotLoweredError("index_put with a 0-d mask beside other indices")
+    block = jnp.broadcast_shapes(
+        (1,), *(index.shape for index in expanded if index is not None and not _is_mask(index))
+    )
+    first = (
+        given[0] if given == list(range(given[0], given[-1] + 1)) else 0
+    )  # where the block stands in the result
+    axis = first + len(block) - 1
+    others = [length for dim, length in enumerate(self.shape) if dim not in given]
+    shape = (*others[:first], *block[:-1], None, *others[first:])
+    values = _broadcastable(values, shape)
+    # The number of Trues, where the other indices or the values tell; else as many as there may be.
+    size = next((n for n in (block[-1], values.shape[axis]) if n != 1), max(mask.size for mask in masks))
+    counts = [jnp.sum(mask != 0) for mask in masks]
+    count = size if block[-1] != 1 else functools.reduce(lambda a, b: jnp.where(a == 1, b, a), counts)
+
+    positions: list[jax.Array | slice] = []
+    for index in indices:
+        if index is None:
+            positions.append(slice(None))
+        elif not _is_mask(index):
+            positions.append(_positions(index, self.shape[len(positions)]))
+        else:
+            flat = true_positions((index != 0).reshape(-1), size)
+            flat = jnp.where(jnp.sum(index != 0) == 1, flat[:1], flat)
+            valid = jnp.arange(size) < count
+            for length, column in zip(index.shape, jnp.unravel_index(flat, index.shape)):
+                positions.append(jnp.where(valid, column, length).astype(jnp.int32))
+    target = self.at[tuple(positions)]
+    if not accumulate:
+        return target.set(values.astype(self.dtype), mode="drop", wrap_negative_indices=False)
+    dtype = _sum_dtype(self.dtype)
+    target = self.astype(dtype).at[tuple(positions)]
+    return target.add(values.astype(dtype), mode="drop", wrap_negative_indices=False).astype(self.dtype)
 
 
 def _accumulate(self, index, values):
@@ -154,7 +267,8 @@ def _clamped_indices(self, indices):
 @lowering("index_select")
 def index_select(self, dim, index):
     axis, values = wrap_dim(dim, self.ndim), at_least_1d(self)
-    index = _positions(at_least_1d(index), values.shape[axis])
+    _require_from_front(index, values.shape[axis])
+    index = _positions(at_least_1d(index), values.shape[axis], may_be_negative=False)
     result = _read(values, (slice(None),) * axis + (index,))
     return result if self.ndim else result.reshape(())
 
@@ -171,19 +285,25 @@ def index_add(self, dim, index, source, *, alpha=1):
     source = at_least_1d(source).astype(dtype)
     if not (isinstance(alpha, (int, float)) and alpha == 1):
         source = source * jnp.asarray(alpha, dtype)
-    base = at_least_1d(self)
+    base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
+    _require_row(index, axis, base.shape[axis])
     return _accumulate(base, _rows(base, dim, index), source).reshape(self.shape)
 
 
 @lowering("index_copy")
 def index_copy(self, dim, index, source):
-    base = at_least_1d(self)
+    base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
+    text = (
+        f"index_copy_(): index {{index}} is out of bounds for dimension {axis} with size {base.shape[axis]}"
+    )
+    _require_from_front(index, base.shape[axis], text=text)
     return _write(base, _rows(base, dim, index))("set", at_least_1d(source)).reshape(self.shape)
 
 
 @lowering("index_fill.int_Scalar", "index_fill.int_Tensor")
 def index_fill(self, dim, index, value):
-    base = at_least_1d(self)
+    base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
+    _require_either_end(index, axis, base.shape[axis])
     value = jnp.asarray(value).astype(self.dtype)
     return _write(base, _rows(base, dim, index))("set", value).reshape(self.shape)
 
@@ -191,17 +311,25 @@ def index_fill(self, dim, index, value):
 @lowering("index_reduce")
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
     base, source = at_least_1d(self), at_least_1d(source)
+    _require_from_front(index, base.shape[wrap_dim(dim, self.ndim)])
     result = _reduce_into(base, _rows(base, dim, index), source, reduce, include_self)
     return result.reshape(self.shape)
 
 
+def _require_place(index, size):
+    text = f"out of range: tried to access index {{index}} on a tensor of {size} elements."
+    require_in_range(index, -size, size, IndexError, text)
+
+
 @lowering("take")
 def take(self, index):
+    _require_place(index, self.size)
     return _read(self.reshape(-1), _positions(index, self.size))
 
 
 @lowering("put")
 def put(self, index, source, accumulate=False):
+    _require_place(index, self.size)
     flat, index = self.reshape(-1), _positions(index, self.size)
     source = source.reshape(index.shape)
     result = _accumulate(flat, index, source) if accumulate else _write(flat, index)("set", source)
@@ -209,6 +337,11 @@ def put(self, index, source, accumulate=False):
 
 
 # ---- gather and scatter: an index of the tensor's own rank
+
+
+def _require_row(index, axis, size):
+    text = f"index {{index}} is out of bounds for dimension {axis} with size {size}"
+    _require_from_front(index, size, RuntimeError, text)
 
 
 def _grid(shape, dim, index):
@@ -227,6 +360,7 @@ def gather(self, dim, index, *, sparse_grad=False):
     base, positions, axis = at_least_1d(self), at_least_1d(index), wrap_dim(dim, self.ndim)
     if positions.size == 0:
         return jnp.zeros(index.shape, self.dtype)
+    _require_row(positions, axis, base.shape[axis])
     cut = tuple(slice(None) if axis == i else slice(n) for i, n in enumerate(positions.shape))
     positions = _positions(positions, base.shape[axis], may_be_negative=False).astype(
         jnp.uint32
@@ -236,6 +370,8 @@ def gather(self, dim, index, *, sparse_grad=False):
 
 def _scatter_operands(self, dim, index, src):
     base, index = at_least_1d(self), at_least_1d(index)
+    axis = wrap_dim(dim, self.ndim)
+    _require_row(index, axis, base.shape[axis])
     src = at_least_1d(src)[tuple(slice(n) for n in index.shape)]
     return base, _grid(base.shape, dim, index), src
 
@@ -324,7 +460,11 @@ def masked_fill(self, mask, value):
 
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
-    mask = jnp.broadcast_to(mask, self.shape)
+    self, mask = jnp.broadcast_arrays(self, mask.astype(bool))
+    text = f"Number of elements of source, {source.size}, < number of ones in mask, {{index}}"
+    require_in_range(jnp.sum(mask), 0, source.size + 1, RuntimeError, text)
+    if source.size == 0:
+        return self
     order = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32) - 1
     taken = _read(source.reshape(-1), jnp.maximum(order, 0)).reshape(self.shape)
     return jnp.where(mask, taken, self)
@@ -344,10 +484,3 @@ def masked_scatter_backward(grad_output, mask, sizes):
 @lowering("_masked_scale", "native_dropout_backward", promote="result")
 def masked_scale(self, mask, scale):
     return self * mask * scale
-
-
-@lowering("nonzero_static")
-def nonzero_static(self, *, size, fill_value=-1):
-    if self.ndim == 0:
-        return jnp.zeros((size, 0), jnp.int64)
-    return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

@@ -1,20 +1,26 @@
 """Matrix factorisations, inverses and triangular solves.
 
-``info`` outputs report failure as LAPACK would (non-zero), seen from NaN in the result. Left to the CPU
-fallback: ``_linalg_det``, ``_linalg_slogdet``, ``_linalg_solve_ex`` (their saved factors depend on the
-input's strides).
+``info`` outputs report failure as LAPACK would (non-zero), seen from NaN in the result. Determinants and
+``linalg.solve`` are made of these in csrc/composites.cpp.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.registry import CannotCompile, lowering
+from tpu_backend.lowering.matmul import matmul
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering
 
 _LU_OF_SINGLE_PRECISION = CannotCompile(
     "UNIMPLEMENTED: only F32 and C64 types are implemented in LuDecomposition", frozenset({"float64"})
+)
+# Its process dies. complex64 compiles; so would singular values alone, but a declaration knows dtypes only.
+_SVD_OF_FLOAT32 = CannotCompile(
+    "aborts in TransposeFolding: Check failed: buffer != nullptr", frozenset({"float32"})
 )
 
 
@@ -67,13 +73,7 @@ def _nothing(spec):
     return jnp.zeros(spec.shape, spec.dtype)
 
 
-# complex64 compiles.  Singular values alone would, but a declaration knows dtypes only.
-@lowering(
-    "_linalg_svd",
-    on_tpu=CannotCompile(
-        "aborts in TransposeFolding: Check failed: buffer != nullptr", frozenset({"float32"})
-    ),
-)
+@lowering("_linalg_svd", on_tpu=_SVD_OF_FLOAT32)
 def svd(A, full_matrices=False, compute_uv=True, *, driver=None, out=None):
     if compute_uv:
         return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
@@ -119,8 +119,14 @@ def cholesky_inverse(self, upper=False):
 # ---- LU; pivots count from 1
 
 
+def _needs_pivots(pivot):
+    if not pivot:
+        raise NotLoweredError("LU without pivoting: PyTorch refuses it, in its own words on the CPU")
+
+
 @lowering("linalg_lu_factor_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu_factor_ex(A, *, pivot=True, check_errors=False):
+    _needs_pivots(pivot)
     factors, pivots, _ = lax.linalg.lu(A)
     diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
     singular = diagonal == 0
@@ -157,6 +163,7 @@ def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, out=None
 
 @lowering("linalg_lu", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu(A, *, pivot=True):
+    _needs_pivots(pivot)
     factors, _, permutation = lax.linalg.lu(A)
     return _permutation_matrix(permutation, A.dtype), *_unpack(factors)
 
@@ -178,6 +185,55 @@ def lu_solve(LU, pivots, B, *, left=True, adjoint=False):
     return _solve_triangular(upper, _solve_triangular(lower, permuted, False, True, True), True, True, False)
 
 
+# ---- least squares, by the pseudo-inverse: the drivers differ in what they report
+
+
+@lowering("linalg_lstsq", on_tpu=_SVD_OF_FLOAT32)
+def lstsq(self, b, rcond=None, *, driver=None, out):
+    rows, columns = self.shape[-2:]
+    if rows > columns and driver in ("gelsd", "gelss"):
+        raise NotLoweredError("residuals whose shape depends on the rank")
+    is_vector = b.ndim == 1 or (b.ndim == self.ndim - 1 and b.shape == self.shape[:-1])
+    right = b[..., None] if is_vector else b
+    u, values, vh = jnp.linalg.svd(self, full_matrices=False)
+    if rcond is None or driver == "gels":
+        rcond = jnp.finfo(values.dtype).eps * max(rows, columns)
+    kept = values > rcond * jnp.max(values, -1, keepdims=True, initial=0)
+    inverses = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+    solution = matmul(_adjoint(vh), inverses[..., None] * matmul(_adjoint(u), right))
+    residuals = jnp.sum(jnp.square(jnp.abs(matmul(self, solution) - right)), -2)
+    outputs = (solution[..., 0] if is_vector else solution), residuals, jnp.sum(kept, -1), values
+    return tuple(
+        value.reshape(spec.shape) if value.size == math.prod(spec.shape) else _nothing(spec)
+        for value, spec in zip(outputs, out, strict=True)
+    )
+
+
+# ---- Householder reflections
+
+
+@lowering("linalg_householder_product")
+def householder_product(input, tau):
+    return lax.linalg.householder_product(input, tau)
+
+
+@lowering("geqrf")
+def geqrf(self):
+    reflectors, tau = jnp.linalg.qr(self, mode="raw")
+    return reflectors.mT, tau
+
+
+@lowering("ormqr")
+def ormqr(self, input2, input3, left=True, transpose=False):
+    """``input3`` times the product of the reflections that ``self`` and ``input2`` (their scales) hold."""
+    order = input3.shape[-2 if left else -1]
+    reflectors = self[..., :order]
+    missing = [(0, 0)] * (self.ndim - 1) + [(0, order - reflectors.shape[-1])]
+    rotation = lax.linalg.householder_product(jnp.pad(reflectors, missing), input2)
+    rotation = _adjoint(rotation) if transpose else rotation
+    return matmul(rotation, input3) if left else matmul(input3, rotation)
+
+
 # ---- products
 
 
@@ -192,35 +248,3 @@ def matrix_exp(self):
     if self.size == 0:
         return self
     return jnp.vectorize(jax.scipy.linalg.expm, signature="(n,n)->(n,n)")(self)
-
-
-@lowering("linalg_householder_product")
-def householder_product(input, tau):
-    return lax.linalg.householder_product(input, tau)
-
-
-# ---- distances between points
-
-
-@lowering("_cdist_forward")
-def cdist(x1, x2, p, compute_mode):
-    return _distance(x1[..., :, None, :] - x2[..., None, :, :], p)
-
-
-@lowering("_pdist_forward")
-def pdist(self, p=2.0):
-    rows, columns = jnp.triu_indices(self.shape[0], 1)
-    return _distance(self[rows] - self[columns], p)
-
-
-def _distance(difference, p):
-    magnitude = jnp.abs(difference)
-    if p == 0:
-        return jnp.sum((magnitude != 0).astype(magnitude.dtype), -1)
-    if p == 1:
-        return jnp.sum(magnitude, -1)
-    if p == 2:
-        return jnp.sqrt(jnp.sum(magnitude * magnitude, -1))
-    if p == float("inf"):
-        return jnp.max(magnitude, -1, initial=0)
-    return jnp.power(jnp.sum(jnp.power(magnitude, p), -1), 1 / p)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_in_range
 from tpu_backend.lowering.dims import at_least_1d
 from tpu_backend.lowering.registry import lowering
 
@@ -44,6 +45,9 @@ def _target_weights(self, target, weight, ignore_index):
 @lowering("nll_loss_forward", "nll_loss2d_forward", promote="opmath")
 def nll_loss_forward(self, target, weight, reduction, ignore_index):
     axis = _class_axis(self)
+    require_in_range(
+        target, 0, self.shape[axis], IndexError, "Target {index} is out of bounds.", allowed=ignore_index
+    )
     weights, safe = _target_weights(self, target, weight, ignore_index)
     places = jnp.expand_dims(safe.astype(jnp.uint32), axis)  # unsigned: no wrapping of negative indices
     picked = jnp.take_along_axis(self, places, axis, mode="promise_in_bounds").squeeze(axis)

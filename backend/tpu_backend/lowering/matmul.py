@@ -2,8 +2,7 @@
 
 Precision, stated once: float32 products follow ``torch.get_float32_matmul_precision()`` ("highest", "high" or
 "medium" map to XLA's HIGHEST, HIGH and DEFAULT); 16-bit floats multiply as they are and accumulate in
-float32; everything else is exact. The setting is read while lowering, so it belongs to a compiled program's
-key.
+float32; everything else is exact. The setting in force when a product is recorded is part of its program.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath
+from tpu_backend.lowering.settings import float32_matmul_precision
 
 NO_INT64_PRODUCTS = CannotCompile(
     "UNIMPLEMENTED: rewriting a dot or convolution of 64-bit integers", frozenset({"int64", "uint64"})
@@ -31,7 +30,7 @@ _FLOAT32_PRECISION = {
 def product_precision(dtype: Any) -> lax.Precision:
     """The XLA precision of a matrix product or convolution whose operands have this dtype."""
     if jnp.dtype(dtype) in (jnp.float32, jnp.complex64):
-        return _FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
+        return _FLOAT32_PRECISION[float32_matmul_precision()]
     return lax.Precision.DEFAULT
 
 
@@ -107,3 +106,46 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
 @lowering("addr", promote="result")
 def addr(self, vec1, vec2, *, beta=1, alpha=1):
     return _add_product(self, vec1[:, None] * vec2[None, :], beta, alpha)
+
+
+@lowering("_grouped_mm")
+def grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None, *, out=None):
+    """``offs`` (G,) are the ends of G groups of rows, of columns, or of what is summed over.
+
+    (M, K) x (G, K, N) gives (M, N); (G, M, K) x (K, N) gives (M, N); (M, K) x (K, N) gives (G, M, N). What is
+    behind the last group is zero, where PyTorch leaves it undefined.
+    """
+    if bias is not None:
+        raise NotLoweredError(
+            "grouped products with a bias: PyTorch refuses them, in its own words on the CPU"
+        )
+    if self.ndim == mat2.ndim == 3:
+        return matmul(self, mat2)
+    sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype))
+    if self.ndim == 3:
+        return _ragged_dot(mat2.T, self.swapaxes(1, 2), sizes, 0, out[0].dtype).T
+    return _ragged_dot(self, mat2, sizes, 0 if mat2.ndim == 3 else 1, out[0].dtype)
+
+
+def _ragged_dot(
+    left: jax.Array, right: jax.Array, sizes: jax.Array, ragged_dim: int, dtype: Any
+) -> jax.Array:
+    """Groups of rows of `left` (0), each with its own `right`, or groups of what is summed over (1).
+
+    16-bit products are asked for as such, not in float32: they accumulate in float32 all the same, and XLA's
+    CPU cannot run the others ("Unsupported element type for DotThunk: BF16 x BF16 = F32").
+    """
+    contracted = (1, 1) if right.ndim == 3 else (1, 0)
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([contracted[0]], [contracted[1]]), ([], [])),
+        lhs_ragged_dimensions=[ragged_dim],
+        rhs_group_dimensions=[0] if right.ndim == 3 else [],
+    )
+    return lax.ragged_dot_general(
+        left,
+        right,
+        sizes,
+        dims,
+        precision=product_precision(left.dtype),
+        preferred_element_type=dtype,
+    )

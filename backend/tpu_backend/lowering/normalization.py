@@ -145,7 +145,7 @@ def rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_ma
 
 @lowering("native_group_norm", promote="opmath")
 def group_norm(input, weight, bias, N, C, HxW, group, eps):
-    grouped = input.reshape(N, group, -1)
+    grouped = input.reshape(N, group, C // group * HxW)  # no -1: there may be no elements
     mean = jnp.mean(grouped, -1, keepdims=True)
     centred = grouped - mean
     rstd = lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
@@ -157,17 +157,18 @@ def group_norm(input, weight, bias, N, C, HxW, group, eps):
 @lowering("native_group_norm_backward", promote="opmath")
 def group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
     mean, rstd = mean.reshape(N, group, 1), rstd.reshape(N, group, 1)
-    normalized = (input.reshape(N, group, -1) - mean) * rstd
+    grouped_shape = (N, group, C // group * HxW)
+    normalized = (input.reshape(grouped_shape) - mean) * rstd
     grad_normalized = grad_out if weight is None else grad_out * _per_channel(weight, grad_out.ndim)
-    grad_normalized = grad_normalized.reshape(N, group, -1)
+    grad_normalized = grad_normalized.reshape(grouped_shape)
     grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
         grad_mean = jnp.mean(grad_normalized, -1, keepdims=True)
         grad_scale = jnp.mean(grad_normalized * normalized, -1, keepdims=True)
         grad_input = (rstd * (grad_normalized - grad_mean - normalized * grad_scale)).reshape(input.shape)
-    grad_channels = grad_out.reshape(N, C, -1)
+    grad_channels = grad_out.reshape(N, C, HxW)
     if output_mask[1]:
-        grad_weight = jnp.sum(grad_channels * normalized.reshape(N, C, -1), (0, 2))
+        grad_weight = jnp.sum(grad_channels * normalized.reshape(N, C, HxW), (0, 2))
     if output_mask[2]:
         grad_bias = jnp.sum(grad_channels, (0, 2))
     return grad_input, grad_weight, grad_bias

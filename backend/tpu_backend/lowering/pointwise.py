@@ -112,7 +112,9 @@ def round_decimals(self, *, decimals):
 
 @lowering("nan_to_num", promote="result")
 def nan_to_num(self, nan=None, posinf=None, neginf=None):
-    return jnp.nan_to_num(self, nan=nan or 0.0, posinf=posinf, neginf=neginf) if is_floating(self) else self
+    if not jnp.issubdtype(self.dtype, jnp.inexact):
+        return self
+    return jnp.nan_to_num(self, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
 # ---- arithmetic
@@ -145,10 +147,13 @@ def div(self, other):
     return self / other
 
 
-def _trunc_divide(self: jax.Array, other: Any) -> jax.Array:
+def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
     other = jnp.asarray(other, self.dtype)
-    if is_floating(self):
-        return jnp.trunc(self / other)
+    if is_floating(
+        self
+    ):  # as on the CPU, a 16-bit quotient is rounded to its 16 bits first: 17.97 becomes 18
+        bits = jnp.finfo(storage)
+        return jnp.trunc(lax.reduce_precision(self / other, bits.nexp, bits.nmant))
     return lax.div(*jnp.broadcast_arrays(self, other))
 
 
@@ -169,10 +174,10 @@ def floor_divide(self, other):
 
 
 @lowering("div.Tensor_mode", "div.Scalar_mode", promote="result")
-def div_mode(self, other, *, rounding_mode):
+def div_mode(self, other, *, rounding_mode, out=None):
     if rounding_mode is None:
         return self / other
-    return _trunc_divide(self, other) if rounding_mode == "trunc" else floor_divide(self, other)
+    return _trunc_divide(self, other, out[0].dtype) if rounding_mode == "trunc" else floor_divide(self, other)
 
 
 @lowering("fmod.Tensor", "fmod.Scalar", promote="result")
@@ -261,7 +266,6 @@ lowering("hypot", promote="result")(lambda self, other: jnp.hypot(self, other))
 lowering("copysign.Tensor", "copysign.Scalar", promote="result", on_tpu=_NO_FLOAT64_BITS)(
     lambda self, other: jnp.copysign(self, other)
 )
-lowering("logaddexp", promote="result")(lambda self, other: jnp.logaddexp(self, other))
 lowering("logaddexp2", promote="result")(lambda self, other: jnp.logaddexp2(self, other))
 lowering("nextafter", on_tpu=_NO_FLOAT64_BITS)(lambda self, other: jnp.nextafter(self, other))
 lowering("gcd", promote="result")(lambda self, other: jnp.gcd(self, other))
@@ -277,6 +281,17 @@ def ldexp(self, other):
 @lowering("frexp.Tensor", promote="opmath", on_tpu=_NO_FLOAT64_BITS)
 def frexp(self):
     return jnp.frexp(self)
+
+
+@lowering("logaddexp", promote="result")
+def logaddexp(self, other):
+    if not jnp.issubdtype(self.dtype, jnp.complexfloating):
+        return jnp.logaddexp(self, other)
+    # The imaginary part is not wrapped into (-pi, pi]: ATen/native/cpu/LogAddExp.h.
+    smaller = self.real < other.real
+    low, high = jnp.where(smaller, self, other), jnp.where(smaller, other, self)
+    both_zero = jnp.isneginf(high.real)
+    return jnp.where(both_zero, low, high + jnp.log1p(jnp.exp(low - jnp.where(both_zero, 0, high))))
 
 
 # ---- comparisons

@@ -1,18 +1,19 @@
-"""Upsampling and grid sampling. Interpolation is separable: one small matrix a spatial dim, good on TPUs."""
+"""Upsampling. Interpolation is separable: one small matrix a spatial dim, good on TPUs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpu_backend.lowering.registry import NotLoweredError, lowering
+from tpu_backend.lowering.registry import lowering
 
-_CUBIC_A = -0.75  # PyTorch's choice of the cubic convolution kernel
+CUBIC_A = -0.75  # PyTorch's choice of the cubic convolution kernel
+_ANTIALIASED_CUBIC_A = -0.5  # and its other choice, the one of Pillow
 
 
 def _ratio(size: int, count: int, scale: float | None, align_corners: bool) -> float:
@@ -41,10 +42,11 @@ def _nearest(self, output_size, scales, exact):
 # ---- linear and cubic: a matrix a dim
 
 
-def _linear_weights(size, count, scale, align_corners):
-    source = np.arange(count) * _ratio(size, count, scale, True)
+def _linear_weights(size, count, scale, align_corners, dtype):
+    ratio = dtype.type(_ratio(size, count, scale, align_corners))
+    source = np.arange(count, dtype=dtype) * ratio
     if not align_corners:
-        source = ((np.arange(count) + 0.5) * _ratio(size, count, scale, False) - 0.5).clip(min=0)
+        source = ((np.arange(count, dtype=dtype) + 0.5) * ratio - 0.5).clip(min=0)
     left = np.floor(source).astype(int).clip(max=size - 1)
     weights = np.zeros((count, size))
     np.add.at(weights, (np.arange(count), left), 1 - (source - left))
@@ -52,25 +54,63 @@ def _linear_weights(size, count, scale, align_corners):
     return weights
 
 
-def _cubic_weights(size, count, scale, align_corners):
-    source = np.arange(count) * _ratio(size, count, scale, True)
+def _cubic_weights(size, count, scale, align_corners, dtype):
+    ratio = dtype.type(_ratio(size, count, scale, align_corners))
+    source = np.arange(count, dtype=dtype) * ratio
     if not align_corners:
-        source = (np.arange(count) + 0.5) * _ratio(size, count, scale, False) - 0.5
+        source = (np.arange(count, dtype=dtype) + 0.5) * ratio - 0.5
     left = np.floor(source).astype(int)
     weights = np.zeros((count, size))
     for tap in range(-1, 3):
-        distance = np.abs(source - (left + tap))
-        near = ((_CUBIC_A + 2) * distance - (_CUBIC_A + 3)) * distance**2 + 1
-        far = ((_CUBIC_A * distance - 5 * _CUBIC_A) * distance + 8 * _CUBIC_A) * distance - 4 * _CUBIC_A
         np.add.at(
-            weights, (np.arange(count), (left + tap).clip(0, size - 1)), np.where(distance <= 1, near, far)
+            weights,
+            (np.arange(count), (left + tap).clip(0, size - 1)),
+            cubic_kernel(source - (left + tap), CUBIC_A, np),
         )
     return weights
 
 
+def cubic_kernel(offset: Any, a: float, xp: Any = jnp) -> Any:
+    """The cubic convolution kernel of Keys (1981) for offsets in [-2, 2], in NumPy or JAX."""
+    distance = xp.abs(offset)
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return xp.where(distance <= 1, near, xp.where(distance < 2, far, 0))
+
+
+# ---- antialiased: the kernel is widened to cover the input elements that an output element stands for
+
+
+def _lanczos_kernel(offset):
+    return np.where(np.abs(offset) < 3, np.sinc(offset) * np.sinc(offset / 3), 0)
+
+
+_ANTIALIASED = {  # name: (kernel, how far it reaches)
+    "bilinear2d": (lambda offset: np.maximum(1 - np.abs(offset), 0), 1),
+    "bicubic2d": (lambda offset: cubic_kernel(offset, _ANTIALIASED_CUBIC_A, np), 2),
+    "lanczos2d": (_lanczos_kernel, 3),
+}
+
+
+def _antialiased_weights(kernel, reach):
+    def weights_of(size, count, scale, align_corners, dtype):
+        ratio = dtype.type(_ratio(size, count, scale, align_corners))
+        widened = np.maximum(ratio, dtype.type(1))
+        centre = (ratio * (np.arange(count, dtype=dtype) + dtype.type(0.5)))[:, None]
+        first = np.trunc(centre - reach * widened + 0.5).clip(min=0)
+        last = np.trunc(centre + reach * widened + 0.5).clip(max=size)
+        places = np.arange(size, dtype=dtype)
+        weights = kernel((places - centre + 0.5) / widened) * ((places >= first) & (places < last))
+        return weights / weights.sum(1, keepdims=True)
+
+    return weights_of
+
+
 def _interpolate(self, output_size, align_corners, scales, weights_of):
     for axis, count, scale in zip(range(2, self.ndim), output_size, scales, strict=True):
-        weights = jnp.asarray(weights_of(self.shape[axis], count, scale, align_corners), self.dtype)
+        weights = jnp.asarray(
+            weights_of(self.shape[axis], count, scale, align_corners, self.dtype), self.dtype
+        )
         self = jnp.moveaxis(jnp.tensordot(weights, self, (1, axis), precision=lax.Precision.HIGHEST), 0, axis)
     return self
 
@@ -116,74 +156,13 @@ _register(
     lambda self, size, align, scales: _interpolate(self, size, align, scales, _cubic_weights),
     takes_align=True,
 )
-
-# ---- grid sampling
-
-_BILINEAR, _NEAREST = 0, 1
-_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
-
-
-def _source_positions(coordinate, size, padding_mode, align_corners):
-    """Grid coordinates in [-1, 1] as positions along a dim of the image."""
-    if align_corners:
-        position = (coordinate + 1) / 2 * (size - 1)
-    else:
-        position = ((coordinate + 1) * size - 1) / 2
-    if padding_mode == _REFLECTION:
-        low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
-        if span == 0:
-            position = jnp.zeros_like(position)
-        else:
-            distance = jnp.abs(position - low)
-            flips, extra = jnp.floor(distance / span), jnp.mod(distance, span)
-            position = jnp.where(flips % 2 == 0, extra + low, span - extra + low)
-    if padding_mode in (_BORDER, _REFLECTION):
-        position = jnp.clip(position, 0, size - 1)
-    return position
-
-
-def _sample(input, grid, interpolation_mode, padding_mode, align_corners):
-    plane = input.shape[2:]
-    positions = [  # the grid lists x (the last dim) first
-        _source_positions(grid[..., -1 - i], size, padding_mode, align_corners)
-        for i, size in enumerate(plane)
-    ]
-    if interpolation_mode == _NEAREST:
-        corners = [([jnp.round(position) for position in positions], 1)]
-    elif interpolation_mode == _BILINEAR:
-        corners = []
-        for corner in np.ndindex(*(2,) * len(plane)):
-            places = [jnp.floor(position) + side for position, side in zip(positions, corner, strict=True)]
-            distances = (
-                1 - jnp.abs(position - place) for position, place in zip(positions, places, strict=True)
-            )
-            corners.append((places, math.prod(distances)))
-    else:
-        raise NotLoweredError("grid_sampler with bicubic interpolation")
-    batch = jnp.arange(input.shape[0]).reshape((-1,) + (1,) * len(plane))
-    channels_last = jnp.moveaxis(input, 1, -1)
-    total = 0
-    for places, weight in corners:
-        inside = math.prod(
-            (place >= 0) & (place <= size - 1) for place, size in zip(places, plane, strict=True)
-        )
-        index = tuple(
-            jnp.clip(place, 0, size - 1).astype(jnp.int32) for place, size in zip(places, plane, strict=True)
-        )
-        total = total + jnp.where(inside, weight, 0)[..., None] * channels_last[(batch, *index)]
-    return jnp.moveaxis(total, -1, 1)
-
-
-@lowering("grid_sampler_2d", "grid_sampler_3d", promote="opmath")
-def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
-    return _sample(input, grid, interpolation_mode, padding_mode, align_corners)
-
-
-@lowering("grid_sampler_2d_backward", "grid_sampler_3d_backward", promote="opmath")
-def grid_sampler_backward(
-    grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask
-):
-    options = (interpolation_mode, padding_mode, align_corners)
-    _, transpose = jax.vjp(lambda image, places: _sample(image, places, *options), input, grid)
-    grad_input, grad_grid = transpose(grad_output)
-    return grad_input if output_mask[0] else None, grad_grid
+for _name, _kernel in _ANTIALIASED.items():
+    _weights_of = _antialiased_weights(*_kernel)
+    _register(
+        f"_upsample_{_name}_aa",
+        2,
+        lambda self, size, align, scales, weights_of=_weights_of: _interpolate(
+            self, size, align, scales, weights_of
+        ),
+        takes_align=True,
+    )

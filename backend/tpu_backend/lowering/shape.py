@@ -45,11 +45,6 @@ def repeat(self, repeats):
     return jnp.tile(self, tuple(repeats))
 
 
-@lowering("repeat_interleave.Tensor")
-def repeat_interleave(repeats, *, output_size=None, out=None):
-    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=out[0].shape[0])
-
-
 @lowering("tril")
 def tril(self, diagonal=0):
     return jnp.tril(self, diagonal)

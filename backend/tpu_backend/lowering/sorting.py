@@ -112,6 +112,8 @@ def searchsorted(sorted_sequence, self, *, out_int32=False, right=False, side=No
         sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1)
     common = jnp.promote_types(sorted_sequence.dtype, jnp.asarray(self).dtype)
     sorted_sequence, wanted = sorted_sequence.astype(common), jnp.asarray(self, common)
+    if wanted.size == 0 or sorted_sequence.size == 0:  # nothing to find, or every place is the first
+        return jnp.zeros(wanted.shape, jnp.int32)
 
     def find(boundaries, values):
         return jnp.searchsorted(boundaries, values, side="right" if right else "left")
@@ -130,16 +132,3 @@ def bucketize(self, boundaries, *, out_int32=False, right=False):
 @lowering("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor")
 def isin(elements, test_elements, *, assume_unique=False, invert=False):
     return jnp.isin(elements, test_elements, invert=invert)
-
-
-@lowering("histc", static=("min", "max"))
-def histc(self, bins=100, min=0, max=0):
-    flat = self.reshape(-1)
-    low, high = (jnp.asarray(min, self.dtype), jnp.asarray(max, self.dtype))
-    if min == max and self.size:
-        low, high = jnp.min(flat), jnp.max(flat)
-    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
-    inside = (flat >= low) & (flat <= high)
-    position = jnp.floor((flat - low) * bins / (high - low)).astype(jnp.int32)
-    position = jnp.where(inside, jnp.clip(position, 0, bins - 1), bins)
-    return jnp.zeros(bins, self.dtype).at[position].add(1, mode="drop")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import special
 
-from tpu_backend.lowering.registry import NotLoweredError, lowering
+from tpu_backend.lowering.registry import lowering
 
 _UNARY = {
     "erf": special.erf,
@@ -80,16 +80,52 @@ def igammac(self, other):
     return special.gammaincc(self, other)
 
 
+@lowering("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar", promote="result")
+def zeta(self, other):
+    """Hurwitz's zeta function, by Euler and Maclaurin's formula (DLMF 25.11.5): JAX's own is wrong below -8.
+
+    ``self`` is the exponent. Sums 1 / (other + k)^self until the terms left are smooth.
+    """
+    exponent, start = jnp.broadcast_arrays(self, other)
+    pole = (start <= 0) & (start == jnp.floor(start))
+    undefined = (exponent < 1) | ((start <= 0) & (exponent != jnp.floor(exponent)))
+    summed = (exponent > 1) & ~pole & ~undefined
+
+    def unfinished(place, count):
+        return summed & ((count < 9) | (place <= 9))
+
+    def add_term(state):
+        total, place, count = state
+        more = unfinished(place, count)
+        total = jnp.where(more, total + jnp.power(place, -exponent), total)
+        return total, jnp.where(more, place + 1, place), count + 1
+
+    state = jnp.zeros_like(start), jnp.where(summed, start, 10), jnp.zeros((), jnp.int32)
+    total, place, _ = lax.while_loop(lambda state: jnp.any(unfinished(state[1], state[2])), add_term, state)
+    term = jnp.power(place, -exponent)
+    total += term * place / (exponent - 1) + term / 2
+    rising = exponent * term / place
+    for k, bernoulli in enumerate(_BERNOULLI, start=1):
+        total += rising * (bernoulli / math.factorial(2 * k))
+        rising *= (exponent + 2 * k - 1) * (exponent + 2 * k) / (place * place)
+    total = jnp.where(undefined, jnp.nan, jnp.where(pole, jnp.inf, total))
+    return jnp.where(exponent == 1, jnp.inf, total)
+
+
+_BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)  # B_2, B_4, ...
+
+
 @lowering("polygamma", promote="result")
 def polygamma(n, self):
     if n == 0:
         return digamma(self)
     if n > 1:
-        raise NotLoweredError(f"polygamma of order {n}: JAX's zeta is wrong left of -8")
-    # Reflected to the right half, where JAX's zeta is right.
+        sign = 1.0 if n % 2 else -1.0
+        return sign * math.factorial(n) * zeta(jnp.asarray(n + 1, self.dtype), self)
+    # Reflected to the right half, where one sum serves all.
     reflected = jnp.where(self < 0.5, 1 - self, self)
-    sine = jnp.sin(math.pi * (self - jnp.round(self)))
-    trigamma = special.zeta(2.0, reflected)
+    sine = jnp.sin(math.pi * self)  # not reduced first: near a pole that would be right where PyTorch is not
+    trigamma = zeta(jnp.asarray(2, self.dtype), reflected)
     return jnp.where(self < 0.5, jnp.square(math.pi / sine) - trigamma, trigamma)
 
 

@@ -8,11 +8,13 @@ import warnings
 
 import torch
 
-from tpu_backend import _C
+from tpu_backend import _C, data_dependent
 from tpu_backend.lowering import names, registry
-from tpu_backend.runtime import compiler, platform, shapes, transfer
+from tpu_backend.runtime import compiler, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
-from tpu_backend.runtime.segment import is_lowered
+from tpu_backend.runtime.memory import describe_memory
+from tpu_backend.runtime.range_errors import raise_range_error
+from tpu_backend.runtime.segment import trace_form
 
 _once = threading.Lock()
 
@@ -26,7 +28,8 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]
     """
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
-    for overload, table_name in [*served, ("tpu::copy", "tpu::copy")]:
+    own = [(name, name) for name in registry.TABLE if name.startswith("tpu::")]
+    for overload, table_name in [*served, *own]:
         if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(
             overload, "PrivateUse1"
         ):
@@ -60,6 +63,7 @@ def initialize() -> None:
         compiler.configure_logging()
         platform.announce()
         shapes.register_meta_kernels()
+        data_dependent.register()
         transfer.spend_read_only_warning()
         # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and
         # whoever does not
@@ -67,13 +71,17 @@ def initialize() -> None:
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(
             lowered_ops(),
-            is_lowered,
+            trace_form,
             compiler.compile_segment,
             transfer.put_numbers,
             transfer.put,
+            transfer.copy,
             transfer.get,
             transfer.wait,
             after_debug_op,
+            describe_memory,
+            raise_range_error,
+            user_line.NOT_THE_USERS,
         )
 
 

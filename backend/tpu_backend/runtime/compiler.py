@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from tpu_backend.lowering.bounds import Demand
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.segment import segment_function
@@ -18,14 +19,12 @@ from tpu_backend.runtime.signature import entries
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
 
-# Bytes of temporaries of every executable compiled so far, the largest first: what a step needs beyond its
-# buffers.
-_temporaries: list[int] = []
+_largest_temporary = 0
 
 
 def largest_temporary() -> int:
     """Bytes of temporary memory that the hungriest executable needs."""
-    return max(_temporaries, default=0)
+    return _largest_temporary
 
 
 class Executable(NamedTuple):
@@ -37,16 +36,20 @@ class Executable(NamedTuple):
 
     execute: Callable[[list[jax.Array]], Any]
     handlers: list[Any]  # one an output: makes a jax.Array of a device buffer
+    demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
     compiled: jax.stages.Compiled  # holds what a program's host callbacks need
 
 
-def lower_segment(description: dict[str, Any], sharding: SingleDeviceSharding) -> jax.stages.Lowered:
+def lower_segment(
+    description: dict[str, Any], sharding: SingleDeviceSharding
+) -> tuple[jax.stages.Lowered, tuple[Demand, ...]]:
     """A segment as a program for one device: it takes the segment's input arrays and then the packed numbers,
-    and returns its outputs.
+    and returns its outputs.  With it, what it demands of indices, see `Executable`.
 
     Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
     """
-    function = segment_function(description)
+    demands: list[Demand] = []
+    function = segment_function(description, demands)
     shapes = [
         jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
         for dtype, dims in description["input_layouts"]
@@ -62,27 +65,32 @@ def lower_segment(description: dict[str, Any], sharding: SingleDeviceSharding) -
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
     with jax.enable_x64(True):
-        return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
+        lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
+    return lowered, tuple(demands)
 
 
 def compile_segment(description: dict[str, Any]) -> Executable:
     """Compile a segment for the device of this process (`lower_segment` says what the program takes)."""
-    lowered = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
+    lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", lowered.as_text())
     with jax.enable_x64(True):
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is not None:
-        _temporaries.append(memory.temp_size_in_bytes)
+        global _largest_temporary
+        _largest_temporary = max(_largest_temporary, memory.temp_size_in_bytes)
     if log.isEnabledFor(logging.INFO):
-        names = [entry.overload for entry, _ in entries(description["tape"])]
+        names = [entry.overload for entry, _, _ in entries(description["tape"])]
         log.info(
             "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         )
-    replicated = compiled._executable.unsafe_call
+    replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     return Executable(
-        replicated.xla_executable.execute_sharded, list(replicated.out_handler.handlers), compiled
+        replicated.xla_executable.execute_sharded,
+        list(replicated.out_handler.handlers),
+        demands,
+        compiled,
     )
 
 

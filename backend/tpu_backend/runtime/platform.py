@@ -6,11 +6,13 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 
+_GOOGLE = "0x1ae0"  # PCI vendor
 PLATFORMS = ("auto", "tpu", "cuda", "cpu")
 
 
@@ -24,7 +26,13 @@ class Platform:
 def tpu_chips() -> list[Path]:
     """The device files of TPU chips on this host."""
     accelerators = sorted(Path("/dev").glob("accel[0-9]*"))
-    return accelerators or sorted(Path("/dev/vfio").glob("[0-9]*"))
+    return accelerators or sorted(filter(_is_googles, Path("/dev/vfio").glob("[0-9]*")))
+
+
+def _is_googles(group: Path) -> bool:
+    """Whether a VFIO group has a device of Google's: cards of others are passed through in the same way."""
+    vendors = Path(f"/sys/kernel/iommu_groups/{group.name}/devices").glob("*/vendor")
+    return any(vendor.read_text().strip() == _GOOGLE for vendor in vendors)
 
 
 def _holder_of(files: list[Path]) -> str:
@@ -42,6 +50,14 @@ def _holder_of(files: list[Path]) -> str:
 
 def _open_devices(name: str) -> tuple[Any, ...]:
     return tuple(jax.local_devices(backend="gpu" if name == "cuda" else name))
+
+
+def _leave_tpu_closed(platforms: str) -> None:
+    """Keep JAX from opening what is not wanted: chips would be held, and where there are none, libtpu
+    searches for them and prints errors.  A choice that the user made for JAX stands.
+    """
+    if find_spec("libtpu") is not None and not jax.config.read("jax_platforms"):
+        jax.config.update("jax_platforms", platforms)
 
 
 @cache
@@ -77,6 +93,7 @@ def platform() -> Platform:
                 f"JAX says: {error}"
             ) from error
         return Platform("tpu", f"{len(devices)} TPU devices", devices)
+    _leave_tpu_closed("cuda,cpu" if asked == "cuda" else "cpu")
     if asked == "cuda":
         try:
             devices = _open_devices("cuda")

@@ -15,6 +15,8 @@ import numpy as np
 
 from tpu_backend import views
 from tpu_backend.lowering import registry
+from tpu_backend.lowering.bounds import Demand, collect_demands
+from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.platform import platform
@@ -26,9 +28,10 @@ from tpu_backend.runtime.signature import (
     TensorArg,
     entries,
     leaves,
+    precision_readers,
     signature,
 )
-from tpu_backend.runtime.user_line import user_line
+from tpu_backend.runtime.user_line import remember_first_line, user_line
 
 
 class Numbers:
@@ -133,16 +136,18 @@ def replay(
     return new_values
 
 
-def is_lowered(number: int) -> bool:
-    """Whether the lowering can express this form of an op: it is traced once, on shapes alone.  On a real TPU
-    its compiler must take it as well.
+def trace_form(number: int) -> tuple[bool, bool, bool]:
+    """Whether the lowering can express this form of an op; if so, whether it demands something of its
+    indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
+    alone.  On a real TPU its compiler must take it as well.
 
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
     where it is met, not where the segment is cut.
     """
+    remember_first_line(number)
     entry = signature(number)
     if platform().name == "tpu" and not _compiles_on_tpu(entry):
-        return False
+        return False, False, False
     shapes = [
         jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))
         for argument in entry.arguments
@@ -160,15 +165,17 @@ def is_lowered(number: int) -> bool:
         return replay(entry, iter(range(len(bases))), dict(enumerate(bases)), numbers)
 
     try:
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), collect_demands() as demands, recorded_settings() as settings:
             jax.eval_shape(trace, *shapes)
     except registry.NotLoweredError:
-        return False
+        return False, False, False
     except Exception as error:
         raise RuntimeError(
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
-    return True
+    if settings.was_read:
+        precision_readers.add(number)
+    return True, bool(demands.made), settings.was_read
 
 
 def _compiles_on_tpu(entry: Signature) -> bool:
@@ -201,8 +208,11 @@ def _key(seed: jax.Array, offset: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, offset.astype(jnp.uint32))
 
 
-def segment_function(description: dict[str, Any]) -> Any:
-    """The pure function of a segment: input arrays, then packed floats, doubles, integers -> outputs."""
+def segment_function(description: dict[str, Any], demands: list[Demand]) -> Any:
+    """The pure function of a segment: input arrays, then packed floats, doubles, integers -> outputs.
+
+    Tracing it fills ``demands``; where there are any, their offenders (int64, one each) are a last output.
+    """
     tape: list[int] = description["tape"]
     inputs: list[int] = description["inputs"]
     outputs: list[int] = description["outputs"]
@@ -229,9 +239,13 @@ def segment_function(description: dict[str, Any]) -> Any:
         numbers = Numbers(floats, doubles, integers, offsets)
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
-        for entry, links in entries(tape):
-            for value in replay(entry, iter(links), values, numbers):
-                values[next(fresh)] = value
-        return tuple(values[output] for output in outputs)
+        with collect_demands() as collected:
+            for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
+                with recorded_settings(precision):
+                    for value in replay(entry, iter(links), values, numbers):
+                        values[next(fresh)] = value
+        demands[:] = collected.made
+        results = tuple(values[output] for output in outputs)
+        return (*results, jnp.stack(collected.offenders)) if demands else results
 
     return run

@@ -1,7 +1,9 @@
-"""Shape inference that PyTorch lacks: meta kernels of operators that it has for CUDA alone.
+"""Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone, or
+has wrong.
 
 The recorder asks an operator's meta kernel what comes out (csrc/signature.cpp); an operator without one runs
-on the CPU, and these have no CPU kernel either.
+on the CPU. Arguments that an operator refuses raise ``NotImplementedError`` here where it has a CPU kernel:
+then that one is asked, and says what is wrong in PyTorch's words.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import max_unpool2d
+from torch._meta_registrations import _linalg_svd_meta
+from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
 
@@ -19,9 +24,33 @@ def register_meta_kernels() -> Library:
     library = Library("aten", "IMPL")
     # PyTorch's own kernel reads the device of a bias that may be None: nn.LSTM(bias=False) would fail.
     library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
+    # PyTorch's own forgets the memory format, which the CPU's and CUDA's kernels keep.
+    library.impl("max_unpool2d", _max_unpool2d, "Meta", allow_override=True)
+    # PyTorch's own takes every meta tensor for a CUDA one, of which Vh lies by rows.
+    library.impl("_linalg_svd", _linalg_svd, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
+    for name, meta_kernel in _LIKE_CPU.items():
+        library.impl(name, meta_kernel, "Meta")
+    # PyTorch's own kernel knows bfloat16 alone, and strides of CUDA's kernel.
+    library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
     return library
+
+
+def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tensor:
+    """A plane of ``output_size`` for each channel of (C, H, W) or (N, C, H, W)."""
+    unpooled = max_unpool2d(self, indices, output_size)
+    return unpooled.contiguous(memory_format=suggest_memory_format(self)) if self.dim() == 4 else unpooled
+
+
+def _linalg_svd(
+    A: Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """U (..., m, k), S (..., k) and Vh (..., k, n) of (..., m, n), U and Vh by columns as in LAPACK."""
+    u, s, vh = _linalg_svd_meta(A, full_matrices, compute_uv, driver)
+    if compute_uv:
+        vh = vh.new_empty(vh.mT.shape).mT
+    return u, s, vh
 
 
 def _lstm_cell(
@@ -102,3 +131,193 @@ def _check_gates(
                 f"{cell} cell: expected {name} bias of shape {expected[1:]}, got {tuple(bias.shape)}"
             ),
         )
+
+
+# ---- operators that have a CPU kernel
+
+
+def _expect(condition: bool) -> None:
+    if not condition:
+        raise NotImplementedError("arguments that the CPU kernel refuses")
+
+
+def _like_self(grad_output: Tensor, self: Tensor, *_: object, **__: object) -> Tensor:
+    """The gradient of ``self``."""
+    return self.new_empty(self.shape)
+
+
+def _histogram(
+    self: Tensor,
+    bins: int = 100,
+    *,
+    range: list[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Counts (bins,) and edges (bins + 1,)."""
+    _expect(bins > 0 and (range is None or (len(range) == 2 and range[0] <= range[1])))
+    _expect(self.is_floating_point() and (weight is None or _weighs(weight, self)))
+    return self.new_empty(bins), self.new_empty(bins + 1)
+
+
+def _weighs(weight: Tensor, values: Tensor) -> bool:
+    return weight.shape == values.shape and weight.dtype == values.dtype
+
+
+def _histogram_between(
+    self: Tensor, bins: Tensor, *, weight: Tensor | None = None, density: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Counts (edges - 1,) and the edges themselves."""
+    _expect(bins.dim() == 1 and bins.numel() > 0 and bins.dtype == self.dtype)
+    _expect(self.is_floating_point() and (weight is None or _weighs(weight, self)))
+    return self.new_empty(bins.numel() - 1), self.new_empty(bins.numel())
+
+
+def _expect_points(self: Tensor, num_axes: int, weight: Tensor | None) -> None:
+    """N points of ``num_axes`` coordinates, (..., D), and a weight for each."""
+    _expect(self.is_floating_point() and self.dim() >= 2 and self.shape[-1] == num_axes)
+    _expect(weight is None or (weight.shape == self.shape[:-1] and weight.dtype == self.dtype))
+
+
+def _histogramdd_edges(
+    self: Tensor,
+    bins: list[int],
+    *,
+    range: list[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> list[Tensor]:
+    _expect_points(self, len(bins), weight)
+    _expect(all(count > 0 for count in bins) and (range is None or len(range) == 2 * len(bins)))
+    return [self.new_empty(count + 1) for count in bins]
+
+
+def _histogramdd(
+    self: Tensor,
+    bins: list[int],
+    *,
+    range: list[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> Tensor:
+    _expect_points(self, len(bins), weight)
+    _expect(all(count > 0 for count in bins) and (range is None or len(range) == 2 * len(bins)))
+    return self.new_empty(bins)
+
+
+def _histogramdd_between(
+    self: Tensor, bins: list[Tensor], *, weight: Tensor | None = None, density: bool = False
+) -> Tensor:
+    _expect_points(self, len(bins), weight)
+    _expect(all(edges.dim() == 1 and edges.numel() > 1 and edges.dtype == self.dtype for edges in bins))
+    return self.new_empty([edges.numel() - 1 for edges in bins])
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Losses (B,) and alpha (B, T, 2S + 1) of log_probs (T, B, C) and targets (B, S)."""
+    _expect(log_probs.dim() == 3 and log_probs.is_floating_point() and targets.dim() == 2)
+    steps, batch, classes = log_probs.shape
+    _expect(steps > 0 and targets.shape[0] == batch and 0 <= blank < classes)
+    _expect(input_lengths.shape == target_lengths.shape == (batch,))
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * targets.shape[1] + 1)
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: object, **__: object) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+def _geqrf(self: Tensor) -> tuple[Tensor, Tensor]:
+    """Reflectors (..., m, n) in LAPACK's column-major order, and their scales (..., min(m, n))."""
+    _expect(self.dim() >= 2 and (self.is_floating_point() or self.is_complex()))
+    rank = min(self.shape[-2:])
+    return self.new_empty(self.mT.shape).mT, self.new_empty(*self.shape[:-2], rank)
+
+
+def _lstsq(
+    self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solution (..., n, k), residuals (..., k), rank (...), singular values; (0,) for what a driver lacks."""
+    _expect(self.dim() >= 2 and b.dim() >= 1 and self.dtype == b.dtype)
+    _expect(driver in (None, "gels", "gelsy", "gelsd", "gelss"))
+    batch, (rows, columns) = self.shape[:-2], self.shape[-2:]
+    is_vector = b.dim() == 1 or (b.dim() == self.dim() - 1 and b.shape == self.shape[:-1])
+    right = b.unsqueeze(-1) if is_vector else b
+    _expect(right.shape[:-2] == batch and right.shape[-2] == rows and min(rows, columns) > 0)
+    count = right.shape[-1]
+    # LAPACK writes it over b, in column-major order and as long as the longer of both
+    solution = self.new_empty(*batch, count, max(rows, columns)).mT.narrow(-2, 0, columns)
+    has_residuals = driver == "gels" and rows > columns
+    real = self.real if self.is_complex() else self
+    residuals = (
+        real.new_empty(*batch, *(() if is_vector else (count,))) if has_residuals else real.new_empty(0)
+    )
+    rank = self.new_empty(0 if driver == "gels" else batch, dtype=torch.int64)
+    has_values = driver in ("gelsd", "gelss")
+    return (
+        solution.squeeze(-1) if is_vector else solution,
+        residuals,
+        rank,
+        real.new_empty((*batch, min(rows, columns)) if has_values else 0),
+    )
+
+
+_LIKE_CPU = {
+    "multi_margin_loss_backward": _like_self,
+    "multilabel_margin_loss_backward": _like_self,
+    "fractional_max_pool3d_backward": _like_self,
+    "histogram.bin_ct": _histogram,
+    "histogram.bins_tensor": _histogram_between,
+    "_histogramdd_bin_edges": _histogramdd_edges,
+    "_histogramdd_from_bin_cts": _histogramdd,
+    "_histogramdd_from_bin_tensors": _histogramdd_between,
+    "_ctc_loss.Tensor": _ctc_loss,
+    "_ctc_loss_backward.Tensor": _ctc_loss_backward,
+    "geqrf": _geqrf,
+    "linalg_lstsq": _lstsq,
+}
+
+
+def _grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The shapes of a product in groups that end at `offs` (G,): see the lowering in lowering/matmul.py."""
+    shapes = f"{tuple(mat_a.shape)} and {tuple(mat_b.shape)}"
+    torch._check(
+        mat_a.dim() in (2, 3) and mat_b.dim() in (2, 3),
+        lambda: f"grouped_mm: expected 2-d or 3-d matrices, got {shapes}",
+    )
+    torch._check(
+        mat_a.dtype == mat_b.dtype, lambda: f"grouped_mm: got matrices of {mat_a.dtype} and {mat_b.dtype}"
+    )
+    torch._check(
+        mat_a.size(-1) == mat_b.size(-2), lambda: f"grouped_mm: {shapes} do not fit: the inner sizes differ"
+    )
+    both_batched = mat_a.dim() == mat_b.dim() == 3
+    torch._check(
+        (offs is None) == both_batched,
+        lambda: (
+            f"grouped_mm: {shapes} {'take no offs' if both_batched else 'need offs, the end of each group'}"
+        ),
+    )
+    batches = {matrix.size(0) for matrix in (mat_a, mat_b) if matrix.dim() == 3}
+    if offs is not None:
+        torch._check(
+            offs.dim() == 1 and offs.dtype == torch.int32,
+            lambda: f"grouped_mm: expected 1-d offs of torch.int32, got {offs.dim()}-d of {offs.dtype}",
+        )
+        batches.add(offs.size(0))
+    torch._check(len(batches) == 1, lambda: f"grouped_mm: {shapes} and offs disagree: {batches} groups")
+    rows, columns = mat_a.size(-2), mat_b.size(-1)
+    batch = () if mat_a.dim() != mat_b.dim() else tuple(batches)
+    return mat_a.new_empty((*batch, rows, columns), dtype=out_dtype or mat_a.dtype)

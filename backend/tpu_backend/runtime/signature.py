@@ -194,6 +194,10 @@ def signature(number: int) -> Signature:
     )
 
 
+# Signatures whose lowering reads PyTorch's matrix product precision: the tape has it behind their id.
+precision_readers: set[int] = set()
+
+
 @cache
 def _num_links(number: int) -> int:
     entry = signature(number)
@@ -205,12 +209,17 @@ def _num_links(number: int) -> int:
     return reads + sum(output.partial and not output.skip for output in entry.outputs)
 
 
-def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, Sequence[int]]]:
-    """The entries of a tape: each signature with the numbers of the values it reads.  The first word is a
-    setting.
+def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, int | None, Sequence[int]]]:
+    """The entries of a tape: each signature, the precision it was recorded with if it reads that, and the
+    numbers of the values it reads.
     """
-    at = 1
+    at = 0
     while at < len(tape):
-        end = at + 1 + _num_links(tape[at])
-        yield signature(tape[at]), tape[at + 1 : end]
+        number, precision = tape[at], None
+        at += 1
+        if number in precision_readers:
+            precision = tape[at]
+            at += 1
+        end = at + _num_links(number)
+        yield signature(number), precision, tape[at:end]
         at = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache, lru_cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,6 +47,11 @@ def put(tensor: torch.Tensor, index: int) -> jax.Array:
     return put_array(np.array(to_numpy(tensor), order="C", copy=True), index)
 
 
+def copy(array: jax.Array) -> jax.Array:
+    """The array once more, in memory of its own on the same device."""
+    return jax.device_put(array, array.sharding, may_alias=False)
+
+
 def put_numbers(numbers: np.ndarray) -> jax.Array:
     """A segment's packed runtime numbers (1-d, float32, float64 or int64) on device 0."""
     return put_array(numbers, 0)
@@ -56,14 +62,10 @@ def get(array: jax.Array, dtype: int) -> torch.Tensor:
     return from_numpy(np.asarray(array), TORCH_DTYPES[dtype])
 
 
-def wait(arrays: list[jax.Array]) -> None:
-    """Return when these arrays, an output of each of the latest launches, are computed."""
-    for array in arrays:
-        try:
-            array.block_until_ready()
-        except RuntimeError:
-            if not array.is_deleted():  # else another thread has just given its memory to a later program
-                raise
+def wait(tokens: list[Any]) -> None:
+    """Return when these launches, each given by its token, are done; raises what one of them raised."""
+    for token in tokens:
+        token.block_until_ready()
 
 
 def spend_read_only_warning() -> None:

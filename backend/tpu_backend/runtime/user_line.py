@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import traceback
 from pathlib import Path
+from types import CodeType
 
 import torch
 
-_NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(torch.__file__).parent), "<frozen")
+NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(torch.__file__).parent), "<frozen")
+
+
+UNKNOWN = "a line of backward() (torch.autograd.set_detect_anomaly(True) shows the forward line)"
 
 
 def user_line() -> str:
     """The innermost Python line on this thread that is neither ours nor PyTorch's."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_NOT_THE_USERS):
+        if not frame.filename.startswith(NOT_THE_USERS):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "a line of backward() (torch.autograd.set_detect_anomaly(True) shows the forward line)"
+    return UNKNOWN
+
+
+_first_places: dict[int, tuple[CodeType | None, int]] = {}  # by signature
+
+
+def remember_first_line(number: int) -> None:
+    """Keep the line that is running as the one where a signature was first met."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back  # type: ignore[assignment]
+    _first_places[number] = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def first_line(number: int) -> str:
+    """Where a signature was first met."""
+    return line_of(*_first_places.get(number, (None, 0)))
+
+
+def line_of(code: CodeType | None, lasti: int) -> str:
+    """The line of an instruction, as the recorder keeps it: its code and the offset in it, in bytes."""
+    if code is None:
+        return UNKNOWN
+    number = next((line for start, end, line in code.co_lines() if start <= lasti < end), None)
+    number = number or code.co_firstlineno
+    return f"{code.co_filename}:{number}: {linecache.getline(code.co_filename, number).strip()}"

@@ -1,0 +1,76 @@
+#include "range_checks.h"
+
+#include "program.h"
+#include "python_error.h"
+
+#include <string_view>
+
+namespace py = pybind11;
+
+namespace tpu {
+namespace {
+
+constexpr size_t kFewChecks = 64;
+
+bool is_users(PyCodeObject* code) {
+  const char* file = PyUnicode_AsUTF8(code->co_filename);
+  if (file == nullptr) {
+    PyErr_Clear();
+    return true;
+  }
+  for (const auto& prefix : runtime().not_the_users) {
+    if (std::string_view(file).starts_with(prefix)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
+UserPlace user_place() {
+  py::gil_scoped_acquire gil;
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    if (is_users(reinterpret_cast<PyCodeObject*>(code.ptr()))) {
+      return {shared_reference(code.release().ptr()), PyFrame_GetLasti(raw)};
+    }
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+  }
+  return {};
+}
+
+void RangeChecks::add(size_t launch, PyObject* offenders, PyObject* executable, std::vector<CheckedEntry> entries) {
+  checks_.push_back({launch, shared_reference(offenders), executable, std::move(entries)});
+  if (checks_.size() > kFewChecks) {
+    if (py::handle(checks_.front().offenders.get()).attr("is_ready")().cast<bool>()) {
+      raise_front();
+    }
+  }
+}
+
+void RangeChecks::raise_failed(size_t num_launched) {
+  while (!checks_.empty() && checks_.front().launch <= num_launched) {
+    raise_front();
+  }
+}
+
+// The front is taken out first: another thread may come while Python waits, and what is raised is raised once.
+void RangeChecks::raise_front() {
+  const Check check = std::move(checks_.front());
+  checks_.pop_front();
+  py::list places;
+  for (const auto& entry : check.entries) {
+    py::object code = entry.place.code ? py::reinterpret_borrow<py::object>(entry.place.code.get()) : py::none();
+    places.append(py::make_tuple(entry.entry, entry.signature, code, entry.place.lasti));
+  }
+  auto done = py::reinterpret_steal<py::object>(PyObject_CallFunction(
+      runtime().raise_range_error, "OOO", check.offenders.get(), check.executable, places.ptr()));
+  if (!done) {
+    throw_python_error();
+  }
+}
+
+} // namespace tpu

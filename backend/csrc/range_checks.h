@@ -1,0 +1,47 @@
+// Indices that were out of range: what programs found of them, and the Python lines that recorded the ops.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+namespace tpu {
+
+// An instruction of the user's program: the innermost one that is neither ours nor PyTorch's.
+struct UserPlace {
+  std::shared_ptr<PyObject> code; // null where no Python runs (autograd's threads)
+  int lasti{0}; // offset in it, in bytes
+};
+UserPlace user_place();
+
+// An entry whose lowering makes demands of its indices.
+struct CheckedEntry {
+  uint32_t entry; // its number in the segment
+  uint32_t signature;
+  UserPlace place;
+};
+
+// What was found by programs that nobody has waited for yet.  Guarded by the GIL.
+class RangeChecks {
+ public:
+  // Takes over the array.  Raises what an old program has found when many are kept, so that they stay few.
+  void add(size_t launch, PyObject* offenders, PyObject* executable, std::vector<CheckedEntry> entries);
+  // Waits for the first so many launches and raises for the first index of theirs that was out of range.
+  void raise_failed(size_t num_launched);
+
+ private:
+  struct Check {
+    size_t launch;
+    std::shared_ptr<PyObject> offenders;
+    PyObject* executable; // never freed
+    std::vector<CheckedEntry> entries;
+  };
+  void raise_front();
+
+  std::deque<Check> checks_;
+};
+
+} // namespace tpu

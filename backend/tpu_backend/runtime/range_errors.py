@@ -1,0 +1,33 @@
+"""What becomes of an index that was out of range: the CPU's error, with the op and its Python line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import CodeType
+
+import jax
+import numpy as np
+
+from tpu_backend.lowering.bounds import IN_RANGE
+from tpu_backend.runtime.compiler import Executable
+from tpu_backend.runtime.signature import signature
+from tpu_backend.runtime.user_line import line_of
+
+Place = tuple[int, int, CodeType | None, int]  # entry of the segment, signature, code, offset in it
+
+
+def raise_range_error(offenders: jax.Array, executable: Executable, places: Sequence[Place]) -> None:
+    """Wait for a program's offenders and raise for the first one; nothing where all indices are in range.
+
+    Raises what the lowering declared: IndexError or RuntimeError, with PyTorch's text.
+    """
+    values = np.asarray(offenders)
+    if (values == IN_RANGE).all():
+        return
+    first = int(np.argmax(values != IN_RANGE))
+    demand = executable.demands[first]
+    _, number, code, lasti = next(place for place in places if place[0] == demand.entry)
+    raise demand.error(
+        f"{demand.text.format(index=int(values[first]))}\n  in {signature(number).described()}\n"
+        f"  at {line_of(code, lasti)}"
+    )

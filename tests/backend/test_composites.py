@@ -1,0 +1,126 @@
+"""Operators made of others on the device (csrc/composites.cpp), and copies that resolve lazy bits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+MATRIX = torch.tensor([[4.0, 1.0, -2.0], [0.5, -3.0, 1.5], [2.0, 0.25, 5.0]])
+
+
+@pytest.fixture(autouse=True)
+def without_fallback():
+    torch.tpu.reset_fallback_stats()
+    yield
+    assert torch.tpu.fallback_stats() == {}
+
+
+def gradients(function, *leaves):
+    """The results of a function of leaves and the gradients of their sum."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    results = function(*leaves)
+    total = sum(result.sum() for result in results)
+    return [value.detach().cpu() for value in (*results, *torch.autograd.grad(total, leaves))]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (torch.linalg.det(a * b[0]),),
+        lambda a, b: torch.linalg.slogdet(a * b[0]),
+        lambda a, b: (torch.linalg.solve(a, b),),
+        lambda a, b: (torch.linalg.solve(a, b[:, None] * torch.ones_like(a), left=False),),
+    ],
+    ids=["det", "slogdet", "solve", "solve_right"],
+)
+def test_lu_and_its_derivatives_whatever_the_memory_order(function, transposed: bool) -> None:
+    right = torch.tensor([1.0, -2.0, 0.5])
+    matrix = MATRIX.t().contiguous().t() if transposed else MATRIX
+    on_device = matrix.to("tpu")
+    assert on_device.is_contiguous() != transposed
+    torch.testing.assert_close(
+        gradients(function, on_device, right.to("tpu")), gradients(function, matrix, right)
+    )
+
+
+def ctc(device: str, targets, input_lengths, target_lengths, reduction="none", **options):
+    torch.manual_seed(0)
+    scores = torch.randn(9, 3, 5).log_softmax(-1).to(device)
+    return gradients(
+        lambda log_probs: (
+            F.ctc_loss(
+                log_probs, targets.to(device), input_lengths, target_lengths, reduction=reduction, **options
+            ),
+        ),
+        scores,
+    )
+
+
+TARGETS = torch.tensor([[1, 1, 2], [3, 4, 3], [2, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("targets", "input_lengths", "target_lengths", "options"),
+    [
+        (TARGETS, (9, 8, 6), (3, 2, 1), {}),
+        (torch.tensor([1, 1, 2, 3, 4, 2]), (9, 8, 6), (3, 2, 1), {}),  # one after the other
+        (TARGETS, (9, 8, 6), (3, 0, 1), {"blank": 0}),
+        (TARGETS, (3, 8, 2), (3, 2, 1), {"zero_infinity": True}),  # 1 1 2 needs four steps
+        (torch.tensor([[1, 1], [2, 3], [2, 3]]), (9, 8, 6), (2, 2, 1), {"blank": 4}),
+    ],
+)
+def test_ctc_loss(targets, input_lengths, target_lengths, options) -> None:
+    torch.testing.assert_close(
+        ctc("tpu", targets, input_lengths, target_lengths, **options),
+        ctc("cpu", targets, input_lengths, target_lengths, **options),
+    )
+
+
+def test_the_lengths_of_ctc_loss_compile_nothing() -> None:
+    ctc("tpu", TARGETS, (9, 8, 6), (3, 2, 1))
+    before = torch.tpu.compile_stats()["compilations"]
+    for lengths in ((9, 9, 9), (7, 8, 5), (6, 6, 9)):
+        ctc("tpu", TARGETS, lengths, (3, 1, 2))
+    assert torch.tpu.compile_stats()["compilations"] == before
+
+
+@pytest.mark.parametrize("lengths", [((9, 8), (3, 2, 1)), ((9, 8, 60), (3, 2, 1)), ((9, 8, 6), (3, 2, 9))])
+def test_lengths_that_cannot_be_are_refused(lengths) -> None:
+    with pytest.raises(RuntimeError, match="_lengths"):
+        ctc("tpu", TARGETS, *lengths)
+
+
+def test_copies_resolve_lazy_bits() -> None:
+    values = torch.tensor([1 + 2j, -3 + 0.5j])
+    on_device = values.to("tpu")
+    assert torch.equal(on_device.conj().clone().cpu(), values.conj().resolve_conj())
+    assert torch.equal(on_device.conj().imag.clone().cpu(), -values.imag)
+    assert torch.equal(on_device.conj().cpu().resolve_conj(), values.conj().resolve_conj())
+    assert torch.equal(values.conj().to("tpu").cpu().resolve_conj(), values.conj().resolve_conj())
+    target = torch.zeros(2, dtype=torch.complex64, device="tpu")
+    target.conj().copy_(on_device)
+    assert torch.equal(target.cpu(), values.conj().resolve_conj())
+
+
+def test_gradients_through_complex_numbers() -> None:
+    size, angle = torch.tensor([1.0, 2.0]), torch.tensor([0.3, -1.0])
+
+    def spectrum(size, angle):
+        return (torch.view_as_real(torch.fft.ifft(torch.polar(size, angle))),)
+
+    torch.testing.assert_close(
+        gradients(spectrum, size.to("tpu"), angle.to("tpu")), gradients(spectrum, size, angle)
+    )
+
+
+def test_results_go_into_out() -> None:
+    x = torch.arange(12.0, device="tpu").reshape(3, 4)
+    out = torch.empty(0, device="tpu")
+    torch.narrow_copy(x, 1, 1, 2, out=out)
+    assert torch.equal(out.cpu(), x.cpu()[:, 1:3])
+    mean, outputs = torch.zeros(4, device="tpu"), [torch.empty(0, device="tpu") for _ in range(3)]
+    torch.native_batch_norm(
+        x, None, None, mean, torch.ones(4, device="tpu"), True, 0.5, 1e-5, out=tuple(outputs)
+    )
+    torch.testing.assert_close(outputs[0].cpu(), F.batch_norm(x.cpu(), None, None, training=True))
+    torch.testing.assert_close(mean.cpu(), x.cpu().mean(0) / 2)

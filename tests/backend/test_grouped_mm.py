@@ -1,0 +1,81 @@
+"""grouped_mm, which mixtures of experts are made of, on the device against the CPU, and its refusals."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+ENDS = torch.tensor([4, 4, 16], dtype=torch.int32)  # three groups, the second one empty
+
+
+@pytest.fixture(autouse=True)
+def no_fallback() -> Iterator[None]:
+    before = torch.tpu.fallback_stats()
+    yield
+    assert torch.tpu.fallback_stats() == before
+
+
+def _matrix(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _product_and_gradients(left: Tensor, right: Tensor, ends: Tensor | None, device: str) -> list[Tensor]:
+    left, right = (matrix.to(device).requires_grad_() for matrix in (left, right))
+    product = grouped_mm(left, right, offs=None if ends is None else ends.to(device))
+    gradients = torch.autograd.grad(product.square().sum(), [left, right])
+    return [tensor.detach().cpu() for tensor in (product, *gradients)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("left", "right", "ends"),
+    [
+        pytest.param((16, 8), (3, 8, 24), ENDS, id="groups of rows"),
+        pytest.param((3, 8, 24), (24, 16), ENDS, id="groups of columns"),
+        pytest.param((8, 16), (16, 24), ENDS, id="groups of summands"),
+        pytest.param((3, 8, 16), (3, 16, 24), None, id="batches"),
+    ],
+)
+def test_products_and_gradients_are_the_cpus(
+    left: tuple[int, ...], right: tuple[int, ...], ends: Tensor | None, dtype: torch.dtype
+) -> None:
+    matrices = _matrix(*left, seed=1).to(dtype), _matrix(*right, seed=2).to(dtype)
+    actual, expected = (_product_and_gradients(*matrices, ends, device) for device in ("tpu", "cpu"))
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+
+
+def test_other_groups_compile_nothing() -> None:
+    left, right = _matrix(16, 8, seed=1).to("tpu"), _matrix(3, 8, 8, seed=2).to("tpu")
+
+    def product(ends: list[int]) -> Tensor:
+        return grouped_mm(left, right, offs=torch.tensor(ends, dtype=torch.int32, device="tpu")).cpu()
+
+    product([4, 8, 16])
+    before = torch.tpu.compile_stats()["compilations"]
+    actual = product([0, 12, 16])
+    assert torch.tpu.compile_stats()["compilations"] == before
+    torch.testing.assert_close(actual[:12], left.cpu()[:12] @ right.cpu()[1])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "ends", "message"),
+    [
+        ((16, 8), (3, 7, 24), ENDS, "the inner sizes differ"),
+        ((16, 8), (2, 8, 24), ENDS, "groups"),
+        ((16, 8), (3, 8, 24), None, "need offs"),
+        ((16, 8), (3, 8, 24), ENDS.long(), "torch.int32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    left: tuple[int, ...], right: tuple[int, ...], ends: Tensor | None, message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        grouped_mm(
+            _matrix(*left, seed=1).to("tpu"),
+            _matrix(*right, seed=2).to("tpu"),
+            offs=None if ends is None else ends.to("tpu"),
+        )

@@ -1,0 +1,140 @@
+"""Indices out of range: the CPU's error, at the op in debug mode, else at the next synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Index = Callable[..., Tensor]
+
+WRONG: dict[str, Callable[[Tensor, Index], object]] = {
+    "embedding": lambda x, i: F.embedding(i(0, 3), x),
+    "embedding, negative": lambda x, i: F.embedding(i(-1), x),
+    "index": lambda x, i: x[i(1, 3)],
+    "index, negative": lambda x, i: x[i(-4)],
+    "index, second dimension": lambda x, i: x[i(1, 2), i(0, 9)],
+    "index_put": lambda x, i: x.index_put((i(3),), x[0]),
+    "setitem": lambda x, i: x.clone().__setitem__(i(3), 1.0),
+    "index_select": lambda x, i: x.index_select(0, i(3)),
+    "gather": lambda x, i: x.gather(1, i(4)[None]),
+    "scatter of a number": lambda x, i: x.scatter(0, i(3)[None], 1.0),
+    "scatter": lambda x, i: x.scatter(1, i(-1)[None], x),
+    "scatter_add": lambda x, i: x.scatter_add(0, i(3)[None], x),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(0, i(3)[None], x, "amax"),
+    "index_add": lambda x, i: x.index_add(0, i(3), x[:1]),
+    "index_copy": lambda x, i: x.index_copy(0, i(-1), x[:1]),
+    "index_fill": lambda x, i: x.index_fill(0, i(3), 1.0),
+    "index_reduce": lambda x, i: x.index_reduce(0, i(3), x[:1], "prod"),
+    "take": lambda x, i: x.take(i(12)),
+    "put": lambda x, i: x.clone().put_(i(12), x[0, :1]),
+    "label": lambda x, i: F.nll_loss(x, i(1, 2, 4)),
+    "label, negative": lambda x, i: F.cross_entropy(x, i(1, 2, -1)),
+    "label of an image": lambda x, i: F.nll_loss(x[None, :, None], i(0, 1, 2, 3)[None, None]),
+}
+
+# What does not fit the number of Trues in a mask: the CPU's type, the number in other words.
+MISCOUNTED: dict[str, Callable[[Tensor, Index], object]] = {
+    "values for a mask": lambda x, i: x.clone().__setitem__(x > 0.5, torch.ones(3, device=x.device)),
+    "no values for a mask": lambda x, i: x.clone().__setitem__(x > 0.5, torch.ones(0, device=x.device)),
+    "masked_scatter": lambda x, i: x.masked_scatter(x > 0.5, torch.ones(3, device=x.device)),
+    "repeat_interleave": lambda x, i: torch.repeat_interleave(i(1, 2), output_size=5),
+}
+
+
+def _error(use: Callable[[Tensor, Index], object], device: str) -> Exception | None:
+    x = torch.arange(12.0, device=device).reshape(3, 4) / 12
+    try:
+        result = use(x, lambda *values: torch.tensor(values, device=device))
+        torch.tpu.synchronize()
+        del result
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("mode", ["debug", "strict", "fused"])
+def test_an_index_out_of_range_raises_what_the_cpu_raises(mode: str) -> None:
+    with torch.tpu.eager_mode(mode):
+        for name, use in WRONG.items():
+            expected, met = _error(use, "cpu"), _error(use, "tpu")
+            assert type(met) is type(expected), name
+            assert str(met).splitlines()[0] == str(expected).splitlines()[0], name
+    assert torch.ones(3, device="tpu").sum().item() == 3
+
+
+def test_a_number_of_values_that_is_not_the_masks_raises_what_the_cpu_raises() -> None:
+    for name, use in MISCOUNTED.items():
+        expected, met = _error(use, "cpu"), _error(use, "tpu")
+        assert type(met) is type(expected) is RuntimeError, name
+        assert str(met).split()[0] == str(expected).split()[0] or name == "repeat_interleave", name
+
+
+def test_indices_in_range_raise_nothing() -> None:
+    x = torch.arange(12.0, device="tpu").reshape(3, 4)
+    ignored = torch.tensor([1, -100, 2], device="tpu")
+    assert F.cross_entropy(x, ignored).isfinite()
+    assert x[torch.tensor([-3, 2], device="tpu")].tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert x[torch.tensor([], dtype=torch.int64, device="tpu")].shape == (0, 4)
+    torch.tpu.synchronize()
+
+
+def test_the_error_names_the_op_and_the_line_that_recorded_it() -> None:
+    x = torch.ones(3, device="tpu")
+    y = x[torch.tensor([7], device="tpu")]  # the line that is wrong
+    with pytest.raises(IndexError) as raised:
+        y.item()
+    message = str(raised.value)
+    assert "index 7 is out of bounds for dimension 0 with size 3" in message
+    assert "aten::index.Tensor(self=float32[3]" in message
+    assert f"{__file__}:" in message
+    assert "# the line that is wrong" in message
+
+
+def test_it_is_raised_once_and_by_a_read_of_anything_computed_after_it() -> None:
+    x = torch.ones(3, device="tpu")
+    bad = F.embedding(torch.tensor([5], device="tpu"), x[:, None])
+    other = x + 1
+    torch.tpu.flush()
+    with pytest.raises(IndexError):
+        other.tolist()
+    assert other.tolist() == [2, 2, 2]
+    assert bad.isfinite().all()
+
+
+def test_a_read_of_an_earlier_result_does_not_wait_for_later_checks() -> None:
+    early = torch.ones(3, device="tpu") + 1
+    torch.tpu.flush()
+    late = torch.ones(3, device="tpu")[torch.tensor([9], device="tpu")]
+    torch.tpu.flush()
+    assert early.tolist() == [2, 2, 2]
+    with pytest.raises(IndexError):
+        late.item()
+
+
+def test_checks_of_a_long_run_without_a_read_stay_few_and_are_not_lost() -> None:
+    x, one = torch.ones(3, device="tpu"), torch.tensor([1], device="tpu")
+
+    def run_long() -> None:
+        wrong = x[one + 8]
+        torch.tpu.flush()
+        for _ in range(200):
+            x[one]
+            torch.tpu.flush()
+        wrong.item()
+
+    with pytest.raises(IndexError):
+        run_long()
+
+
+def test_a_step_that_failed_is_found_before_its_parameters_are_read() -> None:
+    embedding = torch.nn.Embedding(4, 2, device="tpu")
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([4], device="tpu")).sum().backward()
+    optimizer.step()
+    with pytest.raises(IndexError, match="index out of range in self"):
+        embedding.weight.detach().cpu()

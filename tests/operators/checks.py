@@ -1,0 +1,113 @@
+"""Checks of one entry, collected and then read together, so that one XLA program serves many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.operators.compare import Tolerances, difference, distribution_difference
+from tests.operators.outcome import Outcome
+
+_CHECKS_A_PROGRAM = 48
+_DRAWS = 4000
+_MOST_RUNS = 60
+
+Run = Callable[[str], Any]  # the results on a device, made of its own copies of the arguments
+
+
+class Checks:
+    """Runs a piece of code on both devices and notes in ``outcome`` what differs."""
+
+    def __init__(self, outcome: Outcome, tolerances: Tolerances, initialised: bool = True):
+        self._outcome = outcome
+        self._tolerances = tolerances
+        self._initialised = initialised
+        self._waiting: list[Callable[[], None]] = []
+
+    def add(self, what: str, run: Run, may_be_random: bool = True, values: bool = True) -> bool:
+        """False where the CPU refuses to run it: there is nothing to compare with.
+
+        ``values=False``: compare shapes, dtypes and strides only.
+        """
+        try:
+            expected = _seeded(run, "cpu", 0)
+        except Exception:
+            return False
+        values = values and self._initialised
+        random = (
+            values
+            and may_be_random
+            and difference(_seeded(run, "cpu", 1), expected, Tolerances()) is not None
+        )
+        try:
+            actual = _seeded(run, "tpu", 0)
+        except Exception as error:
+            self._outcome.fail(what, f"{type(error).__name__}: {error}")
+            return True
+        exact = values and not random
+        self._later(what, lambda: difference(actual, expected, self._tolerances, exact))
+        if random:
+            self._later(what, lambda: _draws_difference(run, expected))
+        return True
+
+    def _later(self, what: str, compare: Callable[[], str | None]) -> None:
+        def run() -> None:
+            try:
+                text = compare()
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+            if text is not None:
+                self._outcome.fail(what, text)
+
+        self._waiting.append(run)
+        if len(self._waiting) >= _CHECKS_A_PROGRAM:
+            self.read()
+
+    def read(self) -> None:
+        """Compare what has been recorded so far."""
+        for compare in self._waiting:
+            compare()
+        self._waiting.clear()
+
+
+def _seeded(run: Run, device: str, seed: int) -> Any:
+    # Not torch.manual_seed: it asks every kind of device, for a millisecond.
+    torch.default_generator.manual_seed(seed)
+    torch.tpu.manual_seed_all(seed)
+    with patch.object(torch, "manual_seed", lambda _: torch.default_generator):  # some entries seed each call
+        return run(device)
+
+
+def _draws_difference(run: Run, example: Any) -> str | None:
+    """Compare the distribution of each floating or integer output, over enough runs on both sides."""
+    counts = [numbers.numel() for numbers in _numbers(example)]
+    if not counts:
+        return None
+    runs = min(-(-_DRAWS // min(counts)), _MOST_RUNS)
+    draws = {
+        device: [_numbers(_seeded(run, device, seed)) for seed in range(runs)] for device in ("cpu", "tpu")
+    }
+    for position in range(len(counts)):
+        ours, theirs = (
+            torch.cat([numbers[position] for numbers in draws[device]]) for device in ("tpu", "cpu")
+        )
+        text = distribution_difference(ours, theirs)
+        if text is not None:
+            return text
+    return None
+
+
+def _numbers(results: Any) -> list[torch.Tensor]:
+    """The independent draws in each output: beyond two dims one may hold for all, as in feature dropout."""
+    return [
+        leaf.detach().cpu().resolve_conj()[_INDEPENDENT[: leaf.dim()]].reshape(-1)
+        for leaf in tree_leaves(results)
+        if isinstance(leaf, torch.Tensor) and leaf.numel()
+    ]
+
+
+_INDEPENDENT = (slice(None), slice(None), 0, 0, 0, 0)
