@@ -12,9 +12,9 @@ from jax.sharding import SingleDeviceSharding
 # The smallest topology of each chip that libtpu describes.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 
-# What a process that loads libtpu on a machine without TPU needs to have in its environment: no question to the
-# cloud's metadata server, no complaint about its answer, no lock against a second process, and JAX's own arrays
-# on the CPU.
+# What a process that loads libtpu on a machine without TPU needs to have in its environment: no question to
+# the cloud's metadata server, no complaint about its answer, no lock against a second process, and JAX's own
+# arrays on the CPU.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,27 +84,30 @@ def _result_shape(value: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 
 def collect(
-    each: int, num_samples: int, only: str = "", dtypes: tuple[torch.dtype, ...] = DTYPES
+    each: int,
+    num_samples: int,
+    keeps: Callable[[str], bool] = lambda name: True,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> list[Call]:
-    """Up to `each` calls of every lowering and dtype, from the first samples of every database entry.
-
-    `only` keeps the database entries whose name contains it.
+    """Up to `each` calls of every lowering and dtype, from the first samples, forward and backward, of every
+    database entry whose name `keeps` likes.
     """
     mode = CollectCalls(each=each)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in dtypes:
-            for op in _operators(only):
+            for op in _operators(keeps):
                 if dtype in op.supported_dtypes("cpu"):
                     _run_samples(op, dtype, num_samples, mode)
             if dtype.is_floating_point:
-                for module in _modules(only):
+                for module in _modules(keeps):
                     _run_module(module, dtype, mode)
-                _run_fused_optimizers(dtype, mode)
+                if keeps("fused optimizers"):
+                    _run_fused_optimizers(dtype, mode)
     return [call for kept in mode.calls.values() for call in kept]
 
 
-def _operators(only: str) -> Iterator[OpInfo]:
+def _operators(keeps: Callable[[str], bool]) -> Iterator[OpInfo]:
     databases = (
         op_db,
         foreach_unary_op_db,
@@ -114,7 +117,7 @@ def _operators(only: str) -> Iterator[OpInfo]:
         foreach_other_op_db,
     )
     for op in itertools.chain(*databases):
-        if only in op.name and not op.name.startswith("jiterator"):  # jiterator: CUDA only
+        if keeps(op.name) and not op.name.startswith("jiterator"):  # jiterator: CUDA only
             yield op
 
 
@@ -135,8 +138,8 @@ def _run_samples(op: OpInfo, dtype: torch.dtype, num_samples: int, mode: Collect
 _REFUSED = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError, AssertionError)
 
 
-def _modules(only: str) -> Iterator[ModuleInfo]:
-    return (module for module in module_db if only in module.name)
+def _modules(keeps: Callable[[str], bool]) -> Iterator[ModuleInfo]:
+    return (module for module in module_db if keeps(module.name))
 
 
 def _run_module(info: ModuleInfo, dtype: torch.dtype, mode: CollectCalls) -> None:

@@ -1,7 +1,7 @@
-"""A process of its own that compiles batches of calls for one chip; the compiler may end it.
+"""A process of its own that compiles batches of calls for TPU chips; the compiler may end it.
 
-Started by ``compiler.py`` with a file of pickled calls and a chip.  It reads one line a batch, a JSON list of
-positions in that file, and answers with one line, JSON as well: null, or what the compiler objects to.
+Started by ``compiler.py`` with a file of pickled calls.  It reads one line a batch, in JSON the chip and a
+list of positions in that file, and answers with one JSON line: null, or what the compiler objects to.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def compile_together(calls: list[Call], chip: str) -> None:
 
 
 def main() -> None:
-    calls_file, chip = sys.argv[1:]
-    calls: list[Call] = pickle.loads(Path(calls_file).read_bytes())
+    calls: list[Call] = pickle.loads(Path(sys.argv[1]).read_bytes())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libtpu writes to standard output as well
     for line in sys.stdin:
+        chip, positions = json.loads(line)
         problem = None
         try:
-            compile_together([calls[position] for position in json.loads(line)], chip)
+            compile_together([calls[position] for position in positions], chip)
         except Exception as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(json.dumps(problem), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""Compiles calls for a chip in batches, and finds in a batch that fails the calls that are at fault."""
+"""Compiles calls in batches, and finds in a batch that fails the calls that are at fault."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ TIME_LIMIT = 400  # seconds a batch; what alone takes longer counts as a failure
 
 
 class Compiler:
-    """The TPU compiler for one chip, in a process that is started again when the compiler aborts it."""
+    """The TPU compiler, in a process that is started again when the compiler aborts it."""
 
-    def __init__(self, calls: Sequence[Call], chip: str):
-        self.chip = chip
+    def __init__(self, calls: Sequence[Call]):
         self._folder = tempfile.TemporaryDirectory()
         self._calls_file = Path(self._folder.name) / "calls.pickle"
         self._calls_file.write_bytes(pickle.dumps(list(calls)))
@@ -39,23 +38,23 @@ class Compiler:
         self._stop()
         self._folder.cleanup()
 
-    def problems(self, positions: Sequence[int]) -> Iterator[tuple[int, str | None]]:
-        """Each call's position with None, or with what the compiler says about it."""
-        problem = self._compile(positions)
+    def problems(self, positions: Sequence[int], chip: str) -> Iterator[tuple[int, str | None]]:
+        """Each call's position with None, or with what the compiler says about it for this chip."""
+        problem = self._compile(positions, chip)
         if problem is None or len(positions) == 1:
             yield from ((position, problem) for position in positions)
             return
         half = len(positions) // 2
-        yield from self.problems(positions[:half])
-        yield from self.problems(positions[half:])
+        yield from self.problems(positions[:half], chip)
+        yield from self.problems(positions[half:], chip)
 
-    def _compile(self, positions: Sequence[int]) -> str | None:
+    def _compile(self, positions: Sequence[int], chip: str) -> str | None:
         if self._process is None:
             self._process = self._start()
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(list(positions)) + "\n")
+        process.stdin.write(json.dumps([chip, list(positions)]) + "\n")
         process.stdin.flush()
         in_time, _, _ = select.select([process.stdout], [], [], TIME_LIMIT)
         if not in_time:
@@ -71,7 +70,7 @@ class Compiler:
     def _start(self) -> subprocess.Popen[str]:
         paths = [str(ROOT / "backend"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.tpu.compile_worker", str(self._calls_file), self.chip],
+            [sys.executable, "-m", "tests.tpu.compile_worker", str(self._calls_file)],
             env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

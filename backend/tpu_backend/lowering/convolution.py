@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.matmul import product_precision
+from tpu_backend.lowering.matmul import NO_INT64_PRODUCTS, product_precision
 from tpu_backend.lowering.registry import lowering, opmath
 
 
@@ -56,7 +56,7 @@ def _convolve(input, weight, stride, padding, dilation, transposed, output_paddi
     )
 
 
-@lowering("convolution", "convolution_overrideable")
+@lowering("convolution", "convolution_overrideable", on_tpu=NO_INT64_PRODUCTS)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     result = _convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups)
     if bias is None:

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.matmul import matmul
-from tpu_backend.lowering.registry import NotLoweredError, lowering
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering
+
+_LU_OF_SINGLE_PRECISION = CannotCompile(
+    "UNIMPLEMENTED: only F32 and C64 types are implemented in LuDecomposition", frozenset({"float64"})
+)
+# Its process dies. complex64 compiles; so would singular values alone, but a declaration knows dtypes only.
+_SVD_OF_FLOAT32 = CannotCompile(
+    "aborts in TransposeFolding: Check failed: buffer != nullptr", frozenset({"float32"})
+)
 
 
 def _info(result):
@@ -40,7 +48,7 @@ def cholesky(self, upper=False):
     return cholesky_ex(self, upper=upper)[0]
 
 
-@lowering("linalg_inv_ex")
+@lowering("linalg_inv_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
 def inv_ex(A, *, check_errors=False):
     inverse = jnp.linalg.inv(A)
     return inverse, _info(inverse)
@@ -65,7 +73,7 @@ def _nothing(spec):
     return jnp.zeros(spec.shape, spec.dtype)
 
 
-@lowering("_linalg_svd")
+@lowering("_linalg_svd", on_tpu=_SVD_OF_FLOAT32)
 def svd(A, full_matrices=False, compute_uv=True, *, driver=None, out=None):
     if compute_uv:
         return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
@@ -116,7 +124,7 @@ def _needs_pivots(pivot):
         raise NotLoweredError("LU without pivoting: PyTorch refuses it, in its own words on the CPU")
 
 
-@lowering("linalg_lu_factor_ex")
+@lowering("linalg_lu_factor_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu_factor_ex(A, *, pivot=True, check_errors=False):
     _needs_pivots(pivot)
     factors, pivots, _ = lax.linalg.lu(A)
@@ -153,7 +161,7 @@ def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, out=None
     return matrix, *(_unpack(LU_data) if unpack_data else (_nothing(out[1]), _nothing(out[2])))
 
 
-@lowering("linalg_lu")
+@lowering("linalg_lu", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu(A, *, pivot=True):
     _needs_pivots(pivot)
     factors, _, permutation = lax.linalg.lu(A)
@@ -180,7 +188,7 @@ def lu_solve(LU, pivots, B, *, left=True, adjoint=False):
 # ---- least squares, by the pseudo-inverse: the drivers differ in what they report
 
 
-@lowering("linalg_lstsq")
+@lowering("linalg_lstsq", on_tpu=_SVD_OF_FLOAT32)
 def lstsq(self, b, rcond=None, *, driver=None, out):
     rows, columns = self.shape[-2:]
     if rows > columns and driver in ("gelsd", "gelss"):
@@ -235,7 +243,7 @@ def cross(self, other, *, dim=-1):
     return jnp.cross(self, other, axis=dim)
 
 
-@lowering("linalg_matrix_exp", promote="opmath")
+@lowering("linalg_matrix_exp", promote="opmath", on_tpu=_LU_OF_SINGLE_PRECISION)
 def matrix_exp(self):
     if self.size == 0:
         return self

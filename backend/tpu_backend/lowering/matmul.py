@@ -13,8 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath
 from tpu_backend.lowering.settings import float32_matmul_precision
+
+NO_INT64_PRODUCTS = CannotCompile(
+    "UNIMPLEMENTED: rewriting a dot or convolution of 64-bit integers", frozenset({"int64", "uint64"})
+)
 
 _FLOAT32_PRECISION = {
     "highest": lax.Precision.HIGHEST,
@@ -53,7 +57,7 @@ def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> 
     return scaled(self.astype(product.dtype), beta) + product
 
 
-@lowering("mm", "bmm", "mv", "dot", "_int_mm")
+@lowering("mm", "bmm", "mv", "dot", "_int_mm", on_tpu=NO_INT64_PRODUCTS)
 def mm(self, mat2):
     if self.dtype == jnp.int8:  # _int_mm
         return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
@@ -65,12 +69,12 @@ def mm_dtype(self, mat2, out_dtype):
     return matmul(self, mat2)
 
 
-@lowering("vdot")
+@lowering("vdot", on_tpu=NO_INT64_PRODUCTS)
 def vdot(self, other):
     return matmul(self.conj(), other)
 
 
-@lowering("addmm", "baddbmm", "addmv")
+@lowering("addmm", "baddbmm", "addmv", on_tpu=NO_INT64_PRODUCTS)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
     result = _add_product(self, matmul(mat1, mat2), beta, alpha)
     return jnp.broadcast_to(result, out[0].shape)
@@ -87,7 +91,7 @@ def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
     return jax.nn.gelu(result, approximate=True) if use_gelu else jnp.maximum(result, 0)
 
 
-@lowering("addbmm")
+@lowering("addbmm", on_tpu=NO_INT64_PRODUCTS)
 def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
     product = jnp.einsum(
         "bij,bjk->ik",

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.matmul import scaled
-from tpu_backend.lowering.registry import NotLoweredError, lowering
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering
+
+# On a TPU a float64 is a pair of float32.
+_NO_FLOAT64_BITS = CannotCompile(
+    "INVALID_ARGUMENT: binary op with different element types, s32 and u32, from bit operations on float64",
+    frozenset({"float64"}),
+)
 
 
 def is_floating(value: jax.Array) -> bool:
@@ -163,7 +169,7 @@ def floor_divide(self, other):
     quotient = jnp.where((remainder_ != 0) & ((other < 0) != (remainder_ < 0)), quotient - 1, quotient)
     floored = jnp.floor(quotient)
     floored = jnp.where(quotient - floored > 0.5, floored + 1, floored)
-    floored = jnp.where(quotient != 0, floored, jnp.copysign(jnp.zeros_like(quotient), self / other))
+    floored = jnp.where(quotient != 0, floored, self / other * 0)  # a zero with its sign
     return jnp.where(other == 0, self / other, floored)
 
 
@@ -257,11 +263,11 @@ lowering("fmin", promote="result")(lambda self, other: jnp.fmin(self, other))
 
 lowering("atan2", promote="result")(lambda self, other: jnp.arctan2(self, other))
 lowering("hypot", promote="result")(lambda self, other: jnp.hypot(self, other))
-lowering("copysign.Tensor", "copysign.Scalar", promote="result")(
+lowering("copysign.Tensor", "copysign.Scalar", promote="result", on_tpu=_NO_FLOAT64_BITS)(
     lambda self, other: jnp.copysign(self, other)
 )
 lowering("logaddexp2", promote="result")(lambda self, other: jnp.logaddexp2(self, other))
-lowering("nextafter")(lambda self, other: jnp.nextafter(self, other))
+lowering("nextafter", on_tpu=_NO_FLOAT64_BITS)(lambda self, other: jnp.nextafter(self, other))
 lowering("gcd", promote="result")(lambda self, other: jnp.gcd(self, other))
 lowering("lcm", promote="result")(lambda self, other: jnp.lcm(self, other))
 lowering("heaviside")(lambda self, values: jnp.where(self == 0, values, (self > 0).astype(values.dtype)))
@@ -272,7 +278,7 @@ def ldexp(self, other):
     return self * jnp.exp2(other)
 
 
-@lowering("frexp.Tensor", promote="opmath")
+@lowering("frexp.Tensor", promote="opmath", on_tpu=_NO_FLOAT64_BITS)
 def frexp(self):
     return jnp.frexp(self)
 

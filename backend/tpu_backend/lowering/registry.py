@@ -108,8 +108,8 @@ def lowering(
 
     Names omit ``aten::``; an overload without a name is written bare (``"mm"``). ``static`` and ``runtime``
     name the numeric arguments whose values are part of the program or its inputs. Undeclared: ``Scalar``
-    arguments are runtime, ``float`` and ``int`` arguments are static.  ``on_tpu`` says which calls the compiler
-    of a real TPU does not take.
+    arguments are runtime, ``float`` and ``int`` arguments are static. ``on_tpu`` says which calls
+    the compiler of a real TPU does not take.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

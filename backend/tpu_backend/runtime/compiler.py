@@ -40,15 +40,16 @@ class Executable(NamedTuple):
     compiled: jax.stages.Compiled  # holds what a program's host callbacks need
 
 
-def compile_segment(description: dict[str, Any]) -> Executable:
-    """Compile a segment; the program takes its input arrays and then the packed numbers, and returns its
-    outputs.
+def lower_segment(
+    description: dict[str, Any], sharding: SingleDeviceSharding
+) -> tuple[jax.stages.Lowered, tuple[Demand, ...]]:
+    """A segment as a program for one device: it takes the segment's input arrays and then the packed numbers,
+    and returns its outputs.  With it, what it demands of indices, see `Executable`.
 
     Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
     """
     demands: list[Demand] = []
     function = segment_function(description, demands)
-    sharding = SingleDeviceSharding(platform().devices[0])
     shapes = [
         jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
         for dtype, dims in description["input_layouts"]
@@ -65,8 +66,15 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     donated = tuple(places[local] for local in description["donated"])
     with jax.enable_x64(True):
         lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s", lowered.as_text())
+    return lowered, tuple(demands)
+
+
+def compile_segment(description: dict[str, Any]) -> Executable:
+    """Compile a segment for the device of this process (`lower_segment` says what the program takes)."""
+    lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", lowered.as_text())
+    with jax.enable_x64(True):
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is not None:
@@ -81,7 +89,7 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     return Executable(
         replicated.xla_executable.execute_sharded,
         list(replicated.out_handler.handlers),
-        tuple(demands),
+        demands,
         compiled,
     )
 

@@ -72,6 +72,10 @@ def platform() -> Platform:
     if asked not in PLATFORMS:
         raise RuntimeError(f"TPU_PLATFORM={asked!r}: expected one of {', '.join(PLATFORMS)}")
     chips = tpu_chips()
+    if not chips:
+        # Where libtpu is installed, opening any JAX device loads it, and it complains on standard error that
+        # it finds no TPU host's name.
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     if asked == "tpu" or (asked == "auto" and chips):
         try:
             devices = _open_devices("tpu")

@@ -1,0 +1,89 @@
+"""Training steps and the lowerings that they are made of compile for real TPUs; none has to be here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.tpu.chips import ENVIRONMENT, TOPOLOGIES, compiler_is_installed
+from tests.tpu.collect import collect
+from tests.tpu.compile_all import compile_calls
+from tests.tpu.compiler import ROOT
+from tpu_backend.lowering import CannotCompile, Lowering
+from tpu_backend.runtime import segment
+from tpu_backend.runtime.platform import Platform
+
+needs_compiler = pytest.mark.skipif(
+    not compiler_is_installed(), reason="libtpu, the TPU compiler, is not installed (Linux on x86-64 only)"
+)
+
+_OPERATORS = """
+    add mul div where softmax log_softmax addmm bmm nn.functional.layer_norm nn.functional.batch_norm
+    nn.functional.embedding nn.functional.cross_entropy nn.functional.conv2d nn.functional.max_pool2d
+    nn.functional.dropout scatter_add index_put cumsum topk
+"""
+
+
+@needs_compiler
+def test_training_steps_compile_for_every_chip():
+    paths = [str(ROOT / "backend"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tpu.training_steps"],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = json.loads(done.stdout.splitlines()[-1])
+    assert {(step["step"], step["chip"]) for step in steps} == {
+        (name, chip) for name in ("mlp", "llama") for chip in TOPOLOGIES
+    }
+    assert [step for step in steps if step["problem"] is not None] == []
+    assert all(step["num_ops"] > 20 for step in steps)
+
+
+@needs_compiler
+def test_common_lowerings_compile_for_every_chip():
+    calls = collect(1, 1, lambda name: name in _OPERATORS.split(), [torch.float32])
+    assert len({call.lowering for call in calls}) > 30
+    assert [row for row in compile_calls(calls, list(TOPOLOGIES)) if row.is_surprise()] == []
+
+
+@needs_compiler
+@pytest.mark.sweep
+def test_every_lowering_compiles_or_says_that_it_does_not():
+    assert [row for row in compile_calls(collect(1, 2), list(TOPOLOGIES)) if row.is_surprise()] == []
+
+
+@pytest.mark.filterwarnings("ignore:aten..linalg_lu_factor_ex has no tpu lowering")
+def test_what_a_tpu_cannot_compile_runs_on_its_cpu(monkeypatch):
+    monkeypatch.setattr(segment, "platform", lambda: Platform("tpu", "pretended", ()))
+    before = torch.tpu.fallback_stats()
+    matrix = torch.eye(13, dtype=torch.float64).expand(1, 13, 13) * 3
+    factors, pivots, info = torch.linalg.lu_factor_ex(matrix.to("tpu"))
+    want = torch.linalg.lu_factor_ex(matrix)
+    torch.testing.assert_close((factors.cpu(), pivots.cpu(), info.cpu()), tuple(want))
+    name = "aten::linalg_lu_factor_ex"
+    assert torch.tpu.fallback_stats().get(name, 0) == before.get(name, 0) + 1
+
+
+def _lowering(on_tpu: CannotCompile | None) -> Lowering:
+    return Lowering("example", lambda self: self, None, frozenset(), frozenset(), False, False, on_tpu)
+
+
+def test_a_declaration_holds_for_its_dtypes_only():
+    limited = _lowering(CannotCompile("no 64-bit integers", frozenset({"int64"})))
+    assert limited.compiles_on_tpu(["float32", "int32"])
+    assert not limited.compiles_on_tpu(["float32", "int64"])
+    assert not _lowering(CannotCompile("never")).compiles_on_tpu(["float32"])
+
+
+def test_no_lowering_takes_complex128_to_a_tpu():
+    assert not _lowering(None).compiles_on_tpu(["complex128"])
+    assert _lowering(None).compiles_on_tpu(["complex64", "float64"])
