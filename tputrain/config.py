@@ -25,7 +25,7 @@ class TrainerConfig:
     evaluate_batches: int | None = None
     """Batches of an evaluation; None: all there are."""
     on_nonfinite: str = "stop"
-    """What happens at a loss or gradient norm that is infinite or NaN: stop (nothing more is saved), continue."""
+    """What a loss or gradient norm that is infinite or NaN does: stop (nothing more is saved) or continue."""
     collect_garbage_every: int = 100
     """Steps between Python's garbage collections."""
 
