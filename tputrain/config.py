@@ -55,4 +55,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")
+        expect(
+            self.device not in ("cuda", "gpu"),
+            "device",
+            self.device,
+            f"one of {', '.join(DEVICES)}; for an NVIDIA GPU, device=tpu with TPU_PLATFORM=cuda set",
+        )
         expect_choice("device", self.device, DEVICES)

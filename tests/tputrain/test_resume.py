@@ -152,7 +152,9 @@ def test_a_finished_run_is_left_alone(tmp_path, uninterrupted, capsys):
 
     before, logged = stamps(), losses(uninterrupted)
     build(uninterrupted).fit()
-    assert f"finished: step {STEPS} of {STEPS}; raise trainer.steps" in capsys.readouterr().out
+    assert (
+        f"finished: step {STEPS} is done, trainer.steps={STEPS}; raise it to go on" in capsys.readouterr().out
+    )
     assert (stamps(), losses(uninterrupted)) == (before, logged)
 
 

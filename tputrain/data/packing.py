@@ -6,10 +6,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataError
-
-IGNORED_LABEL = -100
-"""The label of a position that is not trained on; cross-entropy's default `ignore_index`."""
 
 Batch = dict[str, torch.Tensor]
 
