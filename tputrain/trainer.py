@@ -457,9 +457,8 @@ class Trainer:
             raise UserError("fit: the Trainer was given no train_loader")
         self._resume_or_begin()
         if self.step >= self.cfg.trainer.steps:
-            say(
-                f"finished: step {self.step} is done, trainer.steps={self.cfg.trainer.steps}; raise it to go on"
-            )
+            steps = self.cfg.trainer.steps
+            say(f"finished: step {self.step} is done, trainer.steps={steps}; raise it to go on")
         for logger in self.loggers:
             logger.start(self.step, self.cfg.trainer.steps, self._resumed)
         self.model.train()
