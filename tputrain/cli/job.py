@@ -85,7 +85,8 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     data = build_data(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer)
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
-    return Trainer(build_model(cfg.model), cfg, val_loader=_validation_batches(cfg, data))
+    with announced(f"building {cfg.model.name}"):
+        return Trainer(build_model(cfg.model), cfg, val_loader=_validation_batches(cfg, data))
 
 
 def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
