@@ -37,19 +37,17 @@ SOURCES = Path("backend") / "csrc"
 SHIPPED = ("recipes", "configs")  # top-level folders that the wheel carries in tputrain/shipped/
 CXX_STANDARD = "-std=c++20"
 COMPILERS = ("c++", "g++", "clang++")
-CCACHE_FOLDERS = ("/usr/lib/ccache", "/usr/lib64/ccache", "/opt/homebrew/opt/ccache/libexec")
+CCACHE_FOLDERS = ("/usr/lib/ccache", "/usr/lib64/ccache")
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 # What to type, by the package manager that is found; all of them where none is.
 INSTALL_COMPILER = {
     "apt-get": "`sudo apt-get install g++`",
     "dnf": "`sudo dnf install gcc-c++`",
-    "xcode-select": "`xcode-select --install`",
 }
 INSTALL_HEADERS = {
     "apt-get": f"`sudo apt-get install python{PYTHON_VERSION}-dev`",
     "dnf": f"`sudo dnf install python{PYTHON_VERSION}-devel`",
-    "brew": f"`brew install python@{PYTHON_VERSION}`",
 }
 
 
