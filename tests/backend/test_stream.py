@@ -293,6 +293,7 @@ def test_a_fallback_whose_warning_is_an_error_leaves_the_device_usable():
 
 def test_the_precision_in_force_when_a_product_is_recorded_is_part_of_its_program() -> None:
     x = torch.ones(37, 37, device="tpu")
+    torch.tpu.synchronize()
     before = torch.get_float32_matmul_precision()
     try:
         for _ in range(2):
