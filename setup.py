@@ -115,11 +115,12 @@ class BuildDevice(BuildExtension):
         # In the environment, because torch's ninja file and setuptools' linker both read the compiler there.
         os.environ["CXX"] = check_toolchain()
         super().run()
+        source_digest = runpy.run_path(str(ROOT / "backend" / "tpu_backend" / "abi.py"))["source_digest"]
         info = {
             "torch": str(torch.__version__),
             "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
             "python": PYTHON_VERSION,
-            "sources": runpy.run_path(str(ROOT / "backend/tpu_backend/abi.py"))["source_digest"](ROOT / "backend/csrc"),
+            "sources": source_digest(ROOT / "backend" / "csrc"),
         }
         # In an editable install this is the source folder, else the folder that becomes the wheel.
         folder = Path(self.get_ext_fullpath("tpu_backend._C")).parent
