@@ -48,15 +48,22 @@ at::Tensor empty_memory_format(
       layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided; sparse layouts live on the CPU");
   Device::get().ensure_initialized();
   const auto sizes = concrete_sizes(size);
-  auto tensor = make_tensor(
-      sizes, c10::contiguous_strides(sizes), dtype.value_or(at::get_default_dtype_as_scalartype()), index_of(device));
   const auto format = memory_format.value_or(at::MemoryFormat::Contiguous);
-  if (format != at::MemoryFormat::Contiguous && format != at::MemoryFormat::Preserve) {
-    tensor.unsafeGetTensorImpl()->empty_tensor_restride(format);
-    auto restrided = make_tensor(tensor.sizes(), tensor.strides(), tensor.scalar_type(), tensor.device().index());
-    return restrided;
+  TORCH_CHECK(
+      (format != at::MemoryFormat::ChannelsLast || sizes.size() == 4) &&
+          (format != at::MemoryFormat::ChannelsLast3d || sizes.size() == 5),
+      "required rank ",
+      format == at::MemoryFormat::ChannelsLast ? 4 : 5,
+      " tensor to use ",
+      format == at::MemoryFormat::ChannelsLast ? "channels_last" : "channels_last_3d",
+      " format");
+  auto strides = c10::contiguous_strides(sizes);
+  if (format == at::MemoryFormat::ChannelsLast || format == at::MemoryFormat::ChannelsLast3d) {
+    const auto last = format == at::MemoryFormat::ChannelsLast ? c10::get_channels_last_strides_2d(sizes)
+                                                               : c10::get_channels_last_strides_3d(sizes);
+    strides.assign(last.begin(), last.end());
   }
-  return tensor;
+  return make_tensor(sizes, strides, dtype.value_or(at::get_default_dtype_as_scalartype()), index_of(device));
 }
 
 at::Tensor empty_strided(
@@ -147,8 +154,14 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
   stream.overwrite(buffer, layout, array);
 }
 
+// A small part of a large buffer is copied on the device first: all of it would travel.
+constexpr size_t kLargeBuffer = 1 << 20;
+
 at::Tensor read_to_host(const at::Tensor& source) {
   Buffer* buffer = buffer_of(source);
+  if (buffer->nbytes > kLargeBuffer && 8 * source.nbytes() < buffer->nbytes) {
+    return read_to_host(source.clone(at::MemoryFormat::Contiguous));
+  }
   auto& stream = Device::get().stream(buffer->device);
   ValuePtr value; // held by us: nobody donates it while it is read
   {

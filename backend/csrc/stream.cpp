@@ -214,7 +214,7 @@ void Stream::cut() {
   segment_ = std::move(spare_);
   segment_.clear();
   segment_.serial = 0;
-  step_ended_ = false;
+  const bool step_ended = std::exchange(step_ended_, false);
   {
     pybind11::gil_scoped_acquire gil;
     drain_released_references();
@@ -223,6 +223,7 @@ void Stream::cut() {
     } catch (const pybind11::error_already_set&) { // Ctrl-C while it was compiled: what was recorded is kept
       if (segment_.entries.empty()) {
         segment_ = std::move(running);
+        step_ended_ = step_ended;
       } else {
         running.fail("it was interrupted");
       }

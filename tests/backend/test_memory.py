@@ -113,3 +113,15 @@ def test_memory_comes_back_after_an_exception(baseline):
 
     with pytest.raises(RuntimeError):
         fails()
+
+
+def test_a_channels_last_tensor_is_made_once(baseline):
+    image = torch.empty(2, 3, 4, 8, device="tpu", memory_format=torch.channels_last)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert torch.tpu.max_memory_allocated() - baseline == image.nbytes
+
+
+def test_a_small_part_of_a_large_tensor_is_read_by_itself():
+    large = torch.arange(2**20, device="tpu").reshape(1024, 1024).t()
+    assert large[3, 5].item() == 5 * 1024 + 3
+    assert large[:2, 7:10].tolist() == [[7168, 8192, 9216], [7169, 8193, 9217]]

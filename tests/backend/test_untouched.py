@@ -4,6 +4,7 @@ from tests.backend.fresh_process import run_python
 
 # What PyTorch offers a device to register, and what that makes of the name "tpu".
 REGISTERED = {
+    "torch.ops.tpu",  # the namespace of operators of our own
     "torch.tpu",  # torch._register_device_module
     # torch.utils.rename_privateuse1_backend
     "torch._C._autograd.DeviceType.TPU",
