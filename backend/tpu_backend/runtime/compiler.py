@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -64,9 +68,36 @@ def lower_segment(
             shapes.append(jax.ShapeDtypeStruct((count,), dtype, sharding=sharding))
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
-    with jax.enable_x64(True):
+    with _announced(sum(1 for _ in entries(description["tape"]))), jax.enable_x64(True):
         lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
     return lowered, tuple(demands)
+
+
+_PATIENCE = 15.0  # seconds of silence
+
+
+@contextmanager
+def _announced(num_ops: int) -> Iterator[None]:
+    """One line on standard error when a compilation takes long, and another when it is done."""
+    start = time.perf_counter()
+
+    def tell() -> None:
+        print(
+            f"tpu: still compiling a program of {num_ops:,} operations (an unrolled loop is "
+            "many: torch.tpu.eager_mode('strict') compiles small programs instead)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = threading.Timer(_PATIENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if (took := time.perf_counter() - start) > _PATIENCE:
+            print(f"tpu: compiled in {took:.0f} s", file=sys.stderr, flush=True)
 
 
 def compile_segment(description: dict[str, Any]) -> Executable:
