@@ -149,11 +149,12 @@ def div(self, other):
 
 def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
     other = jnp.asarray(other, self.dtype)
-    if is_floating(
-        self
-    ):  # as on the CPU, a 16-bit quotient is rounded to its 16 bits first: 17.97 becomes 18
-        bits = jnp.finfo(storage)
-        return jnp.trunc(lax.reduce_precision(self / other, bits.nexp, bits.nmant))
+    if is_floating(self):
+        quotient = self / other
+        if self.dtype != storage:  # as on the CPU, a 16-bit quotient is rounded first: 17.97 becomes 18
+            bits = jnp.finfo(storage)
+            quotient = lax.reduce_precision(quotient, bits.nexp, bits.nmant)
+        return jnp.trunc(quotient)
     return lax.div(*jnp.broadcast_arrays(self, other))
 
 
