@@ -72,11 +72,16 @@ _TESTS = {
     "isinf": jnp.isinf,
     "isposinf": lambda self: jnp.isposinf(self),
     "isneginf": lambda self: jnp.isneginf(self),
-    "signbit": lambda self: jnp.signbit(self) if is_floating(self) else self < 0,
     "logical_not": jnp.logical_not,
 }
 for _name, _function in _TESTS.items():
     lowering(_name)(_function)
+
+
+@lowering("signbit", on_tpu=_NO_FLOAT64_BITS)
+def signbit(self):
+    return jnp.signbit(self) if is_floating(self) else self < 0
+
 
 lowering("abs", promote="opmath")(jnp.abs)
 lowering("angle", promote="opmath")(jnp.angle)
