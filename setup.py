@@ -37,19 +37,17 @@ SOURCES = Path("backend") / "csrc"
 SHIPPED = ("recipes", "configs")  # top-level folders that the wheel carries in tputrain/shipped/
 CXX_STANDARD = "-std=c++20"
 COMPILERS = ("c++", "g++", "clang++")
-CCACHE_FOLDERS = ("/usr/lib/ccache", "/usr/lib64/ccache", "/opt/homebrew/opt/ccache/libexec")
+CCACHE_FOLDERS = ("/usr/lib/ccache", "/usr/lib64/ccache")
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 # What to type, by the package manager that is found; all of them where none is.
 INSTALL_COMPILER = {
     "apt-get": "`sudo apt-get install g++`",
     "dnf": "`sudo dnf install gcc-c++`",
-    "xcode-select": "`xcode-select --install`",
 }
 INSTALL_HEADERS = {
     "apt-get": f"`sudo apt-get install python{PYTHON_VERSION}-dev`",
     "dnf": f"`sudo dnf install python{PYTHON_VERSION}-devel`",
-    "brew": f"`brew install python@{PYTHON_VERSION}`",
 }
 
 
@@ -117,11 +115,12 @@ class BuildDevice(BuildExtension):
         # In the environment, because torch's ninja file and setuptools' linker both read the compiler there.
         os.environ["CXX"] = check_toolchain()
         super().run()
+        source_digest = runpy.run_path(str(ROOT / "backend" / "tpu_backend" / "abi.py"))["source_digest"]
         info = {
             "torch": str(torch.__version__),
             "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
             "python": PYTHON_VERSION,
-            "sources": runpy.run_path(str(ROOT / "backend/tpu_backend/abi.py"))["source_digest"](ROOT / "backend/csrc"),
+            "sources": source_digest(ROOT / "backend" / "csrc"),
         }
         # In an editable install this is the source folder, else the folder that becomes the wheel.
         folder = Path(self.get_ext_fullpath("tpu_backend._C")).parent

@@ -25,7 +25,7 @@ class TrainerConfig:
     evaluate_batches: int | None = None
     """Batches of an evaluation; None: all there are."""
     on_nonfinite: str = "stop"
-    """What happens at a loss or gradient norm that is infinite or NaN: stop (nothing more is saved), continue."""
+    """What a loss or gradient norm that is infinite or NaN does: stop (nothing more is saved) or continue."""
     collect_garbage_every: int = 100
     """Steps between Python's garbage collections."""
 
@@ -55,4 +55,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")
+        expect(
+            self.device not in ("cuda", "gpu"),
+            "device",
+            self.device,
+            f"one of {', '.join(DEVICES)}; for an NVIDIA GPU, device=tpu with TPU_PLATFORM=cuda set",
+        )
         expect_choice("device", self.device, DEVICES)

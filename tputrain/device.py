@@ -4,7 +4,6 @@ Everything that asks "is this tpu?" is here; on any other device the same calls 
 """
 
 import resource
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -63,8 +62,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: the most that was allocated on the device; on the cpu, the most this process held."""
     if device.type == "tpu":
         return torch.tpu.max_memory_allocated()  # type: ignore[attr-defined]
-    # Linux counts ru_maxrss in KiB, macOS in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:

@@ -63,7 +63,9 @@ class IndexedFeed:
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "indexed")
         saved, own = state.get("fingerprint"), self._fingerprint()
-        if saved != own and saved is not None:
+        if saved is None and own is not None:
+            say("note: the checkpoint does not say which data it was made with; it is taken to be this")
+        elif saved != own:
             raise UserError(
                 "the training data (data.files in a recipe) is not what the run was started with "
                 f"(fingerprint {own}, the checkpoint's is {saved}): "

@@ -47,8 +47,8 @@ class Trainer:
 
     What a batch may be: `tputrain.batches`. Where the loss comes from: `tputrain.loss`. `train_loader` is any
     iterable of batches, or an object with `batch_at(step, micro)`, which needs no skipping on resume;
-    `val_loader` any iterable that can be gone through again and again, and its `bytes_per_token`, if it has
-    one, gives bits per byte.
+    `val_loader` any iterable that can be gone through again and again; its `bytes_of(batch)`, the bytes of
+    text that the batch's labels stand for, gives bits per byte if it has that method.
 
     An `optimizer` given here (built on the parameters of `model`) keeps its own learning rate unless there is
     an `lr_scheduler` too; else both come from `cfg.optim` and `cfg.schedule`. `metrics` maps names to
@@ -318,7 +318,8 @@ class Trainer:
 
     def _measure(self) -> dict[str, float] | None:
         """Means over the evaluation batches; None where a signal came in between."""
-        started, means, is_text = time.perf_counter(), WeightedMeans(), False
+        started, means, is_text, num_bytes = time.perf_counter(), WeightedMeans(), False, 0
+        bytes_of = getattr(self.val_loader, "bytes_of", lambda batch: 0)
         with self._evaluating(), announced(f"evaluating at step {self.step}"):
             for batch in self._evaluation_batches():
                 if self._signals.received is not None:
@@ -329,12 +330,13 @@ class Trainer:
                 loss, output, target = self._forward(batch)
                 values = {name: metric(output, target) for name, metric in self.metrics.items()}
                 means.add({"loss": loss} | values, weight)
+                num_bytes += bytes_of(batch)
                 devices.flush(self.device)
             if means.weight == 0:
                 raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
             result = means.read()
         if is_text:
-            result |= of_text(result["loss"], getattr(self.val_loader, "bytes_per_token", None))
+            result |= of_text(result["loss"], means.weight, num_bytes)
         return result | {"seconds": time.perf_counter() - started}
 
     def _evaluation_batches(self) -> Iterator[Batch]:
@@ -455,7 +457,8 @@ class Trainer:
             raise UserError("fit: the Trainer was given no train_loader")
         self._resume_or_begin()
         if self.step >= self.cfg.trainer.steps:
-            say(f"finished: step {self.step} of {self.cfg.trainer.steps}; raise trainer.steps to go on")
+            steps = self.cfg.trainer.steps
+            say(f"finished: step {self.step} is done, trainer.steps={steps}; raise it to go on")
         for logger in self.loggers:
             logger.start(self.step, self.cfg.trainer.steps, self._resumed)
         self.model.train()

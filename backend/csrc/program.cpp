@@ -188,7 +188,7 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
   auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(variant.execute, call, 1, keywords)));
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
-  Launch launch{shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr()), ValuePtr()};
+  Launch launch{shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr()), c10::weak_intrusive_ptr<Value>(ValuePtr())};
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
     Value& value = *segment.values[variant.outputs[i]];
     PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();

@@ -61,11 +61,11 @@ struct OutputInfo {
 
 struct Signature {
   uint32_t id{0};
-  const OpInfo* op; // null for the device's own entries
-  std::vector<uint64_t> words; // words[0] is the op id
-  std::vector<OutputInfo> outputs;
+  const OpInfo* op{nullptr}; // null for the device's own entries
+  std::vector<uint64_t> words{}; // words[0] is the op id
+  std::vector<OutputInfo> outputs{};
   bool wide{false}; // runtime floats travel as float64, else as float32
-  std::vector<std::pair<int, std::vector<int64_t>>> out_resizes; // out= arguments that must first be resized
+  std::vector<std::pair<int, std::vector<int64_t>>> out_resizes{}; // out= arguments that must first be resized
   bool on_cpu{false}; // the lowering cannot express this form: it runs on the CPU
   bool by_parts{false}; // lists of tensors of two devices: PyTorch's own kernel takes them one by one
   bool checked{false}; // the lowering makes demands of index values

@@ -349,7 +349,7 @@ def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Ten
         return refuse()
     if length == 0:
         return torch.empty(0, dtype=repeats.dtype, device=repeats.device)
-    return _head(_aten.repeat_interleave.Tensor(repeats, output_size=bucket(length)), (length,))
+    return _head(_tpu.repeat_positions(repeats, size=bucket(length)), (length,))
 
 
 # ---- what is registered ------------------------------------------------------------------------------------
@@ -404,6 +404,9 @@ _PROGRAMS: dict[str, Callable[..., Any]] = {
         )
     ),
     "bincount(Tensor self, Tensor? weights, *, int size) -> Tensor": _infer_bincount,
+    "repeat_positions(Tensor repeats, *, int size) -> Tensor": (
+        lambda repeats, *, size: _padded(repeats, size=size)
+    ),
 }
 
 _DYNAMIC_FORMS: dict[str, Callable[..., Any]] = {

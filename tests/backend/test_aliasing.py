@@ -33,7 +33,7 @@ from tests.backend.choices import Choices
 HAS_TPU = hasattr(torch, "tpu") and torch.tpu.is_available()
 DEVICE = "tpu" if HAS_TPU else "cpu"
 # Random programs a mode: each fused one is compiled as a whole, the others share what is compiled for an op.
-PROGRAMS = {"debug": 80, "strict": 160, "fused": 50} if HAS_TPU else {"native": 1000}
+PROGRAMS = {"debug": 80, "strict": 240, "fused": 70} if HAS_TPU else {"native": 1000}
 MANY = int(os.environ.get("ALIASING_PROGRAMS", "0"))
 VALUE_SETS = 3
 LARGEST = 2**20  # float32 counts exactly to 2**24

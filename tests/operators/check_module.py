@@ -24,7 +24,9 @@ def check_module(entry: Entry, most_samples: int | None = None) -> Outcome:
         samples = info.module_inputs_func(
             info, device="cpu", dtype=entry.torch_dtype, requires_grad=True, training=training
         )
-        for number, sample in enumerate(samples):
+        samples = list(enumerate(samples))
+        stride = -(-len(samples) // most_samples) if most_samples and samples else 1
+        for number, sample in samples[::stride]:
             if sample.forward_input is None:
                 continue
             what = f"sample {number}, {'training' if training else 'evaluation'}"

@@ -18,7 +18,7 @@ def check_optimizer(entry: Entry, most_samples: int | None = None) -> Outcome:
     info = info_of(entry)
     outcome = Outcome()
     checks = Checks(outcome, Tolerances.of(info, entry.torch_dtype))
-    for config in info.optim_inputs_func(device="cpu"):
+    for config in info.optim_inputs_func(device="cpu")[:most_samples]:
         for implementation in _implementations(info, config.kwargs):
             what = f"{config.desc or 'defaults'}, {implementation or 'as given'}"
             kwargs = {**config.kwargs, **({implementation: True} if implementation else {})}

@@ -18,8 +18,9 @@ from tests.operators.sweep import Worker
 from tests.operators.twin import Twin
 
 # Every n-th entry, so that all families are met, but those with many samples.
-_STRIDES = {"op_db": 23, "foreach": 13, "module_db": 17, "optim_db": 5}
+_STRIDES = {"op_db": 23, "foreach": 25, "module_db": 23, "optim_db": 7}
 _LONG = {"max_pool2d_with_indices_backward", "nn.functional.max_pool2d", "nn.functional.max_pool1d", "unique"}
+_SAMPLES = 2
 _SLICE = [
     entry
     for database in DATABASES
@@ -31,12 +32,13 @@ _SLICE = [
 @pytest.mark.parametrize("entry", _SLICE, ids=lambda entry: entry.key.replace(" ", "-"))
 def test_the_committed_list_says_what_an_entry_does(entry: Entry) -> None:
     known = load()
-    row = check(entry)
-    assert row.failure if entry.key in known["fails"] else not row.failure, (
+    listed = entry.key in known["fails"]
+    row = check(entry, most_samples=None if listed else _SAMPLES)
+    assert row.passed != listed, (
         f"{row.failure or 'passes'}: known.json is out of date, or this is a fault; measure with "
         f"python -m tests.operators.sweep --only {entry.name}"
     )
-    assert sorted(row.fallbacks) == known["fallbacks"].get(entry.key, []), "known.json is out of date"
+    assert {*row.fallbacks} <= {*known["fallbacks"].get(entry.key, [])}, "known.json is out of date"
 
 
 def test_the_document_is_made_of_the_committed_list() -> None:

@@ -77,6 +77,13 @@ def test_a_finished_run_says_how_to_make_it_longer_and_stays_as_it_is(workplace,
     assert stamps() == before
 
 
+def test_a_run_that_has_done_more_than_is_asked_for_says_so(capsys):
+    assert main(["run", "tiny.yaml", "trainer.steps=3"]) == 0
+    out = capsys.readouterr().out
+    assert "runs/tiny is finished: it has done 4 steps, more than trainer.steps=3. To make it longer:" in out
+    assert "tputrain run tiny.yaml trainer.steps=8" in out
+
+
 def test_changing_what_a_run_is_made_of_is_refused_and_the_rest_is_told(capsys):
     assert main(["run", "tiny.yaml", "trainer.steps=6", "model.hidden_size=32"]) == 2
     assert "model.hidden_size=32: runs/tiny/checkpoints/step-4 was made with model.hidden_size=16" in (
@@ -232,6 +239,23 @@ def test_a_failure_is_exit_code_1_and_a_traceback_only_with_debug(capsys, monkey
     assert capsys.readouterr().err == "tputrain: RuntimeError: the disk is full (--debug shows where)\n"
     assert main(["run", "tiny.yaml", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "tiny.yaml"], "interrupted before training began; nothing to save"),
+        (["validate", "runs/tiny"], "interrupted"),
+        (["sample", "runs/tiny", "--prompt", "x"], "interrupted"),
+    ],
+)
+def test_a_key_pressed_outside_training_is_one_line(capsys, monkeypatch, arguments, message):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"tputrain.cli.verbs.{arguments[0]}", interrupt)
+    assert main(arguments) == 130
+    assert capsys.readouterr().err == f"tputrain: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,18 @@ def test_the_users_own_files_become_sequences():
     assert any("notes/*.txt, 60 files" in line for line in data.describe())
 
 
+@pytest.mark.parametrize(("words", "size"), [(300, "1.5 kB"), (60_000, "0.3 MB")])
+def test_the_size_of_little_text_is_told_too(notes, words, size):
+    (notes / "one.txt").write_text(prose(1, words))
+    assert f"notes/one.txt, 1 file, {size}" in build(files="notes/one.txt").describe()[0]
+
+
+def test_the_bytes_of_a_corpus_are_counted_once():
+    corpus = Corpus("", (Document("a.txt", "é" * 10), Document("b.txt", "x")))
+    assert corpus.num_bytes == 21
+    assert {"num_bytes"} <= vars(corpus).keys() & vars(corpus.documents[0]).keys()
+
+
 def test_a_document_is_packed_whole_between_end_of_text_tokens(notes):
     data = build()
     ids = data.train.batch_of(np.arange(data.train.num_sequences))["input_ids"].flatten().tolist()

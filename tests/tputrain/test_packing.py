@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tputrain.data import DataError, PackedSequences
+from tputrain.data.packing import num_label_bytes
 
 LENGTHS = (5, 3, 8, 1, 7)
 
@@ -146,7 +147,9 @@ def test_a_sequence_longer_than_the_text_is_one_clear_line():
 
 def test_bytes_per_label_counts_what_is_trained_on():
     packed = pack()
-    labels = rows(packed)["labels"]
+    batch = rows(packed)
+    labels = batch["labels"]
     token_bytes = np.arange(500)
     kept = labels[labels != -100]
     assert packed.bytes_per_label(token_bytes) == pytest.approx(kept.float().mean().item())
+    assert num_label_bytes(batch, token_bytes) == kept.sum()

@@ -102,7 +102,11 @@ MISTAKES = [
     ("optim: {learning_rate: .nan}", "optim.learning_rate=nan: expected a number above 0"),
     ("optim: {beta1: 1.0}", "optim.beta1=1.0: expected a number below 1"),
     ("optim: {name: adam}", "optim.name=adam: expected one of adamw, sgd; did you mean adamw?"),
-    ("device: gpu", "device=gpu: expected one of auto, tpu, cpu"),
+    ("device: cpuu", "device=cpuu: expected one of auto, tpu, cpu; did you mean cpu?"),
+    (
+        "device: cuda",
+        "device=cuda: expected one of auto, tpu, cpu; for an NVIDIA GPU, device=tpu with TPU_PLATFORM=cuda",
+    ),
     (
         "execution: {train: fuse}",
         "execution.train=fuse: expected one of debug, strict, fused; did you mean fused?",

@@ -152,7 +152,9 @@ def test_a_finished_run_is_left_alone(tmp_path, uninterrupted, capsys):
 
     before, logged = stamps(), losses(uninterrupted)
     build(uninterrupted).fit()
-    assert f"finished: step {STEPS} of {STEPS}; raise trainer.steps" in capsys.readouterr().out
+    assert (
+        f"finished: step {STEPS} is done, trainer.steps={STEPS}; raise it to go on" in capsys.readouterr().out
+    )
     assert (stamps(), losses(uninterrupted)) == (before, logged)
 
 
@@ -224,7 +226,7 @@ def test_a_checkpoint_in_a_newer_format_is_one_clear_error(tmp_path, monkeypatch
         build(tmp_path).fit()
 
 
-def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path):
+def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path, capsys):
     class Loader:
         def __init__(self, fingerprint: str | None):
             self.fingerprint = fingerprint
@@ -236,8 +238,9 @@ def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path):
         cfg = RunConfig(device="cpu", run_dir=str(tmp_path), trainer=TrainerConfig(steps=steps))
         Trainer(nn.Linear(4, 2), cfg, train_loader=loader).fit()
 
-    run(Loader("first"), 1)
+    run(Loader(None), 1)
     run(Loader("first"), 2)
+    assert "note: the checkpoint does not say which data it was made with" in capsys.readouterr().out
     with pytest.raises(
         UserError, match=r"\(data.files in a recipe\) is not what the run .* choose another run_dir"
     ):

@@ -176,14 +176,20 @@ def test_text_is_counted_in_tokens_and_judged_by_perplexity_and_bits_per_byte():
             return F.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())
 
     class Validation(list):
-        bytes_per_token = 2.5
+        def bytes_of(self, batch):
+            return int((batch["labels"] != -100).sum()) * len(batch["input_ids"])  # 2, and then 3 a label
 
     batch = {"input_ids": torch.zeros(2, 7, dtype=torch.int64), "labels": torch.ones(2, 7, dtype=torch.int64)}
-    records = fit(Text(), config(steps=2), train_loader=[batch], val_loader=Validation([batch]))
+    longer = {name: values.repeat(3, 1)[:3] for name, values in batch.items()}
+    longer["labels"][0, :4] = -100
+    unseen = {name: values.repeat(5, 1) for name, values in batch.items()}
+    loader = Validation([batch, longer, unseen])
+    records = fit(Text(), config(steps=2, evaluate_batches=2), train_loader=[batch], val_loader=loader)
     assert [record["tokens"] for record in records.steps] == [14, 28]
     for evaluation in records.evaluations:
+        bits = evaluation["loss"] / math.log(2) * (14 + 17)
         assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
-        assert evaluation["bits_per_byte"] == pytest.approx(evaluation["loss"] / math.log(2) / 2.5)
+        assert evaluation["bits_per_byte"] == pytest.approx(bits / (14 * 2 + 17 * 3))
 
 
 def test_an_evaluation_is_the_mean_over_all_labels_without_dropout_and_leaves_the_mode():

@@ -89,7 +89,7 @@ class CheckpointStore:
         for replaced in self.directory.glob(f"{_REPLACED}*"):
             final = self.directory / replaced.name.removeprefix(_REPLACED)
             if final.exists():
-                shutil.rmtree(replaced)
+                self._remove(replaced)
             else:
                 os.rename(replaced, final)
 
@@ -133,10 +133,13 @@ class CheckpointStore:
 
     def _remove_old(self) -> None:
         for step in self.steps()[self.keep_last :]:
-            # Renamed first: killed half-way, a removal must not leave something that looks like a checkpoint.
-            doomed = self.directory / f"{_UNFINISHED}old-{step}"
-            os.rename(self.path(step), doomed)
-            shutil.rmtree(doomed)
+            self._remove(self.path(step))
+
+    def _remove(self, path: Path) -> None:
+        # Renamed first: killed half-way, a removal must not leave something that looks like a checkpoint.
+        doomed = self.directory / f"{_UNFINISHED}old-{path.name}"
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
 
 
 def damage(path: Path, only: tuple[str, ...] = ()) -> str | None:

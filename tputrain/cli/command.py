@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _report(chosen.debug, str(error), code=2)
     except KeyboardInterrupt:
-        return _report(chosen.debug, "interrupted before training began; nothing to save", code=130)
+        said = "interrupted before training began; nothing to save" if chosen.verb == "run" else "interrupted"
+        return _report(chosen.debug, said, code=130)
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone: nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from tputrain.batches import Batch
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
 from tputrain.data import PackedSequences, TextData, Tokenizer, build_data
+from tputrain.data.packing import num_label_bytes
 from tputrain.device import find_device
 from tputrain.models import build_model, initialize
 from tputrain.recipe import RecipeConfig
@@ -46,10 +48,14 @@ class ValidationBatches:
 
     packed: PackedSequences
     sequences: int
-    bytes_per_token: float
+    token_bytes: np.ndarray
 
     def __iter__(self) -> Iterator[Batch]:
         return self.packed.eval_batches(self.sequences)
+
+    def bytes_of(self, batch: Batch) -> int:
+        """Bytes of text that the labels of `batch` stand for."""
+        return num_label_bytes(batch, self.token_bytes)
 
 
 def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
@@ -79,7 +85,8 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     data = build_data(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer)
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
-    return Trainer(build_model(cfg.model), cfg, val_loader=_validation_batches(cfg, data))
+    with announced(f"building {cfg.model.name}"):
+        return Trainer(build_model(cfg.model), cfg, val_loader=_validation_batches(cfg, data))
 
 
 def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
@@ -89,7 +96,7 @@ def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
 
 
 def _validation_batches(cfg: RecipeConfig, data: TextData) -> ValidationBatches:
-    return ValidationBatches(data.validation, cfg.batch.sequences, data.validation_bytes_per_token)
+    return ValidationBatches(data.validation, cfg.batch.sequences, data.tokenizer.token_bytes())
 
 
 def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:

@@ -37,8 +37,10 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
     kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
     started = _started(cfg) if cfg.checkpoint.resume == "auto" else None
     if started is not None and _is_finished(cfg, started):
-        say(f"{cfg.run_dir} is finished: it has done its {cfg.trainer.steps} steps. To make it longer:")
-        say(f"  {command}{kept} trainer.steps={2 * cfg.trainer.steps}")
+        done, asked = contents.load_state(started)["step"], cfg.trainer.steps
+        what = f"its {done} steps" if done == asked else f"{done} steps, more than trainer.steps={asked}"
+        say(f"{cfg.run_dir} is finished: it has done {what}. To make it longer:")
+        say(f"  {command}{kept} trainer.steps={2 * done}")
         return 0
     with RunLock(Path(cfg.run_dir)):
         pass  # a directory that cannot be used is reported before anything takes long

@@ -1,7 +1,8 @@
 """Text to train on: sources, tokenizer, packing. `build_data(DataConfig(), seed=0)` needs no network."""
 
+from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataConfig, DataError
-from tputrain.data.packing import IGNORED_LABEL, PackedSequences
+from tputrain.data.packing import PackedSequences
 from tputrain.data.text import TextData, build_data
 from tputrain.data.tokenizer import END_OF_TEXT, Tokenizer
 

@@ -6,10 +6,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataError
-
-IGNORED_LABEL = -100
-"""The label of a position that is not trained on; cross-entropy's default `ignore_index`."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -92,13 +90,19 @@ class PackedSequences:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def bytes_per_label(self, token_bytes: np.ndarray) -> float:
-        """Bytes of text per trained-on label: turns a mean loss in nats a token into bits a byte."""
+        """Bytes of text per trained-on label, over all sequences."""
         used = self.num_sequences * self.sequence_length
         labels = self._tokens[1 : used + 1]
         within = np.ones(len(labels), dtype=bool)
         ends = self._offsets[1:] - 1
         within[ends[ends < len(labels)]] = False
         return float(token_bytes[labels[within]].sum() / max(1, within.sum()))
+
+
+def num_label_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
+    """Bytes of text that a batch is trained on or judged by; `token_bytes`: `Tokenizer.token_bytes()`."""
+    labels = batch["labels"].numpy()
+    return int(token_bytes[labels[labels != IGNORED_LABEL]].sum())
 
 
 @lru_cache(maxsize=8)

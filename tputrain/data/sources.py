@@ -5,6 +5,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from platform import python_version
@@ -25,6 +26,11 @@ class Document:
     path: str
     text: str
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return len(self.text.encode())
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -33,10 +39,10 @@ class Corpus:
     title: str
     documents: tuple[Document, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """UTF-8 bytes of all documents."""
-        return sum(len(document.text.encode()) for document in self.documents)
+        return sum(document.num_bytes for document in self.documents)
 
     def digest(self) -> bytes:
         """A hash of every path and text, in order."""
@@ -127,7 +133,7 @@ def split(corpus: Corpus, validation_fraction: float) -> tuple[list[Document], l
         return int.from_bytes(digest, "little") < validation_fraction * 2**64
 
     validation = [document for document in corpus.documents if held_out(document)]
-    share = sum(len(document.text.encode()) for document in validation) / corpus.num_bytes
+    share = sum(document.num_bytes for document in validation) / corpus.num_bytes
     if validation_fraction / 2 <= share <= min(2 * validation_fraction, (1 + validation_fraction) / 2):
         return [document for document in corpus.documents if not held_out(document)], validation
     train, validation = [], []

@@ -23,12 +23,13 @@ class TextData:
     train: PackedSequences
     validation: PackedSequences
     validation_bytes_per_token: float
-    """bits per byte = mean validation loss in nats / ln 2 / this."""
+    """Of all the validation text. A mean loss over all of it in nats / ln 2 / this = its bits per byte."""
 
     def describe(self) -> list[str]:
         """A few lines for people."""
+        files = f"{self.num_files:,} file{'s' * (self.num_files != 1)}"
         return [
-            f"data: {self.title}, {self.num_files:,} files, {self.num_bytes / 1e6:.1f} MB",
+            f"data: {self.title}, {files}, {_megabytes(self.num_bytes)}",
             f"tokenizer: byte-level BPE, {self.tokenizer.vocab_size:,} entries, "
             f"{self.validation_bytes_per_token:.2f} bytes per token on validation text",
             f"train: {self.train.num_tokens:,} tokens in {self.train.num_sequences:,} sequences of "
@@ -73,6 +74,10 @@ def build_data(
         validation=validation,
         validation_bytes_per_token=validation.bytes_per_label(tokenised.tokenizer.token_bytes()),
     )
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _other_text(cfg: DataConfig, title: str) -> DataError:

@@ -27,9 +27,13 @@ class WeightedMeans:
         return {name: total / self.weight for name, total in zip(self._sums, sums, strict=True)}
 
 
-def of_text(loss: float, bytes_per_token: float | None) -> dict[str, float]:
-    """Perplexity of a mean loss in nats a token and, where a token's bytes are known, bits per byte."""
+def of_text(loss: float, num_labels: int, num_bytes: int) -> dict[str, float]:
+    """Perplexity of a mean loss in nats over `num_labels` tokens and, where their bytes are known, bits per
+    byte.
+
+    `num_bytes`: of the text that these very labels stand for; 0: not known.
+    """
     measures = {"perplexity": math.exp(min(loss, 700.0))}  # e^700 is near the largest float
-    if bytes_per_token is not None:
-        measures["bits_per_byte"] = loss / math.log(2.0) / bytes_per_token
+    if num_bytes > 0:
+        measures["bits_per_byte"] = loss / math.log(2.0) * num_labels / num_bytes
     return measures

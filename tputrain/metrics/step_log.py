@@ -1,4 +1,4 @@
-"""The numbers of each step, kept on the device until a log step reads them all at once."""
+"""The numbers of each step, kept on the device until a log step reads them all."""
 
 import time
 from dataclasses import dataclass
@@ -62,7 +62,10 @@ class StepLog:
             self._pending[-1].loss.item()
 
     def drain(self, unit: str) -> list[Record]:
-        """Read every pending step: one record each. `unit`: tokens or samples."""
+        """Read every pending step: one record each. `unit`: tokens or samples.
+
+        Only the first read waits; the rest, two small ones a step, find their values ready.
+        """
         began_at = time.perf_counter()
         values = [(float(step.loss.item()), float(step.grad_norm.item())) for step in self._pending]
         seconds = self._busy_seconds + time.perf_counter() - began_at

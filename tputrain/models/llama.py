@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tputrain.batches import IGNORED_LABEL
 from tputrain.errors import UserError
 
 
@@ -147,7 +148,7 @@ class Llama(nn.Module):
         logits = F.linear(hidden, self.output_weight)
         if labels is None:
             return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
 
     @property
     def output_weight(self) -> Tensor:

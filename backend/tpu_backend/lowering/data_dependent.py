@@ -152,6 +152,11 @@ def repeat_interleave(repeats, *, output_size=None):
         raise NotLoweredError("repeat_interleave without output_size: the result's length is in the repeats")
     text = f"repeat_interleave: output_size is {output_size}, the repeats make {{index}}"
     require_in_range(jnp.sum(repeats), output_size, output_size + 1, RuntimeError, text)
-    if output_size == 0 or repeats.size == 0:
-        return jnp.zeros(output_size, repeats.dtype)
-    return jnp.repeat(jnp.arange(repeats.size), repeats, total_repeat_length=output_size)
+    return repeat_positions(repeats, size=output_size)
+
+
+@lowering("tpu::repeat_positions")
+def repeat_positions(repeats, *, size):
+    if size == 0 or repeats.size == 0:
+        return jnp.zeros(size, repeats.dtype)
+    return jnp.repeat(jnp.arange(repeats.size), repeats, total_repeat_length=size)
