@@ -72,11 +72,16 @@ _TESTS = {
     "isinf": jnp.isinf,
     "isposinf": lambda self: jnp.isposinf(self),
     "isneginf": lambda self: jnp.isneginf(self),
-    "signbit": lambda self: jnp.signbit(self) if is_floating(self) else self < 0,
     "logical_not": jnp.logical_not,
 }
 for _name, _function in _TESTS.items():
     lowering(_name)(_function)
+
+
+@lowering("signbit", on_tpu=_NO_FLOAT64_BITS)
+def signbit(self):
+    return jnp.signbit(self) if is_floating(self) else self < 0
+
 
 lowering("abs", promote="opmath")(jnp.abs)
 lowering("angle", promote="opmath")(jnp.angle)
@@ -149,11 +154,12 @@ def div(self, other):
 
 def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
     other = jnp.asarray(other, self.dtype)
-    if is_floating(
-        self
-    ):  # as on the CPU, a 16-bit quotient is rounded to its 16 bits first: 17.97 becomes 18
-        bits = jnp.finfo(storage)
-        return jnp.trunc(lax.reduce_precision(self / other, bits.nexp, bits.nmant))
+    if is_floating(self):
+        quotient = self / other
+        if self.dtype != storage:  # as on the CPU, a 16-bit quotient is rounded first: 17.97 becomes 18
+            bits = jnp.finfo(storage)
+            quotient = lax.reduce_precision(quotient, bits.nexp, bits.nmant)
+        return jnp.trunc(quotient)
     return lax.div(*jnp.broadcast_arrays(self, other))
 
 

@@ -64,9 +64,8 @@ def uniform(_self, from_=0.0, to=1.0, *, generator=None, key, out):
 @lowering("normal_functional", runtime=("mean", "std"))
 def normal(_self, mean=0.0, std=1.0, *, generator=None, key, out):
     if jnp.issubdtype(out[0].dtype, jnp.complexfloating):
-        mean = jnp.asarray(mean) * (
-            1 + 1j
-        )  # PyTorch fills the real and the imaginary parts as one real tensor
+        # PyTorch fills the real and the imaginary parts as one real tensor.
+        mean = jnp.asarray(mean).astype(out[0].dtype) * (1 + 1j)
     return _final(_scaled(_standard_normal(key, out[0]), std, mean))
 
 

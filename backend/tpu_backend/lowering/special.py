@@ -32,7 +32,7 @@ for _name, _function in _UNARY.items():
 
 @lowering("digamma", promote="result")
 def digamma(self):
-    return jnp.where(self == 0, jnp.copysign(jnp.inf, -self), special.digamma(self))
+    return jnp.where(self == 0, -1 / self, special.digamma(self))
 
 
 @lowering("lgamma", promote="result")
