@@ -68,7 +68,7 @@ def lower_segment(
             shapes.append(jax.ShapeDtypeStruct((count,), dtype, sharding=sharding))
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
-    with _announced(sum(1 for _ in entries(description["tape"]))), jax.enable_x64(True):
+    with jax.enable_x64(True):
         lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
     return lowered, tuple(demands)
 
@@ -102,17 +102,18 @@ def _announced(num_ops: int) -> Iterator[None]:
 
 def compile_segment(description: dict[str, Any]) -> Executable:
     """Compile a segment for the device of this process (`lower_segment` says what the program takes)."""
-    lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s", lowered.as_text())
-    with jax.enable_x64(True):
-        compiled = lowered.compile()
+    names = [entry.overload for entry, _, _ in entries(description["tape"])]
+    with _announced(len(names)):
+        lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", lowered.as_text())
+        with jax.enable_x64(True):
+            compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is not None:
         global _largest_temporary
         _largest_temporary = max(_largest_temporary, memory.temp_size_in_bytes)
     if log.isEnabledFor(logging.INFO):
-        names = [entry.overload for entry, _, _ in entries(description["tape"])]
         log.info(
             "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         )
