@@ -1,6 +1,6 @@
 """A training step of an MLP (784-512-512-10, batch 128): about 3 ms, so the host's time counts.
 
-A step this short is noisy, so there are many rounds.  Bars: fused at least 1.5x as fast as strict, and at most
+A step this short is noisy: there are many rounds.  Bars: fused at least 1.5x as fast as strict, and at most
 1.3x the time of the hand-written JAX step.
 """
 
