@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from tests.backend.fresh_process import run_python
+from tests.backend.fresh_process import ROOT, run_python
 
 NAMES = [
     "is_available",
@@ -277,3 +277,18 @@ def test_a_platform_that_cannot_be_had_is_one_clear_line():
     assert missing == again_missing
     assert missing.startswith("TPU_PLATFORM=tpu, but this machine shows no TPU chip")
     assert done.stderr == ""
+
+
+def test_an_installed_tpu_runtime_is_left_closed_where_there_is_no_chip(tmp_path):
+    """JAX would load it, search for chips and print errors; a stand-in shows that it is not asked."""
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").write_text("raise SystemExit('libtpu was loaded')\n")
+    done = run_python(
+        """
+        import jax, torch
+        print(torch.ones(3, device="tpu").sum().item(), jax.config.jax_platforms)
+        """,
+        PYTHONPATH=os.pathsep.join([str(ROOT / "backend"), str(ROOT), str(tmp_path)]),
+    )
+    assert done.stdout.split() == ["3.0", "cpu"], done.stderr
+    assert done.stderr.splitlines() == ["device tpu → XLA:CPU (no TPU found)"]
