@@ -280,9 +280,11 @@ def test_a_platform_that_cannot_be_had_is_one_clear_line():
 
 
 def test_an_installed_tpu_runtime_is_left_closed_where_there_is_no_chip(tmp_path):
-    """JAX would load it, search for chips and print errors; a stand-in shows that it is not asked."""
+    """JAX would open it, search for chips and print errors; this stand-in cannot be opened."""
     (tmp_path / "libtpu").mkdir()
-    (tmp_path / "libtpu" / "__init__.py").write_text("raise SystemExit('libtpu was loaded')\n")
+    (tmp_path / "libtpu" / "__init__.py").write_text(
+        "def configure_library_path(): pass\ndef get_library_path(): return '/no/libtpu.so'\n"
+    )
     done = run_python(
         """
         import jax, torch
