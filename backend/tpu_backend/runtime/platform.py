@@ -56,7 +56,7 @@ def _leave_tpu_closed(platforms: str) -> None:
     """Keep JAX from opening what is not wanted: chips would be held, and where there are none, libtpu
     searches for them and prints errors.  A choice that the user made for JAX stands.
     """
-    if find_spec("libtpu") is not None and not jax.config.read("jax_platforms"):
+    if find_spec("libtpu") is not None and not jax.config.jax_platforms:  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", platforms)
 
 
@@ -72,10 +72,6 @@ def platform() -> Platform:
     if asked not in PLATFORMS:
         raise RuntimeError(f"TPU_PLATFORM={asked!r}: expected one of {', '.join(PLATFORMS)}")
     chips = tpu_chips()
-    if not chips:
-        # Where libtpu is installed, opening any JAX device loads it, and it complains on standard error that
-        # it finds no TPU host's name.
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     if asked == "tpu" or (asked == "auto" and chips):
         try:
             devices = _open_devices("tpu")
