@@ -22,6 +22,7 @@ from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpu_backend import _C
+from tpu_backend.runtime.shapes import lstsq_results
 
 _aten, _tpu = torch.ops.aten, torch.ops.tpu
 
@@ -352,6 +353,36 @@ def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Ten
     return _head(_tpu.repeat_positions(repeats, size=bucket(length)), (length,))
 
 
+# ---- ranks -------------------------------------------------------------------------------------------------
+
+
+def lstsq(
+    self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Least squares of tall matrices: the solution lies in a longer one; full ranks decide on residuals."""
+    over_b, residuals, rank, values = _tpu.lstsq_over_b(self, b, rcond, driver=driver)
+    columns = self.shape[-1]
+    dim = -1 if over_b.dim() < self.dim() else -2
+    size = list(over_b.shape)
+    size[dim] = columns
+    solution = over_b.as_strided_(size, over_b.stride())
+    if driver != "gels" and (driver == "gelsy" or not (rank == columns).all().item()):
+        residuals = residuals.new_empty(0)
+    return solution, residuals, rank, values
+
+
+def lstsq_out(
+    self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None, **out: Tensor
+) -> tuple[Tensor, ...]:
+    results = lstsq(self, b, rcond, driver=driver)
+    if any(target.dtype != result.dtype for target, result in zip(out.values(), results, strict=True)):
+        empty = {name: torch.empty(0, dtype=t.dtype, device=t.device) for name, t in out.items()}
+        _on_cpu(_aten.linalg_lstsq.out, self, b, rcond, driver=driver, **empty)  # raises
+    for target, result in zip(out.values(), results, strict=True):
+        target.resize_(result.shape).as_strided_(result.shape, result.stride()).copy_(result)
+    return tuple(out.values())
+
+
 # ---- what is registered ------------------------------------------------------------------------------------
 
 
@@ -404,10 +435,15 @@ _PROGRAMS: dict[str, Callable[..., Any]] = {
         )
     ),
     "bincount(Tensor self, Tensor? weights, *, int size) -> Tensor": _infer_bincount,
+    "lstsq_over_b(Tensor self, Tensor b, float? rcond, *, str? driver) -> (Tensor, Tensor, Tensor, Tensor)": (
+        lambda self, b, rcond, *, driver: lstsq_results(self, b, driver)
+    ),
     "repeat_positions(Tensor repeats, *, int size) -> Tensor": (
         lambda repeats, *, size: _padded(repeats, size=size)
     ),
 }
+
+_LSTSQ = "Tensor self, Tensor b, float? rcond=None, *, str? driver=None"
 
 _DYNAMIC_FORMS: dict[str, Callable[..., Any]] = {
     "dynamic_index.Tensor(Tensor self, Tensor?[] indices) -> Tensor": index,
@@ -415,6 +451,9 @@ _DYNAMIC_FORMS: dict[str, Callable[..., Any]] = {
     "dynamic_repeat_interleave.Tensor(Tensor repeats, *, SymInt? output_size=None) -> Tensor": (
         repeat_interleave
     ),
+    f"dynamic_linalg_lstsq({_LSTSQ}) -> (Tensor, Tensor, Tensor, Tensor)": lstsq,
+    f"dynamic_linalg_lstsq.out({_LSTSQ}, Tensor(a!) solution, Tensor(b!) residuals, Tensor(c!) rank, "
+    "Tensor(d!) singular_values) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))": lstsq_out,
 }
 
 _KERNELS: dict[str, Callable[..., Any]] = {

@@ -190,9 +190,14 @@ def lu_solve(LU, pivots, B, *, left=True, adjoint=False):
 
 @lowering("linalg_lstsq", on_tpu=_SVD_OF_FLOAT32)
 def lstsq(self, b, rcond=None, *, driver=None, out):
+    if self.shape[-2] > self.shape[-1]:
+        raise NotLoweredError("a result that is a part of what LAPACK writes; and its rank decides on shapes")
+    return lstsq_over_b(self, b, rcond, driver=driver, out=out)
+
+
+@lowering("tpu::lstsq_over_b", on_tpu=_SVD_OF_FLOAT32)
+def lstsq_over_b(self, b, rcond=None, *, driver=None, out):
     rows, columns = self.shape[-2:]
-    if rows > columns and driver in ("gelsd", "gelss"):
-        raise NotLoweredError("residuals whose shape depends on the rank")
     is_vector = b.ndim == 1 or (b.ndim == self.ndim - 1 and b.shape == self.shape[:-1])
     right = b[..., None] if is_vector else b
     u, values, vh = jnp.linalg.svd(self, full_matrices=False)
@@ -202,6 +207,8 @@ def lstsq(self, b, rcond=None, *, driver=None, out):
     inverses = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
     solution = matmul(_adjoint(vh), inverses[..., None] * matmul(_adjoint(u), right))
     residuals = jnp.sum(jnp.square(jnp.abs(matmul(self, solution) - right)), -2)
+    padding = [(0, 0)] * (solution.ndim - 2) + [(0, max(rows, columns) - columns), (0, 0)]
+    solution = jnp.pad(solution, padding)
     outputs = (solution[..., 0] if is_vector else solution), residuals, jnp.sum(kept, -1), values
     return tuple(
         value.reshape(spec.shape) if value.size == math.prod(spec.shape) else _nothing(spec)

@@ -211,7 +211,26 @@ def cumprod(self, dim, *, dtype=None):
 
 @lowering("logcumsumexp", "_logcumsumexp", promote="result")
 def logcumsumexp(self, dim):
-    return _running(lambda value, axis: lax.associative_scan(jnp.logaddexp, value, axis=axis), self, dim)
+    # The imaginary parts of complex ones wind up, which a sum of exp() would forget.
+    scan = _complex_logcumsumexp if jnp.iscomplexobj(self) else _logcumsumexp
+    return _running(scan, self, dim)
+
+
+def _logcumsumexp(values, axis):
+    """Running maxima with sums of exp() under them, and one logarithm at the end: a chain of them rounds."""
+
+    def join(left, right):
+        (top, total), (other_top, other_total) = left, right
+        highest = jnp.maximum(top, other_top)
+        shift = jnp.where(jnp.isfinite(highest), highest, 0)
+        return highest, total * jnp.exp(top - shift) + other_total * jnp.exp(other_top - shift)
+
+    top, total = lax.associative_scan(join, (values, jnp.ones_like(values)), axis=axis)
+    return top + jnp.log(total)
+
+
+def _complex_logcumsumexp(values, axis):
+    return lax.associative_scan(jnp.logaddexp, values, axis=axis)
 
 
 @lowering("cummax")

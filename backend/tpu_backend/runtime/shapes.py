@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import max_unpool2d, multilabel_margin_loss_forward
-from torch._meta_registrations import _linalg_svd_meta
+from torch._meta_registrations import _exec_fft, _linalg_svd_meta, _sort_dims
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
@@ -28,6 +28,9 @@ def register_meta_kernels() -> Library:
     library.impl("max_unpool2d", _max_unpool2d, "Meta", allow_override=True)
     # PyTorch's own takes every meta tensor for a CUDA one, of which Vh lies by rows.
     library.impl("_linalg_svd", _linalg_svd, "Meta", allow_override=True)
+    # PyTorch's own lie in the order of CUDA's.
+    library.impl("_fft_r2c", _fft_r2c, "Meta", allow_override=True)
+    library.impl("_fft_c2r", _fft_c2r, "Meta", allow_override=True)
     # PyTorch's own says (1,) for the loss of a single sample, which has no dims.
     library.impl("multilabel_margin_loss_forward", _multilabel_margin_loss, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
@@ -43,6 +46,28 @@ def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tens
     """A plane of ``output_size`` for each channel of (C, H, W) or (N, C, H, W)."""
     unpooled = max_unpool2d(self, indices, output_size)
     return unpooled.contiguous(memory_format=suggest_memory_format(self)) if self.dim() == 4 else unpooled
+
+
+def _fft_r2c(self: Tensor, dim: list[int], normalization: int, onesided: bool) -> Tensor:
+    """Half of the last transformed dim where onesided, n // 2 + 1; dims lie as MKL leaves them."""
+    torch._check(self.is_floating_point())
+    sizes = list(self.shape)
+    if onesided:
+        sizes[dim[-1]] = sizes[dim[-1]] // 2 + 1
+    transformed = self.new_empty(sizes, dtype=self.dtype.to_complex())
+    return _exec_fft(transformed, self, sizes, _sort_dims(self, dim, exclude_last=True), forward=True)
+
+
+def _fft_c2r(self: Tensor, dim: list[int], normalization: int, last_dim_size: int) -> Tensor:
+    """``last_dim_size`` long in the last transformed dim, which comes after all others."""
+    torch._check(self.is_complex())
+    if dim[:-1]:
+        others = _sort_dims(self, dim[:-1])
+        self = _exec_fft(self.new_empty(self.shape), self, self.shape, others, forward=False)
+    sizes = list(self.shape)
+    sizes[dim[-1]] = last_dim_size
+    real = self.new_empty(sizes, dtype=self.dtype.to_real())
+    return _exec_fft(real, self, sizes, dim[-1:], forward=False)
 
 
 def _multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
@@ -252,28 +277,37 @@ def _lstsq(
     self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Solution (..., n, k), residuals (..., k), rank (...), singular values; (0,) for what a driver lacks."""
+    solution, residuals, rank, values = lstsq_results(self, b, driver)
+    columns = self.shape[-1]
+    solution = solution[..., :columns] if _is_vector(self, b) else solution.narrow(-2, 0, columns)
+    return solution, residuals if driver == "gels" else residuals.new_empty(0), rank, values
+
+
+def lstsq_results(self: Tensor, b: Tensor, driver: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``_lstsq``, but the solution as LAPACK writes it over b: in column-major order, as long as the
+    longer of both; and residuals of every tall matrix."""
     _expect(self.dim() >= 2 and b.dim() >= 1 and self.dtype == b.dtype)
     _expect(driver in (None, "gels", "gelsy", "gelsd", "gelss"))
     batch, (rows, columns) = self.shape[:-2], self.shape[-2:]
-    is_vector = b.dim() == 1 or (b.dim() == self.dim() - 1 and b.shape == self.shape[:-1])
+    is_vector = _is_vector(self, b)
     right = b.unsqueeze(-1) if is_vector else b
     _expect(right.shape[:-2] == batch and right.shape[-2] == rows and min(rows, columns) > 0)
     count = right.shape[-1]
-    # LAPACK writes it over b, in column-major order and as long as the longer of both
-    solution = self.new_empty(*batch, count, max(rows, columns)).mT.narrow(-2, 0, columns)
-    has_residuals = driver == "gels" and rows > columns
+    solution = self.new_empty(*batch, count, max(rows, columns)).mT
     real = self.real if self.is_complex() else self
-    residuals = (
-        real.new_empty(*batch, *(() if is_vector else (count,))) if has_residuals else real.new_empty(0)
-    )
-    rank = self.new_empty(0 if driver == "gels" else batch, dtype=torch.int64)
+    residuals_shape = (*batch, *(() if is_vector else (count,))) if rows > columns else (0,)
     has_values = driver in ("gelsd", "gelss")
     return (
         solution.squeeze(-1) if is_vector else solution,
-        residuals,
-        rank,
+        real.new_empty(residuals_shape),
+        self.new_empty(0 if driver == "gels" else batch, dtype=torch.int64),
         real.new_empty((*batch, min(rows, columns)) if has_values else 0),
     )
+
+
+def _is_vector(self: Tensor, b: Tensor) -> bool:
+    """Whether linalg.lstsq takes ``b`` for vectors."""
+    return b.dim() == 1 or (b.dim() == self.dim() - 1 and b.shape == self.shape[:-1])
 
 
 _LIKE_CPU = {
