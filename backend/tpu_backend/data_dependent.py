@@ -379,7 +379,7 @@ def lstsq_out(
         empty = {name: torch.empty(0, dtype=t.dtype, device=t.device) for name, t in out.items()}
         _on_cpu(_aten.linalg_lstsq.out, self, b, rcond, driver=driver, **empty)  # raises
     for target, result in zip(out.values(), results, strict=True):
-        target.resize_(result.shape).as_strided_(result.shape, result.stride()).copy_(result)
+        target.resize_(result.shape).copy_(result)
     return tuple(out.values())
 
 
