@@ -10,8 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.operators.checks import Checks, Run
 from tests.operators.compare import Tolerances
+from tests.operators.cotangents import Cotangents
 from tests.operators.database import Entry, info_of
 from tests.operators.outcome import Outcome
+from tests.operators.place import CPU, Place
 from tests.operators.twin import Twin
 
 
@@ -48,16 +50,17 @@ def _build(info: Any, entry: Entry, sample: Any, training: bool) -> torch.nn.Mod
     module = info.module_cls(*args, **kwargs).to(entry.torch_dtype)
     module.train(training)
     if info.is_lazy:
-        module(*Twin("cpu").of(sample.forward_input.args), **Twin("cpu").of(sample.forward_input.kwargs))
+        module(*Twin(CPU).of(sample.forward_input.args), **Twin(CPU).of(sample.forward_input.kwargs))
     return module
 
 
 def _step(original: torch.nn.Module, sample: Any, backward: bool) -> Run:
     """Outputs, buffers, and the gradients of parameters and arguments."""
+    cotangents = Cotangents()
 
-    def run(device: str) -> Any:
-        module = copy.deepcopy(original).to(device)
-        args, kwargs = Twin(device).of((sample.forward_input.args, sample.forward_input.kwargs))
+    def run(place: Place) -> Any:
+        module = place.to(copy.deepcopy(original))
+        args, kwargs = Twin(place).of((sample.forward_input.args, sample.forward_input.kwargs))
         results = module(*args, **kwargs)
         buffers = list(module.buffers())
         outputs = [leaf for leaf in tree_leaves(results) if _wants_gradient(leaf)]
@@ -66,12 +69,10 @@ def _step(original: torch.nn.Module, sample: Any, backward: bool) -> Run:
         ]
         if not (backward and outputs and wanted):
             return results, buffers, []
-        generator = torch.Generator().manual_seed(0)
-        cotangents = [
-            torch.randn(output.shape, dtype=output.dtype, generator=generator).to(device)
-            for output in outputs
-        ]
-        return results, buffers, torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+        gradients = torch.autograd.grad(
+            outputs, wanted, cotangents.of(outputs, place), allow_unused=True
+        )
+        return results, buffers, gradients
 
     return run
 

@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.operators.checks import Checks, Run
 from tests.operators.compare import Tolerances
+from tests.operators.cotangents import Cotangents
 from tests.operators.database import Entry, info_of
 from tests.operators.outcome import Outcome
+from tests.operators.place import CPU, Place
 from tests.operators.twin import Twin
 
 # Their values are whatever memory holds.
@@ -76,9 +78,9 @@ def _samples(info: Any, entry: Entry, differentiable: bool) -> Iterator[SampleIn
             return  # what makes the sample is not served by the CPU in this dtype
 
 
-def _arguments(sample: SampleInput, device: str, detached: bool) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(sample: SampleInput, place: Place, detached: bool) -> tuple[list[Any], dict[str, Any]]:
     given = (sample.input, *sample.args), sample.kwargs
-    args, kwargs = Twin(device).of(given)
+    args, kwargs = Twin(place).of(given)
     if detached:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
@@ -87,8 +89,8 @@ def _arguments(sample: SampleInput, device: str, detached: bool) -> tuple[list[A
 
 
 def _forward(op: Callable[..., Any], sample: SampleInput) -> Run:
-    def run(device: str) -> Any:
-        args, kwargs = _arguments(sample, device, detached=True)
+    def run(place: Place) -> Any:
+        args, kwargs = _arguments(sample, place, detached=True)
         return op(*args, **kwargs)
 
     return run
@@ -97,8 +99,8 @@ def _forward(op: Callable[..., Any], sample: SampleInput) -> Run:
 def _in_place(op: Callable[..., Any], sample: SampleInput) -> Run:
     """The argument is looked at as well as what is returned: it may be a view into something larger."""
 
-    def run(device: str) -> Any:
-        args, kwargs = _arguments(sample, device, detached=True)
+    def run(place: Place) -> Any:
+        args, kwargs = _arguments(sample, place, detached=True)
         returned = op(*args, **kwargs)
         return args[0], returned
 
@@ -107,9 +109,10 @@ def _in_place(op: Callable[..., Any], sample: SampleInput) -> Run:
 
 def _backward(op: Callable[..., Any], sample: SampleInput) -> Run:
     """Outputs, and the gradients of every argument that wants one, for fixed random cotangents."""
+    cotangents = Cotangents()
 
-    def run(device: str) -> Any:
-        args, kwargs = _arguments(sample, device, detached=False)
+    def run(place: Place) -> Any:
+        args, kwargs = _arguments(sample, place, detached=False)
         results = op(*args, **kwargs)
         wanted = [leaf for leaf in tree_leaves((args, kwargs)) if _wants_gradient(leaf)]
         outputs = [
@@ -117,12 +120,9 @@ def _backward(op: Callable[..., Any], sample: SampleInput) -> Run:
         ]
         if not wanted or not outputs:
             return results, []
-        generator = torch.Generator().manual_seed(0)
-        cotangents = [
-            torch.randn(output.shape, dtype=output.dtype, generator=generator).to(device)
-            for output in outputs
-        ]
-        gradients = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+        gradients = torch.autograd.grad(
+            outputs, wanted, cotangents.of(outputs, place), allow_unused=True
+        )
         return results, gradients
 
     return run
@@ -151,22 +151,23 @@ def _check_out(
 ) -> None:
     """``out=`` into tensors of the right shape and strides; ``empty_too``: into empty ones as well."""
     try:
-        shapes = _forward(op, sample)("cpu")
+        shapes = _forward(op, sample)(CPU)
     except Exception:
         return
     if not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(shapes)):
         return
 
-    def fitting(leaf: torch.Tensor, device: str) -> torch.Tensor:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device).zero_()
+    def fitting(leaf: torch.Tensor, place: Place) -> torch.Tensor:
+        dtype = place.dtype(leaf.dtype)
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=place.device).zero_()
 
-    def empty(leaf: torch.Tensor, device: str) -> torch.Tensor:
-        return torch.empty(0, dtype=leaf.dtype, device=device)
+    def empty(leaf: torch.Tensor, place: Place) -> torch.Tensor:
+        return torch.empty(0, dtype=place.dtype(leaf.dtype), device=place.device)
 
-    def write_to(make: Callable[[torch.Tensor, str], torch.Tensor]) -> Run:
-        def run(device: str) -> Any:
-            args, kwargs = _arguments(sample, device, detached=True)
-            out = tree_map(lambda leaf: make(leaf, device), shapes)
+    def write_to(make: Callable[[torch.Tensor, Place], torch.Tensor]) -> Run:
+        def run(place: Place) -> Any:
+            args, kwargs = _arguments(sample, place, detached=True)
+            out = tree_map(lambda leaf: make(leaf, place), shapes)
             returned = op(*args, **kwargs, out=out)
             same = [a is b for a, b in zip(tree_leaves(returned), tree_leaves(out))]
             # PyTorch promises no strides for one that it had to resize.

@@ -10,6 +10,7 @@ from tests.operators.checks import Checks, Run
 from tests.operators.compare import Tolerances
 from tests.operators.database import Entry, info_of
 from tests.operators.outcome import Outcome
+from tests.operators.place import Place
 
 _STEPS = 3
 
@@ -37,15 +38,15 @@ def _implementations(info: Any, kwargs: dict[str, Any]) -> list[str]:
 
 
 def _train(info: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Run:
-    def run(device: str) -> Any:
+    def run(place: Place) -> Any:
         generator = torch.Generator().manual_seed(0)
 
         def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, dtype=dtype, generator=generator).to(device)
+            return place.to(torch.randn(shape, dtype=dtype, generator=generator))
 
         parameters = [torch.nn.Parameter(numbers(*shape)) for shape in ((4, 3), (3,), (2, 3, 2))]
         given = {
-            name: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
+            name: place.to(value) if isinstance(value, torch.Tensor) and value.dim() else value
             for name, value in kwargs.items()
         }
         optimizer = info.optim_cls(parameters, **given)

@@ -9,14 +9,16 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tests.operators.accuracy import Accuracy, accuracy
 from tests.operators.compare import Tolerances, difference, distribution_difference
 from tests.operators.outcome import Outcome
+from tests.operators.place import CPU, DEVICE, REFERENCE, Place
 
 _CHECKS_A_PROGRAM = 48
 _DRAWS = 4000
 _MOST_RUNS = 60
 
-Run = Callable[[str], Any]  # the results on a device, made of its own copies of the arguments
+Run = Callable[[Place], Any]  # the results in a place, made of its own copies of the arguments
 
 
 class Checks:
@@ -34,38 +36,58 @@ class Checks:
         ``values=False``: compare shapes, dtypes and strides only.
         """
         try:
-            expected = _seeded(run, "cpu", 0)
+            expected = _seeded(run, CPU, 0)
         except Exception:
             return False
         values = values and self._initialised
         random = (
             values
             and may_be_random
-            and difference(_seeded(run, "cpu", 1), expected, Tolerances()) is not None
+            and difference(_seeded(run, CPU, 1), expected, Tolerances()) is not None
         )
         try:
-            actual = _seeded(run, "tpu", 0)
+            actual = _seeded(run, DEVICE, 0)
         except Exception as error:
             self._outcome.fail(what, f"{type(error).__name__}: {error}")
             return True
         exact = values and not random
-        self._later(what, lambda: difference(actual, expected, self._tolerances, exact))
+        self._later(
+            what,
+            lambda: difference(actual, expected, self._tolerances, exact),
+            lambda: self._accuracy(run, actual, expected) if exact else None,
+        )
         if random:
             self._later(what, lambda: _draws_difference(run, expected))
         return True
 
-    def _later(self, what: str, compare: Callable[[], str | None]) -> None:
+    def _later(
+        self,
+        what: str,
+        compare: Callable[[], str | None],
+        judge: Callable[[], Accuracy | None] = lambda: None,
+    ) -> None:
         def run() -> None:
             try:
                 text = compare()
+                judged = judge() if text is not None else None
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
+                text, judged = f"{type(error).__name__}: {error}", None
             if text is not None:
-                self._outcome.fail(what, text)
+                found = f"{judged}; {text}" if judged else text
+                self._outcome.fail(what, found, accurate=judged is not None and judged.as_near)
 
         self._waiting.append(run)
         if len(self._waiting) >= _CHECKS_A_PROGRAM:
             self.read()
+
+    def _accuracy(self, run: Run, actual: Any, expected: Any) -> Accuracy | None:
+        if difference(actual, expected, self._tolerances, values=False) is not None:
+            return None
+        try:
+            reference = _seeded(run, REFERENCE, 0)
+        except Exception:
+            return None  # there is no float64 kernel
+        return accuracy(actual, expected, reference, self._tolerances)
 
     def read(self) -> None:
         """Compare what has been recorded so far."""
@@ -74,12 +96,12 @@ class Checks:
         self._waiting.clear()
 
 
-def _seeded(run: Run, device: str, seed: int) -> Any:
+def _seeded(run: Run, place: Place, seed: int) -> Any:
     # Not torch.manual_seed: it asks every kind of device, for a millisecond.
     torch.default_generator.manual_seed(seed)
     torch.tpu.manual_seed_all(seed)
     with patch.object(torch, "manual_seed", lambda _: torch.default_generator):  # some entries seed each call
-        return run(device)
+        return run(place)
 
 
 def _draws_difference(run: Run, example: Any) -> str | None:
@@ -89,11 +111,11 @@ def _draws_difference(run: Run, example: Any) -> str | None:
         return None
     runs = min(-(-_DRAWS // min(counts)), _MOST_RUNS)
     draws = {
-        device: [_numbers(_seeded(run, device, seed)) for seed in range(runs)] for device in ("cpu", "tpu")
+        place: [_numbers(_seeded(run, place, seed)) for seed in range(runs)] for place in (CPU, DEVICE)
     }
     for position in range(len(counts)):
         ours, theirs = (
-            torch.cat([numbers[position] for numbers in draws[device]]) for device in ("tpu", "cpu")
+            torch.stack([numbers[position] for numbers in draws[place]]) for place in (DEVICE, CPU)
         )
         text = distribution_difference(ours, theirs)
         if text is not None:

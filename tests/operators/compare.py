@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_flatten
 # sqrt(1/n + 1/m)).
 _KS_BOUND = 2.47
 
+# Fewer runs say nothing about their scatter.
+_LEAST_RUNS = 10
+
 
 @dataclass
 class Tolerances:
@@ -109,18 +112,32 @@ def _significant(tensor: torch.Tensor) -> list[int]:
 
 
 def distribution_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """None where two sets of draws (1-d, CPU, any dtype) may well come from one distribution."""
+    """None where two sets of draws (runs, draws), on the CPU, may well come from one distribution.
+
+    The draws of a run may depend on each other (dropout in front of a product): the bound is as wide as
+    the scatter of the CPU's runs asks for.
+    """
     if actual.is_complex():
         return distribution_difference(actual.real, expected.real) or distribution_difference(
             actual.imag, expected.imag
         )
-    ours, theirs = actual.double().sort().values, expected.double().sort().values
+    ours, theirs = (draws.double().flatten().sort().values for draws in (actual, expected))
     if ours.isnan().sum() or theirs.isnan().sum():
         return None if bool(ours.isnan().any()) == bool(theirs.isnan().any()) else "NaN on one side only"
     points = torch.cat([ours, theirs])
     cdfs = [torch.searchsorted(draws, points, right=True) / draws.numel() for draws in (ours, theirs)]
-    distance = (cdfs[0] - cdfs[1]).abs().max().item()
+    distance, place = (cdfs[0] - cdfs[1]).abs().max(0)
     bound = _KS_BOUND * (1 / ours.numel() + 1 / theirs.numel()) ** 0.5
+    bound *= _design_effect((expected <= points[place]).double()) ** 0.5
     if distance <= bound:
         return None
     return f"distribution: KS distance {distance:.3f} to the CPU's draws, at most {bound:.3f} expected"
+
+
+def _design_effect(hits: torch.Tensor) -> float:
+    """How much wider the mean of (runs, draws) scatters than that of as many independent draws."""
+    runs, draws = hits.shape
+    independent = hits.mean() * (1 - hits.mean()) / draws
+    if runs < _LEAST_RUNS or independent == 0:
+        return 1.0
+    return max(1.0, (hits.mean(1).var() / independent).item())

@@ -14,9 +14,11 @@ class Outcome:
 
     samples: int = 0  # those that the CPU serves
     failures: list[str] = field(default_factory=list)
+    inaccurate: int = 0  # failures in which the device is wrong, and not only rounded otherwise than the CPU
 
-    def fail(self, what: str, text: str) -> None:
+    def fail(self, what: str, text: str, accurate: bool = False) -> None:
         self.failures.append(f"{what}: {' '.join(text.split())[:300]}")
+        self.inaccurate += not accurate
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Row:
     variant: str
     dtype: str
     passed: bool
+    accurate: bool  # passed, or wherever it failed as near to the result in float64 as the CPU is
     native: bool  # nothing ran on the CPU
     samples: int
     failures: int
@@ -54,6 +57,7 @@ def row_of(entry: Entry, outcome: Outcome, fallbacks: dict[str, int], seconds: f
         entry.variant,
         entry.dtype,
         passed=not outcome.failures,
+        accurate=not outcome.inaccurate,
         native=not fallbacks,
         samples=outcome.samples,
         failures=len(outcome.failures),

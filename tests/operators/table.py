@@ -13,34 +13,29 @@ def counted(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.samples or not row.passed]
 
 
-def counts(rows: Sequence[Row]) -> list[tuple[str, str, int, int, int]]:
-    """(database, dtype, passed, counted, native) for each pair that has rows."""
-    found = []
-    for database in DATABASES:
-        for dtype in DTYPES:
-            here = counted([row for row in rows if (row.database, row.dtype) == (database, dtype)])
-            if here:
-                found.append(
-                    (
-                        database,
-                        dtype,
-                        sum(row.passed for row in here),
-                        len(here),
-                        sum(row.native for row in here),
-                    )
-                )
-    return found
-
-
 def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %"
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'database':<10} {'dtype':<10} {'pass':>5} {'total':>6} {'':>8} {'native':>8}"]
-    for database, dtype, passed, total, native in counts(rows):
-        lines.append(
-            f"{database:<10} {dtype:<10} {passed:>5} {total:>6} {percent(passed, total):>8} "
-            f"{percent(native, total):>8}"
-        )
+    """A line for each database and dtype that has rows, and one for each database."""
+    lines = [f"{'database':<10} {'dtype':<10} {'pass':>5} {'of':>5} {'':>8} {'accurate':>9} {'native':>8}"]
+    found = counted(rows)
+    for database in DATABASES:
+        of_database = [row for row in found if row.database == database]
+        parts = {dtype: [row for row in of_database if row.dtype == dtype] for dtype in DTYPES}
+        if sum(bool(here) for here in parts.values()) > 1:
+            parts["all"] = of_database
+        lines += [_line(database, dtype, here) for dtype, here in parts.items() if here]
     return "\n".join(lines)
+
+
+def _line(database: str, dtype: str, rows: Sequence[Row]) -> str:
+    passed, accurate, native = (
+        sum(getattr(row, kind) for row in rows) for kind in ("passed", "accurate", "native")
+    )
+    total = len(rows)
+    return (
+        f"{database:<10} {dtype:<10} {passed:>5} {total:>5} {percent(passed, total):>8} "
+        f"{percent(accurate, total):>9} {percent(native, total):>8}"
+    )

@@ -13,6 +13,7 @@ from tests.operators.check import check
 from tests.operators.compare import Tolerances, difference, distribution_difference
 from tests.operators.database import DATABASES, DTYPES, Entry, entries
 from tests.operators.outcome import Row
+from tests.operators.place import DEVICE
 from tests.operators.report import DOCUMENT, document, load, merged, summary
 from tests.operators.sweep import Worker
 from tests.operators.twin import Twin
@@ -76,14 +77,14 @@ def test_equal_results_do_not_differ() -> None:
 
 def test_distributions_are_told_apart() -> None:
     generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(4000, generator=generator) for _ in range(2)]
+    draws = [torch.randn(40, 100, generator=generator) for _ in range(2)]
     assert distribution_difference(*draws) is None
     assert "distribution" in (distribution_difference(draws[0], draws[1] * 1.2) or "")
 
 
 def test_twins_keep_geometry_and_sharing() -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    window, flipped = Twin("tpu").of((base[1:3, ::2], base.t()))
+    window, flipped = Twin(DEVICE).of((base[1:3, ::2], base.t()))
     assert (window.shape, window.stride(), window.storage_offset()) == ((2, 3), (6, 2), 6)
     flipped.zero_()
     assert not window.cpu().any()
@@ -101,9 +102,9 @@ def test_a_crash_costs_one_entry() -> None:
 
 
 def test_rows_replace_what_was_known_of_their_dtype() -> None:
-    good = Row("op_db", "add", "", "float32", True, True, 3, 0, "", {}, 0.1)
-    bad = Row("op_db", "mul", "", "float32", False, False, 3, 1, "values", {"aten::mul": 2}, 0.1)
-    refused = Row("op_db", "jit", "", "float32", True, True, 0, 0, "", {}, 0.1)
+    good = Row("op_db", "add", "", "float32", True, True, True, 3, 0, "", {}, 0.1)
+    bad = Row("op_db", "mul", "", "float32", False, False, False, 3, 1, "values", {"aten::mul": 2}, 0.1)
+    refused = Row("op_db", "jit", "", "float32", True, True, True, 0, 0, "", {}, 0.1)
     assert Row.from_json(json.dumps(asdict(bad))) == bad
     known = summary([good, bad, refused])
     counts = known["counts"]["op_db float32"]

@@ -21,7 +21,7 @@ def _starts(sample, size: int, count: int, window: int):
 
 
 def _pool(self, kernel_size, output_size, samples):
-    """(maxima, their places in the flattened plane); self is (N, C, *plane), samples (N, C, dims)."""
+    """(maxima, their places in the flattened plane); self is (N, C, *plane), samples (1 or N, C, dims)."""
     plane, rank = self.shape[2:], len(kernel_size)
     # PyTorch's order of samples: height before width in 3d, the other way about in 2d
     order = range(rank) if rank == 3 else reversed(range(rank))

@@ -64,7 +64,8 @@ def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index
     weights, safe = _target_weights(self, target, weight, ignore_index)
     grad = -grad_output * weights
     if reduction == _MEAN:
-        grad = grad / total_weight
+        # Where all are ignored the mean is 0 / 0, and still no gradient reaches what is ignored.
+        grad = jnp.where(target == ignore_index, 0, grad / total_weight)
     classes = lax.broadcasted_iota(jnp.int32, self.shape, axis)
     return jnp.where(classes == jnp.expand_dims(safe, axis), jnp.expand_dims(grad, axis), 0)
 
