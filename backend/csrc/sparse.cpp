@@ -308,6 +308,14 @@ at::Tensor& addmm_(
                                             : on_cpu<ATEN_OP(addmm_)>(self, mat1, mat2, beta, alpha);
 }
 
+// ---- embedding_bag
+
+// What the recorder calls for a sparse gradient, which its programs do not return (data_dependent in op.h).
+void embedding_bag_backward(const c10::OperatorHandle&, Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_embedding_bag_backward", "");
+  op.callBoxedForDispatchKey(DispatchKey::CPU, *stack); // made of other operators
+}
+
 // ---- compressed layouts
 
 bool is_plain_matrix(const at::Tensor& self) {
@@ -486,6 +494,14 @@ TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::run_sparse_on_cpu<DispatchKey::SparseCsrCPU>>());
+}
+
+TORCH_LIBRARY_FRAGMENT(tpu, m) {
+  m.def(
+      "dynamic__embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, "
+      "Tensor bag_size, Tensor maximum_indices, SymInt num_weights, bool scale_grad_by_freq, int mode, bool sparse, "
+      "Tensor? per_sample_weights, int padding_idx=-1) -> Tensor",
+      torch::CppFunction::makeFromBoxedFunction<&tpu::embedding_bag_backward>());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

@@ -1,6 +1,6 @@
 """The two forms of a sparse matrix's row indices: one a value (COO), or where each row starts (CSR).
 
-A CSR matrix of R rows has R + 1 of the latter: row r holds the values from ``starts[r]`` to ``starts[r + 1]``.
+With R rows there are R + 1 of the latter: row r holds the values from ``starts[r]`` to ``starts[r + 1]``.
 """
 
 from __future__ import annotations
