@@ -177,6 +177,43 @@ at::Tensor& narrow_copy_out(
   return out;
 }
 
+// PyTorch's kernel updates the running statistics without its schema saying so; here they are written openly.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
+    const at::Tensor& input,
+    const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& running_mean,
+    const std::optional<at::Tensor>& running_var,
+    bool training,
+    double momentum,
+    double eps) {
+  const bool tracks = running_mean.has_value() && running_mean->defined();
+  if (!tracks) {
+    return at::_native_batch_norm_legit(input, weight, bias, training, momentum, eps);
+  }
+  auto [output, save_mean, save_invstd, new_mean, new_var] = at::_native_batch_norm_legit_functional(
+      input, weight, bias, *running_mean, *running_var, training, momentum, eps);
+  if (training) {
+    running_mean->copy_(new_mean);
+    running_var->copy_(new_var);
+    return {output, save_mean, save_invstd};
+  }
+  // What a backward pass in evaluation does not need is not kept.
+  return {output, at::empty({0}, save_mean.options()), at::empty({0}, save_invstd.options())};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm_legit(
+    const at::Tensor& input,
+    const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias,
+    at::Tensor& running_mean,
+    at::Tensor& running_var,
+    bool training,
+    double momentum,
+    double eps) {
+  return tpu::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
+}
+
 std::tuple<at::Tensor&, at::Tensor&, at::Tensor&> native_batch_norm_out(
     const at::Tensor& input,
     const std::optional<at::Tensor>& weight,
@@ -190,7 +227,7 @@ std::tuple<at::Tensor&, at::Tensor&, at::Tensor&> native_batch_norm_out(
     at::Tensor& save_mean,
     at::Tensor& save_invstd) {
   const auto [output, mean, invstd] =
-      at::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
+      tpu::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
   assign(out, output);
   assign(save_mean, mean);
   assign(save_invstd, invstd);
@@ -225,6 +262,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_ctc_loss_backward", &tpu::ctc_loss_backward);
   m.impl("_efficientzerotensor", &tpu::efficient_zero_tensor);
   m.impl("narrow_copy.out", &tpu::narrow_copy_out);
+  m.impl("native_batch_norm", &tpu::native_batch_norm);
+  m.impl("_native_batch_norm_legit", &tpu::native_batch_norm_legit);
   m.impl("native_batch_norm.out", &tpu::native_batch_norm_out);
   m.impl("_native_batch_norm_legit.out", &tpu::native_batch_norm_legit_out);
 }

@@ -262,31 +262,6 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return read_to_host(self).item();
 }
 
-// PyTorch's kernel updates the running statistics without its schema saying so; here they are written openly.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
-    const at::Tensor& input,
-    const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias,
-    const std::optional<at::Tensor>& running_mean,
-    const std::optional<at::Tensor>& running_var,
-    bool training,
-    double momentum,
-    double eps) {
-  const bool tracks = running_mean.has_value() && running_mean->defined();
-  if (!tracks) {
-    return at::_native_batch_norm_legit(input, weight, bias, training, momentum, eps);
-  }
-  auto [output, save_mean, save_invstd, new_mean, new_var] = at::_native_batch_norm_legit_functional(
-      input, weight, bias, *running_mean, *running_var, training, momentum, eps);
-  if (training) {
-    running_mean->copy_(new_mean);
-    running_var->copy_(new_var);
-    return {output, save_mean, save_invstd};
-  }
-  // What a backward pass in evaluation does not need is not kept.
-  return {output, at::empty({0}, save_mean.options()), at::empty({0}, save_invstd.options())};
-}
-
 void refuse_quantized(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
@@ -364,7 +339,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &tpu::copy_from_and_resize);
   m.impl("_local_scalar_dense", &tpu::local_scalar_dense);
   m.impl("equal", &tpu::equal);
-  m.impl("native_batch_norm", &tpu::native_batch_norm);
   m.impl("_has_compatible_shallow_copy_type", &tpu::has_compatible_shallow_copy_type);
   m.impl("record_stream", &tpu::record_stream);
 }

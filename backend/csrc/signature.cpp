@@ -245,9 +245,32 @@ std::vector<MetaTensor> flatten_returns(const torch::jit::Stack& stack) {
   return tensors;
 }
 
+// A few meta kernels speak for CUDA's and raise where those are not deterministic; XLA's programs always are.
+class DeterminismIsGiven {
+ public:
+  DeterminismIsGiven()
+      : asked_(at::globalContext().deterministicAlgorithms()),
+        warn_only_(at::globalContext().deterministicAlgorithmsWarnOnly()) {
+    if (asked_) {
+      at::globalContext().setDeterministicAlgorithms(false, false);
+    }
+  }
+  ~DeterminismIsGiven() {
+    if (asked_) {
+      at::globalContext().setDeterministicAlgorithms(true, warn_only_);
+    }
+  }
+  DeterminismIsGiven(const DeterminismIsGiven&) = delete;
+  DeterminismIsGiven& operator=(const DeterminismIsGiven&) = delete;
+
+ private:
+  bool asked_, warn_only_;
+};
+
 // Runs a meta kernel.  nullopt where PyTorch has none; its errors about the arguments pass through.
 std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  DeterminismIsGiven determinism;
   try {
     handle.callBoxed(stack);
   } catch (const c10::NotImplementedError&) {
@@ -523,8 +546,10 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   for (size_t slot = 0; slot < op.returned_arg.size(); ++slot) {
     if (op.returned_arg[slot] >= 0) {
       const int arg = op.returned_arg[slot];
-      if (returned.has_value() && args[arg].isTensor()) {
-        for (const auto& item : *returned) {
+      // An operator without a meta kernel for its out= overload has one for the other.
+      const auto& shapes = returned.has_value() || !op.args[arg].is_out ? returned : computed;
+      if (shapes.has_value() && args[arg].isTensor()) {
+        for (const auto& item : *shapes) {
           if (item.slot == static_cast<int>(slot) && item.tensor.sizes() != args[arg].toTensor().sizes()) {
             signature.out_resizes.emplace_back(arg, item.tensor.sizes().vec()); // out= of another shape
           }

@@ -8,7 +8,15 @@ from multiprocessing import get_context
 
 from tests.benchmarks.bars import Row, print_table
 
-BENCHMARKS = ("steady_state", "recipe_steady_state", "dispatch", "mlp_step", "llama_step", "memory")
+BENCHMARKS = (
+    "steady_state",
+    "changing_shapes",
+    "recipe_steady_state",
+    "dispatch",
+    "mlp_step",
+    "llama_step",
+    "memory",
+)
 
 
 def rows_of(benchmark: str) -> list[Row]:

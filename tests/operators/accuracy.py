@@ -16,7 +16,7 @@ _AS_NEAR = 2.0
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Greatest distances from the reference, in the output of those that differ in which the device is worst."""
+    """Greatest distances from the reference, in the output that differs and that the device has worst."""
 
     device: float
     cpu: float
@@ -30,7 +30,7 @@ class Accuracy:
 
 
 def accuracy(actual: Any, expected: Any, reference: Any, tolerances: Tolerances) -> Accuracy | None:
-    """None where something besides rounding differs: numbers that are not floating, what is NaN or infinite."""
+    """None where something besides rounding differs: integers, what is NaN or infinite."""
     triples = list(zip(*(tree_leaves(results) for results in (actual, expected, reference)), strict=True))
     worst: Accuracy | None = None
     for ours, theirs, exact in triples:
@@ -51,4 +51,3 @@ def accuracy(actual: Any, expected: Any, reference: Any, tolerances: Tolerances)
 
 def _distance(result: torch.Tensor, exact: torch.Tensor) -> float:
     return (result - exact).abs().max().item() if exact.numel() else 0.0
-

@@ -69,9 +69,7 @@ def _step(original: torch.nn.Module, sample: Any, backward: bool) -> Run:
         ]
         if not (backward and outputs and wanted):
             return results, buffers, []
-        gradients = torch.autograd.grad(
-            outputs, wanted, cotangents.of(outputs, place), allow_unused=True
-        )
+        gradients = torch.autograd.grad(outputs, wanted, cotangents.of(outputs, place), allow_unused=True)
         return results, buffers, gradients
 
     return run

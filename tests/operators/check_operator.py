@@ -120,9 +120,7 @@ def _backward(op: Callable[..., Any], sample: SampleInput) -> Run:
         ]
         if not wanted or not outputs:
             return results, []
-        gradients = torch.autograd.grad(
-            outputs, wanted, cotangents.of(outputs, place), allow_unused=True
-        )
+        gradients = torch.autograd.grad(outputs, wanted, cotangents.of(outputs, place), allow_unused=True)
         return results, gradients
 
     return run

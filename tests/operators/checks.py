@@ -41,9 +41,7 @@ class Checks:
             return False
         values = values and self._initialised
         random = (
-            values
-            and may_be_random
-            and difference(_seeded(run, CPU, 1), expected, Tolerances()) is not None
+            values and may_be_random and difference(_seeded(run, CPU, 1), expected, Tolerances()) is not None
         )
         try:
             actual = _seeded(run, DEVICE, 0)
@@ -110,9 +108,7 @@ def _draws_difference(run: Run, example: Any) -> str | None:
     if not counts:
         return None
     runs = min(-(-_DRAWS // min(counts)), _MOST_RUNS)
-    draws = {
-        place: [_numbers(_seeded(run, place, seed)) for seed in range(runs)] for place in (CPU, DEVICE)
-    }
+    draws = {place: [_numbers(_seeded(run, place, seed)) for seed in range(runs)] for place in (CPU, DEVICE)}
     for position in range(len(counts)):
         ours, theirs = (
             torch.stack([numbers[position] for numbers in draws[place]]) for place in (DEVICE, CPU)

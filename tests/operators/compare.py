@@ -125,8 +125,14 @@ def distribution_difference(actual: torch.Tensor, expected: torch.Tensor) -> str
     if ours.isnan().sum() or theirs.isnan().sum():
         return None if bool(ours.isnan().any()) == bool(theirs.isnan().any()) else "NaN on one side only"
     points = torch.cat([ours, theirs])
-    cdfs = [torch.searchsorted(draws, points, right=True) / draws.numel() for draws in (ours, theirs)]
-    distance, place = (cdfs[0] - cdfs[1]).abs().max(0)
+    rtol, atol = default_tolerances(expected.dtype)
+    rounding = atol + rtol * points.abs()  # many draws may be one number, rounded differently
+
+    def cdf(draws: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return torch.searchsorted(draws, at, right=True) / draws.numel()
+
+    below, above = cdf(ours, points - rounding), cdf(ours, points + rounding)
+    distance, place = torch.maximum(cdf(theirs, points) - above, below - cdf(theirs, points)).max(0)
     bound = _KS_BOUND * (1 / ours.numel() + 1 / theirs.numel()) ** 0.5
     bound *= _design_effect((expected <= points[place]).double()) ** 0.5
     if distance <= bound:

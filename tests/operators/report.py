@@ -87,8 +87,8 @@ def document(known: dict[str, Any]) -> str:
         "PyTorch's own test databases run on device tpu (XLA on the CPU) and on the CPU. An entry passes if",
         "all its samples that the CPU serves agree in value (PyTorch's tolerance), shape, dtype and strides:",
         "forward, in every gradient, in place, with `out=`; random ones in shape, dtype and distribution.",
-        "Accurate: passed, or what differs is rounding: from the same in float64 the device is off by at most",
-        "twice what the CPU is. Native: nothing ran on the CPU in between. Measured by",
+        "Accurate: passed, or what differs is rounding: from the same in float64 the device is off by at",
+        "most twice what the CPU is. Native: nothing ran on the CPU in between. Measured by",
         "`python -m tests.operators.sweep --database all --dtype all --rows FILE`.",
         "",
         "| database | dtype | pass | of | | accurate | native | not measured yet | samples an entry |",
@@ -98,7 +98,8 @@ def document(known: dict[str, Any]) -> str:
         database, dtype = pair.split()
         lines.append(
             f"| {database} | {dtype} | {count['passed']} | {count['counted']} "
-            f"| {percent(count['passed'], count['counted'])} | {percent(count['accurate'], count['counted'])} "
+            f"| {percent(count['passed'], count['counted'])} "
+            f"| {percent(count['accurate'], count['counted'])} "
             f"| {percent(count['native'], count['counted'])} "
             f"| {count['unmeasured']} | {_extent(count['samples'])} |"
         )

@@ -12,8 +12,8 @@ from tests.operators.place import Place
 class Twin:
     """Copies values to one place; tensors that share a storage share the copy's storage.
 
-    Lists, tuples and dicts are copied through; "cpu" as a device argument becomes the place's device, a dtype the
-    place's dtype.
+    Lists, tuples and dicts are copied through; "cpu" as a device argument becomes the place's device, a
+    dtype the place's dtype.
     """
 
     def __init__(self, place: Place):

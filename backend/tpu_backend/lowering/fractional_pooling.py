@@ -21,7 +21,7 @@ def _starts(sample, size: int, count: int, window: int):
 
 
 def _pool(self, kernel_size, output_size, samples):
-    """(maxima, their places in the flattened plane); self is (N, C, *plane), samples (1 or N, C, dims)."""
+    """(maxima, their places in the flattened plane); self is (N, C, *plane), samples (N, C, dims)."""
     plane, rank = self.shape[2:], len(kernel_size)
     # PyTorch's order of samples: height before width in 3d, the other way about in 2d
     order = range(rank) if rank == 3 else reversed(range(rank))
@@ -44,17 +44,16 @@ def _pool(self, kernel_size, output_size, samples):
 
 @lowering("fractional_max_pool2d", "fractional_max_pool3d")
 def fractional_max_pool(self, kernel_size, output_size, random_samples, *, out):
-    batched = self.reshape((-1, *self.shape[-len(kernel_size) - 1 :]))
-    values, places = _pool(batched, kernel_size, output_size, random_samples)
+    if self.ndim == len(kernel_size) + 1:  # one sample, which takes the first of random_samples
+        self, random_samples = self[None], random_samples[:1]
+    values, places = _pool(self, kernel_size, output_size, random_samples)
     return values.reshape(out[0].shape), places.reshape(out[0].shape)
 
 
 @lowering("fractional_max_pool2d_backward", "fractional_max_pool3d_backward")
 def fractional_max_pool_backward(grad_output, self, kernel_size, output_size, indices):
-    size = math.prod(self.shape[-len(kernel_size) :])
-    grads, places = (
-        grad_output.reshape(-1, math.prod(output_size)),
-        indices.reshape(-1, math.prod(output_size)),
-    )
-    planes = np.arange(len(grads))[:, None]
-    return jnp.zeros((len(grads), size), grads.dtype).at[planes, places].add(grads).reshape(self.shape)
+    rank = len(kernel_size)
+    num_planes, size = math.prod(self.shape[:-rank]), math.prod(self.shape[-rank:])
+    grads, places = (value.reshape(num_planes, math.prod(output_size)) for value in (grad_output, indices))
+    planes = np.arange(num_planes)[:, None]
+    return jnp.zeros((num_planes, size), grads.dtype).at[planes, places].add(grads).reshape(self.shape)

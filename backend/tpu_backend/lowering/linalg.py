@@ -243,8 +243,32 @@ def cross(self, other, *, dim=-1):
     return jnp.cross(self, other, axis=dim)
 
 
-@lowering("linalg_matrix_exp", promote="opmath", on_tpu=_LU_OF_SINGLE_PRECISION)
+# The Taylor series of degree 18 is exact to the last digit for matrices of this 1-norm (Bader, Blanes, Casas
+# 2019, table 1: 3.01 in single precision, 1.09 in double).
+_TAYLOR_DEGREE = 18
+_TAYLOR_NORM = {4: 3.01, 8: 1.09}
+
+
+@lowering("linalg_matrix_exp", promote="opmath")
 def matrix_exp(self):
+    """The series of the matrix halved until its norm is small, squared as often (scaling and squaring)."""
     if self.size == 0:
         return self
-    return jnp.vectorize(jax.scipy.linalg.expm, signature="(n,n)->(n,n)")(self)
+    norm = jnp.max(jnp.sum(jnp.abs(self), -2), -1)
+    bound = _TAYLOR_NORM[norm.dtype.itemsize]
+    halvings = jnp.where(jnp.isfinite(norm), jnp.ceil(jnp.log2(jnp.maximum(norm / bound, 1))), 0)
+    halvings = halvings.astype(jnp.int32)[..., None, None]
+    powers = [jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape)]
+    powers.append(self * jnp.exp2(-halvings.astype(norm.dtype)))
+    for _ in range(3):
+        powers.append(matmul(powers[-1], powers[1]))
+
+    def terms(first):
+        """Those of degrees ``first`` to ``first`` + 3, over the matrix to the power of ``first``."""
+        degrees = range(first, min(first + 4, _TAYLOR_DEGREE + 1))
+        return sum(powers[degree - first] / math.factorial(degree) for degree in degrees)
+
+    result = terms(16)
+    for first in (12, 8, 4, 0):
+        result = matmul(result, powers[4]) + terms(first)
+    return lax.fori_loop(0, jnp.max(halvings), lambda i, m: jnp.where(i < halvings, matmul(m, m), m), result)

@@ -15,7 +15,6 @@ from tpu_backend.lowering.registry import lowering
 _UNARY = {
     "erf": special.erf,
     "erfc": special.erfc,
-    "erfinv": special.erfinv,
     "i0": special.i0,
     "special_i0e": special.i0e,
     "special_i1": special.i1,
@@ -28,6 +27,18 @@ _UNARY = {
 }
 for _name, _function in _UNARY.items():
     lowering(_name, promote="result")(cast(Callable[..., Any], _function))
+
+
+@lowering("erfinv", promote="result")
+def erfinv(self):
+    """Newton steps mend last digits, which its derivative multiplies close to 1; erfc has them there."""
+    target = jnp.abs(self)
+    root = special.erfinv(target)
+    for _ in range(2):
+        residual = jnp.where(target > 0.5, (1 - target) - special.erfc(root), special.erf(root) - target)
+        slope = 2 / math.sqrt(math.pi) * jnp.exp(-root * root)
+        root = jnp.where(jnp.isfinite(root), root - residual / slope, root)
+    return jnp.copysign(root, self)
 
 
 @lowering("digamma", promote="result")

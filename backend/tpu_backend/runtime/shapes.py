@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._decomp.decompositions import max_unpool2d
+from torch._decomp.decompositions import max_unpool2d, multilabel_margin_loss_forward
 from torch._meta_registrations import _linalg_svd_meta
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
@@ -28,6 +28,8 @@ def register_meta_kernels() -> Library:
     library.impl("max_unpool2d", _max_unpool2d, "Meta", allow_override=True)
     # PyTorch's own takes every meta tensor for a CUDA one, of which Vh lies by rows.
     library.impl("_linalg_svd", _linalg_svd, "Meta", allow_override=True)
+    # PyTorch's own says (1,) for the loss of a single sample, which has no dims.
+    library.impl("multilabel_margin_loss_forward", _multilabel_margin_loss, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
     for name, meta_kernel in _LIKE_CPU.items():
@@ -41,6 +43,12 @@ def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tens
     """A plane of ``output_size`` for each channel of (C, H, W) or (N, C, H, W)."""
     unpooled = max_unpool2d(self, indices, output_size)
     return unpooled.contiguous(memory_format=suggest_memory_format(self)) if self.dim() == 4 else unpooled
+
+
+def _multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Losses () or, with reduction 0, (N,) of scores (C,) or (N, C); and where the classes are targets."""
+    loss, is_target = multilabel_margin_loss_forward(self, target, reduction)
+    return loss.reshape(()) if self.dim() < 2 else loss, is_target
 
 
 def _linalg_svd(
