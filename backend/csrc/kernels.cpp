@@ -45,7 +45,7 @@ at::Tensor empty_memory_format(
     std::optional<bool>,
     std::optional<at::MemoryFormat> memory_format) {
   TORCH_CHECK(
-      layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided; sparse layouts live on the CPU");
+      layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided or sparse, not ", *layout);
   Device::get().ensure_initialized();
   const auto sizes = concrete_sizes(size);
   const auto format = memory_format.value_or(at::MemoryFormat::Contiguous);
@@ -262,12 +262,11 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return read_to_host(self).item();
 }
 
-void refuse_layout(const c10::OperatorHandle& op, torch::jit::Stack*) {
+void refuse_quantized(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
       op.operator_name(),
-      ": tpu tensors are strided and not quantized; keep sparse and quantized ones on the CPU, or call to_dense() or "
-      "dequantize() first");
+      ": tpu tensors are not quantized; keep quantized ones on the CPU, or call dequantize() first");
 }
 
 at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
@@ -306,14 +305,8 @@ TORCH_LIBRARY(tpu, m) {
   m.def("copy(Tensor source, *, Tensor(a!) out) -> Tensor(a!)");
 }
 
-TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::refuse_layout>());
-}
-TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::refuse_layout>());
-}
 TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::refuse_layout>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tpu::refuse_quantized>());
 }
 
 TORCH_LIBRARY_IMPL(tpu, Meta, m) {

@@ -31,7 +31,8 @@ struct OpInfo {
   c10::OperatorHandle handle;
   std::string table_name; // the lowering, e.g. "add.Tensor"
   std::optional<c10::OperatorHandle> functional; // the overload that table_name stands for, if ATen has it
-  // For forms whose shapes depend on data (`x[mask]`): "tpu::dynamic_index.Tensor"; see data_dependent.py.
+  // For forms whose shapes depend on data (`x[mask]`): "tpu::dynamic_index.Tensor"; see data_dependent.py.  And for the
+  // sparse gradient of embedding_bag.
   std::optional<c10::OperatorHandle> data_dependent;
   bool is_random{false};
   std::vector<ArgInfo> args;

@@ -211,9 +211,14 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
 }
 
 void cpu_fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  run_on_cpu(handle, stack, c10::DispatchKey::CPU);
+}
+
+void run_on_cpu(const c10::OperatorHandle& handle, torch::jit::Stack* stack, c10::DispatchKey kernel) {
   const auto& name = handle.schema().operator_name();
   Device::get().ensure_initialized();
-  at::native::cpu_fallback(handle, stack); // raises where the arguments are wrong: that is no fallback
+  // raises where the arguments are wrong: that is no fallback
+  at::native::cpu_fallback(handle, stack, /*error_on_views=*/false, kernel);
   Device::get().count_fallback(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
 }
 

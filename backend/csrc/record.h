@@ -18,5 +18,7 @@ class RecordKernel final : public c10::OperatorKernel {
 
 // Overloads that have no lowering run on the CPU: correct, warned about once, counted.
 void cpu_fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack);
+// The same with the CPU's kernel for another layout than strided.
+void run_on_cpu(const c10::OperatorHandle& handle, torch::jit::Stack* stack, c10::DispatchKey kernel);
 
 } // namespace tpu

@@ -110,10 +110,10 @@ def test_numpy_says_to_copy_first():
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_layouts_and_dtypes_that_do_not_exist_here_are_named():
-    with pytest.raises(NotImplementedError, match="tpu tensors are strided and not quantized; keep sparse"):
-        torch.empty(2, 2, device="tpu", layout=torch.sparse_coo)
-    with pytest.raises(NotImplementedError, match="tpu tensors are strided and not quantized; keep sparse"):
+def test_dtypes_that_do_not_exist_here_are_named():
+    with pytest.raises(
+        NotImplementedError, match="tpu tensors are not quantized; keep quantized ones on the CPU"
+    ):
         torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8).to("tpu")
 
 

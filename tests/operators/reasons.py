@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-_SPARSE = "tpu tensors are strided: a sparse result or argument raises, naming the operator"
 _CONTRACTED = "probably: XLA rounds a * b + c once where the CPU rounds twice, and the sample cancels"
 _SIXTEEN_BITS = "probably: the CPU rounds in between to 16 bits, XLA keeps float32"
 _TIES = "probably: which of equal elements comes first is open, and the gradient goes to that one"
 
 REASONS: dict[str, str] = {
-    "sparse.sampled_addmm": _SPARSE,
-    "sparse.mm reduce": _SPARSE,
-    "to_sparse": _SPARSE,
     "asin": _CONTRACTED,
     "_foreach_acos": _CONTRACTED,
     "erfinv": _CONTRACTED,

@@ -29,6 +29,7 @@ from tpu_backend.lowering import (  # noqa: F401
     segment_reduce,
     shape,
     sorting,
+    sparse_indices,
     special,
     spectral,
 )
