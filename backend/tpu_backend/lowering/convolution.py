@@ -29,7 +29,7 @@ def _swapped_and_flipped(weight, groups):
     return jnp.flip(swapped, tuple(range(2, 2 + rank)))
 
 
-def _convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups):
+def _convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups, *, dtype=None):
     rank = input.ndim - 2
     stride, padding, dilation, output_padding = (
         _each_dim(values, rank) for values in (stride, padding, dilation, output_padding)
@@ -53,16 +53,18 @@ def _convolve(input, weight, stride, padding, dilation, transposed, output_paddi
         dimension_numbers=(f"NC{spatial}", f"OI{spatial}", f"NC{spatial}"),
         feature_group_count=groups,
         precision=product_precision(input.dtype),
+        preferred_element_type=dtype,
     )
 
 
 @lowering("convolution", "convolution_overrideable", on_tpu=NO_INT64_PRODUCTS)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
-    result = _convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups)
+    compute = opmath(input.dtype)
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    result = _convolve(input, weight, *geometry, dtype=compute)
     if bias is None:
         return result
-    compute = opmath(result.dtype)
-    return result.astype(compute) + bias.astype(compute).reshape((-1,) + (1,) * (input.ndim - 2))
+    return result + bias.astype(compute).reshape((-1,) + (1,) * (input.ndim - 2))
 
 
 def _convolution_backward(grad_output, input, weight, geometry, output_mask):
