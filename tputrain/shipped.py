@@ -27,8 +27,8 @@ def shipped_path(kind: str, name: str) -> Path | None:
     return shipped_directory(kind) / f"{name}.yaml" if name in shipped_names(kind) else None
 
 
-def find_recipe(name: str) -> Path:
-    """The recipe file that `name` means: a path, or the name of a shipped one."""
+def find_recipe(name: str, expected: str = "file") -> Path:
+    """The recipe file that `name` means: a path, or the name of a shipped one; UserError if neither."""
     path = Path(name)
     if path.is_file():
         return path
@@ -39,5 +39,5 @@ def find_recipe(name: str) -> Path:
     hint = nearest(path.stem, known)
     suggestion = f"; did you mean {hint}?" if hint else ""
     raise UserError(
-        f"{name}: no such file, and no shipped recipe (there are: {', '.join(known)}){suggestion}"
+        f"{name}: no such {expected}, and no shipped recipe (there are: {', '.join(known)}){suggestion}"
     )

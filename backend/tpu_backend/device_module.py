@@ -417,6 +417,11 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 _first_mode = os.environ.get("TPU_EAGER_MODE", "fused")
-if _first_mode not in _MODES:
-    raise ValueError(f"TPU_EAGER_MODE={_first_mode!r}: expected one of {', '.join(_MODES)}")
-eager_mode(_first_mode)
+if _first_mode in _MODES:
+    eager_mode(_first_mode)
+
+
+def check_environment() -> None:
+    """RuntimeError for a first mode that is none: said at first use, for `import torch` stays unharmed."""
+    if _first_mode not in _MODES:
+        raise RuntimeError(f"TPU_EAGER_MODE={_first_mode!r}: expected one of {', '.join(_MODES)}")

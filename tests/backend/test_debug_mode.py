@@ -83,6 +83,22 @@ def test_the_environment_sets_mode_switch_and_log():
     assert "[tpu tpu_backend.compile] compiled 1 ops: aten::log" in done.stderr
 
 
+def test_a_mode_that_is_none_is_named_at_the_first_use():
+    done = run_python(
+        """
+        import torch
+        torch.ones(2)
+        try:
+            torch.ones(2, device="tpu")
+        except RuntimeError as error:
+            print(error)
+        """,
+        TPU_EAGER_MODE="fast",
+    )
+    assert done.stdout == "TPU_EAGER_MODE='fast': expected one of debug, strict, fused\n"
+    assert done.stderr == ""
+
+
 def test_a_model_trains_in_debug_mode_with_the_check_on():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3).to("tpu")

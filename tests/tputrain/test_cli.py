@@ -215,7 +215,10 @@ def test_sample_writes_text_that_begins_with_the_prompt(capsys):
             "data.files='none-*.txt': no file matches",
         ),
         (["run", "tiny.yaml", "run_dir=text.txt/run"], "run_dir=text.txt/run: cannot write there"),
-        (["sample", "nowhere", "--prompt", "x"], "nowhere: no whole checkpoint in nowhere/checkpoints"),
+        (
+            ["sample", "nowhere", "--prompt", "x"],
+            "nowhere: no such directory; expected the directory",
+        ),
         (
             ["sample", "runs/tiny", "--prompt", "x", "--max-new-tokens", "0"],
             "--max-new-tokens=0: expected 1 or more",
@@ -285,3 +288,27 @@ def test_nothing_heavy_is_imported_for_the_help():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the following arguments are required: VERB"),
+        (["fly"], "no such verb: 'fly'"),
+        (["run"], "the following arguments are required: RECIPE;"),
+        (["run", "llama", "--fast"], "'--fast': expected key=value"),
+        (["sample", "runs/tiny"], "the following arguments are required: --prompt"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], said: str, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["validate", "runs/none"], ["sample", "runs/none", "--prompt", "x"]])
+def test_a_run_directory_that_is_not_there_is_named(arguments: list[str], capsys):
+    assert main(arguments) == 2
+    assert "runs/none: no such" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from tputrain import __version__
 from tputrain.announce import announced, say
 from tputrain.errors import UserError
 from tputrain.shipped import find_recipe
@@ -77,13 +78,23 @@ def _dispatch(chosen: argparse.Namespace) -> int:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse lists what may be left out among what is missing.
+        message = message.replace(", key=value", "").replace("argument VERB: invalid choice", "no such verb")
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help explains\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tputrain",
         description="Train PyTorch models on TPUs, and on the machine in front of you.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"tputrain {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_verb(verbs, "run", "RECIPE", "a recipe: a YAML file, or the name of a shipped one", "train")
     _add_verb(

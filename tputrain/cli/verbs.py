@@ -61,7 +61,7 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
 def validate(target: str, overrides: Sequence[str]) -> int:
     """Evaluate the newest checkpoint of a run directory; a recipe is only checked."""
     if not Path(target).is_dir():
-        path = find_recipe(target)
+        path = find_recipe(target, expected="run directory or recipe file")
         cfg = load_recipe(path, overrides)
         say(f"{path}: valid; {cfg.trainer.steps} steps, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
         return 0
@@ -96,6 +96,8 @@ def sample(
 
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
     """The newest whole checkpoint of a run, and the configuration it was made with."""
+    if not Path(run_dir).is_dir():
+        raise UserError(f"{run_dir}: no such directory; expected the directory of a run, such as runs/llama")
     store = CheckpointStore(Path(run_dir) / "checkpoints")
     checkpoint = store.newest(_say_refused)
     if checkpoint is None:

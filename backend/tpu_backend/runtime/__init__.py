@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from tpu_backend import _C, data_dependent
+from tpu_backend import _C, data_dependent, device_module
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
@@ -60,6 +60,7 @@ def initialize() -> None:
     with _once:
         if _C.is_initialized():
             return
+        device_module.check_environment()
         compiler.configure_logging()
         platform.announce()
         shapes.register_meta_kernels()
