@@ -36,7 +36,7 @@ def _pool(self, kernel_size, output_size, samples):
     places = jnp.broadcast_to(places, (*batch, *places.shape[2:])).reshape(
         *batch, math.prod(output_size), math.prod(kernel_size)
     )
-    flat = self.reshape(*batch, 1, -1)
+    flat = self.reshape(*batch, 1, math.prod(plane))
     values = jnp.take_along_axis(flat, places, -1)
     best = jnp.argmax(values, -1, keepdims=True)  # the first; NaN wins
     return tuple(jnp.take_along_axis(array, best, -1)[..., 0] for array in (values, places))
