@@ -124,3 +124,33 @@ def test_results_go_into_out() -> None:
     )
     torch.testing.assert_close(outputs[0].cpu(), F.batch_norm(x.cpu(), None, None, training=True))
     torch.testing.assert_close(mean.cpu(), x.cpu().mean(0) / 2)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_in_evaluation_takes_a_padded_batch(norm_first: bool) -> None:
+    """The CPU's fast path has zeros in the padding; here it stays what it was."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+    batch, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    for masks in ({"src_key_padding_mask": padding}, {"mask": causal}, {}):
+        on_device = {name: mask.to("tpu") for name, mask in masks.items()}
+        with torch.no_grad():
+            expected = encoder.cpu()(batch, **masks)
+            result = encoder.to("tpu")(batch.to("tpu"), **on_device).cpu()
+        kept = ~padding if "src_key_padding_mask" in masks else torch.ones_like(padding)
+        torch.testing.assert_close(result[kept], expected[kept])
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_attention_in_evaluation(average: bool) -> None:
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    batch, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    with torch.no_grad():
+        expected = attention(batch, batch, batch, padding, average_attn_weights=average)
+        moved = batch.to("tpu")
+        results = attention.to("tpu")(moved, moved, moved, padding.to("tpu"), average_attn_weights=average)
+    for result, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), theirs)

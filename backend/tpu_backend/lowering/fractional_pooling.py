@@ -16,7 +16,7 @@ def _starts(sample, size: int, count: int, window: int):
         return jnp.full((*sample.shape, 1), size - window)
     step = jnp.asarray((size - window) / (count - 1), sample.dtype)
     sample = sample[..., None]
-    starts = jnp.floor((jnp.arange(count) + sample) * step) - jnp.floor(sample * step)
+    starts = jnp.trunc((jnp.arange(count) + sample) * step) - jnp.trunc(sample * step)
     return starts.at[..., -1].set(size - window).astype(jnp.int32)
 
 

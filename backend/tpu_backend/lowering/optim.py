@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from tpu_backend.lowering.registry import lowering, opmath
 
 _ADAM_RUNTIME = ("lr", "beta1", "beta2", "weight_decay", "eps")
+_ADAGRAD_RUNTIME = ("lr", "lr_decay", "weight_decay", "eps")
 _SGD_RUNTIME = ("lr", "weight_decay", "dampening")
 
 
@@ -102,6 +103,32 @@ def fused_sgd(
         columns.append(_unless(found_inf, old, [param - rate * direction, stored_grad, *new]))
     lists = [list(column) for column in zip(*columns, strict=True)]
     return lists if momentum != 0 else [*lists, list(momentum_buffer_list)]
+
+
+def _adagrad(
+    self, grads, state_sums, state_steps,
+    *, lr, lr_decay, weight_decay, eps, maximize, grad_scale=None, found_inf=None,
+):  # fmt: skip
+    """New (parameters, gradients, state sums), each a list."""
+    columns = []
+    for old_param, old_grad, old_sum, step in zip(self, grads, state_sums, state_steps, strict=True):
+        dtype = opmath(old_param.dtype)
+        param, stored_grad = old_param.astype(dtype), _unscaled(old_grad.astype(dtype), grad_scale)
+        grad = (-stored_grad if maximize else stored_grad) + jnp.asarray(weight_decay).astype(dtype) * param
+        squares = old_sum.astype(dtype) + grad * grad
+        rate = jnp.asarray(lr).astype(dtype) / (1 + (step - 1) * lr_decay).astype(dtype)
+        param = param - rate * grad / (jnp.sqrt(squares) + jnp.asarray(eps).astype(dtype))
+        columns.append(_unless(found_inf, [old_param, old_grad, old_sum], [param, stored_grad, squares]))
+    return [list(column) for column in zip(*columns, strict=True)]
+
+
+@lowering("_fused_adagrad", runtime=_ADAGRAD_RUNTIME)
+def fused_adagrad(self, grads, state_sums, state_steps, **options):
+    """The steps come back as they are: whoever calls has counted them."""
+    return [*_adagrad(self, grads, state_sums, state_steps, **options), list(state_steps)]
+
+
+lowering("_fused_adagrad.tensor_lr", runtime=_ADAGRAD_RUNTIME)(_adagrad)
 
 
 # ---- gradient scaling
