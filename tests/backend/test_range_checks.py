@@ -1,4 +1,4 @@
-"""Indices out of range: the CPU's error, at the op in debug mode, else at the next synchronisation."""
+"""Indices out of range, division by zero: the CPU's error, at the op in debug mode, else at the next wait."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ WRONG: dict[str, Callable[[Tensor, Index], object]] = {
     "index_reduce": lambda x, i: x.index_reduce(0, i(3), x[:1], "prod"),
     "take": lambda x, i: x.take(i(12)),
     "put": lambda x, i: x.clone().put_(i(12), x[0, :1]),
+    "floor division": lambda x, i: i(4, 2) // i(1, 0),
+    "truncated division": lambda x, i: torch.div(i(4, 2), i(1, 0), rounding_mode="trunc"),
+    "remainder": lambda x, i: i(4, 2) % i(1, 0),
+    "fmod by a number": lambda x, i: torch.fmod(i(4, 2), 0),
     "label": lambda x, i: F.nll_loss(x, i(1, 2, 4)),
     "label, negative": lambda x, i: F.cross_entropy(x, i(1, 2, -1)),
     "label of an image": lambda x, i: F.nll_loss(x[None, :, None], i(0, 1, 2, 3)[None, None]),

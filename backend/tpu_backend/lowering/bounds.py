@@ -66,3 +66,8 @@ def require_in_range(
         wrong &= index != allowed
     demands.offenders.append(jnp.max(jnp.where(wrong, index.astype(jnp.int64), IN_RANGE)))
     demands.made.append(Demand(error, text, demands.entry))
+
+
+def require_nonzero(divisor: jax.Array) -> None:
+    """Demand that no element of an integer array is 0, in the words of PyTorch's CPU."""
+    require_in_range((divisor != 0).astype(jnp.int32), 1, 2, RuntimeError, "ZeroDivisionError")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_nonzero
 from tpu_backend.lowering.matmul import scaled
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering
 
@@ -160,6 +161,7 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
             bits = jnp.finfo(storage)
             quotient = lax.reduce_precision(quotient, bits.nexp, bits.nmant)
         return jnp.trunc(quotient)
+    require_nonzero(other)
     return lax.div(*jnp.broadcast_arrays(self, other))
 
 
@@ -167,6 +169,7 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
 def floor_divide(self, other):
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
+        require_nonzero(other)
         return jnp.floor_divide(self, other)
     # PyTorch's div_floor_floating (c10/util/generic_math.h): exact where self / other would round up to an
     # integer.
@@ -188,11 +191,17 @@ def div_mode(self, other, *, rounding_mode, out=None):
 
 @lowering("fmod.Tensor", "fmod.Scalar", promote="result")
 def fmod(self, other):
-    return lax.rem(*jnp.broadcast_arrays(self, jnp.asarray(other, self.dtype)))
+    other = jnp.asarray(other, self.dtype)
+    if not is_floating(self):
+        require_nonzero(other)
+    return lax.rem(*jnp.broadcast_arrays(self, other))
 
 
 @lowering("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", promote="result")
 def remainder(self, other):
+    other = jnp.asarray(other, self.dtype)
+    if not is_floating(self):
+        require_nonzero(other)
     return jnp.remainder(self, other)
 
 
