@@ -19,10 +19,6 @@ BENCHMARKS = (
 )
 
 
-def rows_of(benchmark: str) -> list[Row]:
-    return import_module(f"tests.benchmarks.{benchmark}").rows()
-
-
 def main() -> int:
     rows: list[Row] = []
     # A fresh process each: nobody inherits another's buffers, caches or compiled programs.
@@ -30,7 +26,7 @@ def main() -> int:
         for benchmark in BENCHMARKS:
             print(f"{benchmark} ...", end=" ", flush=True)
             start = time.perf_counter()
-            rows += pool.submit(rows_of, benchmark).result()
+            rows += pool.submit(import_module(f"tests.benchmarks.{benchmark}").rows).result()
             print(f"{time.perf_counter() - start:.0f} s", flush=True)
     print()
     return 0 if print_table(rows) else 1
