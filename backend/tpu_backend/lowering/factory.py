@@ -91,7 +91,8 @@ def _spaced(start, end, steps, dtype):
         positions, start, end = (value.astype(jnp.float64) for value in (positions, start, end))
     if steps < 2:
         return jnp.broadcast_to(start, (steps,))
-    step = (end - start) / (steps - 1)
+    # Behind the barrier: XLA multiplies by the inverse of a constant, which is not exact.
+    step = (end - start) / lax.optimization_barrier(jnp.asarray(steps - 1, start.dtype))
     return jnp.where(positions < steps // 2, start + step * positions, end - step * (steps - 1 - positions))
 
 
