@@ -1,6 +1,9 @@
 // nn.MultiheadAttention and nn.TransformerEncoderLayer in evaluation: what PyTorch's CPU and CUDA have one kernel for,
 // as the operators that it stands for.
+#include "record.h"
+
 #include <ATen/ATen.h>
+#include <ATen/native/CPUFallback.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -42,7 +45,7 @@ std::tuple<at::Tensor, at::Tensor> native_multi_head_attention(
     const at::Tensor& query,
     const at::Tensor& key,
     const at::Tensor& value,
-    int64_t,
+    int64_t width,
     int64_t num_heads,
     const at::Tensor& qkv_weight,
     const at::Tensor& qkv_bias,
@@ -52,8 +55,11 @@ std::tuple<at::Tensor, at::Tensor> native_multi_head_attention(
     bool need_weights,
     bool average_weights,
     std::optional<int64_t> mask_type) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      query.is_same(key) && key.is_same(value), "_native_multi_head_attention: expected one tensor for query, key, value");
+  if (!query.is_same(key) || !key.is_same(value)) {
+    return at::native::call_fallback_fn<&cpu_fallback, at::_ops::_native_multi_head_attention>::call(
+        query, key, value, width, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, need_weights,
+        average_weights, mask_type);
+  }
   const auto [attended, weights] = attend(query, num_heads, qkv_weight, qkv_bias, mask, mask_type);
   const auto output = at::linear(attended, proj_weight, proj_bias);
   if (!need_weights) {
@@ -109,11 +115,19 @@ bool nested_tensor_from_mask_left_aligned(const at::Tensor&, const at::Tensor&) 
   return false;
 }
 
+at::Tensor nested_tensor_from_mask(const at::Tensor&, const at::Tensor&, bool) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "nested tensors are not on the tpu device: leave nn.TransformerEncoder's mask_check on, or pass "
+      "enable_nested_tensor=False");
+}
+
 } // namespace
 } // namespace tpu
 
 namespace {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_nested_tensor_from_mask", &tpu::nested_tensor_from_mask);
   m.impl("_native_multi_head_attention", &tpu::native_multi_head_attention);
   m.impl("_nested_tensor_from_mask_left_aligned", &tpu::nested_tensor_from_mask_left_aligned);
   m.impl("_transformer_encoder_layer_fwd", &tpu::transformer_encoder_layer);

@@ -1,6 +1,7 @@
 #include "op.h"
 
 #include "distributions.h"
+#include "division.h"
 #include "record.h"
 
 #include <torch/library.h>
@@ -42,6 +43,9 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, {}, lowered.is_random, {}, {}, {}};
   op.check = distribution_check(handle.operator_name());
+  if (op.check == nullptr) {
+    op.check = division_check(handle.operator_name());
+  }
   op.is_fill = handle.operator_name().name == "aten::fill_" || handle.operator_name().name == "aten::zero_";
   op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);

@@ -245,7 +245,8 @@ std::vector<MetaTensor> flatten_returns(const torch::jit::Stack& stack) {
   return tensors;
 }
 
-// A few meta kernels speak for CUDA's and raise where those are not deterministic; XLA's programs always are.
+// A few meta kernels (median, mode, histc) speak for CUDA's and raise where those are not deterministic; XLA's programs
+// for TPU and CPU always are.  The flag is the process's, so it is lifted for such a kernel alone, once a form.
 class DeterminismIsGiven {
  public:
   DeterminismIsGiven()
@@ -270,7 +271,7 @@ class DeterminismIsGiven {
 // Runs a meta kernel.  nullopt where PyTorch has none; its errors about the arguments pass through.
 std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  DeterminismIsGiven determinism;
+  const torch::jit::Stack arguments = at::globalContext().deterministicAlgorithms() ? stack : torch::jit::Stack();
   try {
     handle.callBoxed(stack);
   } catch (const c10::NotImplementedError&) {
@@ -278,6 +279,12 @@ std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& hand
   } catch (pybind11::error_already_set& error) { // a meta kernel written in Python
     pybind11::gil_scoped_acquire gil;
     // Where the data decides on the shape (`nonzero`, a mask as index), the CPU's kernel also checks the arguments.
+    if (!arguments.empty() && std::string_view(error.what()).find("deterministic impl") != std::string_view::npos) {
+      DeterminismIsGiven determinism;
+      stack = arguments;
+      handle.callBoxed(stack);
+      return flatten_returns(stack);
+    }
     if (is_interrupt(error) ||
         (!error.matches(PyExc_NotImplementedError) && !handle.hasTag(at::Tag::dynamic_output_shape))) {
       throw;
@@ -550,7 +557,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
       const auto& shapes = returned.has_value() || !op.args[arg].is_out ? returned : computed;
       if (shapes.has_value() && args[arg].isTensor()) {
         for (const auto& item : *shapes) {
-          if (item.slot == static_cast<int>(slot) && item.tensor.sizes() != args[arg].toTensor().sizes()) {
+          if (item.slot == static_cast<int>(slot) && item.tensor.defined() && item.tensor.sizes() != args[arg].toTensor().sizes()) {
             signature.out_resizes.emplace_back(arg, item.tensor.sizes().vec()); // out= of another shape
           }
         }

@@ -147,13 +147,15 @@ at::Tensor& add_to_dense(const at::Tensor& dense, const at::Tensor& sparse, cons
   return out;
 }
 
-// All entries of both, without a read; coalesced (one read) where both were, as on the CPU.
+// All entries of both, without a read; coalesced (one read) where both were, as on the CPU, or where there are more
+// entries than places for them: momentum adds to the same tensor in every step.
 at::Tensor& add_sparse(const at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha, at::Tensor& out) {
   const auto type = at::result_type(self, other);
   const auto indices = at::cat({self._indices(), other._indices()}, 1);
   const auto values = at::cat({self._values().to(type), scaled_values(other, type, alpha)}, 0);
   auto sum = like(self, indices, values, /*is_coalesced=*/false);
-  if (self.is_coalesced() && other.is_coalesced()) {
+  const auto places = c10::multiply_integers(self.sizes().slice(0, self.sparse_dim()));
+  if ((self.is_coalesced() && other.is_coalesced()) || indices.size(1) > places) {
     sum = sum.coalesce();
   }
   copy_from_and_resize(sum, out);

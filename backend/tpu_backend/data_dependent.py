@@ -359,14 +359,22 @@ def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Ten
 def lstsq(
     self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Least squares of tall matrices: the solution lies in a longer one; full ranks decide on residuals."""
-    over_b, residuals, rank, values = _tpu.lstsq_over_b(self, b, rcond, driver=driver)
+    """``linalg.lstsq`` of ``self`` (..., m, n), m > n, and ``b`` (..., m, k) or (..., m).
+
+    The solution lies in a longer one, as LAPACK leaves it; the ranks decide on residuals (one read). On the
+    CPU where this platform's compiler has no program for it.
+    """
+    driver = driver or "gelsy"
+    try:
+        over_b, residuals, rank, values = _tpu.lstsq_over_b(self, b, rcond, driver=driver)
+    except NotImplementedError:
+        return _on_cpu(_aten.linalg_lstsq.default, self, b, rcond, driver=driver)
     columns = self.shape[-1]
     dim = -1 if over_b.dim() < self.dim() else -2
     size = list(over_b.shape)
     size[dim] = columns
     solution = over_b.as_strided_(size, over_b.stride())
-    if driver != "gels" and (driver == "gelsy" or not (rank == columns).all().item()):
+    if driver == "gelsy" or (driver != "gels" and not (rank == columns).all().item()):
         residuals = residuals.new_empty(0)
     return solution, residuals, rank, values
 
@@ -374,11 +382,14 @@ def lstsq(
 def lstsq_out(
     self: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None, **out: Tensor
 ) -> tuple[Tensor, ...]:
-    results = lstsq(self, b, rcond, driver=driver)
-    if any(target.dtype != result.dtype for target, result in zip(out.values(), results, strict=True)):
-        empty = {name: torch.empty(0, dtype=t.dtype, device=t.device) for name, t in out.items()}
-        _on_cpu(_aten.linalg_lstsq.out, self, b, rcond, driver=driver, **empty)  # raises
-    for target, result in zip(out.values(), results, strict=True):
+    """The same into given tensors, which take the sizes of the results."""
+    for target, result in zip(out.values(), lstsq(self, b, rcond, driver=driver), strict=True):
+        torch._check(
+            torch.can_cast(result.dtype, target.dtype),
+            lambda target=target, result=result: (
+                f"torch.linalg.lstsq: Expected out tensor to have dtype {result.dtype}, got {target.dtype}"
+            ),
+        )
         target.resize_(result.shape).copy_(result)
     return tuple(out.values())
 
@@ -435,6 +446,7 @@ _PROGRAMS: dict[str, Callable[..., Any]] = {
         )
     ),
     "bincount(Tensor self, Tensor? weights, *, int size) -> Tensor": _infer_bincount,
+    # Lowered in lowering/linalg.py.
     "lstsq_over_b(Tensor self, Tensor b, float? rcond, *, str? driver) -> (Tensor, Tensor, Tensor, Tensor)": (
         lambda self, b, rcond, *, driver: lstsq_results(self, b, driver)
     ),

@@ -391,3 +391,12 @@ def test_out_of_another_size_is_resized_with_pytorchs_warning() -> None:
     matching = tree_map_only(torch.Tensor, torch.zeros_like, ODD.nonzero()).contiguous().to("tpu")
     torch.nonzero(ODD.to("tpu"), out=matching)
     assert torch.equal(matching.cpu(), ODD.nonzero())
+
+
+def test_least_squares_of_a_tall_matrix() -> None:
+    matrix, right = torch.randn(6, 3), torch.randn(6, 2)
+    for driver in (None, "gels", "gelsy", "gelsd", "gelss"):
+        expected = torch.linalg.lstsq(matrix, right, driver=driver)
+        found = torch.linalg.lstsq(matrix.to("tpu"), right.to("tpu"), driver=driver)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs)

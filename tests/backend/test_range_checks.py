@@ -34,7 +34,6 @@ WRONG: dict[str, Callable[[Tensor, Index], object]] = {
     "floor division": lambda x, i: i(4, 2) // i(1, 0),
     "truncated division": lambda x, i: torch.div(i(4, 2), i(1, 0), rounding_mode="trunc"),
     "remainder": lambda x, i: i(4, 2) % i(1, 0),
-    "fmod by a number": lambda x, i: torch.fmod(i(4, 2), 0),
     "label": lambda x, i: F.nll_loss(x, i(1, 2, 4)),
     "label, negative": lambda x, i: F.cross_entropy(x, i(1, 2, -1)),
     "label of an image": lambda x, i: F.nll_loss(x[None, :, None], i(0, 1, 2, 3)[None, None]),
@@ -142,3 +141,15 @@ def test_a_step_that_failed_is_found_before_its_parameters_are_read() -> None:
     optimizer.step()
     with pytest.raises(IndexError, match="index out of range in self"):
         embedding.weight.detach().cpu()
+
+
+def test_a_known_divisor_of_zero_raises_at_once() -> None:
+    x = torch.tensor([4, 2], device="tpu")
+    for divide in (torch.fmod, torch.remainder, torch.floor_divide):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            divide(x, 0)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        torch.div(x, 0, rounding_mode="trunc")
+    assert torch.isinf(torch.div(x, 0)).all()
+    assert (x[:0] // 0).shape == (0,)
+    assert (x[:0] % torch.tensor([0], device="tpu")).tolist() == []

@@ -242,3 +242,19 @@ def test_the_gradient_of_an_embedding_bag_may_be_sparse() -> None:
 def test_errors_say_what_to_do(run: Callable[[torch.Tensor], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         run(coo("tpu"))
+
+
+def test_momentum_keeps_as_many_entries_as_there_are_rows() -> None:
+    buffers = []
+    for device in ("cpu", "tpu"):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(5, 3, sparse=True).to(device)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+        for start in range(4):
+            optimizer.zero_grad()
+            embedding(torch.tensor([start, start + 1, start]).to(device) % 5).square().sum().backward()
+            optimizer.step()
+        buffer = optimizer.state[embedding.weight]["momentum_buffer"]
+        buffers.append((buffer.cpu().to_dense(), embedding.weight.detach().cpu()))
+    assert buffer._nnz() <= 5
+    torch.testing.assert_close(buffers[1], buffers[0])

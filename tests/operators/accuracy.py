@@ -16,7 +16,7 @@ _AS_NEAR = 2.0
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Greatest distances from the reference, in the output that differs and that the device has worst."""
+    """Greatest distances from the reference in units of the tolerance, in the output that compares worst."""
 
     device: float
     cpu: float
@@ -26,28 +26,34 @@ class Accuracy:
         return self.device <= _AS_NEAR * self.cpu
 
     def __str__(self) -> str:
-        return f"from float64 the device is {self.device:.1e} off, the CPU {self.cpu:.1e}"
+        return f"from float64 the device is {self.device:.2g} tolerances off, the CPU {self.cpu:.2g}"
 
 
 def accuracy(actual: Any, expected: Any, reference: Any, tolerances: Tolerances) -> Accuracy | None:
     """None where something besides rounding differs: integers, what is NaN or infinite."""
-    triples = list(zip(*(tree_leaves(results) for results in (actual, expected, reference)), strict=True))
+    leaves = [tree_leaves(results) for results in (actual, expected, reference)]
+    if len({len(of_one) for of_one in leaves}) > 1:
+        return None
+    triples = zip(*leaves, strict=True)
     worst: Accuracy | None = None
     for ours, theirs, exact in triples:
         if difference(ours, theirs, tolerances) is None:
             continue
         if not (isinstance(exact, torch.Tensor) and (exact.is_floating_point() or exact.is_complex())):
             return None
+        rtol, atol = tolerances.for_dtype(theirs.dtype)
         ours, theirs = (result.detach().cpu().to(exact.dtype) for result in (ours, theirs))
+        exact = exact.detach()
         finite = exact.isfinite()
         if not (torch.equal(ours.isfinite(), finite) and torch.equal(theirs.isfinite(), finite)):
             return None
-        exact = exact.detach()[finite]
-        found = Accuracy(*(_distance(result[finite], exact) for result in (ours, theirs)))
+        exact = exact[finite]
+        allowed = atol + rtol * exact.abs()
+        found = Accuracy(*(_distance(result[finite], exact, allowed) for result in (ours, theirs)))
         if worst is None or not found.as_near or (worst.as_near and found.device > worst.device):
             worst = found
     return worst
 
 
-def _distance(result: torch.Tensor, exact: torch.Tensor) -> float:
-    return (result - exact).abs().max().item() if exact.numel() else 0.0
+def _distance(result: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> float:
+    return ((result - exact).abs() / allowed).max().item() if exact.numel() else 0.0

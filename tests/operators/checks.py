@@ -74,11 +74,13 @@ class Checks:
         judge: Callable[[], Accuracy | None] = lambda: None,
     ) -> None:
         def run() -> None:
+            judged = None
             try:
                 text = compare()
-                judged = judge() if text is not None else None
             except Exception as error:
-                text, judged = f"{type(error).__name__}: {error}", None
+                text = f"{type(error).__name__}: {error}"
+            else:
+                judged = judge() if text is not None else None
             if text is not None:
                 found = f"{judged}; {text}" if judged else text
                 self._outcome.fail(what, found, accurate=judged is not None and judged.as_near)

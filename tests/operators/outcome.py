@@ -17,7 +17,11 @@ class Outcome:
     inaccurate: int = 0  # failures in which the device is wrong, and not only rounded otherwise than the CPU
 
     def fail(self, what: str, text: str, accurate: bool = False) -> None:
-        self.failures.append(f"{what}: {' '.join(text.split())[:300]}")
+        found = f"{what}: {' '.join(text.split())[:300]}"
+        if accurate or self.inaccurate:
+            self.failures.append(found)
+        else:
+            self.failures.insert(0, found)  # the first that is told is one that is more than rounding
         self.inaccurate += not accurate
 
 

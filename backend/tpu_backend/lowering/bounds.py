@@ -68,6 +68,10 @@ def require_in_range(
     demands.made.append(Demand(error, text, demands.entry))
 
 
-def require_nonzero(divisor: jax.Array) -> None:
-    """Demand that no element of an integer array is 0, in the words of PyTorch's CPU."""
-    require_in_range((divisor != 0).astype(jnp.int32), 1, 2, RuntimeError, "ZeroDivisionError")
+def require_nonzero(dividend: jax.Array, divisor: jax.Array) -> None:
+    """Demand that no element of an integer array that divides is 0, in the words of PyTorch's CPU.
+
+    Of single numbers csrc/division.cpp demands it, without the device.
+    """
+    if divisor.ndim and dividend.size:
+        require_in_range((divisor != 0).astype(jnp.int32), 1, 2, RuntimeError, "ZeroDivisionError")

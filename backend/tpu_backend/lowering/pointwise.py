@@ -161,7 +161,7 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
             bits = jnp.finfo(storage)
             quotient = lax.reduce_precision(quotient, bits.nexp, bits.nmant)
         return jnp.trunc(quotient)
-    require_nonzero(other)
+    require_nonzero(self, other)
     return lax.div(*jnp.broadcast_arrays(self, other))
 
 
@@ -169,7 +169,7 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
 def floor_divide(self, other):
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
-        require_nonzero(other)
+        require_nonzero(self, other)
         return jnp.floor_divide(self, other)
     # PyTorch's div_floor_floating (c10/util/generic_math.h): exact where self / other would round up to an
     # integer.
@@ -193,7 +193,7 @@ def div_mode(self, other, *, rounding_mode, out=None):
 def fmod(self, other):
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
-        require_nonzero(other)
+        require_nonzero(self, other)
     return lax.rem(*jnp.broadcast_arrays(self, other))
 
 
@@ -201,7 +201,7 @@ def fmod(self, other):
 def remainder(self, other):
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
-        require_nonzero(other)
+        require_nonzero(self, other)
     return jnp.remainder(self, other)
 
 

@@ -20,6 +20,5 @@ def csr_to_coo(crow_indices, col_indices, *, out_int32=False, transpose=False):
     if crow_indices.ndim > 1:
         raise NotLoweredError("a batch of matrices")
     places = jnp.arange(col_indices.shape[0])
-    rows = jnp.searchsorted(crow_indices, places, side="right") - 1
-    columns = col_indices.astype(rows.dtype)
-    return jnp.stack([columns, rows] if transpose else [rows, columns])
+    rows = (jnp.searchsorted(crow_indices, places, side="right") - 1).astype(col_indices.dtype)
+    return jnp.stack([col_indices, rows] if transpose else [rows, col_indices])

@@ -33,7 +33,7 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]
         if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(
             overload, "PrivateUse1"
         ):
-            continue  # a hand-written kernel of csrc/kernels.cpp
+            continue  # a hand-written kernel of csrc
         entry = registry.TABLE[table_name]
         ops.append(
             (
