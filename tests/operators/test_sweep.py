@@ -39,8 +39,8 @@ def test_the_committed_list_says_what_an_entry_does(entry: Entry) -> None:
         f"{row.failure or 'passes'}: known.json is out of date, or this is a fault; measure with "
         f"python -m tests.operators.sweep --only {entry.name}"
     )
-    if listed:
-        assert row.accurate == (entry.key in known["rounding"]), f"{row.failure}: known.json is out of date"
+    if entry.key in known["rounding"]:  # how far depends on FMA, which the sweep does without
+        assert ": values, " in row.failure.replace("; ", ": "), f"{row.failure}: no longer rounding alone"
     assert {*row.fallbacks} <= {*known["fallbacks"].get(entry.key, [])}, "known.json is out of date"
 
 
