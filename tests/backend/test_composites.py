@@ -128,7 +128,7 @@ def test_results_go_into_out() -> None:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_an_encoder_in_evaluation_takes_a_padded_batch(norm_first: bool) -> None:
-    """The CPU's fast path has zeros in the padding; here it stays what it was."""
+    """The CPU's fast path has zeros in the padding; here stands what attention gives there."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
     encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()

@@ -127,7 +127,7 @@ def document(known: dict[str, Any]) -> str:
     met: dict[str, set[str]] = defaultdict(set)
     for key, operators in known["fallbacks"].items():
         for operator in operators:
-            met[operator].add(_title(Entry.from_key(key)))
+            met[operator].add(title_of(Entry.from_key(key)))
     for operator in sorted(met):
         names = sorted(met[operator])
         shown = ", ".join(f"`{name}`" for name in names[:6]) + (
@@ -161,7 +161,7 @@ def _by_title(failures: dict[str, str]) -> dict[tuple[str, str], dict[str, str]]
     found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for key, text in failures.items():
         entry = Entry.from_key(key)
-        found[entry.database, _title(entry)][entry.dtype] = text
+        found[entry.database, title_of(entry)][entry.dtype] = text
     return {
         name: {dtype: texts[dtype] for dtype in DTYPES if dtype in texts}
         for name, texts in sorted(found.items())
@@ -176,7 +176,7 @@ def _extent(most_samples: int | None) -> str:
     return "all" if most_samples is None else f"at most {most_samples}"
 
 
-def _title(entry: Entry) -> str:
+def title_of(entry: Entry) -> str:
     return f"{entry.name} {entry.variant}".strip()
 
 

@@ -14,7 +14,8 @@ from tests.operators.compare import Tolerances, difference, distribution_differe
 from tests.operators.database import DATABASES, DTYPES, Entry, entries
 from tests.operators.outcome import Row
 from tests.operators.place import DEVICE
-from tests.operators.report import DOCUMENT, document, load, merged, summary
+from tests.operators.reasons import REASONS
+from tests.operators.report import DOCUMENT, document, load, merged, summary, title_of
 from tests.operators.sweep import Worker
 from tests.operators.twin import Twin
 
@@ -61,6 +62,11 @@ def test_every_listed_entry_exists() -> None:
     known = load()
     present = {entry.key for database in DATABASES for dtype in DTYPES for entry in entries(database, dtype)}
     assert sorted({*known["fails"], *known["rounding"], *known["fallbacks"]} - present) == []
+
+
+def test_every_reason_is_of_an_entry_that_fails() -> None:
+    failing = {title_of(Entry.from_key(key)) for key in load()["fails"]}
+    assert sorted({*REASONS} - failing) == []
 
 
 # ---- the instrument itself
