@@ -1,7 +1,8 @@
 """What one operator costs the host: recorded (fused mode), and run as a program of its own (strict mode).
 
 Bars: recording at most 1.2x native CPU eager; a strict operator at most 6x (JAX's own call is 4x to 5x of
-native).
+native).  A round takes a few hundredths of a second, and a shared machine is slow for seconds at a time: many
+rounds let each target meet a quiet moment.
 """
 
 import sys
@@ -72,7 +73,7 @@ class Recording:
         return Timing(tuple(self.seconds[-rounds:]))
 
 
-def rows(rounds: int = 9) -> list[Row]:
+def rows(rounds: int = 60) -> list[Row]:
     recording = Recording()
     timings = interleave(
         {"native": Native(), "strict": Strict(), "recording": recording}, calls=20, rounds=rounds

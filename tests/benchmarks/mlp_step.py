@@ -12,7 +12,7 @@ from tests.benchmarks.interleaved import interleave
 from tests.benchmarks.jax_target import JaxSteps
 
 
-def rows(rounds: int = 25) -> list[Row]:
+def rows(rounds: int = 50) -> list[Row]:
     batch = torch_step.mlp_batch()
 
     def device_steps(mode: str) -> torch_step.DeviceSteps:
