@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice
 from tputrain.device import DEVICES, ExecutionConfig
@@ -52,6 +53,7 @@ class RunConfig:
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 
     def __post_init__(self) -> None:
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")

@@ -17,6 +17,7 @@ from tputrain import rng
 from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
+from tputrain.callbacks.config import build_callbacks
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
@@ -101,7 +102,7 @@ class Trainer:
         self.metrics = dict(metrics or {})
         self.val_loader = val_loader
         self.tokenizer = tokenizer
-        self.callbacks = list(callbacks)
+        self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks)]
         self.control = Control()
 
         self._scheduled_by_config = optimizer is None and lr_scheduler is None
@@ -117,7 +118,8 @@ class Trainer:
         self.store: CheckpointStore | None = None
         self.loggers = [console_logger(cfg.log.progress)]
         if self.run_dir is not None:
-            self.store = CheckpointStore(self.run_dir / "checkpoints", cfg.checkpoint.keep_last)
+            saving = cfg.checkpoint
+            self.store = CheckpointStore(self.run_dir / "checkpoints", saving.keep_last, saving.keep_every)
             self.loggers.append(JsonlLogger(self.run_dir))
         self.loggers += loggers
 
@@ -143,6 +145,7 @@ class Trainer:
         with RunLock(self.run_dir), self._signals, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
+            self._save_if_due()
             while not self._should_end():
                 self._advance()
                 self._tell("on_step_end")
@@ -259,7 +262,7 @@ class Trainer:
             self.save()
 
     def _is_due(self, every: int | None) -> bool:
-        return self._should_end() or (every is not None and self.step % every == 0)
+        return self._should_end() or (every is not None and self.step > 0 and self.step % every == 0)
 
     def _evaluation_is_due(self) -> bool:
         # A run ended by a signal evaluates when it goes on, at this same step, and has to leave quickly now.
@@ -448,8 +451,8 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(devices.execution_mode(self.device, self.cfg.execution.train))
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
-            for logger in self.loggers:
-                stack.callback(logger.close)
+            for each in (*self.loggers, *self.callbacks):
+                stack.callback(each.close)
             yield garbage
 
     def _start(self) -> None:
