@@ -6,7 +6,7 @@ from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice
 from tputrain.device import DEVICES, ExecutionConfig
-from tputrain.loggers.logger import LogConfig
+from tputrain.loggers.config import LogConfig
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
 

@@ -24,8 +24,7 @@ from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.feed import Feed, feed_of
 from tputrain.garbage import ScheduledCollection
-from tputrain.loggers.console import console_logger
-from tputrain.loggers.jsonl import JsonlLogger
+from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
 from tputrain.metrics.evaluation import WeightedMeans, of_text
@@ -116,12 +115,10 @@ class Trainer:
         self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
         self.store: CheckpointStore | None = None
-        self.loggers = [console_logger(cfg.log.progress)]
         if self.run_dir is not None:
             saving = cfg.checkpoint
             self.store = CheckpointStore(self.run_dir / "checkpoints", saving.keep_last, saving.keep_every)
-            self.loggers.append(JsonlLogger(self.run_dir))
-        self.loggers += loggers
+        self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
         self.step = 0
         self.num_done = 0
@@ -451,8 +448,10 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(devices.execution_mode(self.device, self.cfg.execution.train))
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
-            for each in (*self.loggers, *self.callbacks):
-                stack.callback(each.close)
+            for logger in self.loggers:
+                stack.callback(logger.close)
+            for callback in self.callbacks:
+                stack.callback(callback.close)
             yield garbage
 
     def _start(self) -> None:
