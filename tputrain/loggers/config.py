@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tputrain.config_checks import expect_at_least, expect_choice
+from tputrain.config_checks import expect_above, expect_at_least, expect_choice
 from tputrain.loggers.console import console_logger
 from tputrain.loggers.jsonl import JsonlLogger
 from tputrain.loggers.logger import Logger
@@ -23,10 +23,13 @@ class LogConfig:
     tensorboard: bool = False
     """Whether curves are written for TensorBoard, to `run_dir/tensorboard`."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    peak_flops: float | None = None
+    """Peak FLOP/s of the chip, which MFU is a share of; None: as known by the chip's name, else no MFU."""
 
     def __post_init__(self) -> None:
         expect_at_least("log.every", self.every, 1)
         expect_choice("log.progress", self.progress, ("auto", "bar", "plain", "none"))
+        expect_above("log.peak_flops", self.peak_flops, 0.0)
 
 
 def build_loggers(cfg: LogConfig, run_dir: Path | None, run_config: dict[str, Any]) -> list[Logger]:
