@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from tputrain.config import RunConfig, TrainerConfig
     from tputrain.device import ExecutionConfig
     from tputrain.errors import UserError
-    from tputrain.loggers.logger import LogConfig, Logger
+    from tputrain.loggers.config import LogConfig
+    from tputrain.loggers.logger import Logger
     from tputrain.optim.optimizer import OptimConfig
     from tputrain.optim.schedule import ScheduleConfig
     from tputrain.trainer import Trainer
@@ -37,7 +38,7 @@ _HOME = {
     "Callback": "tputrain.callbacks.callback",
     "CheckpointConfig": "tputrain.checkpoint.store",
     "ExecutionConfig": "tputrain.device",
-    "LogConfig": "tputrain.loggers.logger",
+    "LogConfig": "tputrain.loggers.config",
     "Logger": "tputrain.loggers.logger",
     "OptimConfig": "tputrain.optim.optimizer",
     "RunConfig": "tputrain.config",

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice
 from tputrain.device import DEVICES, ExecutionConfig
-from tputrain.loggers.logger import LogConfig
+from tputrain.loggers.config import LogConfig
+from tputrain.metrics.named import check_metric_names
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
 
@@ -24,6 +26,8 @@ class TrainerConfig:
     """Steps between evaluations, which also open and close the run; None: only those two."""
     evaluate_batches: int | None = None
     """Batches of an evaluation; None: all there are."""
+    metrics: list[str] = field(default_factory=list)
+    """What evaluations measure beside the loss, by the names in `tputrain.metrics.named`."""
     on_nonfinite: str = "stop"
     """What a loss or gradient norm that is infinite or NaN does: stop (nothing more is saved) or continue."""
     collect_garbage_every: int = 100
@@ -33,6 +37,7 @@ class TrainerConfig:
         for key in ("steps", "accumulate", "evaluate_every", "evaluate_batches", "collect_garbage_every"):
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
+        check_metric_names("trainer.metrics", self.metrics)
         expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "continue"))
 
 
@@ -52,6 +57,7 @@ class RunConfig:
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 
     def __post_init__(self) -> None:
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")

@@ -6,6 +6,7 @@ Everything that asks "is this tpu?" is here; on any other device the same calls 
 import resource
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -63,6 +64,19 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "tpu":
         return torch.tpu.max_memory_allocated()  # type: ignore[attr-defined]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+def memory(device: torch.device) -> int:
+    """Bytes: what is allocated on the device now; on the cpu, what this process holds."""
+    if device.type == "tpu":
+        return torch.tpu.memory_allocated()  # type: ignore[attr-defined]
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def chip_name(device: torch.device) -> str | None:
+    """The chip behind the tpu device, as XLA names it; None elsewhere."""
+    return torch.tpu.get_device_name() if device.type == "tpu" else None  # type: ignore[attr-defined]
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:

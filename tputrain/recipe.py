@@ -157,7 +157,7 @@ def _parse_value(text: str, hint: Any) -> Any:
         return text  # no YAML, such as *.txt
     parsed = layer["value"]  # type: ignore[call-overload, index]
     is_quoted = text[:1] in ("'", '"') and isinstance(parsed, str)
-    is_for_text = hint is str or str in get_args(hint)
+    is_for_text = hint is str or (get_origin(hint) is not list and str in get_args(hint))
     return text if is_for_text and parsed is not None and not is_quoted else parsed
 
 
@@ -220,7 +220,8 @@ def _to_dataclass(kind: type, node: DictConfig, sources: dict[str, str], prefix:
             values[name] = _to_dataclass(hint, node[name], sources, key + ".")  # type: ignore[arg-type]
             continue
         try:
-            values[name] = node[name]
+            value = node[name]
+            values[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
             raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
     try:
@@ -284,6 +285,8 @@ _TYPE_NAMES = {
 
 
 def _describe_type(hint: Any) -> str:
+    if get_origin(hint) is list:
+        return "a list such as [a, b]"
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,26 @@ from tputrain import rng
 from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
+from tputrain.callbacks.config import build_callbacks
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.feed import Feed, feed_of
 from tputrain.garbage import ScheduledCollection
-from tputrain.loggers.console import console_logger
-from tputrain.loggers.jsonl import JsonlLogger
+from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
-from tputrain.metrics.evaluation import WeightedMeans, of_text
+from tputrain.metrics.evaluation import WeightedMeans, evaluation_sets, merged, of_text, perplexity
 from tputrain.metrics.finite import check_finite
+from tputrain.metrics.flops import FlopCount
+from tputrain.metrics.named import PERPLEXITY, Metric, metric_functions
+from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
 from tputrain.optim.optimizer import build_optimizer, create_state
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
-
-Metric = Callable[[Any, Any], Tensor]
-"""(output, target) of a batch to a scalar tensor, its mean over the batch."""
 
 LearningRate = Callable[[int], float] | LRScheduler
 """A function of the step (from 0), or one of PyTorch's schedulers, stepped after every optimizer step."""
@@ -48,12 +49,13 @@ class Trainer:
     What a batch may be: `tputrain.batches`. Where the loss comes from: `tputrain.loss`. `train_loader` is any
     iterable of batches, or an object with `batch_at(step, micro)`, which needs no skipping on resume;
     `val_loader` any iterable that can be gone through again and again; its `bytes_of(batch)`, the bytes of
-    text that the batch's labels stand for, gives bits per byte if it has that method.
+    text that the batch's labels stand for, gives bits per byte if it has that method. It may also be a
+    mapping of names to such loaders: results are `name/loss` and so on, and the first one's loss is `loss`.
 
     An `optimizer` given here (built on the parameters of `model`) keeps its own learning rate unless there is
     an `lr_scheduler` too; else both come from `cfg.optim` and `cfg.schedule`. `metrics` maps names to
-    functions of (output, target), averaged over evaluations. `tokenizer.save(directory)` is called for every
-    checkpoint.
+    functions of (output, target), averaged over evaluations, beside those that `cfg.trainer.metrics` names.
+    `tokenizer.save(directory)` is called for every checkpoint.
 
     Raises UserError, one line, for what the caller can mend.
     """
@@ -85,7 +87,7 @@ class Trainer:
         cfg: RunConfig,
         *,
         train_loader: Any = None,
-        val_loader: Iterable[Batch] | None = None,
+        val_loader: Iterable[Batch] | Mapping[str, Iterable[Batch]] | None = None,
         loss_fn: LossFunction | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: LearningRate | None = None,
@@ -98,10 +100,10 @@ class Trainer:
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
         self.loss_fn = loss_fn
-        self.metrics = dict(metrics or {})
+        self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
         self.val_loader = val_loader
         self.tokenizer = tokenizer
-        self.callbacks = list(callbacks)
+        self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks)]
         self.control = Control()
 
         self._scheduled_by_config = optimizer is None and lr_scheduler is None
@@ -115,11 +117,10 @@ class Trainer:
         self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
         self.store: CheckpointStore | None = None
-        self.loggers = [console_logger(cfg.log.progress)]
         if self.run_dir is not None:
-            self.store = CheckpointStore(self.run_dir / "checkpoints", cfg.checkpoint.keep_last)
-            self.loggers.append(JsonlLogger(self.run_dir))
-        self.loggers += loggers
+            saving = cfg.checkpoint
+            self.store = CheckpointStore(self.run_dir / "checkpoints", saving.keep_last, saving.keep_every)
+        self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
         self.step = 0
         self.num_done = 0
@@ -129,7 +130,9 @@ class Trainer:
         self._resumed = False
         self._is_warm = False
         self._saved_at: int | None = None
-        self._step_log = StepLog(self.device)
+        peak = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
+        self._flops = None if peak is None else FlopCount(self.model, loss_fn)
+        self._step_log = StepLog(self.device, peak)
         self._signals = SignalWatch()
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -143,6 +146,7 @@ class Trainer:
         with RunLock(self.run_dir), self._signals, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
+            self._save_if_due()
             while not self._should_end():
                 self._advance()
                 self._tell("on_step_end")
@@ -161,6 +165,8 @@ class Trainer:
         with announced(f"step {self.step + 1}, the first of this process,{compiled}"):
             self._train_step(self._next_batches())
             self._step_log.wait()
+        if self._flops is not None and self._flops.problem is not None:
+            say(f"note: no MFU, the model's operations cannot be counted: {self._flops.problem}")
         self._is_warm = True
         self._log()
 
@@ -236,7 +242,8 @@ class Trainer:
         self.step += 1
         self.num_done += num_done
         host = {"learning_rate": learning_rate, self.unit: self.num_done}
-        self._step_log.end(self.step, loss, grad_norm, num_done, host)
+        num_flops = None if self._flops is None else self._flops.of_step(batches)
+        self._step_log.end(self.step, loss, grad_norm, num_done, host, num_flops)
         if self._is_warm:  # the first step is announced; a line in between would break that one
             for logger in self.loggers:
                 logger.after_step(self.step)
@@ -259,7 +266,7 @@ class Trainer:
             self.save()
 
     def _is_due(self, every: int | None) -> bool:
-        return self._should_end() or (every is not None and self.step % every == 0)
+        return self._should_end() or (every is not None and self.step > 0 and self.step % every == 0)
 
     def _evaluation_is_due(self) -> bool:
         # A run ended by a signal evaluates when it goes on, at this same step, and has to leave quickly now.
@@ -302,7 +309,7 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
-        self._check_finite([record], "loss")
+        self._check_finite([record], *(name for name in record if name.rpartition("/")[2] == "loss"))
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 
@@ -317,34 +324,39 @@ class Trainer:
         return result
 
     def _measure(self) -> dict[str, float] | None:
-        """Means over the evaluation batches; None where a signal came in between."""
-        started, means, is_text, num_bytes = time.perf_counter(), WeightedMeans(), False, 0
-        bytes_of = getattr(self.val_loader, "bytes_of", lambda batch: 0)
-        with self._evaluating(), announced(f"evaluating at step {self.step}"):
-            for batch in self._evaluation_batches():
-                if self._signals.received is not None:
-                    return None
-                is_text, weight = batch_of.is_text(batch), batch_of.weight(batch)
-                if weight == 0:
-                    continue
-                loss, output, target = self._forward(batch)
-                values = {name: metric(output, target) for name, metric in self.metrics.items()}
-                means.add({"loss": loss} | values, weight)
-                num_bytes += bytes_of(batch)
-                devices.flush(self.device)
-            if means.weight == 0:
-                raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
-            result = means.read()
+        """The results of all evaluation sets as one; None where a signal came in between."""
+        started, results = time.perf_counter(), {}
+        for name, loader in evaluation_sets(self.val_loader).items():
+            with self._evaluating(), announced(f"evaluating {name}{' ' * bool(name)}at step {self.step}"):
+                result = self._measure_set(loader)
+            if result is None:
+                return None
+            results[name] = result
+        return merged(results) | {"seconds": time.perf_counter() - started}
+
+    def _measure_set(self, loader: Iterable[Batch]) -> dict[str, float] | None:
+        """Means over the batches of one set; None where a signal came in between."""
+        means, is_text, num_bytes = WeightedMeans(), False, 0
+        bytes_of = getattr(loader, "bytes_of", lambda batch: 0)
+        for batch in islice(loader, self.cfg.trainer.evaluate_batches):
+            if self._signals.received is not None:
+                return None
+            is_text, weight = batch_of.is_text(batch), batch_of.weight(batch)
+            if weight == 0:
+                continue
+            loss, output, target = self._forward(batch)
+            values = {name: metric(output, target) for name, metric in self.metrics.items()}
+            means.add({"loss": loss} | values, weight)
+            num_bytes += bytes_of(batch)
+            devices.flush(self.device)
+        if means.weight == 0:
+            raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
+        result = means.read()
         if is_text:
             result |= of_text(result["loss"], means.weight, num_bytes)
-        return result | {"seconds": time.perf_counter() - started}
-
-    def _evaluation_batches(self) -> Iterator[Batch]:
-        assert self.val_loader is not None
-        for number, batch in enumerate(self.val_loader):
-            if number == self.cfg.trainer.evaluate_batches:
-                return
-            yield batch
+        elif PERPLEXITY in self.cfg.trainer.metrics:
+            result[PERPLEXITY] = perplexity(result["loss"])
+        return result
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -450,6 +462,8 @@ class Trainer:
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
             for logger in self.loggers:
                 stack.callback(logger.close)
+            for callback in self.callbacks:
+                stack.callback(callback.close)
             yield garbage
 
     def _start(self) -> None:

@@ -46,6 +46,9 @@ class Callback:
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Training ends: at the last step, by request, or by a signal."""
 
+    def close(self) -> None:
+        """`fit` is left, well or by an error: give back what the callback holds. Must not fail."""
+
 
 def state_of(callbacks: list[Callback]) -> list[dict[str, Any]]:
     """Kind and state of each callback that has one, in order."""

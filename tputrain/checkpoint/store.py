@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tputrain.announce import announced
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
-from tputrain.config_checks import expect_at_least, expect_choice
+from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
 
 _NAME = re.compile(r"step-(\d+)")
@@ -31,21 +31,33 @@ class CheckpointConfig:
     """Steps between checkpoints; None: only at the end and on a signal."""
     keep_last: int = 2
     """How many of the newest to keep."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this many steps are kept for ever; None: none is."""
     resume: str = "auto"
     """auto: from the newest whole checkpoint, if any; never: a run directory that holds any is refused."""
 
     def __post_init__(self) -> None:
         expect_at_least("checkpoint.every", self.every, 1)
         expect_at_least("checkpoint.keep_last", self.keep_last, 1)
+        expect_at_least("checkpoint.keep_every", self.keep_every, 1)
+        expect(
+            self.keep_every is None or self.every is None or self.keep_every % self.every == 0,
+            "checkpoint.keep_every",
+            self.keep_every,
+            f"a multiple of checkpoint.every={self.every}, or some of those to keep are never written",
+        )
         expect_choice("checkpoint.resume", self.resume, ("auto", "never"))
 
 
 class CheckpointStore:
     """Writes, finds and removes the checkpoints in one directory, which need not exist yet."""
 
-    def __init__(self, directory: Path | str, keep_last: int = 2):
+    def __init__(self, directory: Path | str, keep_last: int = 2, keep_every: int | None = None):
         self.directory = Path(directory)
         self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.kept: set[int] = set()
+        """Steps whose checkpoints are not removed either, such as the best."""
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -133,7 +145,9 @@ class CheckpointStore:
 
     def _remove_old(self) -> None:
         for step in self.steps()[self.keep_last :]:
-            self._remove(self.path(step))
+            is_every = self.keep_every is not None and step % self.keep_every == 0
+            if not is_every and step not in self.kept:
+                self._remove(self.path(step))
 
     def _remove(self, path: Path) -> None:
         # Renamed first: killed half-way, a removal must not leave something that looks like a checkpoint.

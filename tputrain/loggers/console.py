@@ -101,5 +101,5 @@ def _describe_step(record: Record) -> str:
     return (
         f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  grad norm {record['grad_norm']:.2f}  "
         f"{record[f'{unit}_per_second']:,.0f} {unit}/s  {record['step_seconds']:.3f} s/step  "
-        f"data wait {record['data_wait']:.0%}"
+        f"data wait {record['data_wait']:.0%}" + (f"  mfu {record['mfu']:.1%}" if "mfu" in record else "")
     )

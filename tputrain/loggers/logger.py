@@ -1,26 +1,28 @@
 """What a logger is. All methods get host values: a logger never causes a read of the device."""
 
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tputrain.config_checks import expect_at_least, expect_choice
+from tputrain.errors import UserError
 
 Record = dict[str, Any]
 """One step or one evaluation: names to plain numbers."""
 
 
-@dataclass(frozen=True)
-class LogConfig:
-    """How often values are read from the device, and how progress is shown."""
+def numbers_of(record: Record) -> dict[str, float]:
+    """What of a record can be drawn as a curve: all but the step and exact copies (`..._hex`)."""
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and name != "step" and not name.endswith("_hex")
+    }
 
-    every: int = 10
-    """Steps between reads of the device; every step is logged all the same."""
-    progress: str = "auto"
-    """bar, plain, none, or auto: a bar on a terminal, plain lines elsewhere."""
 
-    def __post_init__(self) -> None:
-        expect_at_least("log.every", self.every, 1)
-        expect_choice("log.progress", self.progress, ("auto", "bar", "plain", "none"))
+def expect_run_dir(run_dir: Path | None, setting: str) -> Path:
+    """`run_dir`; UserError where there is none, and `setting` (key=value) wants one to write to."""
+    if run_dir is None:
+        raise UserError(f"{setting}: no run_dir was given, so there is nowhere to write to: set run_dir")
+    return run_dir
 
 
 class Logger:

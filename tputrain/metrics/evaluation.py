@@ -1,10 +1,15 @@
 """Means over an evaluation, summed on the device and read once."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from tputrain.batches import Batch
+from tputrain.errors import UserError
 
 
 class WeightedMeans:
@@ -27,13 +32,42 @@ class WeightedMeans:
         return {name: total / self.weight for name, total in zip(self._sums, sums, strict=True)}
 
 
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats."""
+    return math.exp(min(loss, 700.0))  # e^700 is near the largest float
+
+
+def evaluation_sets(val_loader: Any) -> dict[str, Iterable[Batch]]:
+    """The loaders of a Trainer's `val_loader` by name: the only one has the name ""."""
+    if not isinstance(val_loader, Mapping):
+        return {} if val_loader is None else {"": val_loader}
+    for name in val_loader:
+        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
+            raise UserError(f"val_loader: {name!r}: expected a name of letters, digits, '-', '_' and '.'")
+    if not val_loader:
+        raise UserError("val_loader is an empty mapping: expected a loader by name, or None")
+    return dict(val_loader)
+
+
+def merged(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """One record of the results by name of the set: `name/loss` and so on, and as `loss` that of the first.
+
+    The first set is the one that a run is judged by. The result of an only set, named "", is the record.
+    """
+    if "" in results:
+        return dict(results[""])
+    first = next(iter(results.values()))
+    named = {f"{name}/{key}": value for name, result in results.items() for key, value in result.items()}
+    return {"loss": first["loss"]} | named
+
+
 def of_text(loss: float, num_labels: int, num_bytes: int) -> dict[str, float]:
     """Perplexity of a mean loss in nats over `num_labels` tokens and, where their bytes are known, bits per
     byte.
 
     `num_bytes`: of the text that these very labels stand for; 0: not known.
     """
-    measures = {"perplexity": math.exp(min(loss, 700.0))}  # e^700 is near the largest float
+    measures = {"perplexity": perplexity(loss)}
     if num_bytes > 0:
         measures["bits_per_byte"] = loss / math.log(2.0) * num_labels / num_bytes
     return measures

@@ -1,14 +1,18 @@
 """The numbers of each step, kept on the device until a log step reads them all."""
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tputrain import device as devices
 from tputrain.loggers.logger import Record
+
+_PERCENTILES = (50, 90, 99)
 
 
 @dataclass
@@ -20,6 +24,7 @@ class _Step:
     grad_norm: Tensor
     host: Record
     num_done: int
+    num_flops: int | None
 
 
 class StepLog:
@@ -28,10 +33,17 @@ class StepLog:
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
     read included, and time spent between steps (evaluating, saving) is not counted.
+
+    For the percentiles (`step_seconds_p50`, `_p90`, `_p99`) a step took its own time on the host and an equal
+    share of the wait for the read. They are of the last 1,000 steps of this process that compiled nothing;
+    where there is none yet, they are not given. `mfu` is the share of `peak_flops` (FLOP/s) that the model's
+    own operations come to.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, peak_flops: float | None = None):
         self.device = device
+        self.peak_flops = peak_flops
+        self._recent: deque[float] = deque(maxlen=1000)
         self._pending: list[_Step] = []
         self._busy_seconds = 0.0
         self._waited_seconds = 0.0
@@ -48,13 +60,21 @@ class StepLog:
         """The data of the step is on the host."""
         self._waited_seconds += time.perf_counter() - self._began_at
 
-    def end(self, step: int, loss: Tensor, grad_norm: Tensor, num_done: int, host: Record) -> None:
+    def end(
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        num_done: int,
+        host: Record,
+        num_flops: int | None = None,
+    ) -> None:
         """The step was dispatched. `host` is logged as it is; `num_done`: its tokens or samples."""
         host_seconds = time.perf_counter() - self._began_at
         self._busy_seconds += host_seconds
         compilations = devices.compilations(self.device) - self._compilations
         record = host | {"host_seconds": host_seconds, "compilations": compilations}
-        self._pending.append(_Step(step, loss, grad_norm, record, num_done))
+        self._pending.append(_Step(step, loss, grad_norm, record, num_done, num_flops))
 
     def wait(self) -> None:
         """Wait for the last step; its values stay to be drained."""
@@ -68,17 +88,37 @@ class StepLog:
         """
         began_at = time.perf_counter()
         values = [(float(step.loss.item()), float(step.grad_norm.item())) for step in self._pending]
-        seconds = self._busy_seconds + time.perf_counter() - began_at
-        memory = devices.peak_memory(self.device)
+        read_seconds = time.perf_counter() - began_at
+        seconds = self._busy_seconds + read_seconds
+        self._recent.extend(
+            step.host["host_seconds"] + read_seconds / len(self._pending)
+            for step in self._pending
+            if step.host["compilations"] == 0
+        )
         shared: dict[str, Any] = {
             "step_seconds": seconds / max(1, len(self._pending)),
             f"{unit}_per_second": sum(step.num_done for step in self._pending) / max(seconds, 1e-9),
             "data_wait": self._waited_seconds / max(seconds, 1e-9),
-            "peak_memory_bytes": memory,
+            "memory_bytes": devices.memory(self.device),
+            "peak_memory_bytes": devices.peak_memory(self.device),
         }
+        shared |= self._percentiles() | self._mfu(seconds)
         records = [
             {"step": step.step, "loss": loss, "loss_hex": loss.hex(), "grad_norm": norm} | step.host | shared
             for step, (loss, norm) in zip(self._pending, values, strict=True)
         ]
         self._pending, self._busy_seconds, self._waited_seconds = [], 0.0, 0.0
         return records
+
+    def _percentiles(self) -> dict[str, float]:
+        if not self._recent:
+            return {}
+        values = np.percentile(self._recent, _PERCENTILES)
+        names = (f"step_seconds_p{percent}" for percent in _PERCENTILES)
+        return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+    def _mfu(self, seconds: float) -> dict[str, float]:
+        flops = [step.num_flops for step in self._pending if step.num_flops is not None]
+        if self.peak_flops is None or not flops or len(flops) < len(self._pending):
+            return {}
+        return {"mfu": sum(flops) / max(seconds, 1e-9) / self.peak_flops}

@@ -1,0 +1,61 @@
+"""Curves for TensorBoard: `tensorboard --logdir run_dir/tensorboard`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tputrain.errors import UserError
+from tputrain.loggers.logger import Logger, Record, expect_run_dir, numbers_of
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(Logger):
+    """Writes `train/...` for steps and `evaluation/...` for evaluations into an event file a process.
+
+    Event files are only ever added to. A process that goes on from step N begins its file with the mark that
+    makes TensorBoard forget what earlier files hold of later steps, so each step is shown once.
+    """
+
+    def __init__(self, run_dir: Path | None):
+        self.run_dir = run_dir
+        self._writer: SummaryWriter | None = None
+
+    def start(self, step: int, total_steps: int, resumed: bool) -> None:
+        purge_step = step + 1 if resumed else 0
+        directory = expect_run_dir(self.run_dir, "log.tensorboard=true") / "tensorboard"
+        self._writer = _writer_class()(log_dir=str(directory), purge_step=purge_step)
+
+    def log(self, records: list[Record]) -> None:
+        for record in records:
+            self._add("train", record)
+        if self._writer is not None:
+            self._writer.flush()
+
+    def log_evaluation(self, record: Record) -> None:
+        self._add("evaluation", record)
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _add(self, group: str, record: Record) -> None:
+        if self._writer is None:
+            return
+        for name, value in numbers_of(record).items():
+            self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _writer_class() -> "type[SummaryWriter]":
+    # Imported where it is asked for: it is an extra, and takes a second.
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            f"log.tensorboard=true: {error}; install it with `pip install 'tputrain[tensorboard]'`, "
+            "or set log.tensorboard=false"
+        ) from None
+    return SummaryWriter
