@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tputrain.device import ExecutionConfig
     from tputrain.errors import UserError
     from tputrain.loggers.logger import LogConfig, Logger
+    from tputrain.optim.groups import GroupConfig
     from tputrain.optim.optimizer import OptimConfig
     from tputrain.optim.schedule import ScheduleConfig
     from tputrain.trainer import Trainer
@@ -23,6 +24,7 @@ __all__ = [
     "Callback",
     "CheckpointConfig",
     "ExecutionConfig",
+    "GroupConfig",
     "LogConfig",
     "Logger",
     "OptimConfig",
@@ -37,6 +39,7 @@ _HOME = {
     "Callback": "tputrain.callbacks.callback",
     "CheckpointConfig": "tputrain.checkpoint.store",
     "ExecutionConfig": "tputrain.device",
+    "GroupConfig": "tputrain.optim.groups",
     "LogConfig": "tputrain.loggers.logger",
     "Logger": "tputrain.loggers.logger",
     "OptimConfig": "tputrain.optim.optimizer",

@@ -20,6 +20,8 @@ class TrainerConfig:
     """Micro-batches a step. In a recipe it follows from batch.tokens and must be left out."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm; None: never."""
+    max_grad_value: float | None = None
+    """Before that, each element of a gradient is bounded to +- this; None: never."""
     evaluate_every: int | None = 100
     """Steps between evaluations, which also open and close the run; None: only those two."""
     evaluate_batches: int | None = None
@@ -33,6 +35,7 @@ class TrainerConfig:
         for key in ("steps", "accumulate", "evaluate_every", "evaluate_batches", "collect_garbage_every"):
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
+        expect_above("trainer.max_grad_value", self.max_grad_value, 0.0)
         expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "continue"))
 
 
@@ -62,3 +65,9 @@ class RunConfig:
             f"one of {', '.join(DEVICES)}; for an NVIDIA GPU, device=tpu with TPU_PLATFORM=cuda set",
         )
         expect_choice("device", self.device, DEVICES)
+        expect(
+            self.optim.name != "schedulefree" or self.schedule.name == "constant",
+            "schedule.name",
+            self.schedule.name,
+            "constant with optim.name=schedulefree (schedule.warmup_steps is used)",
+        )

@@ -1,6 +1,7 @@
 """What a checkpoint holds: tensors as safetensors, everything else as JSON. Nothing is ever unpickled.
 
 model.safetensors      parameters and buffers under the model's own names, tied ones once
+trained.safetensors    only where the weights above are averages: those that training goes on with
 optimizer.safetensors  `<parameter>.<key>` for every tensor of the optimizer's state
 state.json             everything else, one dict
 config.json, generation_config.json, tokenizer files: from the model's `save_config(directory)` and the
@@ -8,6 +9,7 @@ tokenizer's `save(directory)`, where they have them
 """
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from tputrain.errors import UserError
 
 MODEL = "model.safetensors"
+TRAINED = "trained.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new keys alone do not do that
@@ -60,6 +63,22 @@ def load_model(model: nn.Module, directory: Path) -> None:
                     f"the model's has {tuple(tensor.shape)}"
                 )
             tensor.copy_(saved[name])
+
+
+def save_trained_weights(weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Write the weights that training goes on with, where they are not those of the model; else nothing."""
+    if weights:
+        save_file({name: _on_host(tensor) for name, tensor in weights.items()}, directory / TRAINED)
+
+
+@torch.no_grad()
+def load_trained_weights(model: nn.Module, directory: Path) -> None:
+    """Put back what `save_trained_weights` wrote, if it wrote anything."""
+    path = directory / TRAINED
+    if path.exists():
+        own = dict(model.named_parameters())
+        for name, tensor in _load_tensors(path).items():
+            own[name].copy_(tensor)
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -105,9 +124,10 @@ def load_optimizer(
     model: nn.Module,
     directory: Path,
     rest: dict[str, Any],
-    restore_options: bool,
+    options: Collection[str] | None,
 ) -> None:
-    """Put back what `save_optimizer` wrote; `restore_options`: also learning rate, betas and their like."""
+    """Put back what `save_optimizer` wrote, with these of the groups' options (learning rate, betas and their
+    like); None: with all."""
     path = directory / OPTIMIZER
     kind = type(optimizer).__name__
     if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
@@ -131,9 +151,8 @@ def load_optimizer(
     if unknown:
         raise UserError(f"{path}: it holds state of {unknown[0]!r}, which this optimizer does not train")
     described = optimizer.state_dict()
-    if restore_options:
-        for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
-            group.update(saved["options"])
+    for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
+        group.update({k: v for k, v in saved["options"].items() if options is None or k in options})
     described["state"] = {numbers[name]: state for name, state in states.items()}
     # PyTorch's own loading knows which state belongs on the device and which (step counts) on the host.
     optimizer.load_state_dict(described)
