@@ -21,7 +21,7 @@ from tputrain.config import RunConfig
 from tputrain.config_checks import expect, nearest
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
-from tputrain.models import ModelConfig
+from tputrain.models import LoraConfig, ModelConfig
 from tputrain.shipped import shipped_names, shipped_path
 
 COMMAND_LINE = "command line"
@@ -34,6 +34,7 @@ class RecipeConfig(RunConfig):
     """A complete job: a run, its model and its data."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

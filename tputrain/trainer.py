@@ -212,8 +212,9 @@ class Trainer:
     def _forward(self, batch: Batch) -> tuple[Tensor, Any, Any]:
         """The mean loss of a batch from the host, the model's output, and the target."""
         batch = batch_of.to_device(batch, self.device)
-        output, target = batch_of.call(self.model, batch), batch_of.target_of(batch)
-        return loss_of(output, target, self.loss_fn), output, target
+        with devices.autocast(self.device, self.cfg.execution.autocast):
+            output, target = batch_of.call(self.model, batch), batch_of.target_of(batch)
+            return loss_of(output, target, self.loss_fn), output, target
 
     def _clip_gradients(self) -> Tensor:
         """The norm of all gradients before clipping, on the device."""
@@ -382,7 +383,7 @@ class Trainer:
     def _fill(self, directory: Path) -> None:
         with self.evaluation_weights.in_place() as trained:
             contents.save_model(self.model, self.tokenizer, directory)
-            contents.save_trained_weights(trained, directory)
+            contents.save_trained_weights(self.model, trained, directory)
         optimizer = contents.save_optimizer(self.optimizer, self.model, directory)
         contents.save_state(self._state(optimizer), directory)
 

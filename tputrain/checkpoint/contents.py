@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tputrain.errors import UserError
+from tputrain.models.lora import lora_layers
 
 MODEL = "model.safetensors"
 TRAINED = "trained.safetensors"
@@ -31,7 +32,7 @@ def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
-    for name, tensor in distinct_tensors(model).items():
+    for name, tensor in _plain_tensors(model).items():
         on_host = _on_host(tensor)
         storage = on_host.untyped_storage().data_ptr()
         # safetensors holds no overlaps: a tensor that shares another's memory is written out in full.
@@ -50,6 +51,9 @@ def load_model(model: nn.Module, directory: Path) -> None:
     """Copy model.safetensors into the model's tensors, in place, so that what is tied stays tied."""
     path = directory / MODEL
     saved, own = _load_tensors(path), distinct_tensors(model)
+    for name, _ in lora_layers(model):
+        for added in ("lora_a", "lora_b"):  # the file holds the plain model
+            del own[f"{name}.{added}"]
     for name in sorted(own.keys() ^ saved.keys()):
         holder, other = ("model", "file") if name in own else ("file", "model")
         raise UserError(
@@ -65,8 +69,26 @@ def load_model(model: nn.Module, directory: Path) -> None:
             tensor.copy_(saved[name])
 
 
-def save_trained_weights(weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Write the weights that training goes on with, where they are not those of the model; else nothing."""
+def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model that any reader knows: LoRA's products are part of the weights."""
+    tensors = distinct_tensors(model)
+    for name, layer in lora_layers(model):
+        tensors[f"{name}.weight"] = layer.merged_weight()
+        del tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
+    return tensors
+
+
+def save_trained_weights(model: nn.Module, trained: Mapping[str, Tensor], directory: Path) -> None:
+    """Write the weights that training goes on with where model.safetensors holds others; else nothing.
+
+    `trained`: those in whose place the model holds averages just now.
+    """
+    weights = {
+        f"{name}.{own}": tensor
+        for name, layer in lora_layers(model)
+        for own, tensor in layer.named_parameters()
+        if own != "bias"
+    } | dict(trained)
     if weights:
         save_file({name: _on_host(tensor) for name, tensor in weights.items()}, directory / TRAINED)
 
@@ -78,6 +100,10 @@ def load_trained_weights(model: nn.Module, directory: Path) -> None:
     if path.exists():
         own = dict(model.named_parameters())
         for name, tensor in _load_tensors(path).items():
+            if name not in own:
+                raise UserError(
+                    f"{path}: the file has a tensor {name!r} that the model has not; another model?"
+                )
             own[name].copy_(tensor)
 
 
