@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tputrain.errors import UserError
     from tputrain.loggers.config import LogConfig
     from tputrain.loggers.logger import Logger
+    from tputrain.optim.groups import GroupConfig
     from tputrain.optim.optimizer import OptimConfig
     from tputrain.optim.schedule import ScheduleConfig
     from tputrain.trainer import Trainer
@@ -24,6 +25,7 @@ __all__ = [
     "Callback",
     "CheckpointConfig",
     "ExecutionConfig",
+    "GroupConfig",
     "LogConfig",
     "Logger",
     "OptimConfig",
@@ -39,6 +41,7 @@ _HOME = {
     "CheckpointConfig": "tputrain.checkpoint.store",
     "ExecutionConfig": "tputrain.device",
     "LogConfig": "tputrain.loggers.config",
+    "GroupConfig": "tputrain.optim.groups",
     "Logger": "tputrain.loggers.logger",
     "OptimConfig": "tputrain.optim.optimizer",
     "RunConfig": "tputrain.config",

@@ -22,6 +22,8 @@ class TrainerConfig:
     """Micro-batches a step. In a recipe it follows from batch.tokens and must be left out."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm; None: never."""
+    max_grad_value: float | None = None
+    """Before that, each element of a gradient is bounded to +- this; None: never."""
     evaluate_every: int | None = 100
     """Steps between evaluations, which also open and close the run; None: only those two."""
     evaluate_batches: int | None = None
@@ -38,6 +40,7 @@ class TrainerConfig:
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
         check_metric_names("trainer.metrics", self.metrics)
+        expect_above("trainer.max_grad_value", self.max_grad_value, 0.0)
         expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "continue"))
 
 
@@ -68,3 +71,9 @@ class RunConfig:
             f"one of {', '.join(DEVICES)}; for an NVIDIA GPU, device=tpu with TPU_PLATFORM=cuda set",
         )
         expect_choice("device", self.device, DEVICES)
+        expect(
+            self.optim.name != "schedulefree" or self.schedule.name == "constant",
+            "schedule.name",
+            self.schedule.name,
+            "constant with optim.name=schedulefree (schedule.warmup_steps is used)",
+        )

@@ -4,8 +4,10 @@ Everything that asks "is this tpu?" is here; on any other device the same calls 
 """
 
 import resource
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,8 +27,13 @@ class ExecutionConfig:
     """Mode of training steps."""
     validate: str = "fused"
     """Mode of evaluations."""
+    autocast: str | None = None
+    """bfloat16: products of matrices in bfloat16, what needs more in float32, by PyTorch's autocast; weights,
+    their gradients and the optimizer's state stay float32. None: everything in the weights' own dtype."""
 
     def __post_init__(self) -> None:
+        if self.autocast is not None:
+            expect_choice("execution.autocast", self.autocast, ("bfloat16",))
         expect_choice("execution.train", self.train, MODES)
         expect_choice("execution.validate", self.validate, MODES)
 
@@ -46,6 +53,31 @@ def find_device(name: str) -> torch.device:
 def execution_mode(device: torch.device, mode: str) -> AbstractContextManager[object]:
     """The context in which the device runs in `mode`; elsewhere there is but one mode."""
     return torch.tpu.eager_mode(mode) if device.type == "tpu" else nullcontext()  # type: ignore[attr-defined]
+
+
+def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[object]:
+    """The context in which a forward pass computes in `dtype` where PyTorch's lists say that it may."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, getattr(torch, dtype))
+
+
+def computed_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same values, but what is computed from them is not taken for what was computed before.
+
+    A compiler that sees a whole step keeps the first result instead of computing it twice; where memory is
+    what counts, that is the wrong choice. Nothing computed from one of them begins before all are there.
+    """
+    if tensors[0].device.type != "tpu":
+        return tensors
+    return _optimization_barrier()(*tensors)
+
+
+@cache
+def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
+    import jax
+
+    from tpu_backend import jax_op
+
+    return jax_op(lambda *arrays: jax.lax.optimization_barrier(arrays), name="optimization_barrier")
 
 
 def flush(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tputrain.batch_size import BatchConfig
@@ -21,7 +21,7 @@ from tputrain.config import RunConfig
 from tputrain.config_checks import expect, nearest
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
-from tputrain.models import ModelConfig
+from tputrain.models import LoraConfig, ModelConfig
 from tputrain.shipped import shipped_names, shipped_path
 
 COMMAND_LINE = "command line"
@@ -34,6 +34,7 @@ class RecipeConfig(RunConfig):
     """A complete job: a run, its model and its data."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -192,9 +193,34 @@ def _check_key(source: str, key: str, value: Any, known: dict[str, Any]) -> None
             )
         if isinstance(value, dict):
             raise UserError(f"{source}: {key}={_short(value)}: expected {_describe_type(known[key])}")
+        _check_elements(source, key, value, known[key])
         return
     hint = _nearest_key(key, known)
     raise UserError(f"{source}: {key}={_short(value)}: unknown key; nearest known key: {hint}")
+
+
+def _check_elements(source: str, key: str, value: Any, hint: Any) -> None:
+    """The elements of a list of dataclasses are mappings of their fields."""
+    element = next(iter(get_args(hint)), None)
+    if not (get_origin(hint) is list and is_dataclass(element) and isinstance(value, list)):
+        return
+    names = [option.name for option in fields(element)]
+    for index, entry in enumerate(value):
+        if not isinstance(entry, dict):
+            expected = f"{{{', '.join(names)}}}"
+            raise UserError(f"{source}: {key}[{index}]={_short(entry)}: expected {expected}")
+        for name in entry:
+            if name not in names:
+                known = nearest(str(name), names) or ", ".join(names)
+                raise UserError(f"{source}: {key}[{index}].{name}: unknown key; nearest known key: {known}")
+        for name, given in entry.items():
+            try:
+                OmegaConf.merge(OmegaConf.structured(element), {name: given})
+            except OmegaConfBaseException:
+                expected = _describe_type(get_type_hints(element)[name])
+                raise UserError(
+                    f"{source}: {key}[{index}].{name}={_short(given)}: expected {expected}"
+                ) from None
 
 
 def _merge(merged: DictConfig, layer: _Layer) -> DictConfig:
@@ -221,16 +247,28 @@ def _to_dataclass(kind: type, node: DictConfig, sources: dict[str, str], prefix:
             continue
         try:
             value = node[name]
-            values[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
             raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
+        values[name] = _to_list(value, hint, sources, key) if isinstance(value, ListConfig) else value
     try:
         return kind(**values)
     except UserError as error:
         key = str(error).partition("=")[0]
+        key = key if key in sources else key.rpartition(".")[0]  # of a list's element: the list
         # The culprit may be a default that does not fit what was set: blame what was set last.
         source = sources.get(key) or next(reversed(sources.values()), "defaults")
         raise UserError(f"{source}: {error}") from None
+
+
+def _to_list(node: ListConfig, hint: Any, sources: dict[str, str], key: str) -> list[Any]:
+    """The elements of a key of type list[T], where T is plain or a dataclass."""
+    element = next(iter(get_args(hint)), None)
+    if not is_dataclass(element):
+        return list(node)
+    return [
+        _to_dataclass(element, node[index], sources, f"{key}[{index}].")  # type: ignore[arg-type]
+        for index in range(len(node))
+    ]
 
 
 def _known_keys(kind: type, prefix: str = "") -> dict[str, Any]:
@@ -286,7 +324,10 @@ _TYPE_NAMES = {
 
 def _describe_type(hint: Any) -> str:
     if get_origin(hint) is list:
-        return "a list such as [a, b]"
+        element = get_args(hint)[0]
+        if element is str:
+            return "a list such as [a, b]"
+        return f"a list of {{{', '.join(f.name for f in fields(element))}}}"
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
 

@@ -34,7 +34,11 @@ from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import PERPLEXITY, Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
-from tputrain.optim.optimizer import build_optimizer, create_state
+from tputrain.optim.clipping import clip_gradients
+from tputrain.optim.evaluation_weights import EvaluationWeights
+from tputrain.optim.groups import freeze
+from tputrain.optim.optimizer import build_optimizer, create_state, set_learning_rate
+from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
@@ -99,6 +103,7 @@ class Trainer:
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
+        freeze(self.model, cfg.optim.freeze)
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
         self.val_loader = val_loader
@@ -113,6 +118,9 @@ class Trainer:
         self._check_optimizer_trains_the_model()
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         create_state(self.optimizer)
+        self.evaluation_weights = EvaluationWeights(
+            self.model, self.optimizer, cfg.optim.ema_decay, self.device
+        )
 
         self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
@@ -210,27 +218,27 @@ class Trainer:
     def _forward(self, batch: Batch) -> tuple[Tensor, Any, Any]:
         """The mean loss of a batch from the host, the model's output, and the target."""
         batch = batch_of.to_device(batch, self.device)
-        output, target = batch_of.call(self.model, batch), batch_of.target_of(batch)
-        return loss_of(output, target, self.loss_fn), output, target
+        with devices.autocast(self.device, self.cfg.execution.autocast):
+            output, target = batch_of.call(self.model, batch), batch_of.target_of(batch)
+            return loss_of(output, target, self.loss_fn), output, target
 
     def _clip_gradients(self) -> Tensor:
         """The norm of all gradients before clipping, on the device."""
-        if self.cfg.trainer.max_grad_norm is not None:
-            return nn.utils.clip_grad_norm_(self.parameters, self.cfg.trainer.max_grad_norm)
-        return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return clip_gradients(
+            self.parameters, self.cfg.trainer.max_grad_norm, self.cfg.trainer.max_grad_value
+        )
 
     def _set_learning_rate(self) -> float:
-        """Bring the optimizer's learning rate to this step; returns that of the first parameter group."""
+        """Bring the learning rate to this step; returns it (with an LRScheduler that of the first group)."""
         if self._scheduled_by_config:
             factor = self.cfg.schedule.factor(self.step, self.cfg.trainer.steps)
-            self._set_every_group(self.cfg.optim.learning_rate * factor)
+            learning_rate = self.cfg.optim.learning_rate * factor
         elif callable(self.lr_scheduler):
-            self._set_every_group(self.lr_scheduler(self.step))
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def _set_every_group(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            learning_rate = float(self.lr_scheduler(self.step))
+        else:
+            return float(self.optimizer.param_groups[0]["lr"])
+        set_learning_rate(self.optimizer, learning_rate)
+        return learning_rate
 
     def _count_step(
         self, batches: list[Batch], loss: Tensor, grad_norm: Tensor, learning_rate: float
@@ -363,7 +371,8 @@ class Trainer:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), devices.execution_mode(self.device, self.cfg.execution.validate):
+            mode = devices.execution_mode(self.device, self.cfg.execution.validate)
+            with torch.no_grad(), self.evaluation_weights.in_place(), mode:
                 yield
         finally:
             self.model.train(was_training)
@@ -384,7 +393,9 @@ class Trainer:
         return path
 
     def _fill(self, directory: Path) -> None:
-        contents.save_model(self.model, self.tokenizer, directory)
+        with self.evaluation_weights.in_place() as trained:
+            contents.save_model(self.model, self.tokenizer, directory)
+            contents.save_trained_weights(self.model, trained, directory)
         optimizer = contents.save_optimizer(self.optimizer, self.model, directory)
         contents.save_state(self._state(optimizer), directory)
 
@@ -433,9 +444,10 @@ class Trainer:
         """Take everything from the checkpoint at `path`, which was found whole (`CheckpointStore.newest`)."""
         state = contents.load_state(path)
         contents.load_model(self.model, path)
-        contents.load_optimizer(
-            self.optimizer, self.model, path, state["optimizer"], self._optimizer_is_given
-        )
+        self.evaluation_weights.begin(state["step"])
+        contents.load_trained_weights(self.model, path)
+        options = None if self._optimizer_is_given else progress_options(self.optimizer)
+        contents.load_optimizer(self.optimizer, self.model, path, state["optimizer"], options)
         if isinstance(self.lr_scheduler, LRScheduler) and state["lr_scheduler"]:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         for kind in load_state_of(self.callbacks, state["callbacks"]):
@@ -491,6 +503,8 @@ class Trainer:
             )
         if not self.resume():
             torch.manual_seed(self.cfg.seed)
+            if self.step == 0:
+                self.evaluation_weights.begin(0)
 
     def _end(self) -> None:
         self._log_if_due()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tputrain import OptimConfig, ScheduleConfig
-from tputrain.optim.optimizer import build_optimizer, create_state, decay_groups
+from tputrain.optim.groups import parameter_groups
+from tputrain.optim.optimizer import build_optimizer, create_state
 
 
 def test_the_cosine_warms_up_and_comes_down_to_its_fraction():
@@ -36,8 +37,16 @@ def test_a_schedule_of_its_own_length_does_not_change_with_the_run():
     assert schedule.factor(19, 20) == pytest.approx(schedule.final_fraction)
 
 
+def test_warm_up_stable_decay():
+    wsd = ScheduleConfig(name="wsd", warmup_steps=2, final_fraction=0.0, decay_fraction=0.4)
+    factors = [wsd.factor(step, 10) for step in range(10)]
+    assert factors == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    none = ScheduleConfig(name="wsd", decay_fraction=0.0)
+    assert [none.factor(step, 4) for step in range(4)] == [1.0, 1.0, 1.0, 1.0]
+
+
 @given(
-    name=st.sampled_from(["cosine", "linear", "constant"]),
+    name=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
     warmup=st.integers(0, 50),
     total=st.integers(1, 100),
     final=st.floats(0, 1),
@@ -55,7 +64,7 @@ def test_norms_and_biases_do_not_decay_and_frozen_parameters_are_left_out():
         nn.Embedding(3, 4), nn.Linear(4, 4), nn.LayerNorm((2, 4)), nn.Linear(4, 2, bias=False)
     )
     model[3].weight.requires_grad = False
-    decayed, kept = decay_groups(model, 0.1)
+    decayed, kept = parameter_groups(model, 0.1)
     assert [p.shape for p in decayed["params"]] == [(3, 4), (4, 4)]
     assert [p.shape for p in kept["params"]] == [(4,), (2, 4), (2, 4)]
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)

@@ -101,7 +101,10 @@ MISTAKES = [
     ("trainer:", "trainer=None: expected keys below it, such as trainer.steps"),
     ("optim: {learning_rate: .nan}", "optim.learning_rate=nan: expected a number above 0"),
     ("optim: {beta1: 1.0}", "optim.beta1=1.0: expected a number below 1"),
-    ("optim: {name: adam}", "optim.name=adam: expected one of adamw, sgd; did you mean adamw?"),
+    (
+        "optim: {name: adam}",
+        "optim.name=adam: expected one of adamw, sgd, adafactor, muon, schedulefree; did",
+    ),
     ("device: cpuu", "device=cpuu: expected one of auto, tpu, cpu; did you mean cpu?"),
     (
         "device: cuda",

@@ -39,7 +39,8 @@ class SampleText(Callback):
         self.tokenizer, self.cfg, self.window = tokenizer, cfg, window
 
     def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
-        with execution_mode(trainer.device, trainer.cfg.execution.validate):
+        mode = execution_mode(trainer.device, trainer.cfg.execution.validate)
+        with trainer.evaluation_weights.in_place(), mode:
             text = generate(
                 trainer.model,
                 self.tokenizer,

@@ -1,6 +1,7 @@
 """What a checkpoint holds: tensors as safetensors, everything else as JSON. Nothing is ever unpickled.
 
 model.safetensors      parameters and buffers under the model's own names, tied ones once
+trained.safetensors    only where the weights above are averages: those that training goes on with
 optimizer.safetensors  `<parameter>.<key>` for every tensor of the optimizer's state
 state.json             everything else, one dict
 config.json, generation_config.json, tokenizer files: from the model's `save_config(directory)` and the
@@ -8,6 +9,7 @@ tokenizer's `save(directory)`, where they have them
 """
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tputrain.errors import UserError
+from tputrain.models.lora import lora_layers
 
 MODEL = "model.safetensors"
+TRAINED = "trained.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new keys alone do not do that
@@ -28,7 +32,7 @@ def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
-    for name, tensor in distinct_tensors(model).items():
+    for name, tensor in _plain_tensors(model).items():
         on_host = _on_host(tensor)
         storage = on_host.untyped_storage().data_ptr()
         # safetensors holds no overlaps: a tensor that shares another's memory is written out in full.
@@ -47,6 +51,9 @@ def load_model(model: nn.Module, directory: Path) -> None:
     """Copy model.safetensors into the model's tensors, in place, so that what is tied stays tied."""
     path = directory / MODEL
     saved, own = _load_tensors(path), distinct_tensors(model)
+    for name, _ in lora_layers(model):
+        for added in ("lora_a", "lora_b"):  # the file holds the plain model
+            del own[f"{name}.{added}"]
     for name in sorted(own.keys() ^ saved.keys()):
         holder, other = ("model", "file") if name in own else ("file", "model")
         raise UserError(
@@ -60,6 +67,44 @@ def load_model(model: nn.Module, directory: Path) -> None:
                     f"the model's has {tuple(tensor.shape)}"
                 )
             tensor.copy_(saved[name])
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model that any reader knows: LoRA's products are part of the weights."""
+    tensors = distinct_tensors(model)
+    for name, layer in lora_layers(model):
+        tensors[f"{name}.weight"] = layer.merged_weight()
+        del tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
+    return tensors
+
+
+def save_trained_weights(model: nn.Module, trained: Mapping[str, Tensor], directory: Path) -> None:
+    """Write the weights that training goes on with where model.safetensors holds others; else nothing.
+
+    `trained`: those in whose place the model holds averages just now.
+    """
+    weights = {
+        f"{name}.{own}": tensor
+        for name, layer in lora_layers(model)
+        for own, tensor in layer.named_parameters()
+        if own != "bias"
+    } | dict(trained)
+    if weights:
+        save_file({name: _on_host(tensor) for name, tensor in weights.items()}, directory / TRAINED)
+
+
+@torch.no_grad()
+def load_trained_weights(model: nn.Module, directory: Path) -> None:
+    """Put back what `save_trained_weights` wrote, if it wrote anything."""
+    path = directory / TRAINED
+    if path.exists():
+        own = dict(model.named_parameters())
+        for name, tensor in _load_tensors(path).items():
+            if name not in own:
+                raise UserError(
+                    f"{path}: the file has a tensor {name!r} that the model has not; another model?"
+                )
+            own[name].copy_(tensor)
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -105,9 +150,10 @@ def load_optimizer(
     model: nn.Module,
     directory: Path,
     rest: dict[str, Any],
-    restore_options: bool,
+    options: Collection[str] | None,
 ) -> None:
-    """Put back what `save_optimizer` wrote; `restore_options`: also learning rate, betas and their like."""
+    """Put back what `save_optimizer` wrote, with these of the groups' options (learning rate, betas and their
+    like); None: with all."""
     path = directory / OPTIMIZER
     kind = type(optimizer).__name__
     if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
@@ -131,9 +177,8 @@ def load_optimizer(
     if unknown:
         raise UserError(f"{path}: it holds state of {unknown[0]!r}, which this optimizer does not train")
     described = optimizer.state_dict()
-    if restore_options:
-        for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
-            group.update(saved["options"])
+    for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
+        group.update({k: v for k, v in saved["options"].items() if options is None or k in options})
     described["state"] = {numbers[name]: state for name, state in states.items()}
     # PyTorch's own loading knows which state belongs on the device and which (step counts) on the host.
     optimizer.load_state_dict(described)

@@ -15,7 +15,7 @@ from tputrain.checkpoint import contents
 from tputrain.data import PackedSequences, TextData, Tokenizer, build_data
 from tputrain.data.packing import num_label_bytes
 from tputrain.device import find_device
-from tputrain.models import build_model, initialize
+from tputrain.models import add_lora, build_model, initialize
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
 
@@ -86,7 +86,7 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
     with announced(f"building {cfg.model.name}"):
-        return Trainer(build_model(cfg.model), cfg, val_loader=_validation_batches(cfg, data))
+        return Trainer(_build_model(cfg), cfg, val_loader=_validation_batches(cfg, data))
 
 
 def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
@@ -99,9 +99,17 @@ def _validation_batches(cfg: RecipeConfig, data: TextData) -> ValidationBatches:
     return ValidationBatches(data.validation, cfg.batch.sequences, data.tokenizer.token_bytes())
 
 
-def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
+def _build_model(cfg: RecipeConfig) -> nn.Module:
+    """The model of a recipe in its initial values."""
     model = build_model(cfg.model)
     initialize(model, cfg.seed)
+    if cfg.lora.rank > 0:
+        add_lora(model, cfg.lora, cfg.seed)
+    return model
+
+
+def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
+    model = _build_model(cfg)
     callbacks = []
     if cfg.sample.max_new_tokens > 0:
         callbacks.append(SampleText(data.tokenizer, cfg.sample, cfg.data.sequence_length))

@@ -20,9 +20,9 @@ from tputrain.sampling import generate
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
 
-_FIXED = ("model.", "data.", "batch.", "optim.name", "seed")
+_FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
-_FREE = ("data.cache_dir",)
+_FREE = ("data.cache_dir", "model.activation_checkpointing")
 """What is below those and changes nothing."""
 
 

@@ -3,5 +3,17 @@
 from tputrain.models.config import ModelConfig, build_model
 from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.models.lora import LoraConfig, add_lora, merge_lora, save_adapter
 
-__all__ = ["LLAMA_CONFIGS", "Llama", "LlamaConfig", "ModelConfig", "build_model", "initialize"]
+__all__ = [
+    "LLAMA_CONFIGS",
+    "Llama",
+    "LlamaConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "add_lora",
+    "build_model",
+    "initialize",
+    "merge_lora",
+    "save_adapter",
+]

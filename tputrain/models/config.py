@@ -23,6 +23,7 @@ class ModelConfig:
     rope_theta: float | None = None
     rms_norm_eps: float | None = None
     tie_word_embeddings: bool | None = None
+    activation_checkpointing: bool | None = None
 
     def __post_init__(self) -> None:
         self.resolve()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.errors import UserError
+from tputrain.models.recompute import recomputed
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class LlamaConfig:
     tie_word_embeddings: bool = True
     bos_token_id: int = 0
     eos_token_id: int = 0
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute it again: less memory, more time."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -210,6 +213,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
+        self.recomputes = config.activation_checkpointing
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
         hidden = self.embed_tokens(input_ids)
@@ -217,7 +221,11 @@ class Decoder(nn.Module):
         rotation = self.rotary(places[None] if position_ids is None else position_ids, hidden.dtype)
         bias = attention_bias(places, document_ids, hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, rotation, bias)
+            hidden = (
+                recomputed(layer, hidden, rotation, bias)
+                if self.recomputes
+                else layer(hidden, rotation, bias)
+            )
         return self.norm(hidden)
 
 

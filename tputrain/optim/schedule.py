@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tputrain.config_checks import expect, expect_at_least, expect_choice, expect_share
 
-SHAPES = ("cosine", "linear", "constant")
+SHAPES = ("cosine", "linear", "constant", "wsd")
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,13 @@ class ScheduleConfig:
     """Linear warm-up to the optimizer's learning rate, then `name`'s way down to a fraction of it."""
 
     name: str = "cosine"
-    """cosine, linear or constant."""
+    """cosine, linear, constant, or wsd (warm-up, stable, decay: constant, then linear at the end)."""
     warmup_steps: int = 0
     """Steps until the full learning rate."""
     final_fraction: float = 0.1
-    """What is left of the learning rate at the end (cosine and linear)."""
+    """What is left of the learning rate at the end (all but constant)."""
+    decay_fraction: float = 0.2
+    """wsd: the last share of the schedule's steps, in which the learning rate comes down."""
     steps: int | None = None
     """Length of the schedule; None: trainer.steps, so that a run made longer decays over its new length."""
 
@@ -25,6 +27,7 @@ class ScheduleConfig:
         expect_choice("schedule.name", self.name, SHAPES)
         expect_at_least("schedule.warmup_steps", self.warmup_steps, 0)
         expect_share("schedule.final_fraction", self.final_fraction)
+        expect_share("schedule.decay_fraction", self.decay_fraction)
         expect_at_least("schedule.steps", self.steps, 1)
         expect(
             self.steps is None or self.warmup_steps <= self.steps,
@@ -43,7 +46,10 @@ class ScheduleConfig:
             return (step + 1) / self.warmup_steps
         if self.name == "constant":
             return 1.0
-        last = (self.steps or total_steps) - 1
-        progress = min(1.0, (step - self.warmup_steps) / max(1, last - self.warmup_steps))
+        length = self.steps or total_steps
+        start = self.warmup_steps
+        if self.name == "wsd":
+            start = max(start, length - 1 - round(self.decay_fraction * length))
+        progress = max(0.0, min(1.0, (step - start) / max(1, length - 1 - start)))
         down = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.name == "cosine" else 1.0 - progress
         return self.final_fraction + (1.0 - self.final_fraction) * down

@@ -1,0 +1,98 @@
+"""Activation checkpointing and bfloat16: the same training, in less memory or in half the width."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tputrain.test_lora import QUERIES, SMALL, Batches
+from tputrain import ExecutionConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
+from tputrain.models import Llama, add_lora, initialize
+
+
+def gradients(
+    recomputes: bool, device: str, lora: bool = False, autocast: bool = False
+) -> dict[str, torch.Tensor]:
+    initialize(
+        model := Llama(dataclasses.replace(SMALL, activation_checkpointing=recomputes)),
+        seed=0,
+    )
+    if lora:
+        add_lora(model, QUERIES, seed=0)
+    model.to(device)
+    batch = {name: tensor.to(device) for name, tensor in Batches().batch_at(0, 0).items()}
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        loss = model(**batch)
+    loss.backward()
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize(
+    "variant", [{}, {"lora": True}, {"autocast": True}], ids=["plain", "lora", "autocast"]
+)
+def test_gradients_are_those_of_layers_computed_once(device, variant):
+    expected, ours = gradients(False, device, **variant), gradients(True, device, **variant)
+    assert ours.keys() == expected.keys()
+    tolerance = {"atol": 1e-2, "rtol": 1e-1} if variant.get("autocast") else {"atol": 1e-6, "rtol": 1e-4}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            ours[name], gradient, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def test_on_tpu_a_layer_is_computed_again_and_a_program_needs_less_memory():
+    from tpu_backend.runtime import compiler
+
+    def temporary_bytes(recomputes: bool) -> int:
+        shape = dataclasses.replace(
+            SMALL, num_hidden_layers=8, activation_checkpointing=recomputes, max_position_embeddings=128
+        )
+        initialize(model := Llama(shape), seed=0)
+        model.to("tpu")
+        ids = torch.zeros(8, 128, dtype=torch.int64, device="tpu")
+        compiler._largest_temporary = 0
+        model(ids, ids).backward()
+        torch.tpu.synchronize()
+        return compiler._largest_temporary
+
+    assert temporary_bytes(True) < 0.5 * temporary_bytes(False)
+
+
+class Records(nn.Module):
+    """Remembers in which dtype its layer computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.dtypes: set[torch.dtype] = set()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = self.layer(inputs)
+        self.dtypes.add(output.dtype)
+        return output
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize(("autocast", "dtype"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_autocast_computes_in_bfloat16_and_keeps_weights_and_state_in_float32(device, autocast, dtype):
+    model = Records()
+    cfg = RunConfig(
+        device=device,
+        trainer=TrainerConfig(steps=3),
+        optim=OptimConfig(learning_rate=0.1),
+        execution=ExecutionConfig(autocast=autocast),
+        log=LogConfig(progress="none"),
+    )
+    trainer = Trainer(model, cfg, train_loader=[(torch.ones(2, 4), torch.tensor([0, 1]))])
+    trainer.fit()
+    assert model.dtypes == {dtype}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    assert {value.dtype for value in states} == {torch.float32}
+
+
+def test_another_autocast_is_refused():
+    with pytest.raises(UserError, match=r"^execution\.autocast=float16: expected one of bfloat16"):
+        ExecutionConfig(autocast="float16")

@@ -1,0 +1,45 @@
+"""Activation checkpointing: the backward pass computes a layer again instead of keeping what it computed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tputrain.device import computed_again
+
+
+def recomputed(layer: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
+    """`layer(hidden, *others)`, of which only `hidden` is kept for the backward pass.
+
+    The layer must not draw random numbers, and no gradient flows to `others` (Chen et al., 2016).
+    torch.utils.checkpoint would not do: on a device that compiles the whole step, both computations of the
+    layer are one unless the second is kept apart from the first.
+    """
+    if not torch.is_grad_enabled():
+        return layer(hidden, *others)
+    trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    return _Recomputed.apply(lambda values: layer(values, *others), hidden, *trainable)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor, *parameters: Tensor) -> Tensor:
+        kind = hidden.device.type
+        ctx.run = run
+        ctx.autocast = {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
+        ctx.save_for_backward(hidden, *parameters)
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, *parameters = ctx.saved_tensors
+        hidden, grad = computed_again(hidden, grad)
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            output = ctx.run(hidden)
+        return (None, *torch.autograd.grad(output, [hidden, *parameters], grad, allow_unused=True))

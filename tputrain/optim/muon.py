@@ -1,0 +1,73 @@
+"""Muon for the matrices inside a network, AdamW for everything else: one optimizer of two."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` and `torch.optim.AdamW` over groups of their own, with one learning rate.
+
+    Its `param_groups` and `state` are those of the two: what is set or loaded here is set there.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None):
+        self.parts: list[torch.optim.Optimizer] = [muon] if adamw is None else [muon, adamw]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # `load_state_dict` comes here with new groups and a new state.
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        first = 0
+        for part in self.parts:
+            num_groups = len(part.param_groups)
+            part.param_groups = self.param_groups[first : first + num_groups]
+            part.state = self.state
+            first += num_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            # Without the hooks around `step`: the end of an optimizer's step is where the tpu device ends a
+            # program, and there is to be one program for both.
+            part.step.__wrapped__(part)  # type: ignore[attr-defined]
+        return loss
+
+
+def split_groups(
+    groups: Sequence[dict[str, Any]], model: nn.Module
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """`groups` twice: with what Muon is for, the hidden matrices of `model`, and with the rest."""
+    hidden = _hidden_matrices(model)
+    ours: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for group in groups:
+        for destination, is_hidden in ((ours, True), (others, False)):
+            members = [p for p in group["params"] if (id(p) in hidden) == is_hidden]
+            if members:
+                destination.append(group | {"params": members})
+    return ours, others
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """Two-dimensional `weight`s, but no embedding's nor the last linear layer's, the output."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    outside = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)] + linear[-1:]
+    excluded = {id(module.weight) for module in outside}
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name == "weight" and parameter.dim() == 2 and id(parameter) not in excluded
+    }
