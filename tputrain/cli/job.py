@@ -12,7 +12,15 @@ from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
-from tputrain.data import PackedSequences, TextData, Tokenizer, build_data
+from tputrain.data import (
+    PackedSequences,
+    PaddedSequences,
+    TextData,
+    Tokenizer,
+    build_data,
+    check_vocabulary,
+    load_tokenizer,
+)
 from tputrain.data.packing import num_label_bytes
 from tputrain.device import find_device
 from tputrain.models import build_model, initialize
@@ -32,7 +40,7 @@ class Job:
 class TrainingBatches:
     """Packed sequences as the Trainer's indexed loader."""
 
-    packed: PackedSequences
+    packed: PackedSequences | PaddedSequences
     sequences: int
     micro_batches: int
     fingerprint: str
@@ -46,7 +54,7 @@ class TrainingBatches:
 class ValidationBatches:
     """Packed sequences as an evaluation goes through them."""
 
-    packed: PackedSequences
+    packed: PackedSequences | PaddedSequences
     sequences: int
     token_bytes: np.ndarray
 
@@ -92,7 +100,7 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
 def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
     """The tokenizer of a run, and the fingerprint of its data (None in a checkpoint that does not say it)."""
     data = contents.load_state(checkpoint)["data"] or {}
-    return Tokenizer.load(checkpoint), data.get("fingerprint")
+    return load_tokenizer(checkpoint), data.get("fingerprint")
 
 
 def _validation_batches(cfg: RecipeConfig, data: TextData) -> ValidationBatches:
@@ -100,6 +108,7 @@ def _validation_batches(cfg: RecipeConfig, data: TextData) -> ValidationBatches:
 
 
 def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
+    check_vocabulary(data.tokenizer, cfg.model.resolve().vocab_size)
     model = build_model(cfg.model)
     initialize(model, cfg.seed)
     callbacks = []
@@ -122,4 +131,4 @@ def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module,
     device = find_device(cfg.device)
     model = build_model(cfg.model)
     contents.load_model(model, checkpoint)
-    return model.to(device), Tokenizer.load(checkpoint), device
+    return model.to(device), load_tokenizer(checkpoint), device

@@ -3,6 +3,8 @@
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.packing import PackedSequences
+from tputrain.data.padding import PaddedSequences
+from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, check_vocabulary, load_tokenizer
 from tputrain.data.text import TextData, build_data
 from tputrain.data.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -12,7 +14,11 @@ __all__ = [
     "DataConfig",
     "DataError",
     "PackedSequences",
+    "PaddedSequences",
+    "PretrainedTokenizer",
     "TextData",
     "Tokenizer",
     "build_data",
+    "check_vocabulary",
+    "load_tokenizer",
 ]
