@@ -162,7 +162,7 @@ def test_a_template_that_rewrites_earlier_messages_is_one_clear_line():
 
 def test_a_template_that_refuses_a_role_is_one_clear_line():
     byte_level("{{ raise_exception('no system messages') }}").save_pretrained("refusing")
-    with pytest.raises(DataError, match="refuses messages of the roles system, user, .*no system messages"):
+    with pytest.raises(DataError, match=r"refuses messages of the roles system, user, .*no system"):
         encode_conversations([json.dumps(CONVERSATION)], PretrainedTokenizer.load("refusing"))
 
 
@@ -254,6 +254,6 @@ def test_a_vocabulary_that_the_model_lacks_is_one_clear_line():
     assert tokenizer.vocab_size == 262
     check_vocabulary(tokenizer, 262)
     with pytest.raises(
-        DataError, match="model.vocab_size=200: expected at least the tokenizer's 262 entries"
+        DataError, match=r"model.vocab_size=200: expected at least the tokenizer's 262 entries"
     ):
         check_vocabulary(tokenizer, 200)

@@ -129,6 +129,11 @@ class DataConfig:
         return self.source != "text"
 
     @property
+    def validation_is_given(self) -> bool:
+        """Whether the user names what to be judged by, so that nothing is held out."""
+        return self.validation_files is not None or self.validation_split is not None
+
+    @property
     def where(self) -> tuple[str, str]:
         """The key that says where the data is, and its value."""
         if self.source in ("saved", "hub"):

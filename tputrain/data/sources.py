@@ -115,8 +115,7 @@ def rows(cfg: DataConfig) -> Corpus:
             raise empty(cfg)
         return found
 
-    is_given = cfg.validation_files is not None or cfg.validation_split is not None
-    return Corpus(cfg.where[1].strip("'"), read(False), "row", read(True) if is_given else ())
+    return Corpus(cfg.where[1].strip("'"), read(False), "row", read(True) if cfg.validation_is_given else ())
 
 
 def row_document(text: str) -> Document:

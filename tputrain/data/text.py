@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tputrain.data.config import DataConfig, DataError
+from tputrain.data.loading import Sequences, TrainingBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokenizer
@@ -24,8 +25,8 @@ class TextData:
     fingerprint: str
     """Names the text and its tokenisation: equal fingerprints give equal batches for equal seeds."""
     tokenizer: Tokenizer
-    train: PackedSequences | PaddedSequences
-    validation: PackedSequences | PaddedSequences
+    train: Sequences
+    validation: Sequences
     validation_bytes_per_token: float
     """Of all the validation text. A mean loss over all of it in nats / ln 2 / this = its bits per byte."""
 
@@ -42,6 +43,10 @@ class TextData:
             f"validation: {self.validation.num_tokens:,} tokens in {self.validation.num_sequences:,} "
             f"sequences, {self.validation.num_documents:,} documents",
         ]
+
+    def training_batches(self, batch_size: int, micro_batches: int) -> TrainingBatches:
+        """The Trainer's loader: micro-batches of `batch_size` sequences, by step."""
+        return TrainingBatches(self.train, batch_size, micro_batches, self.fingerprint)
 
 
 def build_data(
@@ -66,7 +71,7 @@ def build_data(
         tokenizer = find_tokenizer(cfg.tokenizer)
     tokenised = tokenise(corpus, cfg, announce, tokenizer)
 
-    def pack(name: str) -> PackedSequences | PaddedSequences:
+    def pack(name: str) -> Sequences:
         part = getattr(tokenised, name)
         arguments = (part.tokens, part.offsets, cfg.sequence_length, seed, name, part.learned)
         if cfg.layout == "packed":
