@@ -34,6 +34,7 @@ from tputrain.optim.optimizer import build_optimizer, create_state
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
+from tputrain.worker_death import worker_deaths_named
 
 Metric = Callable[[Any, Any], Tensor]
 """(output, target) of a batch to a scalar tensor, its mean over the batch."""
@@ -446,6 +447,7 @@ class Trainer:
     def _running(self) -> Iterator[ScheduledCollection]:
         """What holds while the loop runs: the device's mode, the garbage collector's schedule, loggers."""
         with ExitStack() as stack:
+            stack.enter_context(worker_deaths_named())
             stack.enter_context(devices.execution_mode(self.device, self.cfg.execution.train))
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
             for logger in self.loggers:

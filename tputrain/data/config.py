@@ -61,6 +61,8 @@ class DataConfig:
     """Documents of a stream held out for validation, at most."""
     shuffle_block: int = 1024
     """Sequences of a stream that are read and then shuffled, at a time."""
+    workers: int = 0
+    """Processes that put batches together; 0: the training process does, which is enough for packed text."""
     prefetch: int = 2
     """Steps of a stream that are read ahead while the device computes."""
     cache_dir: str = "~/.cache/tputrain/data"
@@ -82,6 +84,7 @@ class DataConfig:
         expect_choice("data.layout", self.layout, LAYOUTS)
         for key in ("validation_documents", "shuffle_block", "prefetch"):
             expect_at_least(f"data.{key}", getattr(self, key), 1)
+        expect_at_least("data.workers", self.workers, 0)
         expect(
             1 <= self.buckets <= self.sequence_length,
             "data.buckets",
@@ -122,6 +125,9 @@ class DataConfig:
         if self.streaming:
             expect(self.is_rows, "data.streaming", True, "false with data.source=text, which is read whole")
             expect(self.layout == "packed", "data.layout", self.layout, "packed with data.streaming=true")
+            expect(
+                self.workers == 0, "data.workers", self.workers, "0 with data.streaming=true (data.prefetch)"
+            )
 
     @property
     def is_rows(self) -> bool:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataError
+from tputrain.data.mapped_array import MappedArray
 
 Batch = dict[str, torch.Tensor]
 
@@ -48,6 +50,12 @@ class PackedSequences:
                 f"data.sequence_length={sequence_length} is longer than the {name} text ({len(tokens)} "
                 "tokens): shorten it, give more text (data.files) or change data.validation_fraction"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tokens": MappedArray.of(self._tokens)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_tokens": state["_tokens"].open()})
 
     def batch_at(self, step: int, micro: int, sequences: int, micros: int = 1) -> Batch:
         """Batch `micro` (of `micros`, `sequences` each) of step `step` (from 0): a pure function of (seed,

@@ -1,12 +1,14 @@
 """One document a row, filled up to one of few lengths: what packing is for who must not mix documents."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataError
+from tputrain.data.mapped_array import MappedArray
 from tputrain.data.packing import Batch, epoch_order
 
 _OF_BATCHES = 2**63
@@ -61,6 +63,12 @@ class PaddedSequences:
         before = np.concatenate([[0], is_label.cumsum()])
         has_labels = before[np.minimum(starts + sizes, self.num_tokens) + 1] > before[starts + 1]
         return starts[has_labels], sizes[has_labels], ends[has_labels]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tokens": MappedArray.of(self._tokens)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_tokens": state["_tokens"].open()})
 
     def batch_at(self, step: int, micro: int, sequences: int, micros: int = 1) -> Batch:
         """Batch `micro` (of `micros`, `sequences` each) of step `step`: a pure function of (seed, step).

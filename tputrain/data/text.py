@@ -11,6 +11,8 @@ from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokeniz
 from tputrain.data.sources import read_corpus
 from tputrain.data.token_cache import text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
+from tputrain.data.workers import WorkerBatches
+from tputrain.feed import IndexedLoader
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class TextData:
     validation: Sequences
     validation_bytes_per_token: float
     """Of all the validation text. A mean loss over all of it in nats / ln 2 / this = its bits per byte."""
+    num_workers: int = 0
+    """Processes that put training batches together."""
 
     def describe(self) -> list[str]:
         """A few lines for people."""
@@ -44,9 +48,10 @@ class TextData:
             f"sequences, {self.validation.num_documents:,} documents",
         ]
 
-    def training_batches(self, batch_size: int, micro_batches: int) -> TrainingBatches:
+    def training_batches(self, batch_size: int, micro_batches: int) -> IndexedLoader:
         """The Trainer's loader: micro-batches of `batch_size` sequences, by step."""
-        return TrainingBatches(self.train, batch_size, micro_batches, self.fingerprint)
+        loader = TrainingBatches(self.train, batch_size, micro_batches, self.fingerprint)
+        return WorkerBatches(loader, micro_batches, self.num_workers) if self.num_workers > 0 else loader
 
 
 def build_data(
@@ -89,6 +94,7 @@ def build_data(
         train=train,
         validation=validation,
         validation_bytes_per_token=validation.bytes_per_label(tokenised.tokenizer.token_bytes()),
+        num_workers=cfg.workers,
     )
 
 
