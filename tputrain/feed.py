@@ -1,5 +1,6 @@
 """Training batches by step, and the position in them that a checkpoint remembers."""
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +24,24 @@ class IndexedLoader(Protocol):
         """Micro-batch `micro` of step `step`, both from 0."""
 
 
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """An iterable of batches that knows its own position: a stream, torchdata's StatefulDataLoader.
+
+    One that has `set_epoch(epoch)` is told each epoch, from 0; one that has a `fingerprint` is asked for the
+    same at a resume.
+    """
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from the position on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch given, as JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state_dict` gave, with the next `iter`."""
+
+
 class Feed(Protocol):
     """What the training loop asks for data."""
 
@@ -37,9 +56,11 @@ class Feed(Protocol):
 
 
 def feed_of(loader: Any, device: torch.device) -> Feed:
-    """The feed for a user's loader: one with `batch_at`, or any iterable."""
+    """The feed for a user's loader: one with `batch_at`, with a `state_dict`, or any iterable."""
     if isinstance(loader, IndexedLoader):
         return IndexedFeed(loader)
+    if isinstance(loader, StatefulLoader):
+        return StatefulFeed(loader)
     if isinstance(loader, Iterable):
         return IterableFeed(loader, device)
     raise UserError(
@@ -58,22 +79,61 @@ class IndexedFeed:
         return [self.loader.batch_at(step, micro) for micro in range(count)]
 
     def state(self) -> dict[str, Any]:
-        return {"kind": "indexed", "fingerprint": self._fingerprint()}
+        return {"kind": "indexed", "fingerprint": _fingerprint(self.loader)}
 
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "indexed")
-        saved, own = state.get("fingerprint"), self._fingerprint()
-        if saved is None and own is not None:
-            say("note: the checkpoint does not say which data it was made with; it is taken to be this")
-        elif saved != own:
-            raise UserError(
-                "the training data (data.files in a recipe) is not what the run was started with "
-                f"(fingerprint {own}, the checkpoint's is {saved}): "
-                "restore the files, or choose another run_dir"
-            )
+        _expect_same_data(state, self.loader)
 
-    def _fingerprint(self) -> str | None:
-        return getattr(self.loader, "fingerprint", None)
+
+class StatefulFeed:
+    """Batches from a loader that keeps its own position, started anew when it ends."""
+
+    def __init__(self, loader: StatefulLoader):
+        self.loader = loader
+        self.epoch = -1
+        self._iterator: Iterator[Batch] = iter(())
+
+    def batches(self, step: int, count: int) -> list[Batch]:
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Batch:
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._start_epoch(self.epoch + 1)
+            batch = next(self._iterator, None)
+        if batch is None:
+            raise UserError(
+                "train_loader gave no batch: it is empty, or cannot be started anew after its end (expected "
+                "an iterable with a state_dict, such as a stream)"
+            )
+        return batch
+
+    def _start_epoch(self, epoch: int) -> None:
+        set_epoch = getattr(self.loader, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        self._iterator, self.epoch = iter(self.loader), epoch
+
+    def state(self) -> dict[str, Any]:
+        position = self.loader.state_dict()
+        try:
+            json.dumps(position)
+        except TypeError as error:
+            raise UserError(
+                f"train_loader.state_dict() of {type(self.loader).__name__}: {error}: a checkpoint holds "
+                "numbers, text, lists and dicts"
+            ) from None
+        fingerprint = _fingerprint(self.loader)
+        return {"kind": "stateful", "epoch": self.epoch, "loader": position, "fingerprint": fingerprint}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        _expect_kind(state, "stateful")
+        _expect_same_data(state, self.loader)
+        if state["epoch"] < 0:
+            return
+        self.loader.load_state_dict(state["loader"])
+        self._start_epoch(state["epoch"])
 
 
 class IterableFeed:
@@ -144,6 +204,22 @@ class IterableFeed:
                 say(f"resuming: skipped {done + 1:,} of {count:,} batches")
                 said_at = time.monotonic()
         self.taken = count
+
+
+def _fingerprint(loader: Any) -> str | None:
+    return getattr(loader, "fingerprint", None)
+
+
+def _expect_same_data(state: dict[str, Any], loader: Any) -> None:
+    saved, own = state.get("fingerprint"), _fingerprint(loader)
+    if saved is None and own is not None:
+        say("note: the checkpoint does not say which data it was made with; it is taken to be this")
+    elif saved != own:
+        raise UserError(
+            "the training data (data.files in a recipe) is not what the run was started with "
+            f"(fingerprint {own}, the checkpoint's is {saved}): "
+            "restore the files, or choose another run_dir"
+        )
 
 
 def _expect_kind(state: dict[str, Any], kind: str) -> None:

@@ -50,7 +50,7 @@ class RecipeConfig(RunConfig):
             f"at most model.max_position_embeddings={shape.max_position_embeddings}",
         )
         expect(
-            self.data.vocab_size <= shape.vocab_size,
+            self.data.tokenizer is not None or self.data.vocab_size <= shape.vocab_size,
             "data.vocab_size",
             self.data.vocab_size,
             f"at most model.vocab_size={shape.vocab_size}",

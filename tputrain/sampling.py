@@ -32,7 +32,7 @@ def generate(
         raise UserError(f"top_k={top_k}: expected at least 1")
     device = next(model.parameters()).device
     uniforms = np.random.Philox(key=seed % 2**64)
-    ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt)]
+    ids = [tokenizer.start_of_text_id, *tokenizer.encode(prompt)]
     num_given = len(ids)
     was_training = model.training
     model.eval()

@@ -42,6 +42,7 @@ from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
+from tputrain.worker_death import worker_deaths_named
 
 LearningRate = Callable[[int], float] | LRScheduler
 """A function of the step (from 0), or one of PyTorch's schedulers, stepped after every optimizer step."""
@@ -470,6 +471,7 @@ class Trainer:
     def _running(self) -> Iterator[ScheduledCollection]:
         """What holds while the loop runs: the device's mode, the garbage collector's schedule, loggers."""
         with ExitStack() as stack:
+            stack.enter_context(worker_deaths_named())
             stack.enter_context(devices.execution_mode(self.device, self.cfg.execution.train))
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
             for logger in self.loggers:

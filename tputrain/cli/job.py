@@ -1,19 +1,24 @@
 """From a recipe's configuration to the objects it names."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from tputrain.announce import announced, say
-from tputrain.batches import Batch
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
-from tputrain.data import PackedSequences, TextData, Tokenizer, build_data
-from tputrain.data.packing import num_label_bytes
+from tputrain.data import (
+    StreamedText,
+    TextData,
+    Tokenizer,
+    ValidationBatches,
+    build_data,
+    build_stream,
+    check_vocabulary,
+    load_tokenizer,
+)
 from tputrain.device import find_device
 from tputrain.models import add_lora, build_model, initialize
 from tputrain.recipe import RecipeConfig
@@ -28,36 +33,6 @@ class Job:
     description: list[str]
 
 
-@dataclass(frozen=True)
-class TrainingBatches:
-    """Packed sequences as the Trainer's indexed loader."""
-
-    packed: PackedSequences
-    sequences: int
-    micro_batches: int
-    fingerprint: str
-
-    def batch_at(self, step: int, micro: int) -> Batch:
-        """Micro-batch `micro` of step `step`: `sequences` sequences."""
-        return self.packed.batch_at(step, micro, self.sequences, self.micro_batches)
-
-
-@dataclass(frozen=True)
-class ValidationBatches:
-    """Packed sequences as an evaluation goes through them."""
-
-    packed: PackedSequences
-    sequences: int
-    token_bytes: np.ndarray
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.packed.eval_batches(self.sequences)
-
-    def bytes_of(self, batch: Batch) -> int:
-        """Bytes of text that the labels of `batch` stand for."""
-        return num_label_bytes(batch, self.token_bytes)
-
-
 def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     """Data, model and Trainer of a recipe. The model has its initial values.
 
@@ -65,7 +40,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     """
     find_device(cfg.device)  # a device that is not there is reported before the tokenizer is trained
     tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(checkpoint)
-    data = build_data(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer, expected=fingerprint)
+    data = _build_data(cfg, tokenizer, fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
         trainer = _build_trainer(cfg, data)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -82,20 +57,27 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`."""
     find_device(cfg.device)
     tokenizer, fingerprint = _started_with(checkpoint)
-    data = build_data(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer)
+    data = _build_data(cfg, tokenizer, None)
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
     with announced(f"building {cfg.model.name}"):
         return Trainer(_build_model(cfg), cfg, val_loader=_validation_batches(cfg, data))
 
 
+def _build_data(
+    cfg: RecipeConfig, tokenizer: Tokenizer | None, expected: str | None
+) -> TextData | StreamedText:
+    build = build_stream if cfg.data.streaming else build_data
+    return build(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer, expected=expected)
+
+
 def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
     """The tokenizer of a run, and the fingerprint of its data (None in a checkpoint that does not say it)."""
     data = contents.load_state(checkpoint)["data"] or {}
-    return Tokenizer.load(checkpoint), data.get("fingerprint")
+    return load_tokenizer(checkpoint), data.get("fingerprint")
 
 
-def _validation_batches(cfg: RecipeConfig, data: TextData) -> ValidationBatches:
+def _validation_batches(cfg: RecipeConfig, data: TextData | StreamedText) -> ValidationBatches:
     return ValidationBatches(data.validation, cfg.batch.sequences, data.tokenizer.token_bytes())
 
 
@@ -108,7 +90,8 @@ def _build_model(cfg: RecipeConfig) -> nn.Module:
     return model
 
 
-def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
+def _build_trainer(cfg: RecipeConfig, data: TextData | StreamedText) -> Trainer:
+    check_vocabulary(data.tokenizer, cfg.model.resolve().vocab_size)
     model = _build_model(cfg)
     callbacks = []
     if cfg.sample.max_new_tokens > 0:
@@ -116,9 +99,7 @@ def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
     return Trainer(
         model,
         cfg,
-        train_loader=TrainingBatches(
-            data.train, cfg.batch.sequences, cfg.trainer.accumulate, data.fingerprint
-        ),
+        train_loader=data.training_batches(cfg.batch.sequences, cfg.trainer.accumulate),
         val_loader=_validation_batches(cfg, data),
         callbacks=callbacks,
         tokenizer=data.tokenizer,
@@ -130,4 +111,4 @@ def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module,
     device = find_device(cfg.device)
     model = build_model(cfg.model)
     contents.load_model(model, checkpoint)
-    return model.to(device), Tokenizer.load(checkpoint), device
+    return model.to(device), load_tokenizer(checkpoint), device

@@ -22,7 +22,7 @@ from tputrain.signals import Interrupted
 
 _FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
-_FREE = ("data.cache_dir", "model.activation_checkpointing")
+_FREE = ("data.cache_dir", "data.prefetch", "data.workers", "model.activation_checkpointing")
 """What is below those and changes nothing."""
 
 

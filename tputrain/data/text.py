@@ -4,10 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tputrain.data.config import DataConfig, DataError
+from tputrain.data.loading import Sequences, TrainingBatches
 from tputrain.data.packing import PackedSequences
+from tputrain.data.padding import PaddedSequences
+from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokenizer
 from tputrain.data.sources import read_corpus
 from tputrain.data.token_cache import text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
+from tputrain.data.workers import WorkerBatches
+from tputrain.feed import IndexedLoader
 
 
 @dataclass(frozen=True)
@@ -15,28 +20,38 @@ class TextData:
     """What a run trains on and is judged by."""
 
     title: str
+    unit: str
+    """What a document is: file or row."""
     num_files: int
     num_bytes: int
     fingerprint: str
     """Names the text and its tokenisation: equal fingerprints give equal batches for equal seeds."""
     tokenizer: Tokenizer
-    train: PackedSequences
-    validation: PackedSequences
+    train: Sequences
+    validation: Sequences
     validation_bytes_per_token: float
     """Of all the validation text. A mean loss over all of it in nats / ln 2 / this = its bits per byte."""
+    num_workers: int = 0
+    """Processes that put training batches together."""
 
     def describe(self) -> list[str]:
         """A few lines for people."""
-        files = f"{self.num_files:,} file{'s' * (self.num_files != 1)}"
+        files = f"{self.num_files:,} {self.unit}{'s' * (self.num_files != 1)}"
+        kind = "Hugging Face's" if isinstance(self.tokenizer, PretrainedTokenizer) else "byte-level BPE"
         return [
             f"data: {self.title}, {files}, {_megabytes(self.num_bytes)}",
-            f"tokenizer: byte-level BPE, {self.tokenizer.vocab_size:,} entries, "
+            f"tokenizer: {kind}, {self.tokenizer.vocab_size:,} entries, "
             f"{self.validation_bytes_per_token:.2f} bytes per token on validation text",
             f"train: {self.train.num_tokens:,} tokens in {self.train.num_sequences:,} sequences of "
             f"{self.train.sequence_length}, {self.train.num_documents:,} documents",
             f"validation: {self.validation.num_tokens:,} tokens in {self.validation.num_sequences:,} "
             f"sequences, {self.validation.num_documents:,} documents",
         ]
+
+    def training_batches(self, batch_size: int, micro_batches: int) -> IndexedLoader:
+        """The Trainer's loader: micro-batches of `batch_size` sequences, by step."""
+        loader = TrainingBatches(self.train, batch_size, micro_batches, self.fingerprint)
+        return WorkerBatches(loader, micro_batches, self.num_workers) if self.num_workers > 0 else loader
 
 
 def build_data(
@@ -57,22 +72,29 @@ def build_data(
     # Before the tokenizer: this may be told in a second.
     if expected is not None and not expected.startswith(text):
         raise _other_text(cfg, corpus.title)
+    if tokenizer is None and cfg.tokenizer is not None:
+        tokenizer = find_tokenizer(cfg.tokenizer)
     tokenised = tokenise(corpus, cfg, announce, tokenizer)
 
-    def pack(name: str) -> PackedSequences:
+    def pack(name: str) -> Sequences:
         part = getattr(tokenised, name)
-        return PackedSequences(part.tokens, part.offsets, cfg.sequence_length, seed, name)
+        arguments = (part.tokens, part.offsets, cfg.sequence_length, seed, name, part.learned)
+        if cfg.layout == "packed":
+            return PackedSequences(*arguments)
+        return PaddedSequences(*arguments, padding_id=tokenised.tokenizer.end_of_text_id, buckets=cfg.buckets)
 
     train, validation = pack("train"), pack("validation")
     return TextData(
         title=corpus.title,
-        num_files=len(corpus.documents),
+        unit=corpus.unit,
+        num_files=len(corpus.documents) + len(corpus.validation),
         num_bytes=corpus.num_bytes,
         fingerprint=f"{text}-{tokenised.tokenizer.digest()}",
         tokenizer=tokenised.tokenizer,
         train=train,
         validation=validation,
         validation_bytes_per_token=validation.bytes_per_label(tokenised.tokenizer.token_bytes()),
+        num_workers=cfg.workers,
     )
 
 
@@ -82,9 +104,9 @@ def _megabytes(num_bytes: int) -> str:
 
 def _other_text(cfg: DataConfig, title: str) -> DataError:
     found, mend = f"the {title}", "use the Python that the run was started with"
-    if cfg.files is not None:
-        found, mend = "the text there", "restore the files"
+    key, value = cfg.where
+    if value != "null":
+        found, mend = "the text there", "restore it" if cfg.name else "restore the files"
     return DataError(
-        f"data.files={'null' if cfg.files is None else repr(cfg.files)}: {found} is not what this run was "
-        f"started with; {mend}, or choose another run_dir"
+        f"{key}={value}: {found} is not what this run was started with; {mend}, or choose another run_dir"
     )

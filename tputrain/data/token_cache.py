@@ -13,6 +13,8 @@ from time import perf_counter
 import numpy as np
 
 from tputrain.data.config import DataConfig, DataError
+from tputrain.data.conversations import encode_conversations
+from tputrain.data.pretrained_tokenizer import load_tokenizer
 from tputrain.data.sources import Corpus, Document, split
 from tputrain.data.tokenizer import Tokenizer
 
@@ -26,6 +28,8 @@ class TokenisedPart:
 
     tokens: np.ndarray
     offsets: np.ndarray
+    learned: np.ndarray | None = None
+    """Which tokens are learned (bool); None: all."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def tokenise(
     """
     cache = Path(cfg.cache_dir).expanduser()
     entry = cache / text_fingerprint(corpus, cfg)
-    cached = _load_or_remove(entry, announce)
+    cached = None if cfg.tokenizer is not None else _load_or_remove(entry, announce)
     if tokenizer is not None and (cached is None or cached.tokenizer.digest() != tokenizer.digest()):
         # Beside the entry of those who train theirs, who must not get somebody else's.
         entry = cache / f"{entry.name}-{tokenizer.digest()}"
@@ -70,7 +74,9 @@ def tokenise(
 
 def text_fingerprint(corpus: Corpus, cfg: DataConfig) -> str:
     """Names the text and all that decides how it is cut, but for the tokenizer itself."""
-    choices = json.dumps([_LAYOUT, cfg.vocab_size, cfg.validation_fraction])
+    # What came later is named only where it is used: older runs go on with the name that they know.
+    later = [cfg.format] if cfg.format != "text" else []
+    choices = json.dumps([_LAYOUT, cfg.vocab_size, cfg.validation_fraction, *later])
     return blake2b(corpus.digest() + choices.encode(), digest_size=16).hexdigest()
 
 
@@ -101,22 +107,42 @@ def _build(
     tokenizer.save(built)
     lengths = {}
     for name, documents in (("train", train), ("validation", validation)):
-        lengths[name] = _write_tokens(documents, tokenizer, built / name)
-    (built / "entry.json").write_text(json.dumps({"tokens": lengths}) + "\n")
+        write = _write_tokens if cfg.format == "text" else _write_conversations
+        lengths[name] = write(documents, tokenizer, built / name)
+    (built / "entry.json").write_text(json.dumps({"tokens": lengths, "learned": cfg.format != "text"}) + "\n")
     if megabytes > 2:
         announce(f"tokenizer: {lengths['train']:,} tokens to train on, took {perf_counter() - started:.1f} s")
 
 
 def _write_tokens(documents: Sequence[Document], tokenizer: Tokenizer, stem: Path) -> int:
     offsets, pieces = [0], []
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     for texts in _batches_of_text(documents):
         for ids in tokenizer.encode_documents(texts):
-            pieces.append(np.array(ids, dtype=dtype))
+            pieces.append(np.array(ids, dtype=_token_dtype(tokenizer)))
             offsets.append(offsets[-1] + len(ids))
-    np.save(f"{stem}.npy", np.concatenate(pieces) if pieces else np.empty(0, dtype))
-    np.save(f"{stem}_offsets.npy", np.array(offsets, dtype=np.int64))
+    _save_tokens(stem, pieces, offsets, tokenizer)
     return offsets[-1]
+
+
+def _write_conversations(documents: Sequence[Document], tokenizer: Tokenizer, stem: Path) -> int:
+    offsets, pieces, learned = [0], [], []
+    for texts in _batches_of_text(documents):
+        for ids, answers in zip(*encode_conversations(texts, tokenizer), strict=True):
+            pieces.append(np.array(ids, dtype=_token_dtype(tokenizer)))
+            learned.append(answers)
+            offsets.append(offsets[-1] + len(ids))
+    np.save(f"{stem}_learned.npy", np.concatenate(learned) if learned else np.empty(0, bool))
+    _save_tokens(stem, pieces, offsets, tokenizer)
+    return offsets[-1]
+
+
+def _token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
+    return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+
+
+def _save_tokens(stem: Path, pieces: list[np.ndarray], offsets: list[int], tokenizer: Tokenizer) -> None:
+    np.save(f"{stem}.npy", np.concatenate(pieces) if pieces else np.empty(0, _token_dtype(tokenizer)))
+    np.save(f"{stem}_offsets.npy", np.array(offsets, dtype=np.int64))
 
 
 def _batches_of_text(documents: Sequence[Document]) -> Iterator[list[str]]:
@@ -144,7 +170,8 @@ def _publish(built: Path, entry: Path) -> None:
 
 
 def _load(entry: Path) -> TokenisedCorpus:
-    lengths = json.loads((entry / "entry.json").read_text())["tokens"]
+    described = json.loads((entry / "entry.json").read_text())
+    lengths, holds_learned = described["tokens"], described.get("learned", False)
 
     def part(name: str) -> TokenisedPart:
         offsets = np.load(entry / f"{name}_offsets.npy")
@@ -152,7 +179,8 @@ def _load(entry: Path) -> TokenisedCorpus:
         tokens = np.load(entry / f"{name}.npy", mmap_mode="r" if lengths[name] else None)
         if not len(tokens) == offsets[-1] == lengths[name]:
             raise ValueError(f"{name}.npy holds {len(tokens)} tokens, {lengths[name]} expected")
-        return TokenisedPart(tokens, offsets)
+        learned = entry / f"{name}_learned.npy"
+        return TokenisedPart(tokens, offsets, np.load(learned) if holds_learned else None)
 
     train, validation = part("train"), part("validation")
-    return TokenisedCorpus(Tokenizer.load(entry), train, validation)
+    return TokenisedCorpus(load_tokenizer(entry), train, validation)

@@ -19,14 +19,32 @@ class Tokenizer:
     FILE = "tokenizer.json"
     """What `load` reads."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
+    has_chat_template = False
+    """Whether it knows how a conversation is written (`render`)."""
+
+    start_of_text_id: int
+    """Opens every document."""
+    end_of_text_id: int
+    """Closes every document, and is the sign to stop."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        end_of_text: str = END_OF_TEXT,
+        start_of_text: str | None = None,
+    ):
+        """`start_of_text`: None: `end_of_text` opens documents too. Raises ValueError for unknown tokens."""
         self._tokenizer = tokenizer
         # A text that spells out "<|endoftext|>" is text: it must not end the document.
         tokenizer.encode_special_tokens = True
-        end_of_text_id = tokenizer.token_to_id(END_OF_TEXT)
-        if end_of_text_id is None:
-            raise ValueError(f"the tokenizer has no {END_OF_TEXT} token")
-        self.end_of_text_id: int = end_of_text_id
+        self.end_of_text_id = self._id_of(end_of_text)
+        self.start_of_text_id = self._id_of(start_of_text or end_of_text)
+
+    def _id_of(self, token: str) -> int:
+        index = self._tokenizer.token_to_id(token)
+        if index is None:
+            raise ValueError(f"the tokenizer has no {token} token")
+        return index
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -85,10 +103,10 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each document, opened and closed by the end-of-text token."""
-        mark = [self.end_of_text_id]
+        """Token ids of each document, with the tokens that open and close one."""
+        start, end = [self.start_of_text_id], [self.end_of_text_id]
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [mark + encoding.ids + mark for encoding in encodings]
+        return [start + encoding.ids + end for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, end-of-text tokens left out; bytes that are no UTF-8 become U+FFFD."""

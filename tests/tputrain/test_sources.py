@@ -1,0 +1,175 @@
+"""Rows of datasets as text to train on, whatever they lie in, and what is said where they cannot be."""
+
+import json
+
+import datasets
+import pytest
+
+from tputrain.data import DataConfig, DataError, build_data
+from tputrain.data.sources import read_corpus, split
+from tputrain.errors import UserError
+
+ROWS = [
+    {"id": number, "text": f"row {number} holds the words {number * number} and more"} for number in range(90)
+]
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """A directory to be in, with the same rows in every form."""
+    monkeypatch.chdir(tmp_path)
+    dataset = datasets.Dataset.from_list(ROWS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    dataset.to_csv("rows.csv")
+    dataset.to_parquet("rows.parquet")
+    dataset.save_to_disk("saved")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select(range(7))}).save_to_disk("parts")
+    (tmp_path / "hub-like").mkdir()
+    dataset.to_parquet("hub-like/train.parquet")
+    return tmp_path
+
+
+def config(**changes) -> DataConfig:
+    return DataConfig(**{"sequence_length": 16, "vocab_size": 300, "cache_dir": "cache", **changes})
+
+
+def build(**changes):
+    return build_data(config(**changes), 0, announce=lambda line: None)
+
+
+SOURCES = [
+    {"source": "jsonl", "files": "rows.jsonl"},
+    {"source": "csv", "files": "rows.csv"},
+    {"source": "parquet", "files": "rows.parquet"},
+    {"source": "saved", "name": "saved"},
+    {"source": "saved", "name": "parts"},
+    {"source": "hub", "name": "hub-like"},
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.get("name") or source["files"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+def test_every_source_gives_the_same_documents(source, streaming):
+    corpus = read_corpus(config(**source, streaming=streaming))
+    assert [document.text for document in corpus.documents] == [row["text"] for row in ROWS]
+    assert corpus.unit == "row"
+
+
+def test_rows_become_sequences_and_are_told_of():
+    data = build(source="jsonl", files="rows.jsonl")
+    assert data.train.num_documents + data.validation.num_documents == 90
+    assert data.describe()[0].startswith("data: rows.jsonl, 90 rows, ")
+    same = build(source="parquet", files="rows.parquet")
+    assert same.fingerprint == data.fingerprint
+    assert same.train.batch_at(3, 0, 4)["input_ids"].equal(data.train.batch_at(3, 0, 4)["input_ids"])
+
+
+def test_several_files_are_one_dataset_in_the_order_of_their_names(directory):
+    for name, rows in (("b", ROWS[:3]), ("a", ROWS[3:5])):
+        (directory / f"part-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = read_corpus(config(source="jsonl", files="part-*.jsonl"))
+    assert [document.text for document in corpus.documents] == [
+        ROWS[number]["text"] for number in (3, 4, 0, 1, 2)
+    ]
+
+
+def test_equal_rows_are_all_trained_on_or_all_held_out_and_rows_stay_whole(directory):
+    texts = [f"text {number % 10}" for number in range(40)]
+    (directory / "twice.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train, validation = split(read_corpus(config(source="jsonl", files="twice.jsonl")), 0.05)
+    assert {document.text for document in train}.isdisjoint(document.text for document in validation)
+    assert sorted(document.text for document in train + validation) == sorted(texts)
+    assert validation
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"source": "jsonl", "files": "rows.jsonl", "validation_files": "judge.jsonl"},
+        {"source": "saved", "name": "parts", "validation_split": "test"},
+    ],
+    ids=["files", "split"],
+)
+def test_what_to_be_judged_by_can_be_named(directory, named):
+    (directory / "judge.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:7]))
+    data = build(**named)
+    assert (data.train.num_documents, data.validation.num_documents) == (90, 7)
+    alone = build(**{key: value for key, value in named.items() if not key.startswith("validation")})
+    assert alone.fingerprint != data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"source": "jsonl", "files": "row.jsonl"},
+            r"no file matches 'row\.jsonl'.*; did you mean rows\.jsonl\?",
+        ),
+        ({"source": "saved", "name": "save"}, r"data\.name='save': no such directory; did you mean saved\?"),
+        ({"source": "saved", "name": "hub-like"}, "data.name='hub-like': cannot be read: .*save_to_disk"),
+        ({"source": "saved", "name": "parts", "split": "tst"}, "data.split=tst: .* did you mean test"),
+        ({"source": "saved", "name": "saved", "validation_split": "x"}, "saved is one dataset, unsplit"),
+        (
+            {"source": "hub", "name": "hub-like", "split": "x"},
+            "data.name=.hub-like.: cannot be read: .*[Ss]plit.*x",
+        ),
+        (
+            {"source": "csv", "files": "rows.csv", "text_column": "txt"},
+            "data.text_column=txt: no such column in ",
+        ),
+        (
+            {"source": "csv", "files": "rows.csv", "text_column": "txt"},
+            "which has id, text; did you mean text",
+        ),
+        (
+            {"source": "csv", "files": "rows.csv", "text_column": "id"},
+            "row 0 .from 0., column id: 0: expected text",
+        ),
+        ({"source": "jsonl", "files": "broken.jsonl"}, "data.files='broken.jsonl': cannot be read: "),
+        ({"source": "jsonl", "files": "empty.jsonl"}, "data.files='empty.jsonl': "),
+        ({"source": "jsonl", "files": "blank.jsonl"}, "data.files='blank.jsonl': there is no row with text"),
+        ({"source": "jsonl", "files": "one.jsonl"}, "one.jsonl: there is 1 row .* data.validation_files"),
+        (
+            {"source": "parquet", "files": "rows.csv"},
+            "data.files='rows.csv': cannot be read: .* parquet files",
+        ),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, streaming):
+    (directory / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n')
+    (directory / "empty.jsonl").write_text("")
+    (directory / "blank.jsonl").write_text('{"text": ""}\n{"text": null}\n')
+    (directory / "one.jsonl").write_text('{"text": "alone"}\n' * 2)
+    cfg = config(**changes, streaming=streaming)
+    with pytest.raises(DataError, match=message) as caught:
+        split(read_corpus(cfg), cfg.validation_fraction)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_not_on_the_hub_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"data\.name='nobody/nothing': cannot be read: .*hub") as caught:
+        read_corpus(config(source="hub", name="nobody/nothing"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "json"}, "data.source=json: expected one of .*did you mean jsonl"),
+        ({"source": "csv"}, "data.files=None: expected files to read, such as data.files='train/.*csv'"),
+        ({"source": "hub"}, "data.name=None: expected one, for data.source=hub"),
+        ({"source": "csv", "files": "a.csv", "name": "x"}, "data.name=x: expected nothing"),
+        ({"source": "hub", "name": "x", "files": "a"}, "data.files=a: expected nothing with data.source=hub"),
+        ({"validation_files": "a"}, "data.validation_files=a: expected nothing"),
+        ({"source": "saved", "name": "x", "subset": "y"}, "data.subset=y: expected nothing"),
+        ({"format": "messages"}, "data.format=messages: expected text with data.source=text"),
+        ({"streaming": True}, "data.streaming=True: expected false with data.source=text"),
+        ({"buckets": 0}, "data.buckets=0: expected 1 to data.sequence_length=16"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_before_any_work(changes, message):
+    with pytest.raises(UserError, match=message):
+        config(**changes)

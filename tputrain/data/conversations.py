@@ -1,0 +1,69 @@
+"""Conversations as tokens, and which of them are learned: the answers."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from tputrain.data.config import DataError
+from tputrain.data.pretrained_tokenizer import PretrainedTokenizer
+from tputrain.data.rows import ANSWERS
+from tputrain.data.tokenizer import Tokenizer
+
+Message = dict[str, str]
+
+
+def encode_conversations(
+    texts: Sequence[str], tokenizer: Tokenizer
+) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Token ids of each conversation (JSON, as `rows.read_documents` gives them), and which are learned
+    (bool).
+
+    By the tokenizer's chat template where it has one: what it writes from where an answer begins up to the
+    end of that message is learned, the sign to stop included. Else a message is a line `role: content`, and
+    an answer ends with the end-of-text token, which is learned too.
+    """
+    encoded = [_encode(json.loads(text), tokenizer) for text in texts]
+    return [ids for ids, _ in encoded], [learned for _, learned in encoded]
+
+
+def _encode(messages: list[Message], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
+    if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.has_chat_template:
+        return _by_template(messages, tokenizer)
+    return _by_line(messages, tokenizer)
+
+
+def _by_line(messages: list[Message], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
+    ids, learned = [tokenizer.start_of_text_id], [False]
+    for message in messages:
+        is_answer = message["role"] == ANSWERS
+        # The space belongs to the answer: a prompt that ends in one would be other tokens.
+        opening = tokenizer.encode(f"{message['role']}:")
+        content = tokenizer.encode(f" {message['content']}")
+        closing = [tokenizer.end_of_text_id] if is_answer else tokenizer.encode("\n")
+        ids += opening + content + closing
+        learned += [False] * len(opening) + [is_answer] * (len(content) + len(closing))
+    return ids, np.array(learned)
+
+
+def _by_template(messages: list[Message], tokenizer: PretrainedTokenizer) -> tuple[list[int], np.ndarray]:
+    whole = tokenizer.render(messages)
+    encoding = tokenizer.encode_rendered(whole)
+    starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+    learned = np.zeros(len(starts), dtype=bool)
+    for number, message in enumerate(messages):
+        if message["role"] != ANSWERS:
+            continue
+        begins = _length_of_prefix(tokenizer.render(messages[:number], asks=True), whole)
+        ends = _length_of_prefix(tokenizer.render(messages[: number + 1]), whole)
+        learned |= (starts >= begins) & (starts < ends)
+    return encoding.ids, learned
+
+
+def _length_of_prefix(part: str, whole: str) -> int:
+    if not whole.startswith(part):
+        raise DataError(
+            "data.tokenizer: its chat template writes earlier messages differently once later ones follow, "
+            "so where answers begin cannot be told: give conversations of one answer, or another template"
+        )
+    return len(part)

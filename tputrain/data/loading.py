@@ -1,0 +1,42 @@
+"""Sequences as the loaders that a Trainer takes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tputrain.batches import Batch
+from tputrain.data.packing import PackedSequences, num_label_bytes
+from tputrain.data.padding import PaddedSequences
+
+Sequences = PackedSequences | PaddedSequences
+
+
+@dataclass(frozen=True)
+class TrainingBatches:
+    """Sequences as the Trainer's indexed loader."""
+
+    sequences: Sequences
+    batch_size: int
+    micro_batches: int
+    fingerprint: str
+
+    def batch_at(self, step: int, micro: int) -> Batch:
+        """Micro-batch `micro` of step `step`: `batch_size` sequences."""
+        return self.sequences.batch_at(step, micro, self.batch_size, self.micro_batches)
+
+
+@dataclass(frozen=True)
+class ValidationBatches:
+    """Sequences as an evaluation goes through them."""
+
+    sequences: Sequences
+    batch_size: int
+    token_bytes: np.ndarray
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.sequences.eval_batches(self.batch_size)
+
+    def bytes_of(self, batch: Batch) -> int:
+        """Bytes of text that the labels of `batch` stand for."""
+        return num_label_bytes(batch, self.token_bytes)
