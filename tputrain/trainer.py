@@ -17,6 +17,7 @@ from tputrain import rng
 from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
+from tputrain.callbacks.events import EventLog
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
@@ -119,6 +120,7 @@ class Trainer:
         if self.run_dir is not None:
             self.store = CheckpointStore(self.run_dir / "checkpoints", cfg.checkpoint.keep_last)
             self.loggers.append(JsonlLogger(self.run_dir))
+            self.callbacks.append(EventLog(self.run_dir))
         self.loggers += loggers
 
         self.step = 0
