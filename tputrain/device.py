@@ -50,6 +50,13 @@ def find_device(name: str) -> torch.device:
     return torch.device("tpu")
 
 
+def describe(device: torch.device) -> str:
+    """The device for people: `cpu`, or `tpu: XLA on TPU v5e`."""
+    if device.type == "tpu":
+        return f"tpu: XLA on {torch.tpu.get_device_name()}"  # type: ignore[attr-defined]
+    return str(device)
+
+
 def execution_mode(device: torch.device, mode: str) -> AbstractContextManager[object]:
     """The context in which the device runs in `mode`; elsewhere there is but one mode."""
     return torch.tpu.eager_mode(mode) if device.type == "tpu" else nullcontext()  # type: ignore[attr-defined]

@@ -80,16 +80,6 @@ def _over(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ between two nested dicts: key to (old, new)."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {} if old == new else {prefix: (old, new)}
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in [*old, *(key for key in new if key not in old)]:
-        found |= differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
-    return found
-
-
 @dataclass(frozen=True)
 class _Layer:
     """Values from one source; later layers win over earlier ones."""

@@ -44,3 +44,23 @@ class RunLock:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process of this user, on this machine, has the run directory in use. Only looks: a lock taken
+    to find out would refuse a process that starts at this moment.
+    """
+    lock = (run_dir / ".lock").resolve()
+    try:
+        holder = int(lock.read_text(encoding="ascii"))
+        opened = list(Path(f"/proc/{holder}/fd").iterdir())
+    except (OSError, ValueError):
+        return False  # nobody was ever here, or that process is gone
+    return any(_target(descriptor) == lock for descriptor in opened)
+
+
+def _target(descriptor: Path) -> Path | None:
+    try:
+        return descriptor.readlink()
+    except OSError:
+        return None  # closed in the meantime

@@ -19,6 +19,7 @@ from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
 from tputrain.callbacks.config import build_callbacks
+from tputrain.callbacks.events import EventLog
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
@@ -129,6 +130,7 @@ class Trainer:
         if self.run_dir is not None:
             saving = cfg.checkpoint
             self.store = CheckpointStore(self.run_dir / "checkpoints", saving.keep_last, saving.keep_every)
+            self.callbacks.append(EventLog(self.run_dir))
         self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
         self.step = 0

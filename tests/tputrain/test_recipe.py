@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tputrain.config import RunConfig
+from tputrain.config_differences import differences
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe, with_defaults
+from tputrain.recipe import RecipeConfig, config_from_json, load_recipe, with_defaults
 from tputrain.shipped import find_recipe, shipped_names, shipped_path
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,6 @@ config.json, generation_config.json, tokenizer files: from the model's `save_con
 tokenizer's `save(directory)`, where they have them
 """
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tputrain.checkpoint.state import STATE as STATE
+from tputrain.checkpoint.state import load_state as load_state
+from tputrain.checkpoint.state import save_state as save_state
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
 
 MODEL = "model.safetensors"
 TRAINED = "trained.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
-FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new keys alone do not do that
 
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
@@ -187,27 +187,6 @@ def load_optimizer(
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """The name of each parameter, by its identity."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def save_state(state: dict[str, Any], directory: Path) -> None:
-    """Write state.json, with its format. Raises UserError where something in it is not JSON."""
-    try:
-        text = json.dumps({"format": FORMAT} | state, indent=1)
-    except TypeError as error:
-        raise UserError(f"{STATE}: {error}; state of callbacks and schedulers must be plain JSON") from None
-    (directory / STATE).write_text(text + "\n", encoding="utf-8")
-
-
-def load_state(directory: Path) -> dict[str, Any]:
-    """Read state.json of a verified checkpoint. Raises UserError where a newer tputrain wrote it."""
-    path = directory / STATE
-    state = json.loads(path.read_text(encoding="utf-8"))
-    if state["format"] > FORMAT:
-        raise UserError(
-            f"{path}: format {state['format']}, written by tputrain {state['versions']['tputrain']}; "
-            f"this one reads formats up to {FORMAT}: install that version, or a newer one"
-        )
-    return state
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:

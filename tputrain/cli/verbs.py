@@ -1,4 +1,4 @@
-"""run, validate and sample."""
+"""run, resume, validate and sample."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,10 +11,11 @@ from tputrain.checkpoint import contents
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.cli.job import build_evaluation, build_job, build_trained_model
 from tputrain.config_checks import expect
+from tputrain.config_differences import differences
 from tputrain.data import Tokenizer
 from tputrain.device import execution_mode
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, differences, load_recipe, with_defaults
+from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe, with_defaults
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
 from tputrain.shipped import find_recipe
@@ -22,6 +23,8 @@ from tputrain.signals import Interrupted
 
 _FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
+_FIXED_AT_IMPORT = ("model.", "data.vocab_size", "seed")
+"""What an imported run keeps: there are weights and a tokenizer, and nothing has been trained on."""
 _FREE = ("data.cache_dir", "data.prefetch", "data.workers", "model.activation_checkpointing")
 """What is below those and changes nothing."""
 
@@ -33,16 +36,36 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
     if cfg.run_dir is None:
         cfg = replace(cfg, run_dir=str(Path("runs") / path.stem))
     assert cfg.run_dir is not None
-    command = f"tputrain run {shlex.quote(recipe)}"
-    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
     started = _started(cfg) if cfg.checkpoint.resume == "auto" else None
+    return _train(cfg, started, f"tputrain run {shlex.quote(recipe)}", overrides)
+
+
+def resume(run_dir: str, overrides: Sequence[str]) -> int:
+    """Go on with a run as its checkpoint says it was configured, with `overrides` on top."""
+    for text in overrides:
+        if text.startswith(("run_dir=", "checkpoint.resume=")):
+            raise UserError(f"{COMMAND_LINE}: {text}: resume goes on in {run_dir}; leave that out")
+    checkpoint, state = _newest(run_dir, only=(contents.STATE, Tokenizer.FILE))
+    saved = dict(state["config"])
+    if isinstance(saved.get("trainer"), dict):
+        # It follows from the batch, which may be asked to be another; that is spoken of below.
+        saved["trainer"] = {key: value for key, value in saved["trainer"].items() if key != "accumulate"}
+    cfg = config_from_json(saved, str(checkpoint / contents.STATE), overrides)
+    cfg = replace(cfg, run_dir=run_dir, checkpoint=replace(cfg.checkpoint, resume="auto"))
+    _check_same_run(cfg, state, checkpoint)
+    return _train(cfg, checkpoint, f"tputrain resume {shlex.quote(run_dir)}", overrides)
+
+
+def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> int:
+    """Train to the last step. `command` and `overrides`: what to say for making the run longer."""
+    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
     if started is not None and _is_finished(cfg, started):
         done, asked = contents.load_state(started)["step"], cfg.trainer.steps
         what = f"its {done} steps" if done == asked else f"{done} steps, more than trainer.steps={asked}"
         say(f"{cfg.run_dir} is finished: it has done {what}. To make it longer:")
         say(f"  {command}{kept} trainer.steps={2 * done}")
         return 0
-    with RunLock(Path(cfg.run_dir)):
+    with RunLock(Path(str(cfg.run_dir))):
         pass  # a directory that cannot be used is reported before anything takes long
     job = build_job(cfg, started)
     for line in job.description:
@@ -96,14 +119,19 @@ def sample(
 
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
     """The newest whole checkpoint of a run, and the configuration it was made with."""
+    checkpoint, state = _newest(run_dir)
+    return checkpoint, config_from_json(state["config"], str(checkpoint / contents.STATE), overrides)
+
+
+def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, Any]]:
+    """The newest whole checkpoint of a run (`only`: in these files), and its state."""
     if not Path(run_dir).is_dir():
         raise UserError(f"{run_dir}: no such directory; expected the directory of a run, such as runs/llama")
     store = CheckpointStore(Path(run_dir) / "checkpoints")
-    checkpoint = store.newest(_say_refused)
+    checkpoint = store.newest(_say_nothing if only else _say_refused, only)
     if checkpoint is None:
         raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; expected a run directory")
-    state = contents.load_state(checkpoint)
-    return checkpoint, config_from_json(state["config"], str(checkpoint / contents.STATE), overrides)
+    return checkpoint, contents.load_state(checkpoint)
 
 
 def _started(cfg: RecipeConfig) -> Path | None:
@@ -114,7 +142,7 @@ def _started(cfg: RecipeConfig) -> Path | None:
     """
     checkpoint = _store(cfg).newest(_say_nothing, only=(contents.STATE, Tokenizer.FILE))
     if checkpoint is not None:
-        _check_same_run(cfg, contents.load_state(checkpoint)["config"], checkpoint)
+        _check_same_run(cfg, contents.load_state(checkpoint), checkpoint)
     return checkpoint
 
 
@@ -133,16 +161,24 @@ def _say_nothing(path: Path, reason: str, used: Path) -> None:
     pass
 
 
-def _check_same_run(cfg: RecipeConfig, saved: dict[str, Any], checkpoint: Path) -> None:
+def _check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) -> None:
     """Name every setting that differs from the checkpoint's; refuse those that make it another run."""
-    changes = differences(with_defaults(saved), asdict(cfg))
+    changes = differences(with_defaults(state["config"]), asdict(cfg))
+    # An imported model was trained on nothing yet: any data will do.
+    is_untrained = state["step"] == 0 and state.get("data") is None
+    fixed = _FIXED_AT_IMPORT if is_untrained else _FIXED
+    refused = [key for key in changes if key.startswith(fixed) and key not in _FREE]
     for key, (old, new) in changes.items():
-        if key.startswith(_FIXED) and key not in _FREE:
-            raise UserError(
-                f"{key}={new}: {checkpoint} was made with {key}={old}; set it back, or choose another run_dir"
-            )
-    for key, (old, new) in changes.items():
-        say(f"note: {key} is {new} from here on, it was {old}")
+        if key in refused:
+            say(f"refused: {key} would be {new}, it was {old}")
+        elif key != "run_dir" or Path(str(old)) != Path(str(new)):
+            say(f"note: {key} is {new} from here on, it was {old}")
+    if refused:
+        key = refused[0]
+        old, new = changes[key]
+        raise UserError(
+            f"{key}={new}: {checkpoint} was made with {key}={old}; set it back, or choose another run_dir"
+        )
 
 
 def _say_refused(path: Path, reason: str, used: Path) -> None:

@@ -10,6 +10,8 @@ from tputrain.loggers.logger import Logger, Record
 
 STEPS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+EVENTS = "events.jsonl"
+"""Written by `tputrain.callbacks.events`: one line each time a process starts, saves and ends."""
 
 
 class JsonlLogger(Logger):

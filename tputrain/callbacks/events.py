@@ -1,0 +1,52 @@
+"""What happened to a run and when, as JSON lines in `events.jsonl`: started, saved, ended."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tputrain import device as devices
+from tputrain.announce import say
+from tputrain.callbacks.callback import Callback
+from tputrain.loggers.jsonl import EVENTS
+from tputrain.versions import versions
+
+if TYPE_CHECKING:
+    from tputrain.trainer import Trainer
+
+
+class EventLog(Callback):
+    """Appends to `events.jsonl` in `directory`: one line each time a process starts, saves and ends.
+
+    Every line has `event`, `step` and `time` (seconds since 1970); `started` also has the configuration,
+    versions and device of that process. Nothing is ever taken back: this is the history of the processes,
+    where `metrics.jsonl` is that of the steps. A process that was killed has no `ended`.
+    """
+
+    def __init__(self, directory: Path | str):
+        self.path = Path(directory) / EVENTS
+        self._is_writable = True
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        environment = {"device": devices.describe(trainer.device), **versions()}
+        self._write("started", trainer.step, config=asdict(trainer.cfg), environment=environment)
+
+    def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
+        self._write("saved", trainer.step, checkpoint=checkpoint.name)
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        self._write("ended", trainer.step)
+
+    def _write(self, event: str, step: int, **more: Any) -> None:
+        if not self._is_writable:
+            return
+        line = json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **more})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            # A history is not worth a run.
+            self._is_writable = False
+            say(f"note: {self.path} cannot be written ({error.strerror}); events are not recorded from here")

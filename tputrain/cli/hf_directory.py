@@ -1,0 +1,66 @@
+"""`tputrain export`: the part of a checkpoint that is a Hugging Face directory."""
+
+import os
+import shutil
+from pathlib import Path
+
+from tputrain.announce import say
+from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
+from tputrain.checkpoint.state import STATE
+from tputrain.checkpoint.store import CheckpointStore, damage
+from tputrain.errors import UserError
+from tputrain.report.run_files import CHECKPOINTS
+
+# What only going on with the training needs.
+_LEFT_OUT = {STATE, "optimizer.safetensors", CHECKSUMS, COMPLETE}
+
+
+def export(target: str, out: str) -> int:
+    """Copy weights, configuration and tokenizer of a checkpoint to the new directory `out`."""
+    checkpoint = _checkpoint(Path(target))
+    names = sorted(path.name for path in checkpoint.iterdir() if path.name not in _LEFT_OUT)
+    if "config.json" not in names:
+        raise UserError(
+            f"{checkpoint}: its model wrote no config.json, so it is no Hugging Face model; give the model a "
+            "save_config(directory), or read model.safetensors itself"
+        )
+    directory = new_directory(out)
+    unfinished = directory.with_name(f".unfinished-{directory.name}")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for name in names:
+            shutil.copyfile(checkpoint / name, unfinished / name)
+        os.rename(unfinished, directory)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise UserError(f"{directory}: cannot be written ({error.strerror}); choose another place") from None
+    say(f"{directory}: {checkpoint} as a Hugging Face directory: {', '.join(names)}")
+    return 0
+
+
+def new_directory(out: str) -> Path:
+    """The path, if nothing is there yet but perhaps an empty directory."""
+    directory = Path(out)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(f"{directory}: there already; choose another name, nothing was overwritten")
+    return directory
+
+
+def _checkpoint(target: Path) -> Path:
+    """A whole checkpoint: the one named, or the newest of the run named."""
+    if (target / COMPLETE).is_file() or (target / STATE).is_file():
+        reason = damage(target)
+        if reason is not None:
+            raise UserError(f"{target} cannot be exported: {reason}; take another checkpoint")
+        return target
+    if not target.is_dir():
+        raise UserError(f"{target}: no such directory; expected a run, such as runs/llama, or a checkpoint")
+    newest = CheckpointStore(target / CHECKPOINTS).newest(_say_refused)
+    if newest is None:
+        raise UserError(f"{target}: no checkpoint in it; expected a run, such as runs/llama, or a checkpoint")
+    return newest
+
+
+def _say_refused(path: Path, reason: str, used: Path) -> None:
+    say(f"checkpoint {path} refused: {reason}; {used.name} is used")

@@ -1,0 +1,40 @@
+"""`tputrain import`: a run directory whose one checkpoint, step 0, holds weights from Hugging Face."""
+
+from pathlib import Path
+
+from tputrain.announce import announced, say
+from tputrain.batch_size import BatchConfig
+from tputrain.cli.hf_directory import new_directory
+from tputrain.data import DataConfig, Tokenizer
+from tputrain.errors import UserError
+from tputrain.models import build_model
+from tputrain.models.hf_llama import load_weights, model_config_of
+from tputrain.recipe import RecipeConfig
+from tputrain.trainer import Trainer
+
+
+def import_directory(hf_directory: str, out: str) -> int:
+    """Make the run directory `out`, which sample and validate read and resume trains further."""
+    source = Path(hf_directory)
+    if not source.is_dir():
+        raise UserError(f"{source}: no such directory; expected one with config.json and *.safetensors")
+    directory = new_directory(out)
+    model_config = model_config_of(source)
+    try:
+        tokenizer = Tokenizer.load(source)
+    except ValueError as error:
+        raise UserError(f"{error}; only a byte-level BPE with that token can be imported") from None
+    length = min(DataConfig.sequence_length, model_config.resolve().max_position_embeddings)
+    cfg = RecipeConfig(
+        run_dir=str(directory),
+        model=model_config,
+        data=DataConfig(vocab_size=tokenizer.vocab_size, sequence_length=length),
+        batch=BatchConfig(tokens=BatchConfig.sequences * length),
+    )
+    model = build_model(cfg.model)
+    with announced(f"reading {source}"):
+        load_weights(model, source)
+    Trainer(model, cfg, tokenizer=tokenizer).save()
+    say(f'sample   tputrain sample {directory} --prompt "def "')
+    say(f"train    tputrain resume {directory} data.files='notes/*.txt' trainer.steps=200")
+    return 0

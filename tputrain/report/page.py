@@ -1,0 +1,250 @@
+"""The page: head figures, charts, time line and tables of one run or several, as one HTML text."""
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from tputrain.errors import UserError
+from tputrain.loggers.logger import Record
+from tputrain.report.chart import NUM_COLOURS, Line, bar_chart, line_chart
+from tputrain.report.numbers import bytes_text, moment, plain, seconds_text
+from tputrain.report.run_files import Run, is_number
+from tputrain.report.series import Measure, histogram, measures, percentile, points, thinned
+from tputrain.report.timeline import timeline
+
+_NUM_BINS = 40
+
+
+def report_page(runs: Sequence[Run]) -> str:
+    """HTML of `runs` that needs no other file and no network. Text from the runs is escaped."""
+    title = ", ".join(run.name for run in runs)
+    body = "".join(
+        [
+            _header(runs),
+            _figures(runs[0]) if len(runs) == 1 else _table(_summary(runs), runs),
+            f'<section class="charts">{"".join(_charts(runs))}</section>',
+            f"<h2>Time line</h2>{timeline(runs, labels(runs))}",
+            _tables(runs),
+        ]
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_shipped('style.css')}</style></head>"
+        f"<body><main>{body}</main><div id=tip hidden></div>"
+        f"<script>{_shipped('hover.js')}</script></body></html>\n"
+    )
+
+
+def _shipped(name: str) -> str:
+    return files("tputrain.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _header(runs: Sequence[Run]) -> str:
+    names = "".join(
+        f'<span class="name">{_swatch(number) if len(runs) > 1 else ""}{escape(label)} '
+        f'<span class="state {run.state}">{run.state}</span></span>'
+        for number, (run, label) in enumerate(zip(runs, labels(runs)))
+    )
+    written = f"made {moment(time.time())}; last written {moment(max(run.changed_at for run in runs))}"
+    return f"<header><h1>{names}</h1><p>{written}</p></header>"
+
+
+def _swatch(number: int) -> str:
+    return f'<i class="swatch s{number % NUM_COLOURS}"></i>'
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Names that tell the runs apart: the directory's own, with what is above it where two share that."""
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    paths = [run.directory.resolve() for run in runs]
+    if len(set(paths)) < len(paths):
+        raise UserError("the same run directory was named twice; name each once")
+    shared = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(shared).as_posix() for path in paths]
+
+
+# -- figures -------------------------------------------------------------------------------------------------
+
+
+def _figures(run: Run) -> str:
+    tiles = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(values[0])}</dd></div>"
+        for name, values in _summary([run]).items()
+    )
+    return f'<dl class="figures">{tiles}</dl>'
+
+
+def _summary(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Name of a figure to its value in each run; those that no run has are left out."""
+    columns = [_figures_of(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {name: [column.get(name, "–") for column in columns] for name in names}
+
+
+def _figures_of(run: Run) -> dict[str, str]:
+    """The figures a run is judged by, those of them that it logged."""
+    asked = "" if run.num_steps is None else f" of {run.num_steps:,}"
+    found = {"steps": f"{run.step:,}{asked}"}
+    for unit in ("tokens", "samples"):
+        counted = points(run.steps, unit)
+        if counted:
+            found[f"{unit} seen"] = f"{counted[-1][1]:,.0f}"
+    losses = points(run.evaluations, "loss")
+    if losses:
+        step, best = min(losses, key=lambda point: point[1])
+        found["best evaluation"] = f"{best:.4f} at step {step:,.0f}"
+    elif points(run.steps, "loss"):
+        found["last loss"] = f"{points(run.steps, 'loss')[-1][1]:.4f}"
+    num_bad = sum("loss" in record and not is_number(record["loss"]) for record in run.steps)
+    if num_bad:
+        found["non-finite losses"] = f"{num_bad:,}"
+    return found | _speed_of(run) | _history_of(run)
+
+
+def _speed_of(run: Run) -> dict[str, str]:
+    found = {}
+    seconds = _values(run, "step_seconds")
+    if seconds:
+        p50, p90, p99 = (seconds_text(percentile(seconds, share)) for share in (0.5, 0.9, 0.99))
+        found["step time p50 / p90 / p99"] = f"{p50} / {p90} / {p99}"
+        found["training time"] = seconds_text(sum(seconds))
+    for unit in ("tokens", "samples"):
+        rates = _values(run, f"{unit}_per_second")
+        if rates:
+            found[f"{unit}/s, median"] = plain(percentile(rates, 0.5))
+    memory = _values(run, "peak_memory_bytes")
+    if memory:
+        found["peak memory"] = bytes_text(max(memory))
+    return found
+
+
+def _history_of(run: Run) -> dict[str, str]:
+    found = {}
+    if any("compilations" in record for record in run.steps):
+        found["programs compiled in steps"] = f"{sum(_values(run, 'compilations')):,.0f}"
+    if run.starts:
+        resumed = len(run.starts) - 1
+        found["resumed"] = {0: "never", 1: "once"}.get(resumed, f"{resumed} times")
+    found["checkpoints kept"] = ", ".join(f"step {kept.step:,}" for kept in run.checkpoints) or "none"
+    return found
+
+
+def _values(run: Run, key: str) -> list[float]:
+    return [value for _, value in points(run.steps, key)]
+
+
+# -- charts --------------------------------------------------------------------------------------------------
+
+
+def _charts(runs: Sequence[Run]) -> Iterable[str]:
+    """The loss, what evaluations measured, then the rest of what steps logged."""
+    of_steps, of_evaluations = measures(runs)
+    steps, evaluations = [run.steps for run in runs], [run.evaluations for run in runs]
+    for measure in of_steps[:1]:
+        lines = _lines(runs, steps, measure.key)
+        if measure.key == "loss":
+            lines += _lines(runs, evaluations, "loss", dots=True)
+        yield _chart(runs, measure, lines)
+    for measure in of_evaluations:
+        yield _chart(runs, measure, _lines(runs, evaluations, measure.key))
+    for measure in of_steps[1:]:
+        yield _chart(runs, measure, _lines(runs, steps, measure.key))
+        if measure.key == "step_seconds":
+            yield _step_times(runs)
+
+
+def _lines(runs: Sequence[Run], recorded: Sequence[list[Record]], key: str, dots: bool = False) -> list[Line]:
+    suffix = ", evaluated" if dots else ""
+    return [
+        Line(label + suffix, number, thinned(points(records, key)), dots)
+        for number, (label, records) in enumerate(zip(labels(runs), recorded))
+    ]
+
+
+def _chart(runs: Sequence[Run], measure: Measure, lines: Sequence[Line]) -> str:
+    num_steps = max(run.step for run in runs)
+    return _figure(measure.title, measure.note, line_chart(lines, num_steps, measure.form, measure.log))
+
+
+def _step_times(runs: Sequence[Run]) -> str:
+    """A histogram up to the 99th percentile of the slowest run: compilations would squeeze the rest."""
+    every = [_values(run, "step_seconds") for run in runs]
+    low = min(min(values) for values in every if values)
+    high = max(percentile(values, 0.99) for values in every if values)
+    high = high if high > low else low * 1.1 + 1e-9
+    rows = [
+        (number, histogram(values, low, high, _NUM_BINS)) for number, values in enumerate(every) if values
+    ]
+    note = f"last bar: {seconds_text(high)} and more"
+    return _figure("Step times", note, bar_chart(rows, low, high, seconds_text))
+
+
+def _figure(title: str, note: str, svg: str) -> str:
+    said = f" <small>{escape(note)}</small>" if note else ""
+    return f"<figure><figcaption>{escape(title)}{said}</figcaption>{svg}</figure>"
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+
+def _tables(runs: Sequence[Run]) -> str:
+    configs = _rows([flat(run.config) for run in runs])
+    environments = _rows([flat(run.environment) for run in runs])
+    if len(runs) == 1:
+        return (
+            f"<h2>Configuration</h2>{_table(configs, runs)}<h2>Environment</h2>{_table(environments, runs)}"
+        )
+    return "".join(
+        f"<h2>{title}: what differs</h2>{_table(_differing(rows), runs)}"
+        f"<details><summary>{title} of every run</summary>{_table(rows, runs)}</details>"
+        for title, rows in (("Configuration", configs), ("Environment", environments))
+    )
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys to values as a recipe has them."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = _as_written(value)
+    return found
+
+
+def _rows(columns: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: [column.get(key, "–") for column in columns] for key in keys}
+
+
+def _differing(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _table(rows: dict[str, list[str]], runs: Sequence[Run]) -> str:
+    if not rows:
+        return "<p>nothing</p>"
+    head = ""
+    if len(runs) > 1:
+        names = "".join(
+            f"<th>{_swatch(number)}{escape(label)}</th>" for number, label in enumerate(labels(runs))
+        )
+        head = f"<thead><tr><th></th>{names}</tr></thead>"
+    lines = "".join(
+        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for key, values in rows.items()
+    )
+    return f'<div class="wide"><table>{head}<tbody>{lines}</tbody></table></div>'
+
+
+def _as_written(value: Any) -> str:
+    """As a recipe has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
