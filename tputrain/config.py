@@ -8,6 +8,7 @@ from tputrain.device import DEVICES, ExecutionConfig
 from tputrain.loggers.logger import LogConfig
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
+from tputrain.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class RunConfig:
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")

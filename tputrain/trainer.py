@@ -34,6 +34,7 @@ from tputrain.optim.optimizer import build_optimizer, create_state
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
+from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
 
 Metric = Callable[[Any, Any], Tensor]
 """(output, target) of a batch to a scalar tensor, its mean over the batch."""
@@ -131,6 +132,7 @@ class Trainer:
         self._saved_at: int | None = None
         self._step_log = StepLog(self.device)
         self._signals = SignalWatch()
+        self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -140,11 +142,10 @@ class Trainer:
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
         self.control.stop = False  # of an earlier fit
-        with RunLock(self.run_dir), self._signals, self._running() as garbage:
+        with RunLock(self.run_dir), self._signals, self._watchdog, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
-            while not self._should_end():
-                self._advance()
+            while not self._should_end() and self._advance():
                 self._tell("on_step_end")
                 self._log_if_due()
                 self._evaluate_if_due()
@@ -152,22 +153,34 @@ class Trainer:
                 garbage.after_step(self.step)
             self._end()
 
-    def _advance(self) -> None:
-        """One step. The first of a process records and compiles, so it is announced and waited for."""
+    def _advance(self) -> bool:
+        """One step; False where a signal came while it waited for its data."""
+        batches = self._next_batches()
+        if batches is None:
+            return False
         if self._is_warm:
-            self._train_step(self._next_batches())
-            return
-        compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
-        with announced(f"step {self.step + 1}, the first of this process,{compiled}"):
-            self._train_step(self._next_batches())
-            self._step_log.wait()
-        self._is_warm = True
-        self._log()
+            with self._watchdog.phase(STEP):
+                self._train_step(batches)
+        else:
+            self._first_step(batches)
+        return True
 
-    def _next_batches(self) -> list[Batch]:
-        assert self._feed is not None
+    def _first_step(self, batches: list[Batch]) -> None:
+        """The first of a process is recorded and compiled, so it is announced and waited for."""
+        compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
+        with self._watchdog.phase(FIRST_STEP):
+            with announced(f"step {self.step + 1}, the first of this process,{compiled}"):
+                self._train_step(batches)
+                self._step_log.wait()
+            self._is_warm = True
+            self._log()
+
+    def _next_batches(self) -> list[Batch] | None:
+        feed, accumulate = self._feed, self.cfg.trainer.accumulate
+        assert feed is not None
         self._step_log.begin()
-        batches = self._feed.batches(self.step, self.cfg.trainer.accumulate)
+        with self._watchdog.phase(DATA):
+            batches = self._signals.wait_for(lambda: feed.batches(self.step, accumulate))
         self._step_log.data_ready()
         return batches
 
@@ -276,8 +289,10 @@ class Trainer:
         return self.step >= self.cfg.trainer.steps or self.control.stop or self._signals.received is not None
 
     def _log(self) -> None:
-        records = self._step_log.drain(self.unit)
+        with self._watchdog.phase(READING):
+            records = self._step_log.drain(self.unit)
         if records:
+            self._watchdog.learn(records)
             for logger in self.loggers:
                 logger.log(records)
             self._tell("on_log", records)
@@ -320,10 +335,10 @@ class Trainer:
         """Means over the evaluation batches; None where a signal came in between."""
         started, means, is_text, num_bytes = time.perf_counter(), WeightedMeans(), False, 0
         bytes_of = getattr(self.val_loader, "bytes_of", lambda batch: 0)
-        with self._evaluating(), announced(f"evaluating at step {self.step}"):
+        watched = self._watchdog.phase(EVALUATING)
+        with watched, self._evaluating(), announced(f"evaluating at step {self.step}"):
             for batch in self._evaluation_batches():
-                if self._signals.received is not None:
-                    return None
+                self._watchdog.go_on()
                 is_text, weight = batch_of.is_text(batch), batch_of.weight(batch)
                 if weight == 0:
                     continue
@@ -332,6 +347,8 @@ class Trainer:
                 means.add({"loss": loss} | values, weight)
                 num_bytes += bytes_of(batch)
                 devices.flush(self.device)
+            if self._signals.received is not None:
+                return None
             if means.weight == 0:
                 raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
             result = means.read()
@@ -340,11 +357,15 @@ class Trainer:
         return result | {"seconds": time.perf_counter() - started}
 
     def _evaluation_batches(self) -> Iterator[Batch]:
+        """As many as an evaluation takes; no more once a signal has come."""
         assert self.val_loader is not None
-        for number, batch in enumerate(self.val_loader):
-            if number == self.cfg.trainer.evaluate_batches:
+        batches, number = iter(self.val_loader), 0
+        while number != self.cfg.trainer.evaluate_batches:
+            fetched = self._signals.wait_for(lambda: next(batches, None))
+            if fetched is None:
                 return
-            yield batch
+            yield fetched
+            number += 1
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -365,7 +386,7 @@ class Trainer:
         self._log()
         for logger in self.loggers:
             logger.sync()  # a step that the checkpoint counts must not be missing from the log
-        with announced(f"saving {self.store.path(self.step)}"):
+        with self._watchdog.phase(SAVING), announced(f"saving {self.store.path(self.step)}"):
             path = self.store.write(self.step, self._fill)
         self._saved_at = self.step
         self._tell("on_save", path)
@@ -486,8 +507,9 @@ class Trainer:
             raise Interrupted(self._signals.received)
 
     def _tell(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(self, *arguments)
+        with self._watchdog.phase(f"callbacks, {hook}"):
+            for callback in self.callbacks:
+                getattr(callback, hook)(self, *arguments)
 
     def _check_optimizer_trains_the_model(self) -> None:
         own = {id(parameter) for parameter in self.model.parameters()}
