@@ -5,17 +5,15 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tputrain.announce import warn
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 T = TypeVar("T")
 _END = 0  # no signal has this number
-GRACE = 15.0  # seconds that the training thread has to act on a signal; whoever stops machines gives about 30
 
 
 class Interrupted(SystemExit):
@@ -36,18 +34,20 @@ class SignalWatch:
     The handler only sets an attribute, so asking costs nothing and the device is never waited for. But Python
     runs handlers in the main thread between two of its instructions, so never while that thread sits in a
     program that hangs, or in a compilation. What must work then as well is a thread's: the second signal, and
-    the rescue, see `rescued_by`. The interpreter's C handler writes each signal's number into a pipe,
+    the rescue, see `rescue_by`. The interpreter's C handler writes each signal's number into a pipe,
     whatever the main thread does.
 
     Python delivers signals to the main thread only: elsewhere nothing is watched.
     """
 
-    def __init__(self, grace: float = GRACE) -> None:
-        self.grace = grace
+    grace = 15.0
+    """Seconds that the main thread has to act on a signal; whoever stops machines gives about 30 in all."""
+
+    def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
         self._waiter: FrameType | None = None
-        self._rescue: Callable[[int], None] | None = None
+        self._rescue: Callable[[int], NoReturn] | None = None
         self._rescue_lock = threading.Lock()
         self._listener: threading.Thread | None = None
         self._pipe = -1
@@ -65,7 +65,7 @@ class SignalWatch:
             signal.signal(number, handler)
         self._before.clear()
         self._stop_listening()
-        self.received = None
+        self.received = self._rescue = None
 
     def wait_for(self, fetch: Callable[[], T]) -> T | None:
         """`fetch()`, or None where a signal came first: whatever it waits for is given up then.
@@ -81,19 +81,14 @@ class SignalWatch:
         finally:
             self._waiter = None
 
-    @contextmanager
-    def rescued_by(self, rescue: Callable[[int], None]) -> Iterator[None]:
-        """In here a signal that is not acted on for some time has a thread call `rescue(its number)`.
+    def rescue_by(self, rescue: Callable[[int], NoReturn] | None) -> None:
+        """From here on, a signal that is not acted on within `grace` has a thread call `rescue(its number)`.
 
-        For moments in which this thread may be busy with one long thing. `rescue` is to end the process.
+        For times in which the main thread may be busy with one long thing, such as a compilation. None: no
+        longer; that waits for a rescue that has begun, which ends the process.
         """
         with self._rescue_lock:
             self._rescue = rescue
-        try:
-            yield
-        finally:
-            with self._rescue_lock:  # waits for a rescue that has begun
-                self._rescue = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -124,12 +119,13 @@ class SignalWatch:
     def _listen(self, reading: int) -> None:
         """Until told to end: a line at the first signal, the end of the process at the second."""
         first: int | None = None
-        is_rescued = False
+        had_its_chance = False
         while True:
-            patience = None if first is None or is_rescued else self.grace
+            patience = None if first is None or had_its_chance else self.grace
             if not select.select([reading], [], [], patience)[0]:
                 assert first is not None
-                is_rescued = self._call_rescue(first)
+                self._call_rescue(first)
+                had_its_chance = True
                 continue
             for number in os.read(reading, 64):
                 if number == _END:
@@ -144,11 +140,10 @@ class SignalWatch:
                 first = number
                 warn(f"{name}: saving after this step, then leaving (again: leave at once)")
 
-    def _call_rescue(self, number: int) -> bool:
+    def _call_rescue(self, number: int) -> None:
         with self._rescue_lock:
             if self._rescue is not None:
                 self._rescue(number)
-        return True
 
 
 def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:

@@ -18,6 +18,8 @@ from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
 from tputrain.checkpoint import contents
+from tputrain.checkpoint.background import BackgroundWriter, Written, leaving_with
+from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -132,6 +134,7 @@ class Trainer:
         self._saved_at: int | None = None
         self._step_log = StepLog(self.device)
         self._signals = SignalWatch()
+        self._writer = BackgroundWriter()
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -155,6 +158,7 @@ class Trainer:
 
     def _advance(self) -> bool:
         """One step; False where a signal came while it waited for its data."""
+        self._expect_long_start()  # once more: an evaluation may have come since the start
         batches = self._next_batches()
         if batches is None:
             return False
@@ -174,6 +178,7 @@ class Trainer:
                 self._step_log.wait()
             self._is_warm = True
             self._log()
+        self._signals.rescue_by(None)
 
     def _next_batches(self) -> list[Batch] | None:
         feed, accumulate = self._feed, self.cfg.trainer.accumulate
@@ -267,9 +272,13 @@ class Trainer:
             self._evaluate()
 
     def _save_if_due(self) -> None:
+        if self._writer.has_ended:
+            self._end_save()
         if self._save_is_due():
             self.control.save = False
-            self.save()
+            self._begin_save()
+            if not self.cfg.checkpoint.background:
+                self._end_save()
 
     def _is_due(self, every: int | None) -> bool:
         return self._should_end() or (every is not None and self.step % every == 0)
@@ -335,7 +344,7 @@ class Trainer:
         """Means over the evaluation batches; None where a signal came in between."""
         started, means, is_text, num_bytes = time.perf_counter(), WeightedMeans(), False, 0
         bytes_of = getattr(self.val_loader, "bytes_of", lambda batch: 0)
-        watched = self._watchdog.phase(EVALUATING)
+        watched, generators = self._watchdog.phase(EVALUATING), rng.snapshot()
         with watched, self._evaluating(), announced(f"evaluating at step {self.step}"):
             for batch in self._evaluation_batches():
                 self._watchdog.go_on()
@@ -348,6 +357,7 @@ class Trainer:
                 num_bytes += bytes_of(batch)
                 devices.flush(self.device)
             if self._signals.received is not None:
+                rng.put_back(generators)  # what it drew, it draws again when the run goes on
                 return None
             if means.weight == 0:
                 raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
@@ -380,22 +390,52 @@ class Trainer:
     # -- saving and resuming ---------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path."""
+        """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path once it is
+        complete. Raises UserError where it cannot be written.
+        """
         if self.store is None:
             raise UserError("save: no run_dir was given, so there is nowhere to save to")
+        self._begin_save()
+        written = self._end_save()
+        assert written is not None
+        if written.error is not None:
+            raise UserError(
+                f"{written.path} cannot be saved ({written.error}): what came after the checkpoint before is "
+                "lost; make room or mend the disk, and run again: it goes on from there"
+            )
+        return written.path
+
+    def _begin_save(self) -> None:
+        """Copy everything to the host, and have it written while training goes on."""
+        assert self.store is not None
+        self._end_save()
         self._log()
         for logger in self.loggers:
             logger.sync()  # a step that the checkpoint counts must not be missing from the log
-        with self._watchdog.phase(SAVING), announced(f"saving {self.store.path(self.step)}"):
-            path = self.store.write(self.step, self._fill)
+        with self._watchdog.phase(SAVING):
+            self._writer.start(self.store, self._snapshot())
         self._saved_at = self.step
-        self._tell("on_save", path)
-        return path
 
-    def _fill(self, directory: Path) -> None:
-        contents.save_model(self.model, self.tokenizer, directory)
-        optimizer = contents.save_optimizer(self.optimizer, self.model, directory)
-        contents.save_state(self._state(optimizer), directory)
+    def _end_save(self) -> Written | None:
+        """Wait for the write in flight, if there is one."""
+        if not self._writer.is_busy:
+            return None
+        with self._watchdog.phase(SAVING):
+            written = self._writer.finish()
+        if written.error is None:
+            self._tell("on_save", written.path)
+        else:
+            self._saved_at = None  # tried again at the next occasion, and at the latest at the end
+        return written
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(self.step, self.model, self.tokenizer, self.optimizer, self._state)
+
+    def _expect_long_start(self) -> None:
+        """Until the first step is done, have a thread act on signals where this one is too busy to."""
+        if self.store is not None and not self._is_warm:
+            snapshot = None if self._saved_at == self.step else self._snapshot()
+            self._signals.rescue_by(leaving_with(self.store, snapshot))
 
     def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """All that a checkpoint holds beside tensors."""
@@ -471,6 +511,7 @@ class Trainer:
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
             for logger in self.loggers:
                 stack.callback(logger.close)
+            stack.callback(self._writer.wait)  # whatever ends the run
             yield garbage
 
     def _start(self) -> None:
@@ -485,6 +526,7 @@ class Trainer:
         self.model.train()
         devices.flush(self.device)
         self._tell("on_fit_start")
+        self._expect_long_start()
 
     def _resume_or_begin(self) -> None:
         if self._resumed:
@@ -501,7 +543,9 @@ class Trainer:
 
     def _end(self) -> None:
         self._log_if_due()
-        self._save_if_due()  # a signal may have come before the first step, or after the last look at it
+        self._end_save()
+        if self._save_is_due():
+            self.save()  # a signal may have come before the first step, or after the last look at it
         self._tell("on_fit_end")
         if self._signals.received is not None:
             raise Interrupted(self._signals.received)

@@ -26,14 +26,16 @@ FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in distinct_tensors(model).items():
-        on_host = _on_host(tensor)
-        storage = on_host.untyped_storage().data_ptr()
-        # safetensors holds no overlaps: a tensor that shares another's memory is written out in full.
-        tensors[name] = on_host.clone() if storage in storages else on_host
-        storages.add(storage)
+    write_model(model_tensors(model), model, tokenizer, directory)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, on the host, of what model.safetensors holds; one that shares another's memory in full."""
+    return {name: _host_copy(tensor) for name, tensor in distinct_tensors(model).items()}
+
+
+def write_model(tensors: dict[str, Tensor], model: nn.Module, tokenizer: Any, directory: Path) -> None:
+    """Write `tensors` of `model`, and the configuration files."""
     # transformers refuses a file that does not say which framework's conventions it follows.
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
     save_config = getattr(model, "save_config", None)
@@ -77,6 +79,15 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory: Path) -> dict[str, Any]:
     """Write optimizer.safetensors; returns the rest of the optimizer (numbers, groups) for state.json."""
+    tensors, rest = optimizer_contents(optimizer, model)
+    save_file(tensors, directory / OPTIMIZER)
+    return rest
+
+
+def optimizer_contents(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copies, on the host, of the optimizer's tensors, and the rest of it (numbers, groups)."""
     names = parameter_names(model)
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -84,7 +95,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory
         name = names[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}.{key}"] = _on_host(value)
+                tensors[f"{name}.{key}"] = _host_copy(value)
             elif isinstance(value, bool | int | float | str | None):
                 values.setdefault(name, {})[key] = value
             else:
@@ -92,12 +103,11 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory
                     f"the state of {type(optimizer).__name__} holds a {type(value).__name__} ({key!r}): "
                     "a checkpoint can hold tensors, numbers and text"
                 )
-    save_file(tensors, directory / OPTIMIZER)
     groups = [
         {"params": [names[id(p)] for p in group["params"]], "options": _plain_options(group)}
         for group in optimizer.param_groups
     ]
-    return {"kind": type(optimizer).__name__, "values": values, "groups": groups}
+    return tensors, {"kind": type(optimizer).__name__, "values": values, "groups": groups}
 
 
 def load_optimizer(
@@ -144,13 +154,17 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def save_state(state: dict[str, Any], directory: Path) -> None:
-    """Write state.json, with its format. Raises UserError where something in it is not JSON."""
+def state_text(state: dict[str, Any]) -> str:
+    """What state.json holds: `state` and its format. Raises UserError where something in it is not JSON."""
     try:
-        text = json.dumps({"format": FORMAT} | state, indent=1)
+        return json.dumps({"format": FORMAT} | state, indent=1) + "\n"
     except TypeError as error:
         raise UserError(f"{STATE}: {error}; state of callbacks and schedulers must be plain JSON") from None
-    (directory / STATE).write_text(text + "\n", encoding="utf-8")
+
+
+def write_state(text: str, directory: Path) -> None:
+    """Write state.json."""
+    (directory / STATE).write_text(text, encoding="utf-8")
 
 
 def load_state(directory: Path) -> dict[str, Any]:
@@ -170,8 +184,9 @@ def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+def _host_copy(tensor: Tensor) -> Tensor:
+    # Never the tensor's own memory, also where that is on the host: training goes on while this is written.
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
