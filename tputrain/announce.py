@@ -1,13 +1,23 @@
 """Lines for the person who waits: what starts now, and how long it took."""
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def say(line: str) -> None:
     """Print one line at once, also where standard output is a pipe."""
     print(line, flush=True)
+
+
+def warn(line: str) -> None:
+    """One line on standard error, from whatever thread.
+
+    Not by print, whose lock may be held by a thread that hangs; and whoever read this may have gone.
+    """
+    with suppress(OSError):
+        os.write(2, f"\n{line}\n".encode())
 
 
 @contextmanager

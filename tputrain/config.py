@@ -10,6 +10,7 @@ from tputrain.loggers.config import LogConfig
 from tputrain.metrics.named import check_metric_names
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
+from tputrain.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")

@@ -4,6 +4,7 @@ Everything that asks "is this tpu?" is here; on any other device the same calls 
 """
 
 import resource
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -96,6 +97,25 @@ def flush(device: torch.device) -> None:
 def compilations(device: torch.device) -> int:
     """Programs compiled by this process so far."""
     return torch.tpu.compile_stats()["compilations"] if device.type == "tpu" else 0  # type: ignore[attr-defined]
+
+
+def is_compiling() -> bool:
+    """Whether some thread of this process is compiling a program right now; asks no lock and no device."""
+    for frame in sys._current_frames().values():
+        looked_at = frame
+        while looked_at is not None:
+            code = looked_at.f_code
+            if code.co_name == "compile_segment" and "tpu_backend" in code.co_filename:
+                return True
+            looked_at = looked_at.f_back  # type: ignore[assignment]
+    return False
+
+
+def describe_stream(device: torch.device) -> str:
+    """How far the device's stream has come, for a report on a hang. May wait for whoever holds the stream."""
+    if device.type != "tpu":
+        return f"{device}: runs in the threads above"
+    return f"{device}: {torch.tpu.compile_stats()}"  # type: ignore[attr-defined]
 
 
 def peak_memory(device: torch.device) -> int:

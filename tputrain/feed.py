@@ -11,6 +11,7 @@ from tputrain import rng
 from tputrain.announce import say
 from tputrain.batches import Batch
 from tputrain.errors import UserError
+from tputrain.signals import WaitBrokenError
 
 
 @runtime_checkable
@@ -46,7 +47,10 @@ class Feed(Protocol):
     """What the training loop asks for data."""
 
     def batches(self, step: int, count: int) -> list[Batch]:
-        """The `count` micro-batches of step `step` (from 0), on the host."""
+        """The `count` micro-batches of step `step` (from 0), on the host.
+
+        A signal breaks the wait for them by a WaitBrokenError: then the position must be what it was before.
+        """
 
     def state(self) -> dict[str, Any]:
         """The position after the last batches given, as JSON."""
@@ -150,9 +154,21 @@ class IterableFeed:
         self.taken = 0  # batches of this epoch
         self._iterator: Iterator[Batch] = iter(())
         self._rng_at_epoch: dict[str, Any] | None = None
+        self._is_broken = False
 
     def batches(self, step: int, count: int) -> list[Batch]:
-        return [self._next() for _ in range(count)]
+        if self._is_broken:
+            self._is_broken = False
+            self.restore(self.state())
+        position, generators = (self.epoch, self.taken, self._rng_at_epoch), rng.snapshot()
+        try:
+            return [self._next() for _ in range(count)]
+        except WaitBrokenError:
+            # As if this step had not been asked for: the checkpoint that follows is of the one before.
+            self.epoch, self.taken, self._rng_at_epoch = position
+            rng.put_back(generators)
+            self._is_broken = True
+            raise
 
     def _next(self) -> Batch:
         batch = next(self._iterator, None)

@@ -1,13 +1,18 @@
 """SIGINT and SIGTERM during training: remembered, and acted on between two steps."""
 
 import os
+import select
 import signal
+import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
+
+from tputrain.announce import warn
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
+T = TypeVar("T")
 _END = 0  # no signal has this number
 
 
@@ -19,20 +24,31 @@ class Interrupted(SystemExit):
         self.number = number
 
 
+class WaitBrokenError(BaseException):
+    """A wait was given up because of a signal. No Exception: a loader must not take it for one of its own."""
+
+
 class SignalWatch:
     """Context that turns SIGINT and SIGTERM into `received`; a second signal ends the process at once.
 
     The handler only sets an attribute, so asking costs nothing and the device is never waited for. But Python
     runs handlers in the main thread between two of its instructions, so never while that thread sits in a
-    program that hangs. What must work then as well, the second signal, is a thread's: the interpreter's C
-    handler writes each signal's number into a pipe, whatever the main thread does.
+    program that hangs, or in a compilation. What must work then as well is a thread's: the second signal, and
+    the rescue, see `rescue_by`. The interpreter's C handler writes each signal's number into a pipe,
+    whatever the main thread does.
 
     Python delivers signals to the main thread only: elsewhere nothing is watched.
     """
 
+    grace = 15.0
+    """Seconds that the main thread has to act on a signal; whoever stops machines gives about 30 in all."""
+
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
+        self._waiter: FrameType | None = None
+        self._rescue: Callable[[int], NoReturn] | None = None
+        self._rescue_lock = threading.Lock()
         self._listener: threading.Thread | None = None
         self._pipe = -1
         self._pipe_before = -1
@@ -49,17 +65,42 @@ class SignalWatch:
             signal.signal(number, handler)
         self._before.clear()
         self._stop_listening()
-        self.received = None
+        self.received = self._rescue = None
+
+    def wait_for(self, fetch: Callable[[], T]) -> T | None:
+        """`fetch()`, or None where a signal came first: whatever it waits for is given up then.
+
+        It is broken off by a WaitBrokenError inside it, so it must leave things as they were when it raises.
+        """
+        # A signal that comes in this very frame must not raise: what was fetched would be lost.
+        self._waiter = sys._getframe()
+        try:
+            return None if self.received is not None else fetch()
+        except WaitBrokenError:
+            return None
+        finally:
+            self._waiter = None
+
+    def rescue_by(self, rescue: Callable[[int], NoReturn] | None) -> None:
+        """From here on, a signal that is not acted on within `grace` has a thread call `rescue(its number)`.
+
+        For times in which the main thread may be busy with one long thing, such as a compilation. None: no
+        longer; that waits for a rescue that has begun, which ends the process.
+        """
+        with self._rescue_lock:
+            self._rescue = rescue
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
+        if self._waiter is not None and _is_called_by(frame, self._waiter):
+            raise WaitBrokenError
 
     def _start_listening(self) -> None:
         global _open_pipe
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)  # as set_wakeup_fd demands
-        self._listener = threading.Thread(target=_listen, args=(reading,), name="signals", daemon=True)
+        self._listener = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
         self._listener.start()
         self._pipe_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         _open_pipe = self._pipe
@@ -75,29 +116,43 @@ class SignalWatch:
         os.close(self._pipe)
         self._listener = None
 
-
-def _listen(reading: int) -> None:
-    """Until told to end: a line at the first signal, the end of the process at the second."""
-    has_come = False
-    while True:
-        for number in os.read(reading, 64):
-            if number == _END:
-                os.close(reading)
-                return
-            if number not in WATCHED:
+    def _listen(self, reading: int) -> None:
+        """Until told to end: a line at the first signal, the end of the process at the second."""
+        first: int | None = None
+        had_its_chance = False
+        while True:
+            patience = None if first is None or had_its_chance else self.grace
+            if not select.select([reading], [], [], patience)[0]:
+                assert first is not None
+                self._call_rescue(first)
+                had_its_chance = True
                 continue
-            name = signal.Signals(number).name
-            if has_come:
-                _tell(f"{name} again: leaving at once, what came after the last checkpoint is lost")
-                os._exit(128 + number)
-            has_come = True
-            _tell(f"{name}: saving after this step, then leaving (again: leave at once)")
+            for number in os.read(reading, 64):
+                if number == _END:
+                    os.close(reading)
+                    return
+                if number not in WATCHED:
+                    continue
+                name = signal.Signals(number).name
+                if first is not None:
+                    warn(f"{name} again: leaving at once, what came after the last checkpoint is lost")
+                    os._exit(128 + number)
+                first = number
+                warn(f"{name}: saving after this step, then leaving (again: leave at once)")
+
+    def _call_rescue(self, number: int) -> None:
+        with self._rescue_lock:
+            if self._rescue is not None:
+                self._rescue(number)
 
 
-def _tell(line: str) -> None:
-    # Not print: its lock may be held by a thread that hangs. And whoever read this may have gone.
-    with suppress(OSError):
-        os.write(2, f"\n{line}\n".encode())
+def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
+    """Whether `frame` runs in something that `caller` called, and is not `caller` itself."""
+    if frame is caller:
+        return False
+    while frame is not None and frame is not caller:
+        frame = frame.f_back
+    return frame is caller
 
 
 _open_pipe: int | None = None

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from tputrain.callbacks.callback import Callback, Control, load_state_of, state_
 from tputrain.callbacks.config import build_callbacks
 from tputrain.callbacks.events import EventLog
 from tputrain.checkpoint import contents
+from tputrain.checkpoint.background import BackgroundWriter, Written, leaving_with
+from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -43,6 +44,7 @@ from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
+from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import worker_deaths_named
 
 LearningRate = Callable[[int], float] | LRScheduler
@@ -145,6 +147,8 @@ class Trainer:
         self._flops = None if peak is None else FlopCount(self.model, loss_fn)
         self._step_log = StepLog(self.device, peak)
         self._signals = SignalWatch()
+        self._writer = BackgroundWriter()
+        self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -154,12 +158,11 @@ class Trainer:
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
         self.control.stop = False  # of an earlier fit
-        with RunLock(self.run_dir), self._signals, self._running() as garbage:
+        with RunLock(self.run_dir), self._signals, self._watchdog, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
             self._save_if_due()
-            while not self._should_end():
-                self._advance()
+            while not self._should_end() and self._advance():
                 self._tell("on_step_end")
                 self._log_if_due()
                 self._evaluate_if_due()
@@ -167,24 +170,38 @@ class Trainer:
                 garbage.after_step(self.step)
             self._end()
 
-    def _advance(self) -> None:
-        """One step. The first of a process records and compiles, so it is announced and waited for."""
+    def _advance(self) -> bool:
+        """One step; False where a signal came while it waited for its data."""
+        self._expect_long_start()  # once more: an evaluation may have come since the start
+        batches = self._next_batches()
+        if batches is None:
+            return False
         if self._is_warm:
-            self._train_step(self._next_batches())
-            return
-        compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
-        with announced(f"step {self.step + 1}, the first of this process,{compiled}"):
-            self._train_step(self._next_batches())
-            self._step_log.wait()
-        if self._flops is not None and self._flops.problem is not None:
-            say(f"note: no MFU, the model's operations cannot be counted: {self._flops.problem}")
-        self._is_warm = True
-        self._log()
+            with self._watchdog.phase(STEP):
+                self._train_step(batches)
+        else:
+            self._first_step(batches)
+        return True
 
-    def _next_batches(self) -> list[Batch]:
-        assert self._feed is not None
+    def _first_step(self, batches: list[Batch]) -> None:
+        """The first of a process is recorded and compiled, so it is announced and waited for."""
+        compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
+        with self._watchdog.phase(FIRST_STEP):
+            with announced(f"step {self.step + 1}, the first of this process,{compiled}"):
+                self._train_step(batches)
+                self._step_log.wait()
+            if self._flops is not None and self._flops.problem is not None:
+                say(f"note: no MFU, the model's operations cannot be counted: {self._flops.problem}")
+            self._is_warm = True
+            self._log()
+        self._signals.rescue_by(None)
+
+    def _next_batches(self) -> list[Batch] | None:
+        feed, accumulate = self._feed, self.cfg.trainer.accumulate
+        assert feed is not None
         self._step_log.begin()
-        batches = self._feed.batches(self.step, self.cfg.trainer.accumulate)
+        with self._watchdog.phase(DATA):
+            batches = self._signals.wait_for(lambda: feed.batches(self.step, accumulate))
         self._step_log.data_ready()
         return batches
 
@@ -272,9 +289,13 @@ class Trainer:
             self._evaluate()
 
     def _save_if_due(self) -> None:
+        if self._writer.has_ended:
+            self._end_save()
         if self._save_is_due():
             self.control.save = False
-            self.save()
+            self._begin_save()
+            if not self.cfg.checkpoint.background:
+                self._end_save()
 
     def _is_due(self, every: int | None) -> bool:
         return self._should_end() or (every is not None and self.step > 0 and self.step % every == 0)
@@ -294,8 +315,10 @@ class Trainer:
         return self.step >= self.cfg.trainer.steps or self.control.stop or self._signals.received is not None
 
     def _log(self) -> None:
-        records = self._step_log.drain(self.unit)
+        with self._watchdog.phase(READING):
+            records = self._step_log.drain(self.unit)
         if records:
+            self._watchdog.learn(records)
             for logger in self.loggers:
                 logger.log(records)
             self._tell("on_log", records)
@@ -336,11 +359,13 @@ class Trainer:
 
     def _measure(self) -> dict[str, float] | None:
         """The results of all evaluation sets as one; None where a signal came in between."""
-        started, results = time.perf_counter(), {}
+        started, results, generators = time.perf_counter(), {}, rng.snapshot()
         for name, loader in evaluation_sets(self.val_loader).items():
-            with self._evaluating(), announced(f"evaluating {name}{' ' * bool(name)}at step {self.step}"):
+            what = f"evaluating {name}{' ' * bool(name)}at step {self.step}"
+            with self._watchdog.phase(EVALUATING), self._evaluating(), announced(what):
                 result = self._measure_set(loader)
             if result is None:
+                rng.put_back(generators)  # what it drew, it draws again when the run goes on
                 return None
             results[name] = result
         return merged(results) | {"seconds": time.perf_counter() - started}
@@ -349,9 +374,8 @@ class Trainer:
         """Means over the batches of one set; None where a signal came in between."""
         means, is_text, num_bytes = WeightedMeans(), False, 0
         bytes_of = getattr(loader, "bytes_of", lambda batch: 0)
-        for batch in islice(loader, self.cfg.trainer.evaluate_batches):
-            if self._signals.received is not None:
-                return None
+        for batch in self._evaluation_batches(loader):
+            self._watchdog.go_on()
             is_text, weight = batch_of.is_text(batch), batch_of.weight(batch)
             if weight == 0:
                 continue
@@ -360,6 +384,8 @@ class Trainer:
             means.add({"loss": loss} | values, weight)
             num_bytes += bytes_of(batch)
             devices.flush(self.device)
+        if self._signals.received is not None:
+            return None
         if means.weight == 0:
             raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
         result = means.read()
@@ -368,6 +394,16 @@ class Trainer:
         elif PERPLEXITY in self.cfg.trainer.metrics:
             result[PERPLEXITY] = perplexity(result["loss"])
         return result
+
+    def _evaluation_batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """As many as an evaluation takes; no more once a signal has come."""
+        batches, number = iter(loader), 0
+        while number != self.cfg.trainer.evaluate_batches:
+            fetched = self._signals.wait_for(lambda: next(batches, None))
+            if fetched is None:
+                return
+            yield fetched
+            number += 1
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -383,24 +419,54 @@ class Trainer:
     # -- saving and resuming ---------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path."""
+        """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path once it is
+        complete. Raises UserError where it cannot be written.
+        """
         if self.store is None:
             raise UserError("save: no run_dir was given, so there is nowhere to save to")
+        self._begin_save()
+        written = self._end_save()
+        assert written is not None
+        if written.error is not None:
+            raise UserError(
+                f"{written.path} cannot be saved ({written.error}): what came after the checkpoint before is "
+                "lost; make room or mend the disk, and run again: it goes on from there"
+            )
+        return written.path
+
+    def _begin_save(self) -> None:
+        """Copy everything to the host, and have it written while training goes on."""
+        assert self.store is not None
+        self._end_save()
         self._log()
         for logger in self.loggers:
             logger.sync()  # a step that the checkpoint counts must not be missing from the log
-        with announced(f"saving {self.store.path(self.step)}"):
-            path = self.store.write(self.step, self._fill)
+        with self._watchdog.phase(SAVING):
+            self._writer.start(self.store, self._snapshot())
         self._saved_at = self.step
-        self._tell("on_save", path)
-        return path
 
-    def _fill(self, directory: Path) -> None:
-        with self.evaluation_weights.in_place() as trained:
-            contents.save_model(self.model, self.tokenizer, directory)
-            contents.save_trained_weights(self.model, trained, directory)
-        optimizer = contents.save_optimizer(self.optimizer, self.model, directory)
-        contents.save_state(self._state(optimizer), directory)
+    def _end_save(self) -> Written | None:
+        """Wait for the write in flight, if there is one."""
+        if not self._writer.is_busy:
+            return None
+        with self._watchdog.phase(SAVING):
+            written = self._writer.finish()
+        if written.error is None:
+            self._tell("on_save", written.path)
+        else:
+            self._saved_at = None  # tried again at the next occasion, and at the latest at the end
+        return written
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(
+            self.step, self.model, self.tokenizer, self.optimizer, self.evaluation_weights, self._state
+        )
+
+    def _expect_long_start(self) -> None:
+        """Until the first step is done, have a thread act on signals where this one is too busy to."""
+        if self.store is not None and not self._is_warm:
+            snapshot = None if self._saved_at == self.step else self._snapshot()
+            self._signals.rescue_by(leaving_with(self.store, snapshot))
 
     def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """All that a checkpoint holds beside tensors."""
@@ -480,6 +546,7 @@ class Trainer:
                 stack.callback(logger.close)
             for callback in self.callbacks:
                 stack.callback(callback.close)
+            stack.callback(self._writer.wait)  # whatever ends the run
             yield garbage
 
     def _start(self) -> None:
@@ -494,6 +561,7 @@ class Trainer:
         self.model.train()
         devices.flush(self.device)
         self._tell("on_fit_start")
+        self._expect_long_start()
 
     def _resume_or_begin(self) -> None:
         if self._resumed:
@@ -512,14 +580,17 @@ class Trainer:
 
     def _end(self) -> None:
         self._log_if_due()
-        self._save_if_due()  # a signal may have come before the first step, or after the last look at it
+        self._end_save()
+        if self._save_is_due():
+            self.save()  # a signal may have come before the first step, or after the last look at it
         self._tell("on_fit_end")
         if self._signals.received is not None:
             raise Interrupted(self._signals.received)
 
     def _tell(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(self, *arguments)
+        with self._watchdog.phase(f"callbacks, {hook}"):
+            for callback in self.callbacks:
+                getattr(callback, hook)(self, *arguments)
 
     def _check_optimizer_trains_the_model(self) -> None:
         own = {id(parameter) for parameter in self.model.parameters()}

@@ -5,6 +5,7 @@ accumulation with unequal weights, tied weights, momentum. MOMENT is where the p
 at STEP: kill-step, kill-save, kill-evaluation, int-step, term-step, term-evaluation, term-start.
 """
 
+import json
 import os
 import signal
 import sys
@@ -101,18 +102,19 @@ def build(run_dir: Path | str | None, signals: SignalAt | None = None, **changes
     )
     evaluation.trainer, evaluation.signals = trainer, signals
     if signals is not None:
-        _send_inside_saves(trainer, signals)
+        _send_inside_saves(signals)
     return trainer
 
 
-def _send_inside_saves(trainer: Trainer, signals: SignalAt) -> None:
-    save_state = contents.save_state
+def _send_inside_saves(signals: SignalAt) -> None:
+    write_state = contents.write_state
 
-    def save_state_or_die(state: dict, directory: Path) -> None:
-        signals.send("save", trainer.step)  # the model and the optimizer are written, the rest is not
-        save_state(state, directory)
+    def write_state_or_die(text: str, directory: Path) -> None:
+        # The model and the optimizer are written, the rest is not. The trainer may be steps ahead.
+        signals.send("save", json.loads(text)["step"])
+        write_state(text, directory)
 
-    contents.save_state = save_state_or_die
+    contents.write_state = write_state_or_die
 
 
 if __name__ == "__main__":

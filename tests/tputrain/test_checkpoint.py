@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.tputrain.resumable_run import build
-from tputrain import RunConfig, Trainer, TrainerConfig, UserError
+from tputrain import CheckpointConfig, RunConfig, Trainer, TrainerConfig, UserError
+from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, verify
 from tputrain.checkpoint.store import CheckpointStore
@@ -261,3 +263,129 @@ def test_optimizer_state_that_json_cannot_hold_is_an_error(tmp_path):
     optimizer.state[model.weight]["history"] = [1, 2]
     with pytest.raises(UserError, match="the state of SGD holds a list"):
         contents.save_optimizer(optimizer, model, tmp_path)
+
+
+class Disk:
+    """A disk that fails as it is told to, under all checkpoints of a run; `failures` by step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: dict[int, int]):
+        """`failures`: how many writes of a step's checkpoint fail, beginning with the first."""
+        self.failures, self.tried = dict(failures), []
+        write = CheckpointStore.write
+
+        def write_or_fail(store, step, fill, num_bytes=0):
+            def fill_or_fail(directory: Path) -> None:
+                fill(directory)
+                self.tried.append(step)
+                if self.failures.get(step, 0) > 0:
+                    self.failures[step] -= 1
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            return write(store, step, fill_or_fail, num_bytes)
+
+        monkeypatch.setattr(CheckpointStore, "write", write_or_fail)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_stops_no_training_and_costs_no_checkpoint(tmp_path, monkeypatch, capfd, background):
+    disk = Disk(monkeypatch, {6: 99, 9: 99})
+    trainer = build(tmp_path, checkpoint=CheckpointConfig(every=3, keep_last=3, background=background))
+
+    class Looks(Callback):
+        kept: list[int] = []  # noqa: RUF012
+
+        def on_step_end(self, trainer):
+            if trainer.step == 11:
+                self.kept += trainer.store.steps()
+
+    trainer.callbacks.append(Looks())
+    trainer.fit()
+    assert disk.tried == [3, 6, 9, 12, 14]
+    assert Looks.kept == [3]
+    assert trainer.store.steps() == [14, 12, 3]
+    for step in trainer.store.steps():
+        verify(trainer.store.path(step))
+    assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
+    said = capfd.readouterr().err
+    assert "step-6 NOT SAVED: [Errno 28] No space left on device; training goes on" in said
+
+
+def test_the_last_checkpoint_is_tried_twice_and_then_its_loss_is_an_error(tmp_path, monkeypatch):
+    Disk(monkeypatch, {14: 1})
+    build(tmp_path / "once").fit()
+    disk = Disk(monkeypatch, {14: 99})
+    with pytest.raises(UserError, match=r"step-14 cannot be saved \(\[Errno 28\] No space"):
+        build(tmp_path / "always").fit()
+    assert disk.tried[-3:] == [12, 14, 14]
+    assert max(CheckpointStore(tmp_path / "always" / "checkpoints").steps()) == 12
+
+
+def test_room_is_looked_for_before_anything_is_written(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.write(1, write_text("old"))
+    with pytest.raises(OSError, match=r"No space left on device \(1,000,000,000,000.0 MB needed, .* MB free"):
+        store.write(2, write_text("new"), num_bytes=10**18)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_is_not_in_it(tmp_path, uninterrupted_run):
+    """The write of step 3 is held up until step 5 is done; what it writes is the state of step 3."""
+    goes_on = threading.Event()
+    trainer = build(tmp_path)
+    trainer.store.write, write = (
+        lambda step, fill, num_bytes: (goes_on.wait(60), write(step, fill, num_bytes))[1],
+        trainer.store.write,
+    )
+
+    class LetsGo(Callback):
+        busy: list[bool] = []  # noqa: RUF012
+
+        def on_step_end(self, trainer):
+            if trainer.step == 5:
+                self.busy.append(trainer.store.steps() == [])
+                goes_on.set()
+
+    trainer.callbacks.append(LetsGo())
+    trainer.store.keep_last = 9
+    trainer.fit()
+    assert LetsGo.busy == [True]
+    for step in (3, 12, 14):
+        ours, theirs = (run / "checkpoints" / f"step-{step}" for run in (tmp_path, uninterrupted_run))
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+
+
+@pytest.fixture
+def uninterrupted_run(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("in-step")
+    checkpoint = CheckpointConfig(every=3, keep_last=9, background=False)
+    build(run_dir, checkpoint=checkpoint).fit()
+    return run_dir
+
+
+def test_on_save_tells_of_complete_checkpoints_in_order(tmp_path):
+    class Told(Callback):
+        steps: list[int] = []  # noqa: RUF012
+
+        def on_save(self, trainer, checkpoint):
+            verify(checkpoint)
+            self.steps.append(int(checkpoint.name.removeprefix("step-")))
+
+    trainer = build(tmp_path)
+    trainer.callbacks.append(Told())
+    trainer.fit()
+    assert Told.steps == [3, 6, 9, 12, 14]
+
+
+def test_what_cannot_be_kept_in_a_checkpoint_is_said_at_once_and_by_the_run_itself(tmp_path):
+    class Odd(Callback):
+        def state_dict(self):
+            return {"when": object()}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    trainer = build(tmp_path)
+    trainer.callbacks.append(Odd())
+    with pytest.raises(UserError, match="state of callbacks and schedulers must be plain JSON"):
+        trainer.fit()

@@ -4,10 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.tputrain.interrupted_run import AT, STEPS, build
+from tputrain.checkpoint.integrity import verify
+from tputrain.loggers.jsonl import read_jsonl
 from tputrain.signals import SignalWatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,3 +97,84 @@ def test_after_a_watch_everything_is_as_before():
             assert watch.received == signal.SIGTERM
         assert watch.received is None
         assert state() == before
+
+
+def losses(run_dir: Path, name: str = "metrics.jsonl") -> list[tuple[int, str]]:
+    return [(record["step"], record["loss_hex"]) for record in read_jsonl(run_dir / name)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    build(run_dir).fit()
+    assert [step for step, _ in losses(run_dir)] == list(range(1, STEPS + 1))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [("data", AT), ("evaluation-data", AT + 1), ("start", 0), ("first-step", 0), ("saving", None)],
+)
+def test_sigterm_wherever_it_comes_ends_in_a_complete_checkpoint_and_loses_no_step(
+    tmp_path, uninterrupted, where, step
+):
+    command = [sys.executable, "-m", "tests.tputrain.interrupted_run", str(tmp_path), where]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            while "here" not in (line := process.stdout.readline()):
+                assert line, process.stderr.read()
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(timeout=60)
+            took = time.monotonic() - began
+            assert code == 143, process.stderr.read()
+        finally:
+            process.kill()
+    assert took < 30
+    saved = max((tmp_path / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+    verify(saved)
+    assert step is None or saved.name == f"step-{step}"
+    assert len(losses(tmp_path)) == int(saved.name[5:])
+    build(tmp_path).fit()
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert losses(tmp_path, "evaluations.jsonl") == losses(uninterrupted, "evaluations.jsonl")
+
+
+def test_a_wait_is_given_up_when_a_signal_comes_and_not_begun_after_one():
+    began: list[str] = []
+
+    def wait() -> str:
+        began.append("wait")
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(60)
+        return "never"
+
+    with SignalWatch() as watch:
+        assert watch.wait_for(lambda: "batch") == "batch"
+        assert watch.wait_for(wait) is None
+        assert watch.received == signal.SIGTERM
+        assert watch.wait_for(wait) is None
+    assert began == ["wait"]
+
+
+def test_a_signal_outside_of_a_wait_breaks_nothing():
+    with SignalWatch() as watch:
+        assert watch.wait_for(lambda: 1) == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.received == signal.SIGTERM
+
+
+def test_a_rescue_is_called_once_the_grace_is_over_unless_it_is_withdrawn():
+    called = threading.Event()
+
+    class Hasty(SignalWatch):
+        grace = 0.01
+
+    for is_withdrawn in (True, False):
+        with Hasty() as watch:
+            watch.rescue_by(lambda number: called.set())
+            if is_withdrawn:
+                watch.rescue_by(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert called.wait(0.5 if is_withdrawn else 30) is not is_withdrawn

@@ -268,7 +268,7 @@ def test_callbacks_run_in_order_and_their_requests_are_granted(tmp_path):
         def on_fit_end(self, trainer):
             told.append(f"{self.name} end")
 
-    cfg = config(steps=9, run_dir=str(tmp_path))
+    cfg = config(steps=9, run_dir=str(tmp_path), checkpoint=CheckpointConfig(background=False))
     trainer = Trainer(
         classifier(),
         cfg,

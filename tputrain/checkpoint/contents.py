@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
-from tputrain.checkpoint.state import save_state as save_state
+from tputrain.checkpoint.state import state_text as state_text
+from tputrain.checkpoint.state import write_state as write_state
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
 
@@ -30,14 +31,16 @@ OPTIMIZER = "optimizer.safetensors"
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in _plain_tensors(model).items():
-        on_host = _on_host(tensor)
-        storage = on_host.untyped_storage().data_ptr()
-        # safetensors holds no overlaps: a tensor that shares another's memory is written out in full.
-        tensors[name] = on_host.clone() if storage in storages else on_host
-        storages.add(storage)
+    write_model(model_tensors(model), model, tokenizer, directory)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, on the host, of what model.safetensors holds; one that shares another's memory in full."""
+    return {name: _host_copy(tensor) for name, tensor in _plain_tensors(model).items()}
+
+
+def write_model(tensors: dict[str, Tensor], model: nn.Module, tokenizer: Any, directory: Path) -> None:
+    """Write `tensors` of `model`, and the configuration files."""
     # transformers refuses a file that does not say which framework's conventions it follows.
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
     save_config = getattr(model, "save_config", None)
@@ -78,8 +81,8 @@ def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def save_trained_weights(model: nn.Module, trained: Mapping[str, Tensor], directory: Path) -> None:
-    """Write the weights that training goes on with where model.safetensors holds others; else nothing.
+def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, on the host, of the weights that training goes on with where model.safetensors holds others.
 
     `trained`: those in whose place the model holds averages just now.
     """
@@ -89,13 +92,12 @@ def save_trained_weights(model: nn.Module, trained: Mapping[str, Tensor], direct
         for own, tensor in layer.named_parameters()
         if own != "bias"
     } | dict(trained)
-    if weights:
-        save_file({name: _on_host(tensor) for name, tensor in weights.items()}, directory / TRAINED)
+    return {name: _host_copy(tensor) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def load_trained_weights(model: nn.Module, directory: Path) -> None:
-    """Put back what `save_trained_weights` wrote, if it wrote anything."""
+    """Put back what `trained_tensors` gave, if the checkpoint holds any."""
     path = directory / TRAINED
     if path.exists():
         own = dict(model.named_parameters())
@@ -122,6 +124,15 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory: Path) -> dict[str, Any]:
     """Write optimizer.safetensors; returns the rest of the optimizer (numbers, groups) for state.json."""
+    tensors, rest = optimizer_contents(optimizer, model)
+    save_file(tensors, directory / OPTIMIZER)
+    return rest
+
+
+def optimizer_contents(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copies, on the host, of the optimizer's tensors, and the rest of it (numbers, groups)."""
     names = parameter_names(model)
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -129,7 +140,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory
         name = names[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}.{key}"] = _on_host(value)
+                tensors[f"{name}.{key}"] = _host_copy(value)
             elif isinstance(value, bool | int | float | str | None):
                 values.setdefault(name, {})[key] = value
             else:
@@ -137,12 +148,11 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory
                     f"the state of {type(optimizer).__name__} holds a {type(value).__name__} ({key!r}): "
                     "a checkpoint can hold tensors, numbers and text"
                 )
-    save_file(tensors, directory / OPTIMIZER)
     groups = [
         {"params": [names[id(p)] for p in group["params"]], "options": _plain_options(group)}
         for group in optimizer.param_groups
     ]
-    return {"kind": type(optimizer).__name__, "values": values, "groups": groups}
+    return tensors, {"kind": type(optimizer).__name__, "values": values, "groups": groups}
 
 
 def load_optimizer(
@@ -194,8 +204,9 @@ def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+def _host_copy(tensor: Tensor) -> Tensor:
+    # Never the tensor's own memory, also where that is on the host: training goes on while this is written.
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

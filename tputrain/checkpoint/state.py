@@ -11,13 +11,17 @@ FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new
 _NEEDED = {"step": int, "config": dict, "versions": dict}  # what every reader takes for granted
 
 
-def save_state(state: dict[str, Any], directory: Path) -> None:
-    """Write state.json, with its format. Raises UserError where something in it is not JSON."""
+def state_text(state: dict[str, Any]) -> str:
+    """What state.json holds: `state` and its format. Raises UserError where something in it is not JSON."""
     try:
-        text = json.dumps({"format": FORMAT} | state, indent=1)
+        return json.dumps({"format": FORMAT} | state, indent=1) + "\n"
     except TypeError as error:
         raise UserError(f"{STATE}: {error}; state of callbacks and schedulers must be plain JSON") from None
-    (directory / STATE).write_text(text + "\n", encoding="utf-8")
+
+
+def write_state(text: str, directory: Path) -> None:
+    """Write state.json."""
+    (directory / STATE).write_text(text, encoding="utf-8")
 
 
 def load_state(directory: Path) -> dict[str, Any]:

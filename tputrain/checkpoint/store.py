@@ -1,5 +1,6 @@
 """The checkpoints of a run: `checkpoints/step-N/`, each complete and vouched for, or not there."""
 
+import errno
 import os
 import re
 import shutil
@@ -35,6 +36,8 @@ class CheckpointConfig:
     """Checkpoints at multiples of this many steps are kept for ever; None: none is."""
     resume: str = "auto"
     """auto: from the newest whole checkpoint, if any; never: a run directory that holds any is refused."""
+    background: bool = True
+    """Whether training goes on while a checkpoint is written, once everything is copied to the host."""
 
     def __post_init__(self) -> None:
         expect_at_least("checkpoint.every", self.every, 1)
@@ -70,19 +73,25 @@ class CheckpointStore:
         matches = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def write(self, step: int, fill: Callable[[Path], None]) -> Path:
+    def write(self, step: int, fill: Callable[[Path], None], num_bytes: int = 0) -> Path:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
-        before, once `recover` has been called.
+        before, once `recover` has been called. Raises OSError where the disk fails, or has not `num_bytes`
+        free; what was there before stays, and nothing half-written does.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self.recover()
         self._remove_unfinished()
+        self._check_room(num_bytes)
         unfinished = self.directory / f"{_UNFINISHED}step-{step}"
         unfinished.mkdir()
-        fill(unfinished)
-        seal(unfinished)
+        try:
+            fill(unfinished)
+            seal(unfinished)
+        except Exception:
+            shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
+            raise
         final = self.path(step)
         if final.exists():
             # A directory cannot be renamed over another; killed before the next line, `recover` undoes this.
@@ -138,6 +147,12 @@ class CheckpointStore:
         while (aside := path.with_name(f"{_REFUSED}{path.name}-{number}")).exists():
             number += 1
         return path.rename(aside)
+
+    def _check_room(self, num_bytes: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        if free < num_bytes:
+            needs = f"{num_bytes / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needs})", str(self.directory))
 
     def _remove_unfinished(self) -> None:
         for path in self.directory.glob(f"{_UNFINISHED}*"):

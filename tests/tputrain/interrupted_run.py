@@ -1,0 +1,91 @@
+"""A run to be sent a signal: `python -m tests.tputrain.interrupted_run RUN_DIR WHERE`.
+
+It prints `here` and then waits for a minute. WHERE: data, evaluation-data (in Python, where a signal's
+handler runs), start, first-step (in C, as a compilation does), saving (until the signal has come).
+"""
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.tputrain.hanging_run import hang
+from tputrain import CheckpointConfig, LogConfig, RunConfig, Trainer, TrainerConfig
+from tputrain.checkpoint import contents
+from tputrain.signals import SignalWatch
+
+STEPS = 9
+AT = 5
+"""Steps that are done when the wait begins."""
+
+
+class Model(nn.Module):
+    """Waits in its forward pass: in the first step, or in the evaluation before it (start)."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.net, self.where = nn.Linear(4, 3), where
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.where == ("first-step" if self.training else "start"):
+            print("here", flush=True)
+            hang(ctypes.CDLL(None))
+        return self.net(inputs)
+
+
+class Waiting:
+    """A loader that waits before batch `at` (from 0)."""
+
+    def __init__(self, loader: DataLoader, at: int):
+        self.loader, self.at, self.given = loader, at, 0
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for batch in self.loader:
+            if self.given == self.at:
+                torch.rand(3)  # a draw that must count for nothing
+                print("here", flush=True)
+                threading.Event().wait(60)
+            self.given += 1
+            yield batch
+
+
+def build(run_dir: Path | str, where: str = "") -> Trainer:
+    """The trainer of the run; it goes wherever `where` does not make it wait."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = Model(where)
+    samples = TensorDataset(torch.randn(10, 4), torch.randint(3, (10,)))
+    # Two batches a step and five an epoch: the wait is in the middle of a step, or of an epoch's beginning.
+    train = Waiting(DataLoader(samples, batch_size=2, shuffle=True), 2 * AT + 1 if where == "data" else -1)
+    # Two batches an evaluation: the wait is in the middle of the third one, at step AT + 1.
+    evaluation = Waiting(DataLoader(samples, batch_size=5), 5 if where == "evaluation-data" else -1)
+    cfg = RunConfig(
+        device="cpu",
+        run_dir=str(run_dir),
+        trainer=TrainerConfig(steps=STEPS, accumulate=2, evaluate_every=3),
+        checkpoint=CheckpointConfig(every=4),
+        log=LogConfig(every=2, progress="none"),
+    )
+    return Trainer(model, cfg, train_loader=train, val_loader=evaluation)
+
+
+if __name__ == "__main__":
+    run_dir, where = sys.argv[1:]
+    trainer = build(run_dir, where)
+    SignalWatch.grace = 0.5
+    if where == "saving":
+        write_state = contents.write_state
+
+        def write_state_late(text: str, directory: Path) -> None:
+            print("here", flush=True)
+            while trainer._signals.received is None:
+                threading.Event().wait(0.01)
+            write_state(text, directory)
+
+        contents.write_state = write_state_late
+    trainer.fit()

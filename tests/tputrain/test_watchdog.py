@@ -1,0 +1,190 @@
+"""A run that hangs is ended and says where; one that is slow, but alive, is left alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tputrain.hanging_run import HANGS_AT
+from tests.tputrain.resumable_run import STEPS, build
+from tputrain import RunConfig, UserError
+from tputrain import device as devices
+from tputrain.callbacks.callback import Callback
+from tputrain.heartbeat import read_heartbeat
+from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, STEP, Watchdog, WatchdogConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_until_ended(run_dir: Path, where: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tests.tputrain.hanging_run", str(run_dir), where]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(("where", "phase"), [("step", STEP), ("data", DATA)])
+def test_a_run_that_hangs_in_c_ends_and_names_the_file_with_its_stacks(tmp_path, where, phase):
+    ended = run_until_ended(tmp_path, where)
+    assert ended.returncode == 1, ended.stderr
+    (stacks,) = tmp_path.glob("hang-*.txt")
+    assert str(stacks) in ended.stderr
+    assert f"hangs at step {HANGS_AT - 1} in phase {phase!r}" in ended.stderr
+    text = stacks.read_text()
+    assert "hanging_run.py" in text
+    assert " in hang" in text
+    assert read_heartbeat(tmp_path)["phase"] == phase
+
+
+def test_a_run_that_hangs_with_the_interpreter_s_lock_held_ends_too(tmp_path):
+    ended = run_until_ended(tmp_path, "interpreter")
+    assert ended.returncode == 1, ended.stderr
+    assert " in hang" in ended.stderr  # no Python thread could write a file
+
+
+class Ended(BaseException):
+    """Stands for os._exit."""
+
+
+@pytest.fixture
+def watchdog(tmp_path, monkeypatch) -> Watchdog:
+    """One whose clock is moved by `look`, for a run at step 20."""
+    monkeypatch.setattr("tputrain.watchdog.faulthandler.dump_traceback_later", lambda *_, **__: None)
+
+    def leave(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    cfg = WatchdogConfig(step_seconds=60.0, wait_seconds=600.0, setup_seconds=3600.0)
+    return Watchdog(cfg, tmp_path, torch.device("cpu"), lambda: 20)
+
+
+def records(step: int, seconds: float, compilations: int = 0) -> list[dict]:
+    return [{"step": step, "step_seconds": seconds, "compilations": compilations}]
+
+
+def test_steps_are_given_much_time_until_their_time_is_known_and_then_little(watchdog):
+    assert watchdog.limit(STEP) == watchdog.limit(FIRST_STEP) == watchdog.limit(READING) == 3600.0
+    with watchdog.phase(FIRST_STEP):
+        watchdog.learn(records(10, 90.0))
+    watchdog.learn(records(10, 95.0, compilations=1))
+    assert watchdog.limit(READING) == 3600.0
+    watchdog.learn(records(18, 3.0))
+    # Two steps were dispatched since then, and one may be under way.
+    assert watchdog.limit(STEP) == watchdog.limit(READING) == 2 * 3 * 3.0 + 60.0
+
+
+def test_a_hang_is_noticed_at_most_a_minute_past_what_is_expected(watchdog, capfd):
+    watchdog.learn(records(20, 2.0))
+    with watchdog.phase(STEP):
+        for _ in range(64):
+            watchdog.look(1.0)
+        with pytest.raises(Ended):
+            watchdog.look(1.0)
+    assert "hangs at step 20 in phase 'step': 65.0 s, expected at most 64.0 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", [DATA, EVALUATING, "saving", "callbacks, on_log"])
+def test_other_phases_may_take_long_and_longer_where_they_did_before(watchdog, name):
+    watchdog.learn(records(20, 0.1))
+    assert watchdog.limit(name) == 3600.0
+    with watchdog.phase(name):
+        watchdog.look(900.0)
+    assert watchdog.limit(name) == 2 * 900.0 + 600.0
+    with watchdog.phase(name):
+        watchdog.look(2400.0)
+        with pytest.raises(Ended):
+            watchdog.look(1.0)
+
+
+def test_a_phase_that_gives_signs_of_life_may_take_any_time(watchdog):
+    with watchdog.phase(EVALUATING):
+        watchdog.look(1.0)
+    with watchdog.phase(EVALUATING):
+        for _ in range(20):
+            watchdog.look(500.0)
+            watchdog.go_on()
+
+
+def test_a_step_that_compiles_anew_is_given_the_time_for_that(watchdog, monkeypatch):
+    watchdog.learn(records(20, 0.1))
+    monkeypatch.setattr(devices, "is_compiling", lambda: True)
+    with watchdog.phase(STEP):
+        watchdog.look(3600.0)
+        with pytest.raises(Ended):
+            watchdog.look(1.0)
+
+
+@pytest.mark.parametrize("name", ["compile_segment", "other"])
+def test_a_compilation_is_seen_from_another_thread_s_stack(name):
+    seen: list[bool] = []
+    source = f"def {name}():\n    seen.append(devices.is_compiling())\n"
+    scope = {"seen": seen, "devices": devices}
+    exec(compile(source, "tpu_backend/runtime/compiler.py", "exec"), scope)
+    scope[name]()
+    assert seen == [name == "compile_segment"]
+    assert not devices.is_compiling()
+
+
+def test_what_is_called_compiling_is_what_compiles():
+    from tpu_backend.runtime import compiler
+
+    assert "tpu_backend" in compiler.compile_segment.__code__.co_filename
+
+
+def test_nobody_is_hurried_who_debugs(watchdog, monkeypatch):
+    watchdog.learn(records(20, 0.1))
+    scope = {"__name__": "pdb", "watchdog": watchdog}
+    exec("def prompt():\n    watchdog.look(9999.0)\n", scope)
+    with watchdog.phase(STEP):
+        scope["prompt"]()
+        with pytest.raises(Ended):
+            watchdog.look(1.0)
+
+
+def test_switched_off_nothing_is_ended(watchdog):
+    off = Watchdog(WatchdogConfig(enabled=False), None, torch.device("cpu"), lambda: 0)
+    off.look(1e9)
+
+
+def test_the_heartbeat_says_what_a_run_does_and_how_it_ended(tmp_path):
+    class Looks(Callback):
+        beats: list = []  # noqa: RUF012
+
+        def on_fit_start(self, trainer):
+            self.beats.append(read_heartbeat(tmp_path))
+
+    trainer = build(tmp_path)
+    trainer.callbacks.append(Looks())
+    trainer.fit()
+    (first,) = Looks.beats
+    assert (first["pid"], first["step"]) == (os.getpid(), 0)
+    assert first["phase"] == "setting up"
+    last = read_heartbeat(tmp_path)
+    assert (last["step"], last["phase"]) == (STEPS, "ended")
+    assert last["time"] >= first["time"]
+
+
+def test_a_run_that_fails_says_so_in_its_heartbeat(tmp_path):
+    class Fails(Callback):
+        def on_step_end(self, trainer):
+            raise UserError("no more")
+
+    trainer = build(tmp_path)
+    trainer.callbacks.append(Fails())
+    with pytest.raises(UserError):
+        trainer.fit()
+    assert read_heartbeat(tmp_path)["phase"] == "failed"
+
+
+def test_a_heartbeat_that_cannot_be_written_ends_no_run(watchdog, tmp_path):
+    watchdog.run_dir = tmp_path / "gone"
+    watchdog.look(100.0)
+    assert read_heartbeat(tmp_path / "gone") is None
+
+
+@pytest.mark.parametrize("key", ["step_seconds", "wait_seconds", "setup_seconds", "heartbeat_seconds"])
+def test_times_of_nothing_are_refused(key):
+    with pytest.raises(UserError, match=f"watchdog.{key}=0: expected a number above 0"):
+        RunConfig(watchdog=WatchdogConfig(**{key: 0}))

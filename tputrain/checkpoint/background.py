@@ -1,0 +1,97 @@
+"""Checkpoints written by a thread, one at a time, while training goes on."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from safetensors import SafetensorError
+
+from tputrain.announce import say, warn
+from tputrain.checkpoint.snapshot import Snapshot
+from tputrain.checkpoint.store import CheckpointStore
+
+
+class Written(NamedTuple):
+    """What became of a write."""
+
+    path: Path
+    """Where the checkpoint is, or should have been."""
+    error: str | None
+    """What the disk said; None: the checkpoint is complete."""
+    seconds: float
+
+
+class BackgroundWriter:
+    """Writes snapshots into a store. At most one write is in flight."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._written: Written | None = None
+        self._bug: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a write to `finish`."""
+        return self._thread is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is one, and it need not be waited for."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def start(self, store: CheckpointStore, snapshot: Snapshot) -> None:
+        """Begin to write; the write before must have been finished."""
+        assert self._thread is None, "a checkpoint is being written already"
+        # No daemon: the interpreter waits for it, so that an exit does not cut a checkpoint off.
+        self._thread = threading.Thread(target=self._write, args=(store, snapshot), name="checkpoint")
+        self._thread.start()
+
+    def finish(self) -> Written:
+        """Wait for the write in flight, and say what became of it.
+
+        Raises what was raised in it, where that was not the disk's fault.
+        """
+        assert self._thread is not None, "no checkpoint is being written"
+        self._thread.join()
+        written, bug, self._thread, self._written, self._bug = self._written, self._bug, None, None, None
+        if bug is not None:
+            raise bug
+        assert written is not None
+        if written.error is None:
+            say(f"saved {written.path} in {written.seconds:.1f} s")
+        else:
+            warn(
+                f"tputrain: {written.path} NOT SAVED: {written.error}; training goes on, and what was saved "
+                "before stays"
+            )
+        return written
+
+    def wait(self) -> None:
+        """Wait for the write in flight, if any; it is still there to be finished."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, store: CheckpointStore, snapshot: Snapshot) -> None:
+        began, error = time.perf_counter(), None
+        try:
+            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+        except (OSError, SafetensorError) as failure:
+            error = str(failure)
+        except BaseException as bug:
+            self._bug = bug
+        self._written = Written(store.path(snapshot.step), error, time.perf_counter() - began)
+
+
+def leaving_with(store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
+    """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk already) and leave."""
+
+    def leave(number: int) -> NoReturn:
+        if snapshot is not None:
+            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+        warn("the first step is still being prepared: leaving with the checkpoint of the state before it")
+        os._exit(128 + number)
+
+    return leave

@@ -1,0 +1,56 @@
+"""What is written about a process that hangs, by a thread that must not hang with it."""
+
+import faulthandler
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from tputrain import device as devices
+from tputrain.announce import warn
+
+_PATIENCE = 5.0  # seconds; the counters of a device may be behind a lock that the hanging thread holds
+
+
+def report_hang(run_dir: Path | None, device: torch.device, reason: str) -> None:
+    """Every thread's stack and the device's counters, to `run_dir/hang-<time>.txt`, else standard error."""
+    try:
+        path = _path(run_dir)
+    except OSError as error:
+        path = None
+        warn(f"no file for the stacks in {run_dir} ({error.strerror}); they follow")
+    if path is None:
+        warn(reason)
+        _write(2, reason, device)
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        _write(descriptor, reason, device)
+    finally:
+        os.close(descriptor)
+    warn(f"{reason}; every thread's stack is in {path}")
+
+
+def _path(run_dir: Path | None) -> Path | None:
+    if run_dir is None:
+        return None
+    path = run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
+    path.touch()
+    return path
+
+
+def _write(descriptor: int, reason: str, device: torch.device) -> None:
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    os.write(descriptor, f"{reason}\n\nthreads: {names}\n\n".encode())
+    faulthandler.dump_traceback(file=descriptor, all_threads=True)
+    os.write(descriptor, f"\n{_device_counters(device)}\n".encode())
+
+
+def _device_counters(device: torch.device) -> str:
+    counters: list[str] = []
+    asking = threading.Thread(target=lambda: counters.append(devices.describe_stream(device)), daemon=True)
+    asking.start()
+    asking.join(_PATIENCE)
+    return counters[0] if counters else f"{device}: did not answer within {_PATIENCE:.0f} s"

@@ -1,0 +1,198 @@
+"""The watchdog: a thread that knows what the run is doing and how long that takes, and ends a run that hangs.
+
+The training thread only says which phase it enters, which costs it about a microsecond; it never waits for
+the watchdog, and the watchdog never asks the device anything while all is well.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from tputrain import device as devices
+from tputrain.config_checks import expect_above
+from tputrain.hang_report import report_hang
+from tputrain.heartbeat import ENDED, FAILED, write_heartbeat
+from tputrain.loggers.logger import Record
+from tputrain.signals import Interrupted
+
+SETTING_UP = "setting up"
+FIRST_STEP = "first step"
+DATA = "waiting for data"
+STEP = "step"
+READING = "reading values"
+EVALUATING = "evaluating"
+SAVING = "saving"
+
+HANG_EXIT_CODE = 1
+_DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy")
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """How long a phase of a run may take before the run counts as hanging, and is ended."""
+
+    enabled: bool = True
+    """Whether a run that hangs is ended; its heartbeat is written all the same."""
+    step_seconds: float = 60.0
+    """Of steps and of reading their values: seconds beyond twice what the steps so far lead to expect."""
+    wait_seconds: float = 600.0
+    """Of waits for data, evaluations, saves and callbacks: seconds beyond twice the longest so far."""
+    setup_seconds: float = 3600.0
+    """Seconds for anything that is done for the first time, or that compiles."""
+    heartbeat_seconds: float = 5.0
+    """Longest time between two writings of run_dir/heartbeat.json."""
+
+    def __post_init__(self) -> None:
+        for key in ("step_seconds", "wait_seconds", "setup_seconds", "heartbeat_seconds"):
+            expect_above(f"watchdog.{key}", getattr(self, key), 0.0)
+
+
+class _Phase(NamedTuple):
+    name: str
+    since: float  # on the watchdog's clock
+
+
+class Watchdog:
+    """Context in which the process is watched; `phase` says what it does, `learn` how long steps take.
+
+    A phase that outlives its limit ends the process with HANG_EXIT_CODE after every thread's stack was
+    written (`tputrain.hang_report`). Time in which the whole process stood still (stopped, suspended) does
+    not count, nor does time in a debugger.
+
+    Where the hanging thread holds Python's global lock, no Python thread runs, this one included. For that
+    case the interpreter's own C timer is kept wound up (`faulthandler.dump_traceback_later`): it writes the
+    stacks to standard error and ends the process `wait_seconds` later than the limit.
+    """
+
+    def __init__(
+        self, cfg: WatchdogConfig, run_dir: Path | None, device: torch.device, step: Callable[[], int]
+    ):
+        """`step()` is asked for the number of optimizer steps done."""
+        self.cfg, self.run_dir, self.device, self.step = cfg, run_dir, device, step
+        self._phase = _Phase(SETTING_UP, 0.0)
+        self._clock = 0.0  # seconds in which this process ran, counted by the thread
+        self._tick = min(1.0, cfg.step_seconds / 4, cfg.heartbeat_seconds)
+        self._longest: dict[str, float] = {}  # seconds, by the name of a phase
+        self._step_seconds: float | None = None
+        self._read_up_to = 0  # the step whose values were read last
+        self._beat_in, self._beat_at = SETTING_UP, 0.0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- what the training thread says -----------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """In here the run does `name`; the phase around it starts anew afterwards."""
+        outer, began = self._phase.name, self._clock
+        self._phase = _Phase(name, began)
+        try:
+            yield
+        finally:
+            self._longest[name] = max(self._longest.get(name, 0.0), self._clock - began)
+            self._phase = _Phase(outer, self._clock)
+
+    def go_on(self) -> None:
+        """The phase is alive: its time starts anew."""
+        self._phase = _Phase(self._phase.name, self._clock)
+
+    def learn(self, records: Sequence[Record]) -> None:
+        """Take the step time from records that were just read; a first step, or one that compiled, teaches
+        nothing.
+        """
+        self._read_up_to = records[-1]["step"]
+        if self._phase.name != FIRST_STEP and not any(record["compilations"] for record in records):
+            self._step_seconds = max(self._step_seconds or 0.0, records[-1]["step_seconds"])
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Watchdog":
+        self._ended.clear()
+        self._phase, self._read_up_to = _Phase(SETTING_UP, self._clock), self.step()
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._phase = _Phase(ENDED if kind is None or issubclass(kind, Interrupted) else FAILED, self._clock)
+        self._beat()
+
+    def _watch(self) -> None:
+        looked_at = time.monotonic()
+        while not self._ended.wait(self._tick):
+            now = time.monotonic()
+            # No more than a few ticks at once: the rest of a long pause is time in which nothing could run.
+            self.look(min(now - looked_at, 3 * self._tick))
+            looked_at = now
+        if self.cfg.enabled:
+            faulthandler.cancel_dump_traceback_later()
+
+    def look(self, seconds: float) -> None:
+        """`seconds` have passed since the last look: write the heartbeat if due, end a run that hangs."""
+        self._clock += seconds
+        phase = self._phase
+        if phase.name != self._beat_in or self._clock - self._beat_at >= self.cfg.heartbeat_seconds:
+            self._beat()
+        if not self.cfg.enabled:
+            return
+        taken, limit = self._clock - phase.since, self.limit(phase.name)
+        if taken > limit and devices.is_compiling():
+            limit = max(limit, self.cfg.setup_seconds)
+        if taken > limit and not _is_debugged():
+            self._end_the_process(phase.name, taken, limit)
+        spare = max(limit - taken, 0.0) + self.cfg.wait_seconds
+        faulthandler.dump_traceback_later(spare, exit=True, file=2)
+
+    def _end_the_process(self, name: str, taken: float, limit: float) -> None:
+        reason = (
+            f"tputrain: hangs at step {self.step()} in phase {name!r}: {taken:.1f} s, expected at most "
+            f"{limit:.1f} s (watchdog.* sets that); it is ended, and goes on from its newest checkpoint"
+        )
+        try:
+            report_hang(self.run_dir, self.device, reason)
+        finally:
+            # Not sys.exit: the training thread would have to agree.
+            os._exit(HANG_EXIT_CODE)
+
+    def limit(self, name: str) -> float:
+        """Seconds that phase `name` may take by now."""
+        if name in (STEP, READING):
+            if self._step_seconds is None:
+                return self.cfg.setup_seconds
+            # Dispatch is asynchronous: whoever waits now waits for all steps since the last read.
+            in_flight = self.step() - self._read_up_to + 1
+            return 2 * in_flight * self._step_seconds + self.cfg.step_seconds
+        longest = self._longest.get(name)
+        return self.cfg.setup_seconds if longest is None else 2 * longest + self.cfg.wait_seconds
+
+    def _beat(self) -> None:
+        self._beat_in, self._beat_at = self._phase.name, self._clock
+        if self.run_dir is not None:
+            with suppress(OSError):  # a full disk is no reason to end a run
+                write_heartbeat(self.run_dir, self.step(), self._phase.name, self._clock - self._phase.since)
+
+
+def _is_debugged() -> bool:
+    """Whether some thread sits at a debugger's prompt."""
+    for frame in sys._current_frames().values():
+        looked_at = frame
+        while looked_at is not None:
+            if looked_at.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+                return True
+            looked_at = looked_at.f_back  # type: ignore[assignment]
+    return False
