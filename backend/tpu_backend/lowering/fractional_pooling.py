@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import lowering, stored
 
 
 def _starts(sample, size: int, count: int, window: int):
@@ -16,7 +16,11 @@ def _starts(sample, size: int, count: int, window: int):
         return jnp.full((*sample.shape, 1), size - window)
     step = jnp.asarray((size - window) / (count - 1), sample.dtype)
     sample = sample[..., None]
-    starts = jnp.trunc((jnp.arange(count) + sample) * step) - jnp.trunc(sample * step)
+
+    def below(place):  # PyTorch rounds each step to the dtype of the sample, and a start may hang on it
+        return jnp.trunc(stored(stored(place, sample.dtype) * step, sample.dtype))
+
+    starts = below(jnp.arange(count) + sample) - below(sample)
     return starts.at[..., -1].set(size - window).astype(jnp.int32)
 
 

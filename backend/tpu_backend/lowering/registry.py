@@ -140,6 +140,15 @@ def opmath(dtype: Any) -> Any:
     return _WIDE.get(jnp.dtype(dtype), jnp.dtype(dtype))
 
 
+def stored(value: jax.Array, dtype: Any) -> jax.Array:
+    """What a tensor of ``dtype`` holds of a value, in the value's own dtype: for a kernel of PyTorch's that
+    rounds on its way.  XLA may leave out a cast there and back, and the digits of a 16-bit step with it."""
+    bits = jnp.finfo(dtype)
+    if bits.bits > 16:
+        return value
+    return jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
+
+
 def apply(
     entry: Lowering,
     args: Sequence[Any],
