@@ -141,11 +141,14 @@ def opmath(dtype: Any) -> Any:
 
 
 def stored(value: jax.Array, dtype: Any) -> jax.Array:
-    """What a tensor of ``dtype`` holds of a value, in the value's own dtype: for a kernel of PyTorch's that
-    rounds on its way.  XLA may leave out a cast there and back, and the digits of a 16-bit step with it."""
-    bits = jnp.finfo(dtype)
-    if bits.bits > 16:
+    """What a tensor of ``dtype`` holds of a float32 value, still in float32: for kernels of PyTorch's that round
+    on their way to 16 bits. Wider dtypes hold all of it.
+
+    No cast there and back, which XLA may leave out.
+    """
+    if jnp.dtype(dtype) not in _WIDE:
         return value
+    bits = jnp.finfo(dtype)
     return jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
 
 
