@@ -141,10 +141,9 @@ def opmath(dtype: Any) -> Any:
 
 
 def stored(value: jax.Array, dtype: Any) -> jax.Array:
-    """What a tensor of ``dtype`` holds of a float32 value, still in float32: for kernels of PyTorch's that round
-    on their way to 16 bits. Wider dtypes hold all of it.
+    """What a 16-bit tensor holds of a float32 value, still in float32; wider dtypes hold all of it.
 
-    No cast there and back, which XLA may leave out.
+    For kernels of PyTorch's that round on their way. No cast there and back, which XLA may leave out.
     """
     if jnp.dtype(dtype) not in _WIDE:
         return value
