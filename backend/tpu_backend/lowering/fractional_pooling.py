@@ -7,16 +7,21 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import lowering, opmath, stored
 
 
 def _starts(sample, size: int, count: int, window: int):
     """Where the windows begin, (..., count), from a sample in [0, 1) (...): the last one ends at the end."""
     if count == 1:
         return jnp.full((*sample.shape, 1), size - window)
-    step = jnp.asarray((size - window) / (count - 1), sample.dtype)
-    sample = sample[..., None]
-    starts = jnp.trunc((jnp.arange(count) + sample) * step) - jnp.trunc(sample * step)
+    dtype, wide = sample.dtype, opmath(sample.dtype)
+    step = jnp.asarray((size - window) / (count - 1), dtype).astype(wide)
+    sample = sample[..., None].astype(wide)
+
+    def below(place):  # PyTorch rounds each step to the dtype of the sample, and a start may hang on it
+        return jnp.trunc(stored(stored(place, dtype) * step, dtype))
+
+    starts = below(jnp.arange(count) + sample) - below(sample)
     return starts.at[..., -1].set(size - window).astype(jnp.int32)
 
 

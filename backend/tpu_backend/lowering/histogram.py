@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax import lax
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import lowering, opmath, stored
 
 
 def _range(values, limits, widening):
@@ -88,6 +89,11 @@ def histc(self, bins=100, min=0, max=0):
     flat = self.reshape(-1)
     low, high = _range(flat, None if min == max and self.size else (min, max), 1)
     inside = (flat >= low) & (flat <= high)
-    position = jnp.floor((flat - low) * bins / (high - low)).astype(jnp.int32)
+    # PyTorch rounds each step to the dtype of the values, and a bin may hang on it. Behind the barrier: XLA
+    # multiplies by the inverse of a constant, which is not exact.
+    wide, first, last = (value.astype(opmath(flat.dtype)) for value in (flat, low, high))
+    span = lax.optimization_barrier(stored(last - first, flat.dtype))
+    scaled = stored(stored(wide - first, flat.dtype) * bins, flat.dtype)
+    position = jnp.floor(stored(scaled / span, flat.dtype)).astype(jnp.int32)
     position = jnp.where(inside, jnp.clip(position, 0, bins - 1), bins)
     return jnp.zeros(bins, self.dtype).at[position].add(1, mode="drop")

@@ -10,7 +10,7 @@ from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
 from tpu_backend.lowering.matmul import scaled
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath, stored
 
 # On a TPU a float64 is a pair of float32.
 _NO_FLOAT64_BITS = CannotCompile(
@@ -163,10 +163,7 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
     other = jnp.asarray(other, self.dtype)
     if is_floating(self):
         quotient = self / other
-        if self.dtype != storage:  # as on the CPU, a 16-bit quotient is rounded first: 17.97 becomes 18
-            bits = jnp.finfo(storage)
-            quotient = lax.reduce_precision(quotient, bits.nexp, bits.nmant)
-        return jnp.trunc(quotient)
+        return jnp.trunc(stored(quotient, storage))  # as on the CPU, a 16-bit 17.97 becomes 18
     require_nonzero(self, other)
     return lax.div(*jnp.broadcast_arrays(self, other))
 
@@ -295,8 +292,8 @@ lowering("heaviside")(lambda self, values: jnp.where(self == 0, values, (self > 
 
 
 @lowering("ldexp.Tensor", promote="result")
-def ldexp(self, other):
-    return self * jnp.exp2(other)
+def ldexp(self, other, *, out):
+    return self * stored(jnp.exp2(other), out[0].dtype)  # PyTorch's is mul(self, pow(2, other))
 
 
 @lowering("frexp.Tensor", promote="opmath", on_tpu=_NO_FLOAT64_BITS)

@@ -140,6 +140,17 @@ def opmath(dtype: Any) -> Any:
     return _WIDE.get(jnp.dtype(dtype), jnp.dtype(dtype))
 
 
+def stored(value: jax.Array, dtype: Any) -> jax.Array:
+    """What a 16-bit tensor holds of a float32 value, still in float32; wider dtypes hold all of it.
+
+    For kernels of PyTorch's that round on their way. No cast there and back, which XLA may leave out.
+    """
+    if jnp.dtype(dtype) not in _WIDE:
+        return value
+    bits = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
+
+
 def apply(
     entry: Lowering,
     args: Sequence[Any],

@@ -141,12 +141,12 @@ for _mode, _function in {"reflection": _reflect_pad, "replication": _edge_pad}.i
     _pad, _pad_backward = _border_pad(_function)
     for _rank in (1, 2, 3):
         lowering(f"{_mode}_pad{_rank}d")(_pad)
-        lowering(f"{_mode}_pad{_rank}d_backward")(_pad_backward)
+        lowering(f"{_mode}_pad{_rank}d_backward", promote="opmath")(_pad_backward)
 
 # ---- sliding windows
 
 
-@lowering("unfold_backward")
+@lowering("unfold_backward", promote="opmath")
 def unfold_backward(grad_in, input_sizes, dim, size, step):
     axis = wrap_dim(dim, len(input_sizes))
     values = grad_in if input_sizes else grad_in.reshape(1, 1)
@@ -180,7 +180,7 @@ def im2col(self, kernel_size, dilation, padding, stride):
     return columns if self.ndim == 4 else columns[0]
 
 
-@lowering("col2im")
+@lowering("col2im", promote="opmath")
 def col2im(self, output_size, kernel_size, dilation, padding, stride):
     columns = self if self.ndim == 3 else self[None]
     channels = columns.shape[1] // (kernel_size[0] * kernel_size[1])

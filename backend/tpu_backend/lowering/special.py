@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import special
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import lowering, stored
 
 _UNARY = {
     "erf": special.erf,
@@ -71,14 +71,20 @@ def logit_backward(grad_output, self, eps=None):
     return jnp.where((self < eps) | (self > 1 - eps), 0, grad)
 
 
+def _times_logarithm(self, other, logarithm, dtype):
+    """PyTorch's kernels, CUDA's too, round the logarithm before they multiply by it."""
+    product = self * stored(logarithm, dtype)
+    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, product))
+
+
 @lowering("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other", promote="result")
-def xlogy(self, other):
-    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log(other)))
+def xlogy(self, other, *, out):
+    return _times_logarithm(self, other, jnp.log(other), out[0].dtype)
 
 
 @lowering("special_xlog1py", "special_xlog1py.self_scalar", "special_xlog1py.other_scalar", promote="result")
-def xlog1py(self, other):
-    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log1p(other)))
+def xlog1py(self, other, *, out):
+    return _times_logarithm(self, other, jnp.log1p(other), out[0].dtype)
 
 
 @lowering("igamma", promote="result")
