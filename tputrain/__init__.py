@@ -7,7 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tputrain.callbacks.best_checkpoint import BestCheckpoint
     from tputrain.callbacks.callback import Callback
+    from tputrain.callbacks.config import CallbacksConfig
+    from tputrain.callbacks.early_stopping import EarlyStopping
+    from tputrain.callbacks.profile_steps import ProfileSteps
+    from tputrain.callbacks.time_limit import TimeLimit
     from tputrain.checkpoint.store import CheckpointConfig
     from tputrain.config import RunConfig, TrainerConfig
     from tputrain.device import ExecutionConfig
@@ -22,30 +27,40 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BestCheckpoint",
     "Callback",
+    "CallbacksConfig",
     "CheckpointConfig",
+    "EarlyStopping",
     "ExecutionConfig",
     "GroupConfig",
     "LogConfig",
     "Logger",
     "OptimConfig",
+    "ProfileSteps",
     "RunConfig",
     "ScheduleConfig",
+    "TimeLimit",
     "Trainer",
     "TrainerConfig",
     "UserError",
 ]
 
 _HOME = {
+    "BestCheckpoint": "tputrain.callbacks.best_checkpoint",
     "Callback": "tputrain.callbacks.callback",
+    "CallbacksConfig": "tputrain.callbacks.config",
     "CheckpointConfig": "tputrain.checkpoint.store",
+    "EarlyStopping": "tputrain.callbacks.early_stopping",
     "ExecutionConfig": "tputrain.device",
     "LogConfig": "tputrain.loggers.config",
     "GroupConfig": "tputrain.optim.groups",
     "Logger": "tputrain.loggers.logger",
     "OptimConfig": "tputrain.optim.optimizer",
+    "ProfileSteps": "tputrain.callbacks.profile_steps",
     "RunConfig": "tputrain.config",
     "ScheduleConfig": "tputrain.optim.schedule",
+    "TimeLimit": "tputrain.callbacks.time_limit",
     "Trainer": "tputrain.trainer",
     "TrainerConfig": "tputrain.config",
     "UserError": "tputrain.errors",

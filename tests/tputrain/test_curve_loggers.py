@@ -6,6 +6,7 @@ import signal
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,10 @@ from tests.tputrain.resumable_run import STEPS, build
 from tputrain import LogConfig, Trainer, UserError
 from tputrain.callbacks.callback import Callback
 from tputrain.loggers.config import build_loggers
+from tputrain.loggers.jsonl import read_jsonl
 from tputrain.loggers.tensorboard import TensorBoardLogger
 from tputrain.loggers.wandb import ID_FILE, WandbConfig, WandbLogger
+from tputrain.signals import Interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 EVALUATED = [0, 4, 8, 12, STEPS]
@@ -50,6 +53,38 @@ def test_tensorboard_shows_each_step_once_after_sigkill_and_resume(tmp_path):
     assert len(list(directory.iterdir())) == 2
     assert tensorboard_steps(directory, "train/loss") == list(range(1, STEPS + 1))
     assert tensorboard_steps(directory, "evaluation/loss") == EVALUATED
+
+
+class CrashesAt(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            raise KeyboardInterrupt
+
+
+class TerminatedAt(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_evaluation_made_after_a_resume_and_again_after_a_crash_is_there_once(tmp_path):
+    """SIGTERM at an evaluation's step: saved without it. Evaluated after the resume, lost and repeated."""
+    both = replace(log_config("wandb"), tensorboard=True)
+    for callback, ends_by in ((TerminatedAt(8), Interrupted), (CrashesAt(9), KeyboardInterrupt)):
+        trainer = build(tmp_path, log=both)
+        trainer.callbacks.append(callback)
+        with pytest.raises(ends_by):
+            trainer.fit()
+    build(tmp_path, log=both).fit()
+    assert [record["step"] for record in read_jsonl(tmp_path / "evaluations.jsonl")] == EVALUATED
+    assert tensorboard_steps(tmp_path / "tensorboard", "evaluation/loss") == EVALUATED
+    assert evaluated_in_wandb(tmp_path) == EVALUATED
 
 
 def test_tensorboard_forgets_a_run_that_left_nothing_to_go_on_from(tmp_path):
@@ -91,22 +126,27 @@ def wandb_rows(path: Path) -> list[dict]:
     return rows
 
 
-def test_wandb_offline_holds_the_whole_run_once_after_sigkill_and_resume(tmp_path, capsys):
+def evaluated_in_wandb(run_dir: Path) -> list[int]:
     import wandb
 
+    wandb.teardown()  # its own process may still be writing
+    (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
+    return [row["evaluation/step"] for row in wandb_rows(file) if "evaluation/loss" in row]
+
+
+def test_wandb_offline_holds_the_whole_run_once_after_sigkill_and_resume(tmp_path, capsys):
     run_until_killed(tmp_path, "wandb", "kill-step", 11)
     run_id = json.loads((tmp_path / ID_FILE).read_text())["id"]
     (killed,) = (tmp_path / "wandb").glob("offline-run-*")
     build(tmp_path, log=log_config("wandb")).fit()
-    wandb.teardown()  # its own process may still be writing
     assert json.loads((tmp_path / ID_FILE).read_text())["id"] == run_id
     (directory,) = (tmp_path / "wandb").glob("offline-run-*")
     assert directory != killed
     assert f"wandb sync {directory}" in capsys.readouterr().out
+    assert evaluated_in_wandb(tmp_path) == EVALUATED
     rows = wandb_rows(directory / f"run-{run_id}.wandb")
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, STEPS + 1))
-    assert [row["evaluation/step"] for row in rows if "evaluation/loss" in row] == EVALUATED
 
 
 class Server:
@@ -152,15 +192,6 @@ def online() -> LogConfig:
 
 def steps_with(server: Server, name: str) -> list[int]:
     return [step for step, row in sorted(server.rows.items()) if name in row]
-
-
-class CrashesAt(Callback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("received", [0, 1, 7, 10])

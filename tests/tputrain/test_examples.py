@@ -41,6 +41,12 @@ def test_the_python_api_example_learns_to_read_digits_and_logs_every_step(tmp_pa
     assert len((tmp_path / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()) == 300
 
 
+def test_the_callback_of_the_example_ends_the_run_long_before_its_last_step(tmp_path):
+    ended = re.search(r"good enough at step (\d+)", run_example("custom_callback.py", tmp_path))
+    assert ended is not None
+    assert int(ended[1]) < 150
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_every_example_says_how_to_run_it(path):
     assert f"python examples/{path.name}" in path.read_text().split('"""')[1]

@@ -21,12 +21,14 @@ class JsonlLogger(Logger):
         self.directory = Path(directory)
         self._steps: IO[str] | None = None
         self._evaluations: IO[str] | None = None
+        self._evaluated_at = -1
 
     def start(self, step: int, total_steps: int, resumed: bool) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         last = step if resumed else -1
         self._steps = _open_after(self.directory / STEPS, last)
         self._evaluations = _open_after(self.directory / EVALUATIONS, last)
+        self._evaluated_at = evaluated_at(self.directory)
 
     def log(self, records: list[Record]) -> None:
         if self._steps is not None:
@@ -34,7 +36,8 @@ class JsonlLogger(Logger):
             self._steps.flush()
 
     def log_evaluation(self, record: Record) -> None:
-        if self._evaluations is not None:
+        if self._evaluations is not None and record["step"] > self._evaluated_at:
+            self._evaluated_at = record["step"]
             self._evaluations.write(_line(record))
             self._evaluations.flush()
 
@@ -64,6 +67,15 @@ def read_jsonl(path: Path | str) -> list[Record]:
         if isinstance(record, dict) and "step" in record:
             records.append(record)
     return records
+
+
+def evaluated_at(directory: Path) -> int:
+    """The last step whose evaluation is in `directory`; -1: there is none.
+
+    It may be later than a checkpoint of that step knows of: one that a signal called for is written first,
+    the evaluation made after the resume and, if that process is killed, made again.
+    """
+    return max((record["step"] for record in read_jsonl(directory / EVALUATIONS)), default=-1)
 
 
 def _line(record: Record) -> str:

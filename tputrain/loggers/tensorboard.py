@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tputrain.errors import UserError
+from tputrain.loggers.jsonl import evaluated_at
 from tputrain.loggers.logger import Logger, Record, expect_run_dir, numbers_of
 
 if TYPE_CHECKING:
@@ -20,11 +21,14 @@ class TensorBoardLogger(Logger):
     def __init__(self, run_dir: Path | None):
         self.run_dir = run_dir
         self._writer: SummaryWriter | None = None
+        self._evaluated_at = -1
 
     def start(self, step: int, total_steps: int, resumed: bool) -> None:
         purge_step = step + 1 if resumed else 0
-        directory = expect_run_dir(self.run_dir, "log.tensorboard=true") / "tensorboard"
-        self._writer = _writer_class()(log_dir=str(directory), purge_step=purge_step)
+        run_dir = expect_run_dir(self.run_dir, "log.tensorboard=true")
+        # What is of later steps than this one is hidden by the mark; of this very step it is not.
+        self._evaluated_at = min(step, evaluated_at(run_dir)) if resumed else -1
+        self._writer = _writer_class()(log_dir=str(run_dir / "tensorboard"), purge_step=purge_step)
 
     def log(self, records: list[Record]) -> None:
         for record in records:
@@ -33,8 +37,8 @@ class TensorBoardLogger(Logger):
             self._writer.flush()
 
     def log_evaluation(self, record: Record) -> None:
-        self._add("evaluation", record)
-        if self._writer is not None:
+        if self._writer is not None and record["step"] > self._evaluated_at:
+            self._add("evaluation", record)
             self._writer.flush()
 
     def _add(self, group: str, record: Record) -> None:
