@@ -1,7 +1,7 @@
 """From a recipe's configuration to the objects it names."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from tputrain.checkpoint import contents
 from tputrain.data import PackedSequences, TextData, Tokenizer, build_data
 from tputrain.data.packing import num_label_bytes
 from tputrain.device import find_device
-from tputrain.models import add_lora, build_model, initialize
+from tputrain.models import add_lora, build_initialized
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
 
@@ -101,8 +101,7 @@ def _validation_batches(cfg: RecipeConfig, data: TextData) -> ValidationBatches:
 
 def _build_model(cfg: RecipeConfig) -> nn.Module:
     """The model of a recipe in its initial values."""
-    model = build_model(cfg.model)
-    initialize(model, cfg.seed)
+    model = build_initialized(cfg.model, cfg.seed)
     if cfg.lora.rank > 0:
         add_lora(model, cfg.lora, cfg.seed)
     return model
@@ -128,6 +127,6 @@ def _build_trainer(cfg: RecipeConfig, data: TextData) -> Trainer:
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
     """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
     device = find_device(cfg.device)
-    model = build_model(cfg.model)
+    model = build_initialized(replace(cfg.model, init="random"), cfg.seed)
     contents.load_model(model, checkpoint)
     return model.to(device), Tokenizer.load(checkpoint), device
