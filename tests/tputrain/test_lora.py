@@ -34,11 +34,8 @@ QUERIES = LoraConfig(rank=2, alpha=8.0, match=["*.q_proj", "*.down_proj"])
 
 
 class Batches:
-    def __init__(self, sequences: int = 2):
-        self.sequences = sequences
-
     def batch_at(self, step: int, micro: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(60, (self.sequences, 9), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(60, (2, 9), generator=torch.Generator().manual_seed(step))
         return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
 
