@@ -1,7 +1,7 @@
 """A recipe: a YAML file, the pieces it includes and overrides on top, made into one checked config.
 
-Every mistake is one line: which file, which key, which value, what was expected. Nothing in a recipe can name
-code.
+Every mistake is one line: which file, which key, which value, what was expected. A recipe can name code only
+where it says trust_code=true.
 """
 
 import re
@@ -33,6 +33,8 @@ _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 class RecipeConfig(RunConfig):
     """A complete job: a run, its model and its data."""
 
+    trust_code: bool = False
+    """Whether model.name=import may import and run the code that model.path names."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -42,18 +44,24 @@ class RecipeConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.batch.micro_batches(self.data.sequence_length)
-        shape = self.model.resolve()
         expect(
-            self.data.sequence_length <= shape.max_position_embeddings,
+            self.trust_code or self.model.name != "import",
+            "model.name",
+            self.model.name,
+            "trust_code=true with it: the recipe names code, which is run",
+        )
+        positions, vocab_size = self.model.limits()
+        expect(
+            positions is None or self.data.sequence_length <= positions,
             "data.sequence_length",
             self.data.sequence_length,
-            f"at most model.max_position_embeddings={shape.max_position_embeddings}",
+            f"at most model.max_position_embeddings={positions}",
         )
         expect(
-            self.data.tokenizer is not None or self.data.vocab_size <= shape.vocab_size,
+            self.data.tokenizer is not None or vocab_size is None or self.data.vocab_size <= vocab_size,
             "data.vocab_size",
             self.data.vocab_size,
-            f"at most model.vocab_size={shape.vocab_size}",
+            f"at most model.vocab_size={vocab_size}",
         )
 
 

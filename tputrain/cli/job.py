@@ -1,6 +1,6 @@
 """From a recipe's configuration to the objects it names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from tputrain.data import (
     load_tokenizer,
 )
 from tputrain.device import find_device
-from tputrain.models import add_lora, build_model, initialize
+from tputrain.models import add_lora, build_initialized
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
 
@@ -83,15 +83,16 @@ def _validation_batches(cfg: RecipeConfig, data: TextData | StreamedText) -> Val
 
 def _build_model(cfg: RecipeConfig) -> nn.Module:
     """The model of a recipe in its initial values."""
-    model = build_model(cfg.model)
-    initialize(model, cfg.seed)
+    model = build_initialized(cfg.model, cfg.seed)
     if cfg.lora.rank > 0:
         add_lora(model, cfg.lora, cfg.seed)
     return model
 
 
 def _build_trainer(cfg: RecipeConfig, data: TextData | StreamedText) -> Trainer:
-    check_vocabulary(data.tokenizer, cfg.model.resolve().vocab_size)
+    vocab_size = cfg.model.limits()[1]
+    if vocab_size is not None:
+        check_vocabulary(data.tokenizer, vocab_size)
     model = _build_model(cfg)
     callbacks = []
     if cfg.sample.max_new_tokens > 0:
@@ -109,6 +110,6 @@ def _build_trainer(cfg: RecipeConfig, data: TextData | StreamedText) -> Trainer:
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
     """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
     device = find_device(cfg.device)
-    model = build_model(cfg.model)
+    model = build_initialized(replace(cfg.model, init="random"), cfg.seed)
     contents.load_model(model, checkpoint)
     return model.to(device), load_tokenizer(checkpoint), device

@@ -1,6 +1,7 @@
 """Models by name: `model = build_model(ModelConfig(name="llama-5m"))`, then `initialize(model, seed)`."""
 
-from tputrain.models.config import ModelConfig, build_model
+from tputrain.models.config import ModelConfig, build_initialized, build_model
+from tputrain.models.huggingface import load_huggingface
 from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.models.lora import LoraConfig, add_lora, merge_lora, save_adapter
@@ -12,8 +13,10 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "add_lora",
+    "build_initialized",
     "build_model",
     "initialize",
+    "load_huggingface",
     "merge_lora",
     "save_adapter",
 ]

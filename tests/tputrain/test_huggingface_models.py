@@ -1,0 +1,180 @@
+"""Models of transformers by directory, and models by import path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tputrain.test_lora import Batches, train
+from tputrain.cli.job import build_trained_model
+from tputrain.data import Tokenizer
+from tputrain.errors import UserError
+from tputrain.models import LoraConfig, ModelConfig, add_lora, build_initialized, load_huggingface
+from tputrain.recipe import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def directory(request, tmp_path: Path) -> Path:
+    """A small model that transformers itself has saved."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if request.param == "gpt2":
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        shape = GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=32, **off)
+        model = GPT2LMHeadModel(shape)
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=300,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=32,
+            )
+        )
+    model.save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def test_it_computes_what_transformers_does_with_labels_that_are_next_tokens(directory):
+    from transformers import AutoModelForCausalLM
+
+    ours, theirs = load_huggingface(str(directory)), AutoModelForCausalLM.from_pretrained(directory)
+    ids = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits)
+        torch.testing.assert_close(ours(ids[:, :-1], ids[:, 1:]), theirs(ids, labels=ids).loss)
+
+
+def test_documents_in_a_sequence_do_not_see_each_other(directory):
+    model = load_huggingface(str(directory)).eval()
+    ids = torch.randint(300, (1, 10), generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    documents = torch.tensor([[0] * 4 + [1] * 6])
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, document_ids=documents)
+        torch.testing.assert_close(packed[:, 4:], model(ids[:, 4:]), atol=1e-5, rtol=1e-4)
+
+
+def test_random_values_depend_on_the_seed_and_leave_the_generator_alone(directory):
+    state = torch.get_rng_state()
+    first, again, other = (load_huggingface(str(directory), "random", seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    name, value = next(iter(first.named_parameters()))
+    assert torch.equal(value, again.get_parameter(name))
+    assert not torch.equal(value, other.get_parameter(name))
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_it_trains_and_its_checkpoint_is_a_directory_that_transformers_reads(directory, device, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    if device == "tpu":
+        torch.tpu.reset_fallback_stats()
+    trainer = train(load_huggingface(str(directory)), device, 3, tmp_path / "run")
+    if device == "tpu":
+        assert torch.tpu.fallback_stats() == {}
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
+    theirs, loading = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(loading.values()), loading
+    ids = Batches().batch_at(9, 0)["input_ids"]
+    with torch.no_grad():
+        ours = trainer.model(ids.to(device)).cpu()
+        torch.testing.assert_close(theirs(ids).logits, ours, atol=1e-4, rtol=1e-4)
+
+
+def test_lora_finds_its_layers_by_name(tmp_path, directory):
+    model = load_huggingface(str(directory))
+    if type(model).__name__ == "GPT2LMHeadModel":
+        with pytest.raises(UserError, match=r"^lora\.match=\*_proj: expected a pattern .* such as lm_head"):
+            add_lora(model, LoraConfig(rank=2), seed=0)
+        return
+    add_lora(model, LoraConfig(rank=2, match=["*.q_proj"]), seed=0)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        "model.layers.0.self_attn.q_proj.lora_a",
+        "model.layers.0.self_attn.q_proj.lora_b",
+    ]
+
+
+def test_a_recipe_names_a_directory_and_knows_its_limits(directory, tmp_path):
+    recipe = tmp_path / "my.yaml"
+    text = f"model: {{name: huggingface, path: {directory}}}\nbatch: {{tokens: 256, sequences: 8}}\n"
+    recipe.write_text(text + "data: {sequence_length: 32, vocab_size: 300}")
+    assert isinstance(build_initialized(load_recipe(recipe).model, seed=0), nn.Module)
+    recipe.write_text(text + "data: {sequence_length: 32, vocab_size: 301}")
+    with pytest.raises(UserError, match=r"data\.vocab_size=301: expected at most model\.vocab_size=300"):
+        load_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "huggingface"}, r"^model\.path=None: expected a directory or name with model\.name=huggin"),
+        ({"path": "x"}, r"^model\.path=x: expected nothing with model\.name=llama-5m"),
+        ({"name": "huggingface", "path": "x", "init": "zero"}, r"^model\.init=zero: expected one of weights"),
+        (
+            {"name": "huggingface", "path": "x", "head_dim": 4},
+            r"^model\.head_dim=4: expected nothing with model\.name=huggingface",
+        ),
+    ],
+)
+def test_a_mistake_in_the_model_is_one_line(fields, message):
+    with pytest.raises(UserError, match=message):
+        ModelConfig(**fields)
+
+
+def test_a_directory_without_a_model_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"^model\.path=.*: cannot be loaded \(") as caught:
+        load_huggingface(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+CODE = "import torch\ndef build():\n    return torch.nn.Linear(2, 2)\nnumber = int\n"
+
+
+def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch):
+    (tmp_path / "my_models.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = tmp_path / "my.yaml"
+    text = "model: {name: import, path: 'my_models:build'}"
+    recipe.write_text(text)
+    with pytest.raises(UserError, match=r"model\.name=import: expected trust_code=true with it"):
+        load_recipe(recipe)
+    assert "my_models" not in sys.modules
+    recipe.write_text(text + "\ntrust_code: true")
+    cfg = load_recipe(recipe).model
+    assert "my_models" not in sys.modules
+    first, again = build_initialized(cfg, seed=4), build_initialized(cfg, seed=4)
+    assert isinstance(first, nn.Linear)
+    assert torch.equal(first.weight, again.weight)
+    for path, message in (
+        ("my_models:missing", "has no attribute 'missing'; expected package.module:function"),
+        ("no_such_module:x", "No module named 'no_such_module'; expected"),
+        ("my_models:number", "it returned a int, expected an nn.Module"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_initialized(ModelConfig(name="import", path=path), seed=0)
+
+
+def test_the_trained_model_of_a_run_comes_from_its_checkpoint(directory, tmp_path):
+    trainer = train(load_huggingface(str(directory)), "cpu", 1, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(
+        f"device: cpu\nmodel: {{name: huggingface, path: {directory}}}\n"
+        "batch: {tokens: 256, sequences: 8}\ndata: {sequence_length: 32, vocab_size: 300}"
+    )
+    Tokenizer.train(["def x(): pass\n" * 9], 300).save(checkpoint)
+    model, _, _ = build_trained_model(load_recipe(recipe), checkpoint)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
