@@ -54,7 +54,7 @@ def losses(run_dir: Path) -> dict[int, str]:
 )
 def test_a_run_goes_on_as_if_it_had_not_stopped(directory, settings, capsys):
     assert main(["run", "tiny.yaml", *settings, "run_dir=whole"]) == 0
-    for steps in (1, 3, 4):
+    for steps in (1, 4):
         assert main(["run", "tiny.yaml", *settings, "run_dir=parts", f"trainer.steps={steps}"]) == 0
     assert losses(directory / "parts") == losses(directory / "whole")
     assert main(["validate", "parts"]) == 0
