@@ -1,7 +1,9 @@
 """Streams: what they hold, and that they go on where they were, to the bit."""
 
 import json
+import re
 import threading
+from pathlib import Path
 
 import datasets
 import pytest
@@ -211,6 +213,15 @@ def test_a_stopped_run_resumes_by_the_loaders_state_and_its_losses_are_those_of_
     assert parts == whole
     if kind == "stateful":  # nothing was skipped: what was asked for is what was trained on
         assert made[-1].asked == [1, 2, 3, 4]
+
+
+def test_the_loader_in_the_documentation_runs(capsys):
+    page = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    assert names["trainer"].step == 3
+    assert names["trainer"]._feed.state()["loader"] == {"place": 3}
 
 
 def test_a_state_that_is_no_json_is_one_clear_line():

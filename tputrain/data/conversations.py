@@ -27,6 +27,11 @@ def encode_conversations(
     return [ids for ids, _ in encoded], [learned for _, learned in encoded]
 
 
+def spoken(text: str) -> str:
+    """What a conversation (JSON) is made of, without its form: the text that a vocabulary is learned from."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))
+
+
 def _encode(messages: list[Message], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
     if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.has_chat_template:
         return _by_template(messages, tokenizer)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tputrain.data.config import DataConfig, DataError
-from tputrain.data.conversations import encode_conversations
+from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.loading import Sequences
 from tputrain.data.packing import Batch, PackedSequences, epoch_order
 from tputrain.data.pretrained_tokenizer import find_tokenizer
@@ -83,7 +83,7 @@ def build_stream(
             "run_dir".format(*cfg.where)
         )
     if tokenizer is None:
-        tokenizer = Tokenizer.train(head, cfg.vocab_size)
+        tokenizer = Tokenizer.train(head if cfg.format == "text" else map(spoken, head), cfg.vocab_size)
     return StreamedText(
         title=cfg.where[1].strip("'"),
         fingerprint=f"{text}-{tokenizer.digest()}",

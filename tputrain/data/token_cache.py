@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 
 from tputrain.data.config import DataConfig, DataError
-from tputrain.data.conversations import encode_conversations
+from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.pretrained_tokenizer import load_tokenizer
 from tputrain.data.sources import Corpus, Document, split
 from tputrain.data.tokenizer import Tokenizer
@@ -103,7 +103,8 @@ def _build(
         announce(f"tokenizer: reading {megabytes:.1f} MB of text with the run's own")
     train, validation = split(corpus, cfg.validation_fraction)
     if tokenizer is None:
-        tokenizer = Tokenizer.train((document.text for document in train), cfg.vocab_size)
+        texts = (document.text for document in train)
+        tokenizer = Tokenizer.train(texts if cfg.format == "text" else map(spoken, texts), cfg.vocab_size)
     tokenizer.save(built)
     lengths = {}
     for name, documents in (("train", train), ("validation", validation)):
