@@ -19,6 +19,7 @@ from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
 from tputrain.callbacks.events import EventLog
 from tputrain.checkpoint import contents
+from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -419,6 +420,7 @@ class Trainer:
         aside = self.store.set_aside(path)
         say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and {used.name} is used")
 
+    @understood
     def load(self, path: Path) -> None:
         """Take everything from the checkpoint at `path`, which was found whole (`CheckpointStore.newest`)."""
         state = contents.load_state(path)
