@@ -22,6 +22,7 @@ from tputrain.callbacks.events import EventLog
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.background import BackgroundWriter, Written, leaving_with
 from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
+from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -509,6 +510,7 @@ class Trainer:
         aside = self.store.set_aside(path)
         say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and {used.name} is used")
 
+    @understood
     def load(self, path: Path) -> None:
         """Take everything from the checkpoint at `path`, which was found whole (`CheckpointStore.newest`)."""
         state = contents.load_state(path)

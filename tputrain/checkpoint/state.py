@@ -1,10 +1,14 @@
 """`state.json` of a checkpoint: everything that is no tensor, as one dict. Reading it needs no PyTorch."""
 
 import json
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tputrain.errors import UserError
+
+Owner = TypeVar("Owner")
 
 STATE = "state.json"
 FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new keys alone do not do that
@@ -38,6 +42,27 @@ def load_state(directory: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     _check(path, state)
     return state
+
+
+def understood(load: Callable[[Owner, Path], None]) -> Callable[[Owner, Path], None]:
+    """A method that takes a checkpoint in: what it cannot make sense of there becomes one line.
+
+    Checksums keep damage out; what is left is a checkpoint that somebody edited and sealed anew, or that
+    another program wrote.
+    """
+
+    @wraps(load)
+    def loading(owner: Owner, path: Path) -> None:
+        try:
+            load(owner, path)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{path}: it holds what this tputrain does not write ({type(error).__name__}: {said}); "
+                "use another checkpoint (--debug shows where)"
+            ) from error
+
+    return loading
 
 
 def _check(path: Path, state: Any) -> None:

@@ -1,0 +1,126 @@
+"""`tputrain doctor`: breakages staged in fresh processes, each named with its cause and its fix."""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BACKEND = ROOT / "backend"
+
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
+
+
+def doctor(
+    home: Path, before: str = "", backend: Path = BACKEND, obeys_modes: bool = False, **environment: str
+) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and (verdict, line) of each check. `before` is run first, in the same process."""
+    home.mkdir(exist_ok=True)
+    # Nothing of this process's environment but what a shell has: PyTorch finds no device package to load.
+    clean = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{backend}{os.pathsep}{ROOT}", "HOME": str(home)}
+    clean |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{before}\nimport sys\nfrom tputrain.cli import main\nsys.exit(main(['doctor']))",
+        ],
+        capture_output=True,
+        text=True,
+        env=clean | environment,
+        preexec_fn=_give_up_root_s_way_past_modes if obeys_modes else None,
+    )
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()[:-1]]
+    return done.returncode, {name: (verdict, said) for verdict, name, said in rows}
+
+
+def _give_up_root_s_way_past_modes() -> None:
+    """In the child: root writes everywhere unless it may not; for others this does nothing."""
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
+
+
+def failed(rows: dict[str, tuple[str, str]]) -> list[str]:
+    return [name for name, (verdict, _) in rows.items() if verdict == "FAIL"]
+
+
+def test_a_machine_that_is_well(tmp_path):
+    code, rows = doctor(tmp_path / "home", TPU_PLATFORM="cpu")
+    assert code == 0, rows
+    assert {verdict for verdict, _ in rows.values()} == {"ok"}
+    assert list(rows) == ["python", "torch", "jax", "extension", "chip", "program", "cache", "disk"]
+    assert rows["chip"][1] == "XLA on cpu (TPU_PLATFORM=cpu)"
+
+
+@pytest.fixture
+def other_build(tmp_path) -> Path:
+    """A backend whose extension was built for another torch."""
+    shutil.copytree(BACKEND / "tpu_backend", tmp_path / "backend" / "tpu_backend")
+    info = tmp_path / "backend" / "tpu_backend" / "_build_info.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"torch": "2.9.1+cpu"}))
+    return tmp_path / "backend"
+
+
+def test_an_extension_built_for_another_torch(tmp_path, other_build):
+    code, rows = doctor(tmp_path / "home", backend=other_build)
+    assert code == 1
+    assert failed(rows) == ["extension"]
+    said = rows["extension"][1]
+    assert "was built for torch 2.9.1+cpu and met torch 2.13" in said
+    assert "; rebuild it in a source checkout: `pip install --no-build-isolation --no-deps .`" in said
+    assert rows["program"] == ("–", "not looked at: it needs extension")
+
+
+def test_no_jaxlib(tmp_path):
+    code, rows = doctor(tmp_path / "home", before="import sys; sys.modules['jaxlib'] = None")
+    assert code == 1
+    assert failed(rows) == ["jax"]
+    assert rows["jax"][1].endswith("; install it: pip install 'jaxlib>=0.10'")
+    assert rows["chip"] == ("–", "not looked at: it needs jax")
+
+
+def test_a_tpu_is_asked_for_and_there_is_none(tmp_path):
+    hide_chips = "import tpu_backend.runtime.platform as platform; platform.tpu_chips = lambda: []"
+    before = f"{hide_chips}; platform._open_devices = lambda name: (_ for _ in ()).throw(RuntimeError(name))"
+    code, rows = doctor(tmp_path / "home", before=before, TPU_PLATFORM="tpu")
+    assert code == 1
+    assert failed(rows) == ["chip"]
+    assert rows["chip"][1] == (
+        "TPU_PLATFORM=tpu, but this machine shows no TPU chip (/dev/accel*, /dev/vfio/*); "
+        "unset TPU_PLATFORM to run on the CPU"
+    )
+
+
+def test_another_package_holds_pytorch_s_slot_for_devices(tmp_path):
+    """As it happens: that package's entry point is loaded by `import torch`."""
+    site = tmp_path / "site"
+    info = site / "other_device-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-device\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nother = other_device:load\n")
+    (site / "other_device.py").write_text(
+        "def load():\n    import torch\n    torch.utils.rename_privateuse1_backend('npu')\n"
+    )
+    path = os.pathsep.join(map(str, (site, BACKEND, ROOT)))
+    code, rows = doctor(tmp_path / "home", PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    assert code == 1
+    assert failed(rows) == ["extension"]
+    said = rows["extension"][1]
+    assert '"npu" holds it' in said
+    assert "; uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    cache = tmp_path / "home" / ".cache"
+    cache.mkdir(parents=True)
+    cache.chmod(0o555)
+    code, rows = doctor(tmp_path / "home", obeys_modes=True)
+    assert code == 1
+    assert failed(rows) == ["cache"]
+    assert rows["cache"][1].startswith(f"{cache}/tputrain/data cannot be written (Permission denied)")
+    assert rows["cache"][1].endswith("make it writable, or name another directory: data.cache_dir=DIR")
