@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from tputrain.loss import LossFunction, loss_of
 from tputrain.metrics.evaluation import WeightedMeans, of_text
 from tputrain.metrics.finite import check_finite
 from tputrain.metrics.step_log import StepLog
+from tputrain.nonfinite import BadSteps
 from tputrain.optim.optimizer import build_optimizer, create_state
+from tputrain.optim.ownership import check_ownership
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
@@ -111,7 +113,7 @@ class Trainer:
         self._optimizer_is_given = optimizer is not None
         self.lr_scheduler = lr_scheduler
         self.optimizer = optimizer if optimizer is not None else build_optimizer(model, cfg.optim)
-        self._check_optimizer_trains_the_model()
+        check_ownership(self.model, self.optimizer, lr_scheduler)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         create_state(self.optimizer)
 
@@ -134,6 +136,7 @@ class Trainer:
         self._saved_at: int | None = None
         self._step_log = StepLog(self.device)
         self._signals = SignalWatch()
+        self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter()
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
 
@@ -162,6 +165,7 @@ class Trainer:
         batches = self._next_batches()
         if batches is None:
             return False
+        self._bad_steps.replay_if_due(batches)
         if self._is_warm:
             with self._watchdog.phase(STEP):
                 self._train_step(batches)
@@ -181,11 +185,9 @@ class Trainer:
         self._signals.rescue_by(None)
 
     def _next_batches(self) -> list[Batch] | None:
-        feed, accumulate = self._feed, self.cfg.trainer.accumulate
-        assert feed is not None
         self._step_log.begin()
         with self._watchdog.phase(DATA):
-            batches = self._signals.wait_for(lambda: feed.batches(self.step, accumulate))
+            batches = self._signals.wait_for(self.batches_of_next_step)
         self._step_log.data_ready()
         return batches
 
@@ -196,13 +198,18 @@ class Trainer:
             raise UserError(
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
-        loss = self._accumulate_gradients(batches, weights)
-        grad_norm = self._clip_gradients()
+        withheld = self._bad_steps.withheld_update()
+        loss, grad_norm = self.compute_gradients(batches, weights)
         learning_rate = self._set_learning_rate()
-        self.optimizer.step()
+        with withheld.unless_finite(loss, grad_norm) if withheld else nullcontext():
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
         self._count_step(batches, loss, grad_norm, learning_rate)
+
+    def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
+        """Forward and backward; returns the loss, and the norm of all gradients before clipping."""
+        return self._accumulate_gradients(batches, weights), self._clip_gradients()
 
     def _accumulate_gradients(self, batches: list[Batch], weights: list[int]) -> Tensor:
         """Gradients of the mean over the labels of all micro-batches; returns that mean."""
@@ -253,6 +260,7 @@ class Trainer:
         self.unit = "tokens" if batch_of.is_text(batches[0]) else "samples"
         self.step += 1
         self.num_done += num_done
+        self._bad_steps.remember(self.step, batches)
         host = {"learning_rate": learning_rate, self.unit: self.num_done}
         self._step_log.end(self.step, loss, grad_norm, num_done, host)
         if self._is_warm:  # the first step is announced; a line in between would break that one
@@ -305,13 +313,9 @@ class Trainer:
             for logger in self.loggers:
                 logger.log(records)
             self._tell("on_log", records)
-            self._check_finite(records, "loss", "grad_norm")
-
-    def _check_finite(self, records: list[Record], *names: str) -> None:
-        # Costs nothing, the values were just read. `save` reads them too: a bad state is never saved over a
-        # good one.
-        if self.cfg.trainer.on_nonfinite == "stop":
-            check_finite(records, names)
+            # Costs nothing, the values were just read. `save` reads them too: a bad state is never saved over
+            # a good one.
+            self._bad_steps.judge(records)
 
     def _evaluate(self) -> None:
         result = self._measure()
@@ -326,7 +330,8 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
-        self._check_finite([record], "loss")
+        if self.cfg.trainer.on_nonfinite == "stop":
+            check_finite([record], ["loss"])
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 
@@ -451,9 +456,37 @@ class Trainer:
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
+            "left_out": sorted(self._bad_steps.left_out),
             "config": asdict(self.cfg),
             "versions": versions(),
         }
+
+    def go_back(self) -> bool:
+        """To the newest checkpoint; False where there is none. The loggers forget what came after it."""
+        self._end_save()
+        if self.store is None or not self.store.has_any():
+            return False
+        self.resume()
+        self._step_log = StepLog(self.device)
+        for logger in self.loggers:
+            logger.close()
+            logger.start(self.step, self.cfg.trainer.steps, True)
+        return True
+
+    def batches_of_next_step(self) -> list[Batch]:
+        """The micro-batches of step `step + 1`, which count as given out from here on."""
+        assert self._feed is not None
+        return self._feed.batches(self.step, self.cfg.trainer.accumulate)
+
+    def repeat_step(self) -> None:
+        """A step that was done before `go_back`; it is not logged again."""
+        self._train_step(self.batches_of_next_step())
+        self._step_log = StepLog(self.device)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal has come, so that nothing long must be begun."""
+        return self._signals.received is not None
 
     def resume(self, path: Path | str | None = None) -> bool:
         """Load the checkpoint at `path`, or the newest whole one of this run; False where there is none.
@@ -495,6 +528,7 @@ class Trainer:
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
+        self._bad_steps.left_out |= set(state.get("left_out", []))  # a rollback has added one already
         self._saved_at = self.step
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
@@ -554,15 +588,3 @@ class Trainer:
         with self._watchdog.phase(f"callbacks, {hook}"):
             for callback in self.callbacks:
                 getattr(callback, hook)(self, *arguments)
-
-    def _check_optimizer_trains_the_model(self) -> None:
-        own = {id(parameter) for parameter in self.model.parameters()}
-        for group in self.optimizer.param_groups:
-            if any(id(parameter) not in own for parameter in group["params"]):
-                raise UserError(
-                    f"the optimizer holds a tensor that is no parameter of the model on {self.device}: "
-                    f"build it from model.parameters() after model.to({str(self.device)!r})"
-                )
-        scheduler = self.lr_scheduler
-        if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not self.optimizer:
-            raise UserError("the lr_scheduler belongs to another optimizer: give the Trainer that one too")
