@@ -109,9 +109,9 @@ def _hold(values: list[Any], kind: str) -> bool:
 
 def _line() -> str:
     """The user's line that is running; in backward, the line whose gradient is computed."""
-    node = torch._C._current_autograd_node()
-    if node is not None and "traceback_" in node.metadata:
-        for entry in reversed(node.metadata["traceback_"]):
+    node: Any = torch._C._current_autograd_node()
+    if node is not None:
+        for entry in reversed(node.metadata.get("traceback_", [])):
             place = " ".join(entry.split())
             if not any(path in place for path in _NOT_THE_USERS):
                 return f"backward of {place}"
