@@ -32,17 +32,25 @@ class TrainerConfig:
     metrics: list[str] = field(default_factory=list)
     """What evaluations measure beside the loss, by the names in `tputrain.metrics.named`."""
     on_nonfinite: str = "stop"
-    """What a loss or gradient norm that is infinite or NaN does: stop (nothing more is saved) or continue."""
+    """What a loss or gradient norm that is infinite or NaN does: stop (nothing more is saved), skip (the
+    update is not made), rollback (to the newest checkpoint, and past that batch) or continue."""
+    nonfinite_limit: int = 10
+    """skip: so many such steps in a row, and rollback: so many in a run, are borne; then the run stops."""
     collect_garbage_every: int = 100
     """Steps between Python's garbage collections."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "accumulate", "evaluate_every", "evaluate_batches", "collect_garbage_every"):
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
+        expect_at_least("trainer.nonfinite_limit", self.nonfinite_limit, 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
+<<<<<<< HEAD
         check_metric_names("trainer.metrics", self.metrics)
         expect_above("trainer.max_grad_value", self.max_grad_value, 0.0)
         expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "continue"))
+=======
+        expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback", "continue"))
+>>>>>>> watch
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,17 @@ from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import PERPLEXITY, Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
+<<<<<<< HEAD
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.optimizer import build_optimizer, create_state, set_learning_rate
 from tputrain.optim.schedule_free import progress_options
+=======
+from tputrain.nonfinite import BadSteps
+from tputrain.optim.optimizer import build_optimizer, create_state
+from tputrain.optim.ownership import check_ownership
+>>>>>>> watch
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
@@ -120,7 +126,7 @@ class Trainer:
         self._optimizer_is_given = optimizer is not None
         self.lr_scheduler = lr_scheduler
         self.optimizer = optimizer if optimizer is not None else build_optimizer(model, cfg.optim)
-        self._check_optimizer_trains_the_model()
+        check_ownership(self.model, self.optimizer, lr_scheduler)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         create_state(self.optimizer)
         self.evaluation_weights = EvaluationWeights(
@@ -148,6 +154,7 @@ class Trainer:
         self._flops = None if peak is None else FlopCount(self.model, loss_fn)
         self._step_log = StepLog(self.device, peak)
         self._signals = SignalWatch()
+        self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter()
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
 
@@ -177,6 +184,7 @@ class Trainer:
         batches = self._next_batches()
         if batches is None:
             return False
+        self._bad_steps.replay_if_due(batches)
         if self._is_warm:
             with self._watchdog.phase(STEP):
                 self._train_step(batches)
@@ -198,11 +206,9 @@ class Trainer:
         self._signals.rescue_by(None)
 
     def _next_batches(self) -> list[Batch] | None:
-        feed, accumulate = self._feed, self.cfg.trainer.accumulate
-        assert feed is not None
         self._step_log.begin()
         with self._watchdog.phase(DATA):
-            batches = self._signals.wait_for(lambda: feed.batches(self.step, accumulate))
+            batches = self._signals.wait_for(self.batches_of_next_step)
         self._step_log.data_ready()
         return batches
 
@@ -213,13 +219,18 @@ class Trainer:
             raise UserError(
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
-        loss = self._accumulate_gradients(batches, weights)
-        grad_norm = self._clip_gradients()
+        withheld = self._bad_steps.withheld_update()
+        loss, grad_norm = self.compute_gradients(batches, weights)
         learning_rate = self._set_learning_rate()
-        self.optimizer.step()
+        with withheld.unless_finite(loss, grad_norm) if withheld else nullcontext():
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
         self._count_step(batches, loss, grad_norm, learning_rate)
+
+    def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
+        """Forward and backward; returns the loss, and the norm of all gradients before clipping."""
+        return self._accumulate_gradients(batches, weights), self._clip_gradients()
 
     def _accumulate_gradients(self, batches: list[Batch], weights: list[int]) -> Tensor:
         """Gradients of the mean over the labels of all micro-batches; returns that mean."""
@@ -270,6 +281,7 @@ class Trainer:
         self.unit = "tokens" if batch_of.is_text(batches[0]) else "samples"
         self.step += 1
         self.num_done += num_done
+        self._bad_steps.remember(self.step, batches)
         host = {"learning_rate": learning_rate, self.unit: self.num_done}
         num_flops = None if self._flops is None else self._flops.of_step(batches)
         self._step_log.end(self.step, loss, grad_norm, num_done, host, num_flops)
@@ -323,13 +335,9 @@ class Trainer:
             for logger in self.loggers:
                 logger.log(records)
             self._tell("on_log", records)
-            self._check_finite(records, "loss", "grad_norm")
-
-    def _check_finite(self, records: list[Record], *names: str) -> None:
-        # Costs nothing, the values were just read. `save` reads them too: a bad state is never saved over a
-        # good one.
-        if self.cfg.trainer.on_nonfinite == "stop":
-            check_finite(records, names)
+            # Costs nothing, the values were just read. `save` reads them too: a bad state is never saved over
+            # a good one.
+            self._bad_steps.judge(records)
 
     def _evaluate(self) -> None:
         result = self._measure()
@@ -344,7 +352,12 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
+<<<<<<< HEAD
         self._check_finite([record], *(name for name in record if name.rpartition("/")[2] == "loss"))
+=======
+        if self.cfg.trainer.on_nonfinite == "stop":
+            check_finite([record], ["loss"])
+>>>>>>> watch
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 
@@ -483,9 +496,37 @@ class Trainer:
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
+            "left_out": sorted(self._bad_steps.left_out),
             "config": asdict(self.cfg),
             "versions": versions(),
         }
+
+    def go_back(self) -> bool:
+        """To the newest checkpoint; False where there is none. The loggers forget what came after it."""
+        self._end_save()
+        if self.store is None or not self.store.has_any():
+            return False
+        self.resume()
+        self._step_log = StepLog(self.device)
+        for logger in self.loggers:
+            logger.close()
+            logger.start(self.step, self.cfg.trainer.steps, True)
+        return True
+
+    def batches_of_next_step(self) -> list[Batch]:
+        """The micro-batches of step `step + 1`, which count as given out from here on."""
+        assert self._feed is not None
+        return self._feed.batches(self.step, self.cfg.trainer.accumulate)
+
+    def repeat_step(self) -> None:
+        """A step that was done before `go_back`; it is not logged again."""
+        self._train_step(self.batches_of_next_step())
+        self._step_log = StepLog(self.device)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal has come, so that nothing long must be begun."""
+        return self._signals.received is not None
 
     def resume(self, path: Path | str | None = None) -> bool:
         """Load the checkpoint at `path`, or the newest whole one of this run; False where there is none.
@@ -529,6 +570,7 @@ class Trainer:
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
+        self._bad_steps.left_out |= set(state.get("left_out", []))  # a rollback has added one already
         self._saved_at = self.step
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
@@ -593,15 +635,3 @@ class Trainer:
         with self._watchdog.phase(f"callbacks, {hook}"):
             for callback in self.callbacks:
                 getattr(callback, hook)(self, *arguments)
-
-    def _check_optimizer_trains_the_model(self) -> None:
-        own = {id(parameter) for parameter in self.model.parameters()}
-        for group in self.optimizer.param_groups:
-            if any(id(parameter) not in own for parameter in group["params"]):
-                raise UserError(
-                    f"the optimizer holds a tensor that is no parameter of the model on {self.device}: "
-                    f"build it from model.parameters() after model.to({str(self.device)!r})"
-                )
-        scheduler = self.lr_scheduler
-        if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not self.optimizer:
-            raise UserError("the lr_scheduler belongs to another optimizer: give the Trainer that one too")

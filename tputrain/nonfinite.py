@@ -1,0 +1,140 @@
+"""Steps whose loss or gradient norm is not a number: found when values are read, and dealt with as asked.
+
+stop: the run goes back to its newest checkpoint and to the bad step again, which is replayed with every
+operation looked at, and ends with what that found. skip: the device itself does not make the update
+(`tputrain.withheld_update`). rollback: the run goes back, and on past the bad step, whose update is not made.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tputrain import batches as batch_of
+from tputrain import device as devices
+from tputrain import rng
+from tputrain.announce import announced, say
+from tputrain.batches import Batch
+from tputrain.first_nonfinite import looking_for_nonfinite
+from tputrain.loggers.logger import Record
+from tputrain.metrics.finite import check_finite
+from tputrain.nonfinite_report import (
+    JUDGED,
+    add_replay,
+    bad_step_directory,
+    in_one_line,
+    save_bad_batch,
+    what_is_bad,
+)
+from tputrain.withheld_update import WithheldUpdate
+
+if TYPE_CHECKING:
+    from tputrain.trainer import Trainer
+
+
+class BadSteps:
+    """What a Trainer asks about such steps, at four moments of its loop."""
+
+    def __init__(self, trainer: "Trainer"):
+        self.trainer = trainer
+        self.policy, self.limit = trainer.cfg.trainer.on_nonfinite, trainer.cfg.trainer.nonfinite_limit
+        self.left_out: set[int] = set()
+        """Steps that a rollback goes past: done again, but for the update. In the checkpoint."""
+        self._to_replay: set[int] = set()
+        self._recent: dict[int, list[Batch]] = {}  # on the host, of steps whose values were not read yet
+        self._in_a_row = 0
+
+    def replay_if_due(self, batches: list[Batch]) -> None:
+        """Before a step: find out why it went bad when it was done before, from the very same state."""
+        if self.trainer.step + 1 in self._to_replay:
+            self._replay_and_report(batches)
+
+    def withheld_update(self) -> WithheldUpdate | None:
+        """At the beginning of a step: what takes its update back on the device, where that is wanted."""
+        if self.policy == "skip" or self.trainer.step + 1 in self.left_out:
+            return WithheldUpdate(self.trainer.model, self.trainer.optimizer)
+        return None
+
+    def remember(self, step: int, batches: list[Batch]) -> None:
+        """After a step was dispatched: its batches, in case it turns out to be bad."""
+        if self.policy != "continue":
+            self._recent[step] = batches
+
+    def judge(self, records: Sequence[Record]) -> None:
+        """After values were read: see to the first bad step among `records`. Raises UserError to stop."""
+        recent, self._recent = self._recent, {}
+        if self.policy == "continue":
+            return
+        bad: list[Record] = []
+        for record in records:
+            is_bad = not all(math.isfinite(record[name]) for name in JUDGED)
+            self._in_a_row = self._in_a_row + 1 if is_bad else 0
+            if is_bad and record["step"] not in self.left_out:
+                bad.append(record)
+        for record in bad if self.policy == "skip" else bad[:1]:
+            self._see_to(record, recent[record["step"]])
+
+    def _see_to(self, record: Record, batches: list[Batch]) -> None:
+        trainer, step = self.trainer, record["step"]
+        directory = None if trainer.run_dir is None else save_bad_batch(trainer.run_dir, record, batches)
+        kept = "" if directory is None else f"; its batch is in {directory}"
+        if self._in_a_row > self.limit or len(self.left_out) >= self.limit:
+            check_finite([record], JUDGED, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
+        if self.policy == "skip":
+            found, note = self._replay(batches), f"with the weights of step {trainer.step}"
+            if directory is not None:
+                add_replay(directory, found, note)
+            say(f"{what_is_bad(record)}: its update was not made{kept}; {in_one_line(found)} ({note})")
+            return
+        if trainer.is_interrupted or not trainer.go_back():
+            check_finite([record], JUDGED, kept)
+        self._to_replay.add(step)
+        if self.policy == "rollback":
+            self.left_out.add(step)
+            say(
+                f"{what_is_bad(record)}: back to step {trainer.step}, and on past it without its update{kept}"
+            )
+            return
+        with announced(f"{what_is_bad(record)}: on from step {trainer.step} to it again, to see why"):
+            while trainer.step < step - 1:
+                trainer.repeat_step()
+            found = self._replay_and_report(trainer.batches_of_next_step())
+        check_finite([record], JUDGED, f"{kept}; {in_one_line(found)}")
+
+    def _replay_and_report(self, batches: list[Batch]) -> dict[str, Any]:
+        step, run_dir = self.trainer.step + 1, self.trainer.run_dir
+        assert run_dir is not None, "there was a checkpoint to go back to"
+        self._to_replay.discard(step)
+        found = self._replay(batches)
+        add_replay(bad_step_directory(run_dir, step), found, "from the state that the step had")
+        say(f"step {step}: {in_one_line(found)}")
+        return found
+
+    def _replay(self, batches: list[Batch]) -> dict[str, Any]:
+        """Forward and backward of a step with every operation looked at; all is as before afterwards."""
+        trainer = self.trainer
+        with _Untouched(trainer.model, trainer.optimizer, trainer.device):
+            with devices.execution_mode(trainer.device, "debug"), looking_for_nonfinite() as looking:
+                trainer.compute_gradients(batches, [batch_of.weight(batch) for batch in batches])
+        devices.flush(trainer.device)  # the next step's program must not hold any of this
+        return looking.found
+
+
+class _Untouched:
+    """Context after which a model's buffers, its gradients and all random numbers are what they were."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
+        self.model, self.optimizer, self.device = model, optimizer, device
+
+    def __enter__(self) -> None:
+        self._generators = rng.capture(self.device)
+        self._buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+
+    def __exit__(self, *_: object) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        rng.restore(self.device, self._generators)

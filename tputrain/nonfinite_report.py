@@ -1,0 +1,86 @@
+"""What is kept of a step whose loss or gradient norm is not a number.
+
+`run_dir/nonfinite/step-N/` holds its micro-batches as `batch-0.safetensors` and so on, and `report.json`: the
+step's record, what in the batch itself is not finite, and what a replay found (`tputrain.first_nonfinite`).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tputrain.batches import Batch
+from tputrain.first_nonfinite import describe
+from tputrain.loggers.logger import Record
+
+JUDGED = ("loss", "grad_norm")
+
+
+def what_is_bad(record: Record) -> str:
+    """`step 7: loss is nan`."""
+    name = next(name for name in JUDGED if not math.isfinite(record[name]))
+    return f"step {record['step']}: {name} is {record[name]}"
+
+
+def bad_step_directory(run_dir: Path, step: int) -> Path:
+    """Where the batch and the report of a bad step are."""
+    return run_dir / "nonfinite" / f"step-{step}"
+
+
+def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path:
+    """Write the micro-batches of a step and the beginning of its report; returns their directory."""
+    directory = bad_step_directory(run_dir, record["step"])
+    directory.mkdir(parents=True, exist_ok=True)
+    in_batch: dict[str, Any] = {}
+    for number, batch in enumerate(batches):
+        tensors = dict(_named_tensors(batch))
+        save_file(
+            {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+            directory / f"batch-{number}.safetensors",
+        )
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                in_batch[f"batch-{number}: {name}"] = describe(tensor)
+    values = {key: value if _is_json(value) else str(value) for key, value in record.items()}
+    _write(directory, {"record": values, "not_finite_in_batch": in_batch, "replay": None})
+    return directory
+
+
+def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
+    """Complete the report in `directory` by what a replay found; `note` says from which state."""
+    report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+    _write(directory, report | {"replay": {"note": note} | found})
+
+
+def in_one_line(found: dict[str, Any]) -> str:
+    """What a replay found, as part of a sentence."""
+    if not found:
+        return "a replay in debug mode made only finite values"
+    first = next(iter(found.values()))
+    words = {"nan": "NaN", "inf": "infinity"}
+    inputs = "; ".join(
+        f"{each['dtype']}{each['shape']} from {each.get('min')} to {each.get('max')}"
+        for each in first["inputs"]
+    )
+    return f"{first['op']} made the first {words[first['made']]} from ({inputs}) at {first['line']}"
+
+
+def _named_tensors(batch: Batch, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(batch, Tensor):
+        yield name or "batch", batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for key, value in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
+            yield from _named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def _write(directory: Path, report: dict[str, Any]) -> None:
+    (directory / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

@@ -1,0 +1,51 @@
+"""An optimizer step that is taken back on the device where it would spoil the weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class WithheldUpdate:
+    """Remembers a model and its optimizer before a step, and puts them back unless the step's values are
+    finite.
+
+    Decided by a `where` on the device: the host does not learn of it here. Parameters, buffers and the
+    optimizer's tensors are put back; step counts that the optimizer keeps on the host go on, for whether to
+    count is not known there. In the program of a step XLA makes no copies for this; on other devices it is
+    one more copy of the weights and the optimizer's state.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        """To be made before the forward pass, which may change buffers."""
+        self.optimizer = optimizer
+        self._kept = [(tensor, tensor.clone()) for tensor in _changed_by_a_step(model, optimizer)]
+
+    @contextmanager
+    def unless_finite(self, *values: Tensor) -> Iterator[None]:
+        """The optimizer's step in here is taken back where one of `values` (scalars) is infinite or NaN."""
+        # A hook of the optimizer's own runs before the tpu device's, which ends the program of a step.
+        hook = self.optimizer.register_step_post_hook(lambda *_: self._take_back_unless_finite(values))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def _take_back_unless_finite(self, values: tuple[Tensor, ...]) -> None:
+        is_good = torch.stack([torch.isfinite(value.detach()) for value in values]).all()
+        for tensor, before in self._kept:
+            tensor.copy_(torch.where(is_good, tensor, before))
+
+
+def _changed_by_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    devices = {parameter.device for parameter in model.parameters()}
+    states = (value for state in optimizer.state.values() for value in state.values())
+    tensors = {
+        id(value): value
+        for value in (*model.parameters(), *model.buffers(), *states)
+        if isinstance(value, Tensor) and value.device in devices
+    }
+    yield from tensors.values()
