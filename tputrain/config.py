@@ -44,13 +44,9 @@ class TrainerConfig:
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
         expect_at_least("trainer.nonfinite_limit", self.nonfinite_limit, 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
-<<<<<<< HEAD
         check_metric_names("trainer.metrics", self.metrics)
         expect_above("trainer.max_grad_value", self.max_grad_value, 0.0)
-        expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "continue"))
-=======
         expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback", "continue"))
->>>>>>> watch
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,13 @@ from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import PERPLEXITY, Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
-<<<<<<< HEAD
+from tputrain.nonfinite import BadSteps
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.optimizer import build_optimizer, create_state, set_learning_rate
-from tputrain.optim.schedule_free import progress_options
-=======
-from tputrain.nonfinite import BadSteps
-from tputrain.optim.optimizer import build_optimizer, create_state
 from tputrain.optim.ownership import check_ownership
->>>>>>> watch
+from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
@@ -352,12 +348,8 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
-<<<<<<< HEAD
-        self._check_finite([record], *(name for name in record if name.rpartition("/")[2] == "loss"))
-=======
         if self.cfg.trainer.on_nonfinite == "stop":
-            check_finite([record], ["loss"])
->>>>>>> watch
+            check_finite([record], [name for name in record if name.rpartition("/")[2] == "loss"])
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 
