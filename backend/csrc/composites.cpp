@@ -3,6 +3,7 @@
 #include "device.h"
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/native/Resize.h>
 #include <torch/library.h>
 
@@ -14,6 +15,27 @@ namespace {
 void assign(at::Tensor& out, const at::Tensor& value) {
   at::native::resize_output(out, value.sizes());
   out.copy_(value);
+}
+
+// ---- ranges. The length is part of the program; where it starts and the step are not (a decoder's positions start
+// elsewhere at every token).
+
+at::Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step, at::Tensor& out) {
+  auto shape = at::empty({0}, out.options().device(c10::kMeta));
+  at::arange_out(shape, start, end, step); // checks the numbers
+  at::native::resize_output(out, shape.sizes());
+  const bool is_integral = c10::isIntegralType(out.scalar_type(), /*includeBool=*/true);
+  const auto compute = is_integral ? c10::kLong : at::toOpMathType(out.scalar_type());
+  const auto cast = [&](const at::Scalar& number) { return is_integral ? at::Scalar(number.toLong()) : number; };
+  auto range = at::empty({shape.numel()}, out.options().dtype(compute));
+  at::arange_out(range, shape.numel());
+  if (!cast(step).equal(1)) {
+    range.mul_(cast(step));
+  }
+  if (!cast(start).equal(0)) {
+    range.add_(cast(start));
+  }
+  return out.copy_(range);
 }
 
 // ---- determinants and solutions by LU
@@ -255,6 +277,7 @@ std::tuple<at::Tensor&, at::Tensor&, at::Tensor&> native_batch_norm_legit_out(
 
 namespace {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("arange.start_out", &tpu::arange_out);
   m.impl("_linalg_det.result", &tpu::det);
   m.impl("_linalg_slogdet.sign", &tpu::slogdet);
   m.impl("_linalg_solve_ex.result", &tpu::solve_ex);

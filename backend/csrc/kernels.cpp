@@ -2,6 +2,7 @@
 #include "device.h"
 #include "python_error.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
@@ -123,6 +124,17 @@ at::Tensor& set_empty(at::Tensor& self) {
   return at::native::set_tensor_(self, fresh);
 }
 
+// In the words of the CPU's copy.
+void check_broadcasts(const at::Tensor& source, const at::Tensor& target) {
+  const auto broadcast = at::infer_size(target.sizes(), source.sizes());
+  TORCH_CHECK(
+      target.sizes() == broadcast,
+      "output with shape ",
+      target.sizes(),
+      " doesn't match the broadcast shape ",
+      at::IntArrayRef(broadcast));
+}
+
 // Host tensor -> a fresh device array in the destination's memory order.
 void write_from_host(const at::Tensor& source, const at::Tensor& target) {
   Device::get().ensure_initialized(); // raises in a forked process
@@ -131,6 +143,7 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
   const auto order = memory_order(target.sizes(), target.strides());
   const bool whole = order.dense && target.storage_offset() == 0 &&
       static_cast<size_t>(target.numel()) * target.element_size() == buffer->layout->nbytes();
+  check_broadcasts(source, target);
   const auto expanded = source.expand(target.sizes());
   if (!whole) {
     auto staged = make_tensor(
@@ -270,7 +283,7 @@ void refuse_quantized(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }
 
 at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
-  source.expand(out.sizes()); // raises PyTorch's error where it cannot be broadcast
+  check_broadcasts(source, out);
   return out;
 }
 

@@ -33,7 +33,8 @@ c10::TypeKind element_kind(c10::TypePtr type) {
 
 bool is_number(const c10::TypePtr& type) {
   const auto kind = element_kind(type);
-  return kind == c10::TypeKind::NumberType || kind == c10::TypeKind::FloatType || kind == c10::TypeKind::IntType;
+  return kind == c10::TypeKind::NumberType || kind == c10::TypeKind::FloatType || kind == c10::TypeKind::IntType ||
+      kind == c10::TypeKind::SymIntType;
 }
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {

@@ -106,12 +106,15 @@ void run_by_parts(const OpInfo& op, torch::jit::Stack* stack) {
   }
 }
 
-// A form that no one program can express: its shapes depend on data, or it has no lowering.
-void run_unrecorded(const OpInfo& op, torch::jit::Stack* stack) {
+// A form that no one program can express: its shapes depend on data, it has no lowering, or arguments are wrong.
+void run_unrecorded(const OpInfo& op, const Signature& signature, torch::jit::Stack* stack) {
   if (op.data_dependent.has_value()) {
     op.data_dependent->callBoxed(stack);
-  } else {
-    cpu_fallback(op.handle, stack);
+    return;
+  }
+  cpu_fallback(op.handle, stack);
+  if (!signature.lowering_failure.empty()) { // and yet the arguments are right: a fault of ours
+    TORCH_WARN(signature.lowering_failure, "\nPlease report this. The CPU has computed it.");
   }
 }
 
@@ -147,7 +150,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     signature = make_signature(op, arguments, call);
   }
   if (signature->on_cpu) {
-    run_unrecorded(op, stack);
+    run_unrecorded(op, *signature, stack);
     return;
   }
   if (signature->by_parts) {
@@ -165,7 +168,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
       signature = make_signature(op, arguments, call);
     }
     if (signature->on_cpu) {
-      run_unrecorded(op, stack);
+      run_unrecorded(op, *signature, stack);
       return;
     }
   }

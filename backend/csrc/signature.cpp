@@ -136,6 +136,12 @@ void encode_value(const ArgInfo& arg, const c10::IValue& value, c10::DeviceIndex
     call.words.push_back(tagged(Tag::Complex, static_cast<uint64_t>(c10::kComplexDouble) << 8 | 1ULL << 16));
     call.words.push_back(std::bit_cast<uint64_t>(number.real()));
     call.words.push_back(std::bit_cast<uint64_t>(number.imag()));
+  } else if (value.isIntList() && arg.policy == NumberPolicy::Runtime) {
+    const auto& list = value.toIntList();
+    call.words.push_back(tagged(Tag::List, list.size()));
+    for (int64_t item : list) {
+      encode_number(arg, item, call);
+    }
   } else if (value.isIntList()) {
     const auto& list = value.toIntList();
     call.words.push_back(tagged(Tag::IntList, list.size()));
@@ -268,7 +274,7 @@ class DeterminismIsGiven {
   bool asked_, warn_only_;
 };
 
-// Runs a meta kernel.  nullopt where PyTorch has none; its errors about the arguments pass through.
+// Runs a meta kernel.  nullopt where PyTorch has none; raises what it says of the arguments.
 std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
   const torch::jit::Stack arguments = at::globalContext().deterministicAlgorithms() ? stack : torch::jit::Stack();
@@ -278,20 +284,40 @@ std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& hand
     return std::nullopt;
   } catch (pybind11::error_already_set& error) { // a meta kernel written in Python
     pybind11::gil_scoped_acquire gil;
-    // Where the data decides on the shape (`nonzero`, a mask as index), the CPU's kernel also checks the arguments.
     if (!arguments.empty() && std::string_view(error.what()).find("deterministic impl") != std::string_view::npos) {
       DeterminismIsGiven determinism;
       stack = arguments;
       handle.callBoxed(stack);
       return flatten_returns(stack);
     }
-    if (is_interrupt(error) ||
-        (!error.matches(PyExc_NotImplementedError) && !handle.hasTag(at::Tag::dynamic_output_shape))) {
+    if (!error.matches(PyExc_NotImplementedError)) {
       throw;
     }
     return std::nullopt;
   }
   return flatten_returns(stack);
+}
+
+// Whether a meta kernel refuses the arguments.  Then the CPU's kernel is asked: it says what is wrong in
+// the words that PyTorch's users know, and where it finds nothing wrong it has the result.
+template <class Function>
+bool is_refused(const OpInfo& op, Function&& ask_meta) {
+  const bool is_own = op.handle.schema().getNamespace() == "tpu"; // the CPU does not know it
+  try {
+    ask_meta();
+  } catch (const c10::Error&) {
+    if (is_own) {
+      throw;
+    }
+    return true;
+  } catch (pybind11::error_already_set& error) {
+    pybind11::gil_scoped_acquire gil;
+    if (is_own || is_interrupt(error)) {
+      throw;
+    }
+    return true;
+  }
+  return false;
 }
 
 // The functional overload's arguments out of an in-place or out= call: the same, without the out= ones.
@@ -412,13 +438,20 @@ bool writes_elsewhere(const OpInfo& op, c10::ArrayRef<c10::IValue> args) {
   return false;
 }
 
-// Asks Python to trace the lowering of this form once; raises what it raises.
+// Asks Python to trace the lowering of this form once.  Where that fails the arguments may be wrong, which the CPU's
+// kernel will say.
 void trace_form(Signature& signature) {
   pybind11::gil_scoped_acquire gil;
   auto answer = pybind11::reinterpret_steal<pybind11::object>(
       PyObject_CallFunction(runtime().trace_form, "I", static_cast<unsigned int>(signature.id)));
   if (!answer) {
-    throw_python_error();
+    pybind11::error_already_set error;
+    if (is_interrupt(error)) {
+      throw error;
+    }
+    signature.on_cpu = true;
+    signature.lowering_failure = pybind11::str(error.value());
+    return;
   }
   const auto [is_lowered, checked, reads_precision] = answer.cast<std::tuple<bool, bool, bool>>();
   signature.on_cpu = !is_lowered;
@@ -482,7 +515,9 @@ const Signature* find_signature(const EncodedCall& call) {
 }
 
 const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> args, const EncodedCall& call) {
-  Signature signature{.op = &op, .words = {call.words.begin(), call.words.end()}};
+  Signature signature;
+  signature.op = &op;
+  signature.words = {call.words.begin(), call.words.end()};
   torch::jit::Stack meta;
   for (const auto& value : args) {
     if (value.isTensor()) {
@@ -502,18 +537,19 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     return publish(store(std::move(signature)));
   }
   const auto before = meta;
-  auto returned = call_meta(op.handle, meta);
+  std::optional<std::vector<MetaTensor>> returned;
+  std::optional<std::vector<MetaTensor>> computed; // before it is written anywhere
+  const bool refused = is_refused(op, [&] {
+    returned = call_meta(op.handle, meta);
+    computed = op.functional.has_value() ? call_meta(*op.functional, functional_arguments(op, before)) : returned;
+  });
   const bool returns_new = std::any_of(op.returned_arg.begin(), op.returned_arg.end(), [](int arg) { return arg < 0; });
-  if (!returned.has_value() && returns_new) {
+  if (refused || (!returned.has_value() && returns_new)) {
     signature.on_cpu = true; // nobody can say what comes out: the CPU's kernel will
     return publish(store(std::move(signature)));
   }
-  // What the op computes, before it is written anywhere.
-  auto computed = returned;
-  if (op.functional.has_value()) {
-    computed = call_meta(*op.functional, functional_arguments(op, before));
-  }
 
+  bool loses_kind = false; // of the number: a complex one into floats, a float into integers
   const auto add_output = [&](OutputInfo output, const at::Tensor& result) {
     const auto place = signature.outputs.size();
     const at::Tensor target = written_tensor(output, args);
@@ -531,6 +567,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
       output.computed_sizes = output.sizes;
       output.computed_dtype = output.dtype;
     }
+    loses_kind |= op.is_pointwise && !c10::canCast(output.computed_dtype, output.dtype);
     signature.outputs.push_back(std::move(output));
   };
   const auto add_written = [&](int arg, int slot) {
@@ -577,6 +614,10 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   for (int arg : op.silently_written) {
     add_written(arg, -1);
   }
+  if (loses_kind) { // which meta kernels let pass where PyTorch refuses it
+    signature.on_cpu = true;
+    return publish(store(std::move(signature)));
+  }
   Signature* stored = store(std::move(signature));
   if (stored->out_resizes.empty()) {
     trace_form(*stored);
@@ -596,7 +637,8 @@ const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call,
   if (const Signature* known = find_signature(call)) {
     return known;
   }
-  Signature signature{.op = nullptr, .words = {call.words.begin(), call.words.end()}};
+  Signature signature;
+  signature.words = {call.words.begin(), call.words.end()};
   TORCH_INTERNAL_ASSERT(signature.words[0] == builtin_op);
   OutputInfo info;
   info.sizes = output->dims;

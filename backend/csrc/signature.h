@@ -67,6 +67,7 @@ struct Signature {
   bool wide{false}; // runtime floats travel as float64, else as float32
   std::vector<std::pair<int, std::vector<int64_t>>> out_resizes{}; // out= arguments that must first be resized
   bool on_cpu{false}; // the lowering cannot express this form: it runs on the CPU
+  std::string lowering_failure; // why, where the lowering failed on arguments that may be wrong
   bool by_parts{false}; // lists of tensors of two devices: PyTorch's own kernel takes them one by one
   bool checked{false}; // the lowering makes demands of index values
   bool reads_precision{false}; // the lowering reads PyTorch's matrix product precision

@@ -16,3 +16,11 @@ def test_whole_numbers_spaced_by_whole_numbers_are_met() -> None:
     for start, end, steps in ((50, 1, 50), (0, 98, 50), (-7, 7, 15)):
         numbers = torch.linspace(start, end, steps, dtype=torch.int32, device="tpu")
         assert torch.equal(numbers.cpu(), torch.linspace(start, end, steps, dtype=torch.int32))
+
+
+def test_a_range_that_starts_elsewhere_is_no_other_program() -> None:
+    torch.arange(1, 5, device="tpu").tolist()
+    before = torch.tpu.compile_stats()["compilations"]
+    for start in range(2, 20):
+        assert torch.arange(start, start + 4, device="tpu").tolist() == list(range(start, start + 4))
+    assert torch.tpu.compile_stats()["compilations"] == before

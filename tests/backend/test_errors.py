@@ -38,6 +38,8 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "dropout probability": lambda t: F.dropout(t(3), 1.5),
     "layer norm": lambda t: F.layer_norm(t(2, 3), (4,)),
     "copy of another shape": lambda t: t(3).copy_(t(4)),
+    "copy of another shape from the host": lambda t: t(3).copy_(torch.ones(4)),
+    "copy of a larger shape": lambda t: t(1).copy_(t(4)),
     "backward of many": lambda t: t(3).requires_grad_().mul(2).backward(),
     "leaf in place": lambda t: t(3).requires_grad_().mul_(2),
     "normal with a negative deviation": lambda t: t(3).normal_(0, -1),
@@ -49,6 +51,47 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "split": lambda t: t(4).split([1, 2]),
     "scatter": lambda t: t(3).scatter(0, t(3).long(), t(3).int()),
     "multinomial of too many": lambda t: torch.multinomial(t(3), 4),
+    "one-dimensional matrix product": lambda t: t(3) @ t(4),
+    "dot": lambda t: torch.dot(t(3), t(4)),
+    "mv": lambda t: torch.mv(t(2, 3), t(4)),
+    "baddbmm": lambda t: torch.baddbmm(t(1), t(2, 3, 4), t(2, 5, 6)),
+    "einsum": lambda t: torch.einsum("ij,jk->ik", t(2, 3), t(4, 5)),
+    "attention": lambda t: F.scaled_dot_product_attention(t(1, 2, 3, 4), t(1, 2, 3, 5), t(1, 2, 3, 4)),
+    "convolution of other channels": lambda t: F.conv2d(t(1, 2, 8, 8), t(4, 3, 3, 3)),
+    "convolution of too little": lambda t: F.conv2d(t(1, 1, 2, 2), t(1, 1, 5, 5)),
+    "transposed convolution": lambda t: F.conv_transpose2d(t(1, 2, 4, 4), t(3, 2, 3, 3)),
+    "pooling of too little": lambda t: F.max_pool2d(t(1, 1, 2, 2), 5),
+    "reflection of too little": lambda t: F.pad(t(1, 2), (3, 3), mode="reflect"),
+    "pixel shuffle": lambda t: F.pixel_shuffle(t(1, 3, 2, 2), 2),
+    "group norm": lambda t: F.group_norm(t(2, 3, 4), 2),
+    "batch norm of one value": lambda t: F.batch_norm(t(1, 3), t(3), t(3), training=True),
+    "masked_fill": lambda t: t(3).masked_fill(t(4) > 0, 1.0),
+    "masked_fill by floats": lambda t: t(3).masked_fill(t(3), 1.0),
+    "where": lambda t: torch.where(t(3) > 0, t(3), t(4)),
+    "lerp": lambda t: t(3).lerp(t(4), 0.5),
+    "topk of too many": lambda t: t(3).topk(5),
+    "kthvalue of too many": lambda t: t(3).kthvalue(5),
+    "largest of none": lambda t: t(0).max(),
+    "largest of none, by dim": lambda t: t(0, 3).max(0),
+    "place of the largest of none": lambda t: t(0).argmax(),
+    "negative power of integers": lambda t: t(3).long() ** -1,
+    "bits of floats": lambda t: t(3) & t(3),
+    "complex number into floats": lambda t: t(3).add_(1j),
+    "dim of softmax": lambda t: t(3).softmax(3),
+    "dim of sort": lambda t: t(3).sort(1),
+    "dim of flip": lambda t: t(3).flip(1),
+    "roll": lambda t: t(3, 3).roll((1, 2), (0,)),
+    "tril of a vector": lambda t: t(3).tril(),
+    "gather of other dims": lambda t: t(3, 3).gather(0, t(4).long()),
+    "index_add of other sizes": lambda t: t(3).index_add(0, t(2).long(), t(3)),
+    "inverse of an oblong": lambda t: torch.linalg.inv(t(2, 3)),
+    "Cholesky of an oblong": lambda t: torch.linalg.cholesky(t(2, 3)),
+    "solve": lambda t: torch.linalg.solve(t(3, 3), t(2)),
+    "quantile above one": lambda t: t(3).quantile(2.0),
+    "interpolate": lambda t: F.interpolate(t(1, 1, 4), size=(2, 2)),
+    "glu of an odd size": lambda t: F.glu(t(3)),
+    "classes of int32": lambda t: F.nll_loss(t(3, 3), t(3).int()),
+    "loss of probabilities": lambda t: F.binary_cross_entropy(t(3) * 0.5, t(4)),
 }
 
 
@@ -60,16 +103,8 @@ def _failure(function: Callable[[Callable[..., torch.Tensor]], object], device: 
     pytest.fail(f"{device} raises nothing")
 
 
-# What PyTorch's shape inference calls otherwise than its CPU kernels do.
-REWORDED = {
-    "matrix product": r"a and b must have same reduction dim, but got \[2, 3\] X \[2, 3\]",
-    "linear": r"a and b must have same reduction dim, but got \[2, 3\] X \[5, 4\]",
-    "in place, another dtype": r"Promotion of int.add/sub_\(float\) in in-place ops are not possible",
-}
-
-
-def _words(error: Exception) -> set[str]:
-    return set("".join(c if c.isalnum() else " " for c in str(error).splitlines()[0].lower()).split())
+def _words(error: Exception) -> str:
+    return str(error).splitlines()[0].replace("tpu", "cpu")
 
 
 @pytest.mark.parametrize("mode", ["debug", "fused"])
@@ -82,9 +117,7 @@ def test_a_wrong_call_raises_what_the_cpu_raises(mode):
                 function(lambda *sizes: torch.ones(*sizes, device="tpu"))
                 different.append(f"{name}: nothing was raised, on the CPU: {expected}")
             except Exception as error:
-                shared = len(_words(error) & _words(expected)) / len(_words(expected))
-                alike = shared > 0.4 or (name in REWORDED and re.search(REWORDED[name], str(error)))
-                if type(error) is not type(expected) or not alike:
+                if type(error) is not type(expected) or _words(error) != _words(expected):
                     different.append(f"{name}: {type(error).__name__}: {error}\n  on the CPU {expected!r}")
             torch.tpu.flush()
     assert not different, "\n".join(different)
@@ -138,17 +171,16 @@ def broken_lowering(monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "size"), [("debug", 101), ("strict", 102), ("fused", 103)])
-def test_a_lowering_that_fails_names_op_shapes_and_line_and_the_device_goes_on(
+def test_a_lowering_that_fails_names_op_shapes_and_line_and_the_cpu_computes(
     mode, size, broken_lowering, monkeypatch
 ):
     x = torch.ones(size, device="tpu")
+    failure = rf"aten::cosh\(self=float32\[{size}\]\) failed at .*test_errors.py:\d+.*BrokenError"
     with torch.tpu.eager_mode(mode):
         kept = x * 2
-        with pytest.raises(
-            RuntimeError,
-            match=rf"aten::cosh\(self=float32\[{size}\]\) failed at .*test_errors.py:\d+.*BrokenError",
-        ):
-            torch.cosh(x)
+        with pytest.warns(UserWarning, match=failure):
+            result = torch.cosh(x)
+        assert torch.equal(result.cpu(), torch.cosh(torch.ones(size)))
         assert kept.sum().item() == 2 * size
     monkeypatch.undo()
     assert (x + 1).sum().item() == 2 * size
@@ -224,14 +256,12 @@ def test_memory_that_cannot_be_had_is_an_out_of_memory_error():
     assert torch.ones(3, device="tpu").sum().item() == 3
 
 
-def test_an_error_in_backward_names_the_op_and_leaves_the_graph_usable(broken_lowering):
+def test_a_lowering_that_fails_in_backward_is_named_and_the_cpu_computes(broken_lowering):
     """sinh's gradient calls cosh, on autograd's thread."""
     x = torch.ones(108, device="tpu", requires_grad=True)
-    with pytest.raises(RuntimeError, match="aten::cosh"):
+    with pytest.warns(UserWarning, match="aten::cosh.*BrokenError"):
         x.sinh().sum().backward()
-    assert x.grad is None
-    x.square().sum().backward()
-    assert x.grad.sum().item() == 216
+    assert torch.equal(x.grad.cpu(), torch.cosh(torch.ones(108)))
 
 
 def test_an_autograd_function_of_the_user_may_raise():

@@ -64,10 +64,10 @@ def test_other_groups_compile_nothing() -> None:
 @pytest.mark.parametrize(
     ("left", "right", "ends", "message"),
     [
-        ((16, 8), (3, 7, 24), ENDS, "the inner sizes differ"),
-        ((16, 8), (2, 8, 24), ENDS, "groups"),
-        ((16, 8), (3, 8, 24), None, "need offs"),
-        ((16, 8), (3, 8, 24), ENDS.long(), "torch.int32"),
+        ((16, 8), (3, 7, 24), ENDS, "contraction dimension of mat_a and mat_b must match"),
+        ((16, 8), (2, 8, 24), ENDS, "matrix batch sizes have to match"),
+        ((16, 8), (3, 8, 24), None, "Have to provide offsets"),
+        ((16, 8), (3, 8, 24), ENDS.long(), "Offsets have to be int32"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -17,7 +17,7 @@ SCHEMAS = {overload_name(s): s for s in torch._C._jit_get_all_schemas() if s.nam
         ("add.out", "add.Tensor"),
         ("add_.Scalar", "add.Scalar"),
         ("max.dim_max", "max.dim"),
-        ("arange.start_out", "arange.start_out"),
+        ("arange.out", "arange.out"),
         ("eye.m_out", "eye.m_out"),
         ("normal_", "normal_functional"),
         ("uniform_", "uniform"),
@@ -77,7 +77,7 @@ def test_recordable_overloads_reach_a_backend_kernel_and_name_a_lowering() -> No
         "mm.out",
         "add_.Tensor",
         "_fused_adamw_",
-        "arange.start_out",
+        "arange.out",
         "index_put_",
         "tril_indices",
     ):

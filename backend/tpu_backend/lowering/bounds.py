@@ -1,4 +1,5 @@
-"""Demands on indices and counts, which only the device knows: lowerings make them, whoever waits reads.
+"""Demands on indices, counts and probabilities, which only the device knows: lowerings make them, whoever
+waits reads.
 
 ``require_in_range`` adds one number to the program that is being built: an index that is out of range, or
 ``IN_RANGE``. The stream keeps these numbers of every program, and whoever waits for the device reads them
@@ -68,10 +69,15 @@ def require_in_range(
     demands.made.append(Demand(error, text, demands.entry))
 
 
+def require_all(holds: jax.Array, error: type[Exception], text: str) -> None:
+    """Demand that every element of a boolean array is True."""
+    require_in_range(holds.astype(jnp.int32), 1, 2, error, text)
+
+
 def require_nonzero(dividend: jax.Array, divisor: jax.Array) -> None:
     """Demand that no element of an integer array that divides is 0, in the words of PyTorch's CPU.
 
     Of single numbers csrc/division.cpp demands it, without the device.
     """
     if divisor.ndim and dividend.size:
-        require_in_range((divisor != 0).astype(jnp.int32), 1, 2, RuntimeError, "ZeroDivisionError")
+        require_all(divisor != 0, RuntimeError, "ZeroDivisionError")

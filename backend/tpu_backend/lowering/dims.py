@@ -6,10 +6,18 @@ from collections.abc import Sequence
 
 import jax
 
+from tpu_backend.lowering.registry import NotLoweredError
+
 
 def wrap_dim(dim: int, ndim: int) -> int:
-    """``dim`` in 0..ndim-1; a 0-d tensor counts as 1-d, as in PyTorch."""
-    return dim % max(ndim, 1)
+    """``dim`` in 0..ndim-1; a 0-d tensor counts as 1-d, as in PyTorch.
+
+    Raises NotLoweredError where there is no such dim.
+    """
+    num_dims = max(ndim, 1)
+    if not -num_dims <= dim < num_dims:
+        raise NotLoweredError("no such dim: PyTorch refuses it, in its own words on the CPU")
+    return dim % num_dims
 
 
 def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:

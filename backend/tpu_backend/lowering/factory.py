@@ -55,7 +55,8 @@ def _range(start, step, out):
     return jnp.asarray(start).astype(compute) + steps * jnp.asarray(step).astype(compute)
 
 
-# The numbers of a range make its length, so they are part of the program.
+# The numbers of a range make its length, so they are part of the program. (A range that starts elsewhere is
+# made of this one, see csrc/composites.cpp.)
 
 
 @lowering("arange", "arange.out", static=("end",))
@@ -63,16 +64,8 @@ def arange(end, *, out=None, **options):
     return _range(0, 1, out)
 
 
-@lowering(
-    "arange.start",
-    "arange.start_step",
-    "arange.start_out",
-    "range",
-    "range.step",
-    "range.out",
-    static=("start", "end", "step"),
-)
-def arange_start(start, end, step=1, *, out=None, **options):
+@lowering("range", "range.step", "range.out", static=("start", "end", "step"))
+def range_(start, end, step=1, *, out=None, **options):
     return _range(start, step, out)
 
 

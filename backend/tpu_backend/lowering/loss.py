@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.bounds import require_in_range
+from tpu_backend.lowering.bounds import require_all, require_in_range
 from tpu_backend.lowering.dims import at_least_1d
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
@@ -44,6 +44,8 @@ def _target_weights(self, target, weight, ignore_index):
 
 @lowering("nll_loss_forward", "nll_loss2d_forward", promote="opmath")
 def nll_loss_forward(self, target, weight, reduction, ignore_index):
+    if target.dtype not in (jnp.int64, jnp.uint8):
+        raise NotLoweredError("classes of another dtype: PyTorch refuses them, in its own words on the CPU")
     axis = _class_axis(self)
     require_in_range(
         target, 0, self.shape[axis], IndexError, "Target {index} is out of bounds.", allowed=ignore_index
@@ -103,14 +105,14 @@ def smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
     return jnp.where(jnp.abs(difference) < beta, difference / beta, jnp.sign(difference)) * grad
 
 
-@lowering("huber_loss", promote="result")
+@lowering("huber_loss", promote="result", runtime=("delta",))
 def huber_loss(self, target, reduction=_MEAN, delta=1.0):
     distance = jnp.abs(self - target)
     losses = jnp.where(distance <= delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))
     return _reduced(losses, reduction)
 
 
-@lowering("huber_loss_backward", promote="result")
+@lowering("huber_loss_backward", promote="result", runtime=("delta",))
 def huber_loss_backward(grad_output, self, target, reduction, delta):
     difference = self - target
     return jnp.clip(difference, -delta, delta) * _per_element(grad_output, difference, reduction)
@@ -121,6 +123,9 @@ def huber_loss_backward(grad_output, self, target, reduction, delta):
 
 @lowering("binary_cross_entropy", promote="result")
 def binary_cross_entropy(self, target, weight=None, reduction=_MEAN):
+    for name, values in (("input", self), ("target", target)):
+        within = (values >= 0) & (values <= 1)
+        require_all(within, RuntimeError, f"all elements of {name} should be between 0 and 1")
     # PyTorch clamps the logarithms at -100, so that a loss is never infinite.
     losses = -(target * jnp.maximum(jnp.log(self), -100) + (1 - target) * jnp.maximum(jnp.log1p(-self), -100))
     return _reduced(losses if weight is None else losses * weight, reduction)

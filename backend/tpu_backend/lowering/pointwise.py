@@ -10,7 +10,7 @@ from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
 from tpu_backend.lowering.matmul import scaled
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, stored
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath, stored
 
 # On a TPU a float64 is a pair of float32.
 _NO_FLOAT64_BITS = CannotCompile(
@@ -148,9 +148,15 @@ def mul(self, other):
     return jnp.logical_and(self, other) if self.dtype == jnp.bool_ else self * other
 
 
-@lowering("div.Tensor", "div.Scalar", promote="result")
-def div(self, other):
-    return self / other
+@lowering("div.Tensor", "div.Scalar")
+def div(self, other, *, out):
+    dtype = opmath(out[0].dtype)
+    self, other = jnp.asarray(self), jnp.asarray(other)
+    divisor = other.astype(dtype)
+    if not is_floating(other) and is_floating(divisor):
+        # XLA takes zeros divided by a converted integer for zeros, and 0 / 0 is not: hide the conversion.
+        divisor = jnp.maximum(divisor, jnp.finfo(dtype).min)
+    return self.astype(dtype) / divisor
 
 
 def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
@@ -182,7 +188,7 @@ def floor_divide(self, other):
 @lowering("div.Tensor_mode", "div.Scalar_mode", promote="result")
 def div_mode(self, other, *, rounding_mode, out=None):
     if rounding_mode is None:
-        return self / other
+        return div(self, other, out=out)
     return _trunc_divide(self, other, out[0].dtype) if rounding_mode == "trunc" else floor_divide(self, other)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_in_range
 from tpu_backend.lowering.registry import lowering
 
 
@@ -132,11 +133,17 @@ for _rank in (2, 3):
 
 @lowering("max_unpool2d")
 def max_unpool2d(self, indices, output_size):
+    height, width = output_size
+    text = f"Found an invalid max index: {{index}} (output volumes are of size {height}x{width})"
+    require_in_range(indices, 0, height * width, RuntimeError, text)
     return _scatter_to_plane(self, indices, (*self.shape[:-2], *output_size), 2, "set")
 
 
 @lowering("max_unpool3d")
 def max_unpool3d(self, indices, output_size, stride, padding):
+    time, height, width = output_size
+    text = f"found an invalid max index {{index}} (output volumes are of size {time}x{height}x{width}"
+    require_in_range(indices, 0, time * height * width, RuntimeError, text)
     return _scatter_to_plane(self, indices, (*self.shape[:-3], *output_size), 3, "set")
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_all
 from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
 
@@ -100,12 +101,19 @@ def bernoulli_p(_self, p, *, generator=None, key, out):
 
 @lowering("bernoulli.Tensor")
 def bernoulli_tensor(_self, p, *, generator=None, key, out):
+    _require_probabilities(p)
     return _coin(key, p.astype(jnp.float32), out[0].shape)
 
 
 @lowering("bernoulli")
 def bernoulli(self, *, generator=None, key):
+    _require_probabilities(self)
     return _coin(key, self.astype(jnp.float32), self.shape)
+
+
+def _require_probabilities(p):
+    within = (p >= 0) & (p <= 1)
+    require_all(within, RuntimeError, "Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
 
 
 def _coin(key, p, shape):
@@ -190,6 +198,16 @@ def sample_dirichlet(self, generator=None, *, key):
 @lowering("multinomial", promote="opmath")
 def multinomial(self, num_samples, replacement=False, *, generator=None, key):
     weights = jnp.atleast_2d(self)
+    require_all(
+        jnp.isfinite(weights) & (weights >= 0),
+        RuntimeError,
+        "probability tensor contains either `inf`, `nan` or element < 0",
+    )
+    require_all(
+        jnp.sum(weights, -1) > 0,
+        RuntimeError,
+        "invalid multinomial distribution (sum of probabilities <= 0)",
+    )
     if replacement:
         cumulative = jnp.cumsum(weights, -1)
         points = jax.random.uniform(key, (weights.shape[0], num_samples), weights.dtype) * cumulative[:, -1:]

@@ -33,11 +33,16 @@ def flip(self, dims):
     return jnp.flip(self, [wrap_dim(dim, self.ndim) for dim in dims]) if self.ndim else self
 
 
-@lowering("roll")
+@lowering("roll", runtime=("shifts",))
 def roll(self, shifts, dims=()):
+    """Shifts are inputs of the program: an augmentation draws one a step."""
     if self.size == 0 or self.ndim == 0:
         return self
-    return jnp.roll(self, tuple(shifts), tuple(dims)) if dims else jnp.roll(self, shifts[0])
+    if not dims:
+        return jnp.roll(self, shifts[0])
+    for shift, dim in zip(shifts, dims, strict=True):
+        self = jnp.roll(self, shift, dim)
+    return self
 
 
 @lowering("repeat")
@@ -45,14 +50,20 @@ def repeat(self, repeats):
     return jnp.tile(self, tuple(repeats))
 
 
-@lowering("tril")
+def _diagonals(self):
+    """Of each element of the matrices (..., m, n), on which diagonal it lies: (m, n)."""
+    shape = self.shape[-2:]
+    return lax.broadcasted_iota(jnp.int64, shape, 1) - lax.broadcasted_iota(jnp.int64, shape, 0)
+
+
+@lowering("tril", runtime=("diagonal",))
 def tril(self, diagonal=0):
-    return jnp.tril(self, diagonal)
+    return jnp.where(_diagonals(self) <= diagonal, self, jnp.zeros((), self.dtype))
 
 
-@lowering("triu")
+@lowering("triu", runtime=("diagonal",))
 def triu(self, diagonal=0):
-    return jnp.triu(self, diagonal)
+    return jnp.where(_diagonals(self) >= diagonal, self, jnp.zeros((), self.dtype))
 
 
 @lowering("block_diag")

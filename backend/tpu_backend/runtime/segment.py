@@ -141,8 +141,8 @@ def trace_form(number: int) -> tuple[bool, bool, bool]:
     indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
     alone.  On a real TPU its compiler must take it as well.
 
-    Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: it names a bug
-    where it is met, not where the segment is cut.
+    Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: on wrong
+    arguments, or a bug, named where it is met and not where the segment is cut.
     """
     remember_first_line(number)
     entry = signature(number)
