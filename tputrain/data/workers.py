@@ -39,7 +39,7 @@ class WorkerBatches:
         return DataLoader(
             _Places(self.loader, self._micro_batches),
             batch_size=None,
-            sampler=count(place),  # type: ignore[arg-type]
+            sampler=count(place),
             num_workers=self._workers,
             multiprocessing_context="spawn",
             worker_init_fn=_leave_interrupts_to_the_parent,

@@ -36,7 +36,7 @@ class _Recomputed(torch.autograd.Function):
         return run(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
         hidden, grad = computed_again(hidden, grad)
         hidden = hidden.detach().requires_grad_()
