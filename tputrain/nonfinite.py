@@ -54,13 +54,19 @@ class BadSteps:
     def withheld_update(self) -> WithheldUpdate | None:
         """At the beginning of a step: what takes its update back on the device, where that is wanted."""
         if self.policy == "skip" or self.trainer.step + 1 in self.left_out:
-            return WithheldUpdate(self.trainer.model, self.trainer.optimizer)
+            averages = self.trainer.evaluation_weights.averages
+            return WithheldUpdate(self.trainer.model, self.trainer.optimizer, averages)
         return None
 
     def remember(self, step: int, batches: list[Batch]) -> None:
         """After a step was dispatched: its batches, in case it turns out to be bad."""
         if self.policy != "continue":
             self._recent[step] = batches
+
+    def judge_evaluation(self, record: Record) -> None:
+        """Raises UserError where a loss of an evaluation is not finite, and that is to stop the run."""
+        if self.policy == "stop":
+            check_finite([record], [name for name in record if name.rpartition("/")[2] == "loss"])
 
     def judge(self, records: Sequence[Record]) -> None:
         """After values were read: see to the first bad step among `records`. Raises UserError to stop."""

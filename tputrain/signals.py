@@ -5,7 +5,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -80,6 +80,12 @@ class SignalWatch:
             return None
         finally:
             self._waiter = None
+
+    def until_received(self, items: Iterable[T]) -> Iterator[T]:
+        """`items`, which hold no None, and no more of them once a signal has come."""
+        iterator = iter(items)
+        while (item := self.wait_for(lambda: next(iterator, None))) is not None:
+            yield item
 
     def rescue_by(self, rescue: Callable[[int], NoReturn] | None) -> None:
         """From here on, a signal that is not acted on within `grace` has a thread call `rescue(its number)`.

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ from tputrain.garbage import ScheduledCollection
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
-from tputrain.metrics.evaluation import WeightedMeans, evaluation_sets, merged, of_text, perplexity
-from tputrain.metrics.finite import check_finite
+from tputrain.metrics.evaluation import WeightedMeans, evaluation_sets, merged
 from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import PERPLEXITY, Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
@@ -146,9 +146,9 @@ class Trainer:
         self._resumed = False
         self._is_warm = False
         self._saved_at: int | None = None
-        peak = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
-        self._flops = None if peak is None else FlopCount(self.model, loss_fn)
-        self._step_log = StepLog(self.device, peak)
+        self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
+        self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn)
+        self._step_log = StepLog(self.device, self._peak_flops)
         self._signals = SignalWatch()
         self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter()
@@ -226,7 +226,9 @@ class Trainer:
 
     def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping."""
-        return self._accumulate_gradients(batches, weights), self._clip_gradients()
+        loss = self._accumulate_gradients(batches, weights)
+        limits = self.cfg.trainer
+        return loss, clip_gradients(self.parameters, limits.max_grad_norm, limits.max_grad_value)
 
     def _accumulate_gradients(self, batches: list[Batch], weights: list[int]) -> Tensor:
         """Gradients of the mean over the labels of all micro-batches; returns that mean."""
@@ -249,12 +251,6 @@ class Trainer:
         with devices.autocast(self.device, self.cfg.execution.autocast):
             output, target = batch_of.call(self.model, batch), batch_of.target_of(batch)
             return loss_of(output, target, self.loss_fn), output, target
-
-    def _clip_gradients(self) -> Tensor:
-        """The norm of all gradients before clipping, on the device."""
-        return clip_gradients(
-            self.parameters, self.cfg.trainer.max_grad_norm, self.cfg.trainer.max_grad_value
-        )
 
     def _set_learning_rate(self) -> float:
         """Bring the learning rate to this step; returns it (with an LRScheduler that of the first group)."""
@@ -331,8 +327,7 @@ class Trainer:
             for logger in self.loggers:
                 logger.log(records)
             self._tell("on_log", records)
-            # Costs nothing, the values were just read. `save` reads them too: a bad state is never saved over
-            # a good one.
+            # `save` comes by here too: a bad state is never saved over a good one.
             self._bad_steps.judge(records)
 
     def _evaluate(self) -> None:
@@ -348,8 +343,7 @@ class Trainer:
         for logger in self.loggers:
             logger.log_evaluation(record)
         self._tell("on_evaluate", record)
-        if self.cfg.trainer.on_nonfinite == "stop":
-            check_finite([record], [name for name in record if name.rpartition("/")[2] == "loss"])
+        self._bad_steps.judge_evaluation(record)
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 
@@ -378,38 +372,18 @@ class Trainer:
 
     def _measure_set(self, loader: Iterable[Batch]) -> dict[str, float] | None:
         """Means over the batches of one set; None where a signal came in between."""
-        means, is_text, num_bytes = WeightedMeans(), False, 0
-        bytes_of = getattr(loader, "bytes_of", lambda batch: 0)
-        for batch in self._evaluation_batches(loader):
+        means = WeightedMeans(getattr(loader, "bytes_of", None))
+        batches = self._signals.until_received(loader)
+        for batch in islice(batches, self.cfg.trainer.evaluate_batches):
             self._watchdog.go_on()
-            is_text, weight = batch_of.is_text(batch), batch_of.weight(batch)
-            if weight == 0:
-                continue
-            loss, output, target = self._forward(batch)
-            values = {name: metric(output, target) for name, metric in self.metrics.items()}
-            means.add({"loss": loss} | values, weight)
-            num_bytes += bytes_of(batch)
-            devices.flush(self.device)
+            if weight := batch_of.weight(batch):
+                loss, output, target = self._forward(batch)
+                values = {name: metric(output, target) for name, metric in self.metrics.items()}
+                means.add({"loss": loss} | values, weight, batch)
+                devices.flush(self.device)
         if self._signals.received is not None:
             return None
-        if means.weight == 0:
-            raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
-        result = means.read()
-        if is_text:
-            result |= of_text(result["loss"], means.weight, num_bytes)
-        elif PERPLEXITY in self.cfg.trainer.metrics:
-            result[PERPLEXITY] = perplexity(result["loss"])
-        return result
-
-    def _evaluation_batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """As many as an evaluation takes; no more once a signal has come."""
-        batches, number = iter(loader), 0
-        while number != self.cfg.trainer.evaluate_batches:
-            fetched = self._signals.wait_for(lambda: next(batches, None))
-            if fetched is None:
-                return
-            yield fetched
-            number += 1
+        return means.result(with_perplexity=PERPLEXITY in self.cfg.trainer.metrics)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -499,7 +473,7 @@ class Trainer:
         if self.store is None or not self.store.has_any():
             return False
         self.resume()
-        self._step_log = StepLog(self.device)
+        self._step_log = StepLog(self.device, self._peak_flops)
         for logger in self.loggers:
             logger.close()
             logger.start(self.step, self.cfg.trainer.steps, True)
@@ -513,7 +487,7 @@ class Trainer:
     def repeat_step(self) -> None:
         """A step that was done before `go_back`; it is not logged again."""
         self._train_step(self.batches_of_next_step())
-        self._step_log = StepLog(self.device)
+        self._step_log = StepLog(self.device, self._peak_flops)
 
     @property
     def is_interrupted(self) -> bool:

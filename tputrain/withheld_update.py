@@ -1,6 +1,6 @@
 """An optimizer step that is taken back on the device where it would spoil the weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,17 +11,18 @@ class WithheldUpdate:
     """Remembers a model and its optimizer before a step, and puts them back unless the step's values are
     finite.
 
-    Decided by a `where` on the device: the host does not learn of it here. Parameters, buffers and the
-    optimizer's tensors are put back; step counts that the optimizer keeps on the host go on, for whether to
-    count is not known there. In the program of a step XLA makes no copies for this; on other devices it is
-    one more copy of the weights and the optimizer's state.
+    Decided by a `where` on the device: the host does not learn of it here. Parameters, buffers, the
+    optimizer's tensors and averages of the weights are put back; step counts that the optimizer keeps on the
+    host go on, for whether to count is not known there. In the program of a step XLA makes no copies for
+    this; on other devices it is one more copy of the weights and the optimizer's state.
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Sequence[Tensor] = ()):
         """To be made before the forward pass, which may change buffers."""
         self.optimizer = optimizer
-        self._kept = [(tensor, tensor.clone()) for tensor in _changed_by_a_step(model, optimizer)]
+        changed = [*_changed_by_a_step(model, optimizer), *averages]
+        self._kept = [(tensor, tensor.clone()) for tensor in changed]
 
     @contextmanager
     def unless_finite(self, *values: Tensor) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tputrain import batches as batch_of
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 
@@ -15,12 +16,18 @@ from tputrain.errors import UserError
 class WeightedMeans:
     """Weighted means of named scalars: sums on the device, weights on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_of: Callable[[Batch], int] | None = None) -> None:
+        """`bytes_of`: the bytes of text that a batch's labels stand for, where that is known."""
         self._sums: dict[str, Tensor] = {}
+        self._bytes_of = bytes_of
+        self._num_bytes = 0
+        self._is_text = False
         self.weight = 0
 
-    def add(self, values: Mapping[str, Tensor], weight: int) -> None:
-        """Count scalar tensors, the means of a batch, `weight` times."""
+    def add(self, values: Mapping[str, Tensor], weight: int, batch: Batch) -> None:
+        """Count scalar tensors, the means of `batch`, `weight` times."""
+        self._is_text = batch_of.is_text(batch)
+        self._num_bytes += self._bytes_of(batch) if self._bytes_of is not None else 0
         for name, value in values.items():
             weighted = value.detach().float() * weight
             self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
@@ -30,6 +37,19 @@ class WeightedMeans:
         """The means: the one read of the device in an evaluation."""
         sums = torch.stack(list(self._sums.values())).tolist()
         return {name: total / self.weight for name, total in zip(self._sums, sums, strict=True)}
+
+    def result(self, with_perplexity: bool) -> dict[str, float]:
+        """The means and what follows from the loss: of text perplexity and bits per byte; else perplexity
+        where it is asked for. Raises UserError where nothing was added.
+        """
+        if self.weight == 0:
+            raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
+        means = self.read()
+        if self._is_text:
+            means |= of_text(means["loss"], self.weight, self._num_bytes)
+        elif with_perplexity:
+            means["perplexity"] = perplexity(means["loss"])
+        return means
 
 
 def perplexity(loss: float) -> float:

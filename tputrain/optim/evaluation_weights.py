@@ -36,6 +36,11 @@ class EvaluationWeights:
         if self._ema is not None:
             self._ema.begin(step)
 
+    @property
+    def averages(self) -> list[Tensor]:
+        """Those of an EMA, one a trained parameter; empty without one."""
+        return [] if self._ema is None else self._ema.averages
+
     @contextmanager
     def in_place(self) -> Iterator[dict[str, Tensor]]:
         """The model holds the weights to evaluate and save; yields those that are trained, where they differ.
