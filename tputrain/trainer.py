@@ -1,7 +1,7 @@
 """The Trainer: a model, its data and a configuration, and the loop that brings them together."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
@@ -43,15 +43,13 @@ from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.optimizer import build_optimizer, create_state, set_learning_rate
 from tputrain.optim.ownership import check_ownership
+from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
 from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import worker_deaths_named
-
-LearningRate = Callable[[int], float] | LRScheduler
-"""A function of the step (from 0), or one of PyTorch's schedulers, stepped after every optimizer step."""
 
 
 class Trainer:
@@ -373,8 +371,7 @@ class Trainer:
     def _measure_set(self, loader: Iterable[Batch]) -> dict[str, float] | None:
         """Means over the batches of one set; None where a signal came in between."""
         means = WeightedMeans(getattr(loader, "bytes_of", None))
-        batches = self._signals.until_received(loader)
-        for batch in islice(batches, self.cfg.trainer.evaluate_batches):
+        for batch in islice(self._signals.until_received(loader), self.cfg.trainer.evaluate_batches):
             self._watchdog.go_on()
             if weight := batch_of.weight(batch):
                 loss, output, target = self._forward(batch)
@@ -563,8 +560,7 @@ class Trainer:
         if self._feed is None:
             raise UserError("fit: the Trainer was given no train_loader")
         self._resume_or_begin()
-        if self.step >= self.cfg.trainer.steps:
-            steps = self.cfg.trainer.steps
+        if self.step >= (steps := self.cfg.trainer.steps):
             say(f"finished: step {self.step} is done, trainer.steps={steps}; raise it to go on")
         for logger in self.loggers:
             logger.start(self.step, self.cfg.trainer.steps, self._resumed)

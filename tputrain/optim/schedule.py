@@ -1,11 +1,18 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to get out of step."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from tputrain.config_checks import expect, expect_at_least, expect_choice, expect_share
 
 SHAPES = ("cosine", "linear", "constant", "wsd")
+
+
+LearningRate = Callable[[int], float] | LRScheduler
+"""A function of the step (from 0), or one of PyTorch's schedulers, stepped after every optimizer step."""
 
 
 @dataclass(frozen=True)
