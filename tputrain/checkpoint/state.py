@@ -45,7 +45,7 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 
 def understood(load: Callable[[Owner, Path], None]) -> Callable[[Owner, Path], None]:
-    """A method that takes a checkpoint in: what it cannot make sense of there becomes one line.
+    """A method that takes a checkpoint in: what it cannot make sense of there is one line, which names it.
 
     Checksums keep damage out; what is left is a checkpoint that somebody edited and sealed anew, or that
     another program wrote.
@@ -55,6 +55,10 @@ def understood(load: Callable[[Owner, Path], None]) -> Callable[[Owner, Path], N
     def loading(owner: Owner, path: Path) -> None:
         try:
             load(owner, path)
+        except UserError as error:
+            if str(path) in str(error):
+                raise
+            raise UserError(f"{path}: {error}") from None
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             said = " ".join(str(error).split())[:200]
             raise UserError(
