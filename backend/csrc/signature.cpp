@@ -302,7 +302,7 @@ std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& hand
 // the words that PyTorch's users know, and where it finds nothing wrong it has the result.
 template <class Function>
 bool is_refused(const OpInfo& op, Function&& ask_meta) {
-  const bool is_own = op.handle.schema().getNamespace() == "tpu"; // the CPU does not know it
+  const bool is_own = !op.handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
   try {
     ask_meta();
   } catch (const c10::Error&) {
@@ -544,7 +544,16 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     computed = op.functional.has_value() ? call_meta(*op.functional, functional_arguments(op, before)) : returned;
   });
   const bool returns_new = std::any_of(op.returned_arg.begin(), op.returned_arg.end(), [](int arg) { return arg < 0; });
-  if (refused || (!returned.has_value() && returns_new)) {
+  if (refused) {
+    // What is wrong may be a number, which is no part of the form: the next call is asked anew.
+    static const auto* const refusal = [] {
+      auto* made = new Signature;
+      made->on_cpu = true;
+      return made;
+    }();
+    return refusal;
+  }
+  if (!returned.has_value() && returns_new) {
     signature.on_cpu = true; // nobody can say what comes out: the CPU's kernel will
     return publish(store(std::move(signature)));
   }

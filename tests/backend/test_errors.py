@@ -278,3 +278,14 @@ def test_an_autograd_function_of_the_user_may_raise():
     with pytest.raises(BrokenError, match="in backward"):
         Fails.apply(x).sum().backward()
     assert x.sum().item() == 3
+
+
+def test_a_number_that_is_refused_spoils_no_other_call():
+    x = torch.empty(111, device="tpu")
+    before = torch.tpu.fallback_stats()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="std"):
+            x.normal_(0, -1)
+        x.normal_(0, 1)
+    assert x.isfinite().all().item()
+    assert torch.tpu.fallback_stats() == before

@@ -15,7 +15,7 @@ from torch import nn
 from tests.tputrain.resumable_run import STEPS, TiedModel, build
 from tputrain import CheckpointConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.callbacks.callback import Callback
-from tputrain.checkpoint import contents
+from tputrain.checkpoint import state
 from tputrain.loggers.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,7 +218,7 @@ def test_a_run_goes_on_only_with_the_optimizer_it_was_started_with(tmp_path, fir
 
 def test_a_checkpoint_in_a_newer_format_is_one_clear_error(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
-        newer.setattr(contents, "FORMAT", contents.FORMAT + 1)
+        newer.setattr(state, "FORMAT", state.FORMAT + 1)
         build(tmp_path, trainer=TrainerConfig(steps=1)).fit()
     with pytest.raises(
         UserError, match=r"state.json: format 2, written by tputrain .*; this one reads formats up to 1"

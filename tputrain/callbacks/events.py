@@ -33,7 +33,8 @@ class EventLog(Callback):
         self._write("started", trainer.step, config=asdict(trainer.cfg), environment=environment)
 
     def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
-        self._write("saved", trainer.step, checkpoint=checkpoint.name)
+        # Written in the background, it may be of an earlier step than the trainer's.
+        self._write("saved", int(checkpoint.name.rpartition("-")[2]), checkpoint=checkpoint.name)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._write("ended", trainer.step)
