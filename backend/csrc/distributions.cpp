@@ -16,6 +16,13 @@ void check_uniform(Arguments args) {
   TORCH_CHECK(from <= to, "uniform_ expects to return a [from, to) range, but found from=", from, " > to=", to);
 }
 
+void check_normal(Arguments args) { // (self, mean, std), or (means, std)
+  const auto& std = args.size() > 2 && args[1].isDouble() ? args[2] : args[1];
+  if (std.isDouble()) {
+    TORCH_CHECK(std.toDouble() >= 0, "normal expects std >= 0.0, but found std ", std.toDouble());
+  }
+}
+
 void check_bernoulli(Arguments args) {
   if (args.size() > 1 && args[1].isDouble()) {
     const double p = number(args[1]);
@@ -59,6 +66,7 @@ void check_cauchy(Arguments args) {
 ArgumentCheck distribution_check(const c10::OperatorName& op) {
   static const std::map<std::string, ArgumentCheck> checks{
       {"aten::uniform", &check_uniform},
+      {"aten::normal", &check_normal},
       {"aten::bernoulli", &check_bernoulli},
       {"aten::random.to", &check_random_to},
       {"aten::random.from", &check_random_from},
