@@ -49,7 +49,7 @@ from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.versions import versions
 from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
-from tputrain.worker_death import worker_deaths_named
+from tputrain.worker_death import deaths_named
 
 
 class Trainer:
@@ -160,7 +160,8 @@ class Trainer:
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
         self.control.stop = False  # of an earlier fit
-        with RunLock(self.run_dir), self._signals, self._watchdog, self._running() as garbage:
+        # Outermost the deaths of workers, which PyTorch raises in whatever line it comes by.
+        with deaths_named(), RunLock(self.run_dir), self._signals, self._watchdog, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
             self._save_if_due()
@@ -546,7 +547,6 @@ class Trainer:
     def _running(self) -> Iterator[ScheduledCollection]:
         """What holds while the loop runs: the device's mode, the garbage collector's schedule, loggers."""
         with ExitStack() as stack:
-            stack.enter_context(worker_deaths_named())
             stack.enter_context(devices.execution_mode(self.device, self.cfg.execution.train))
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
             for logger in self.loggers:

@@ -1,6 +1,7 @@
 """A data worker that died, named in one line wherever PyTorch notices it."""
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,20 +11,27 @@ _DEATH = re.compile(
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
 
+_NOTICE = 2.0  # seconds from a broken connection to the news that its process died, at most
+
 
 class DataWorkerError(RuntimeError):
     """A process that makes batches ended, so no more data comes; one line says which and how."""
 
 
 @contextmanager
-def worker_deaths_named() -> Iterator[None]:
+def deaths_named() -> Iterator[None]:
     """What PyTorch raises for a dead worker of a DataLoader, inside, becomes a DataWorkerError.
 
     PyTorch raises it in the main thread at any instruction, so one place around the whole loop is the right
     one.
     """
     try:
-        yield
+        try:
+            yield
+        except (ConnectionError, EOFError):
+            # A dying worker's connection breaks before the system tells of its death: that is raised in here.
+            time.sleep(_NOTICE)
+            raise
     except RuntimeError as error:
         found = _DEATH.search(str(error))
         if found is None:

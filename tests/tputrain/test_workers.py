@@ -14,7 +14,7 @@ from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
 from tputrain.data import DataConfig, PackedSequences, PaddedSequences, build_data
 from tputrain.data.workers import WorkerBatches
-from tputrain.worker_death import DataWorkerError, worker_deaths_named
+from tputrain.worker_death import DataWorkerError, deaths_named
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_batches_of_workers_are_the_loaders_own_from_any_step_on_and_a_dead_work
     with pytest.raises(
         DataWorkerError, match=rf"^data worker \(pid {worker.pid}\) .*newest checkpoint"
     ) as caught:
-        with worker_deaths_named():
+        with deaths_named():
             die_and_go_on()
     assert "\n" not in str(caught.value)
 
@@ -98,13 +98,13 @@ def test_a_dead_worker_of_a_users_loader_ends_the_run_with_one_line(tmp_path):
     ],
 )
 def test_whatever_pytorch_says_of_a_dead_worker_is_one_line(said, line):
-    with pytest.raises(DataWorkerError) as caught, worker_deaths_named():
+    with pytest.raises(DataWorkerError) as caught, deaths_named():
         raise RuntimeError(said)
     assert line in str(caught.value)
 
 
 def test_other_errors_are_left_as_they_are():
-    with pytest.raises(RuntimeError, match=r"^shape mismatch$") as caught, worker_deaths_named():
+    with pytest.raises(RuntimeError, match=r"^shape mismatch$") as caught, deaths_named():
         raise RuntimeError("shape mismatch")
     assert type(caught.value) is RuntimeError
 

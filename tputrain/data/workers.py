@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tputrain.batches import Batch
 from tputrain.feed import IndexedLoader
-from tputrain.worker_death import worker_deaths_named
+from tputrain.worker_death import deaths_named
 
 
 class WorkerBatches:
@@ -29,7 +29,7 @@ class WorkerBatches:
     def batch_at(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of step `step`. Raises DataWorkerError where a process died."""
         place = step * self._micro_batches + micro
-        with worker_deaths_named():
+        with deaths_named():
             if place != self._place:
                 self._iterator = iter(self._loader_from(place))
             self._place = place + 1
