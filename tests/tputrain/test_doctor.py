@@ -33,6 +33,7 @@ def doctor(
         capture_output=True,
         text=True,
         env=clean | environment,
+        cwd=home,  # a checkout's own package information would be found before PYTHONPATH's
         preexec_fn=_give_up_root_s_way_past_modes if obeys_modes else None,
     )
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
@@ -96,16 +97,22 @@ def test_a_tpu_is_asked_for_and_there_is_none(tmp_path):
     )
 
 
-def test_another_package_holds_pytorch_s_slot_for_devices(tmp_path):
-    """As it happens: that package's entry point is loaded by `import torch`."""
-    site = tmp_path / "site"
-    info = site / "other_device-1.0.dist-info"
+def install(site: Path, package: str, loads: str) -> Path:
+    """A package whose entry point `import torch` calls, as if it were installed in `site`."""
+    module = package.replace("-", "_")
+    info = site / f"{module}-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-device\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nother = other_device:load\n")
-    (site / "other_device.py").write_text(
-        "def load():\n    import torch\n    torch.utils.rename_privateuse1_backend('npu')\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{module} = {module}:load\n")
+    (site / f"{module}.py").write_text(f"def load():\n    {loads}\n")
+    return site
+
+
+TAKES_THE_SLOT = "import torch; torch.utils.rename_privateuse1_backend('npu')"
+
+
+def test_another_package_holds_pytorch_s_slot_for_devices(tmp_path):
+    site = install(tmp_path / "site", "other-device", TAKES_THE_SLOT)
     path = os.pathsep.join(map(str, (site, BACKEND, ROOT)))
     code, rows = doctor(tmp_path / "home", PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
     assert code == 1
@@ -114,6 +121,20 @@ def test_another_package_holds_pytorch_s_slot_for_devices(tmp_path):
     assert '"npu" holds it' in said
     assert "; uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
 
+
+
+def test_another_package_comes_after_ours_and_cannot_have_the_slot(tmp_path):
+    """PyTorch's import fails then, by that package's exception: the line says whose it is."""
+    ours = install(tmp_path / "ours", "first-device", "import tpu_backend; tpu_backend.register()")
+    other = install(tmp_path / "other", "other-device", TAKES_THE_SLOT)
+    path = os.pathsep.join(map(str, (ours, other, BACKEND, ROOT)))
+    code, rows = doctor(tmp_path / "home", PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    assert code == 1
+    assert failed(rows) == ["torch"]
+    said = rows["torch"][1]
+    assert "other_device" in said
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
+    assert "; uninstall that package" in said
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     cache = tmp_path / "home" / ".cache"

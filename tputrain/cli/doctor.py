@@ -70,7 +70,14 @@ def _torch() -> str:
     with _blamed_on("install it: pip install 'torch>=2.13,<2.14'"):
         # PyTorch loads every installed device package now; what ours has to say is asked for below.
         with redirect_stderr(StringIO()):
-            import torch
+            try:
+                import torch
+            except RuntimeError as error:
+                # PyTorch's own words name the package, and the variable that keeps such packages out.
+                raise UnwellError(
+                    f"{error} (it says: {error.__cause__}); uninstall that package, or set the variable and "
+                    "import only one of the two"
+                ) from None
         return str(torch.__version__)
 
 

@@ -1,5 +1,6 @@
 """Curves for TensorBoard: `tensorboard --logdir run_dir/tensorboard`."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,10 @@ class TensorBoardLogger(Logger):
         run_dir = expect_run_dir(self.run_dir, "log.tensorboard=true")
         # What is of later steps than this one is hidden by the mark; of this very step it is not.
         self._evaluated_at = min(step, evaluated_at(run_dir)) if resumed else -1
-        self._writer = _writer_class()(log_dir=str(run_dir / "tensorboard"), purge_step=purge_step)
+        directory = run_dir / "tensorboard"
+        writer_class = _writer_class()
+        _pass_the_second_of(directory)
+        self._writer = writer_class(log_dir=str(directory), purge_step=purge_step)
 
     def log(self, records: list[Record]) -> None:
         for record in records:
@@ -51,6 +55,17 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _pass_the_second_of(directory: Path) -> None:
+    """Wait, at most a second, until a new event file's name comes after the ones that are there.
+
+    TensorBoard reads files in the order of their names, which hold the second they were made in; the mark
+    of a process that went on within that second could be read before what it hides.
+    """
+    seconds = [int(file.name.split(".")[3]) for file in directory.glob("events.out.tfevents.*")]
+    while seconds and int(time.time()) == max(seconds):
+        time.sleep(0.05)
 
 
 def _writer_class() -> "type[SummaryWriter]":
