@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tpu_backend import _C, nan_check
+from tpu_backend import _C, compiling, nan_check
 
 _MODES = ("debug", "strict", "fused")
 
@@ -202,6 +202,11 @@ def compile_stats() -> dict[str, Any]:
     compile_seconds, host_reads.
     """
     return _C.compile_stats(_C.current_device())
+
+
+def is_compiling() -> bool:
+    """Whether some thread of this process is compiling a program right now; takes no lock."""
+    return compiling.is_compiling()
 
 
 def fallback_stats() -> dict[str, int]:
