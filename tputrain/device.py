@@ -103,7 +103,15 @@ def is_compiling(device: torch.device) -> bool:
     return device.type == "tpu" and torch.tpu.is_compiling()  # type: ignore[attr-defined]
 
 
-def describe_stream(device: torch.device) -> str:
+def recent_ops(device: torch.device) -> list[str]:
+    """The operations that the device recorded last, a line each, oldest first. Waits for nothing."""
+    if device.type != "tpu":
+        return []
+    recent = torch.tpu.recent_ops()  # type: ignore[attr-defined]
+    return [f"{'launched' if launched else 'waiting '}  {call}" for call, launched in recent]
+
+
+def describe_counters(device: torch.device) -> str:
     """How far the device's stream has come, for a report on a hang. May wait for whoever holds the stream."""
     if device.type != "tpu":
         return f"{device}: runs in the threads above"

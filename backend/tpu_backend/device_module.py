@@ -209,6 +209,19 @@ def is_compiling() -> bool:
     return compiling.is_compiling()
 
 
+def recent_ops() -> list[tuple[str, bool]]:
+    """The operations recorded last (at most 32, oldest first), each with its tensors, and whether its program
+    was launched.  Waits for no other thread: for a report on a process that hangs.
+    """
+    if not is_initialized():
+        return []
+    from tpu_backend.runtime.signature import signature
+
+    numbers, num_pending = _C.recent_entries(_C.current_device())
+    calls = [signature(number).described() for number in numbers]
+    return [(call, position < len(calls) - num_pending) for position, call in enumerate(calls)]
+
+
 def fallback_stats() -> dict[str, int]:
     """{operator: calls} that ran on the CPU for want of a lowering."""
     return _C.fallback_stats()

@@ -1,6 +1,7 @@
 """A run that hangs is ended and says where; one that is slow, but alive, is left alone."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,9 @@ def test_a_run_that_hangs_in_c_ends_and_names_the_file_with_its_stacks(tmp_path,
     text = stacks.read_text()
     assert "hanging_run.py" in text
     assert " in hang" in text
+    if where == "step":  # on tpu: the optimizer's operations are launched, or wait for the next step
+        assert "the last operations on tpu, oldest first:\n  " in text
+        assert re.search(r"\n  (launched|waiting )  aten::\w+(\.\w+)?\(.*float32\[2, 4\]", text), text
     assert read_heartbeat(tmp_path)["phase"] == phase
 
 
