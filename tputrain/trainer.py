@@ -217,7 +217,7 @@ class Trainer:
         withheld = self._bad_steps.withheld_update()
         loss, grad_norm = self.compute_gradients(batches, weights)
         learning_rate = self._set_learning_rate()
-        with withheld.unless_finite(loss, grad_norm) if withheld else nullcontext():
+        with withheld.where_bad(loss, grad_norm) if withheld else nullcontext():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
@@ -460,7 +460,7 @@ class Trainer:
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
-            "left_out": sorted(self._bad_steps.left_out),
+            "bad_steps": self._bad_steps.state(),
             "config": asdict(self.cfg),
             "versions": versions(),
         }
@@ -534,7 +534,7 @@ class Trainer:
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
-        self._bad_steps.left_out |= set(state.get("left_out", []))  # a rollback has added one already
+        self._bad_steps.restore(state["bad_steps"])
         self._saved_at = self.step
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
