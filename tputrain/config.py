@@ -35,7 +35,7 @@ class TrainerConfig:
     """What a loss or gradient norm that is infinite or NaN does: stop (nothing more is saved), skip (the
     update is not made), rollback (to the newest checkpoint, and past that batch) or continue."""
     spike_factor: float | None = None
-    """A gradient norm over so many times the median of the last 100 steps' is treated like one that is NaN."""
+    """A gradient norm over so many times the median of the last 100 steps' counts like one that is NaN."""
     nonfinite_limit: int = 10
     """skip: so many such steps in a row, and rollback: so many in a run, are borne; then the run stops."""
     collect_garbage_every: int = 100

@@ -1,9 +1,10 @@
-"""Steps whose loss or gradient norm is not a number, or whose norm is a spike: found when values are read, and
+"""Steps whose loss or gradient norm is no number, or whose norm is a spike: found when values are read, and
 dealt with as asked.
 
 stop: the run goes back to its newest checkpoint and to the bad step again, which is replayed with every
-operation looked at, and ends with what that found (a spike is not replayed: it has no first operation). skip: the device itself does not make the update
-(`tputrain.withheld_update`). rollback: the run goes back, and on past the bad step, whose update is not made.
+operation looked at, and ends with what that found; after a spike, which no operation began, it ends at once.
+skip: the device itself does not make the update (`tputrain.withheld_update`). rollback: the run goes back,
+and on past the bad step, whose update is not made.
 """
 
 import math
