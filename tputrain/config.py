@@ -78,6 +78,12 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
+        expect(
+            self.run_dir is None or "://" not in self.run_dir,
+            "run_dir",
+            self.run_dir,
+            "a local directory; checkpoint.mirror=URL copies what is saved there to other storage",
+        )
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")
         expect(
             self.device not in ("cuda", "gpu"),

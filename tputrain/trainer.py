@@ -131,8 +131,7 @@ class Trainer:
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
         self.store: CheckpointStore | None = None
         if self.run_dir is not None:
-            saving = cfg.checkpoint
-            self.store = CheckpointStore(self.run_dir / "checkpoints", saving.keep_last, saving.keep_every)
+            self.store = CheckpointStore.of_run(self.run_dir, cfg.checkpoint)
             self.callbacks.append(EventLog(self.run_dir))
         self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
