@@ -1,9 +1,9 @@
 """The command line: verbs, exit codes, and how soon it speaks."""
 
 import os
-import signal
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time

@@ -1,6 +1,5 @@
 """`tputrain doctor`: breakages staged in fresh processes, each named with its cause and its fix."""
 
-import ctypes
 import json
 import os
 import shutil
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.file_modes import obey_file_modes
+
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = ROOT / "backend"
-
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 
 def doctor(
@@ -34,16 +33,11 @@ def doctor(
         text=True,
         env=clean | environment,
         cwd=home,  # a checkout's own package information would be found before PYTHONPATH's
-        preexec_fn=_give_up_root_s_way_past_modes if obeys_modes else None,
+        preexec_fn=obey_file_modes if obeys_modes else None,
     )
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()[:-1]]
     return done.returncode, {name: (verdict, said) for verdict, name, said in rows}
-
-
-def _give_up_root_s_way_past_modes() -> None:
-    """In the child: root writes everywhere unless it may not; for others this does nothing."""
-    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
 
 
 def failed(rows: dict[str, tuple[str, str]]) -> list[str]:
@@ -122,7 +116,6 @@ def test_another_package_holds_pytorch_s_slot_for_devices(tmp_path):
     assert "; uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
 
 
-
 def test_another_package_comes_after_ours_and_cannot_have_the_slot(tmp_path):
     """PyTorch's import fails then, by that package's exception: the line says whose it is."""
     ours = install(tmp_path / "ours", "first-device", "import tpu_backend; tpu_backend.register()")
@@ -135,6 +128,7 @@ def test_another_package_comes_after_ours_and_cannot_have_the_slot(tmp_path):
     assert "other_device" in said
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
     assert "; uninstall that package" in said
+
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     cache = tmp_path / "home" / ".cache"
