@@ -122,6 +122,7 @@ def bars(samples: list[Held]) -> list[Row]:
     slope = statistics.linear_regression(steps, resident).slope
     before, after = medians("resident_bytes")
     device_before, device_after = medians("device_bytes")
+    span = f"steps {steps[0]} to {steps[-1]}"
     rows = [
         Row(
             "resident memory: growth, MiB",
@@ -130,9 +131,7 @@ def bars(samples: list[Held]) -> list[Row]:
             max(0.02 * before, 8 * MIB) / MIB,
             f"{before / MIB:.1f} to {after / MIB:.1f} MiB",
         ),
-        Row(
-            "resident memory: slope, KiB a step", slope / 1024, "<=", 2.0, f"steps {steps[0]} to {steps[-1]}"
-        ),
+        Row("resident memory: slope, KiB a step", slope / 1024, "<=", 2.0, span),
         Row(
             "bytes on the device: growth",
             device_after / device_before - 1,
