@@ -178,7 +178,9 @@ def test_a_report_that_the_disk_does_not_take_ends_no_run(tmp_path, policy, capf
     assert trainer.step == trainer.cfg.trainer.steps
     said = capfd.readouterr().err
     assert f"step-{BAD}: the batch of a bad step cannot be kept ([Errno 20] Not a directory" in said
-    assert (f"step-{BAD}: what the replay of a bad step found cannot be kept" in said) is (policy == "rollback")
+    assert (f"step-{BAD}: what the replay of a bad step found cannot be kept" in said) is (
+        policy == "rollback"
+    )
 
 
 def test_a_step_that_a_rollback_left_out_stays_left_out_after_a_resume(tmp_path):
