@@ -182,16 +182,17 @@ def norm(self, p=2, dim=None, keepdim=False, *, dtype=None, out=None):
 @lowering("logsumexp", promote="result")
 def logsumexp(self, dim, keepdim=False):
     dims = reduced_dims(dim, self.ndim)
-    largest = jnp.max(self, dims, keepdims=True, initial=-jnp.inf)
+    # PyTorch takes the real parts of complex numbers: any shift of that size keeps exp() finite.
+    largest = jnp.max(self.real, dims, keepdims=True, initial=-jnp.inf)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     total = jnp.log(jnp.sum(jnp.exp(self - largest), dims, keepdims=True)) + largest
     return total if keepdim else total.squeeze(dims)
 
 
 @lowering("renorm", static=("p",))
-def renorm(self, p, dim, maxnorm, *, out=None):
+def renorm(self, p, dim, maxnorm):
     others = tuple(axis for axis in range(self.ndim) if axis != wrap_dim(dim, self.ndim))
-    norms = vector_norm(self, p, others, True, out=out)
+    norms = vector_norm(self, p, others, True, out=(jnp.real(self),))
     maxnorm = jnp.asarray(maxnorm, norms.dtype)
     return self * jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
 
