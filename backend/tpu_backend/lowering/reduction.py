@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, reduced_dims, wrap_dim
+from tpu_backend.lowering.pointwise import logaddexp
 from tpu_backend.lowering.registry import lowering, opmath
 
 
@@ -231,7 +232,17 @@ def _logcumsumexp(values, axis):
 
 
 def _complex_logcumsumexp(values, axis):
-    return lax.associative_scan(jnp.logaddexp, values, axis=axis)
+    """One after the other, as on the CPU: how often the imaginary part winds depends on the order."""
+
+    def step(total, value):
+        total = logaddexp(total, value)
+        return total, total
+
+    values = jnp.moveaxis(values, axis, 0)
+    if values.shape[0] > 0:
+        rest = lax.scan(step, values[0], values[1:])[1]
+        values = jnp.concatenate([values[:1], rest])
+    return jnp.moveaxis(values, 0, axis)
 
 
 @lowering("cummax")
