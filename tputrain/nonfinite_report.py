@@ -1,4 +1,4 @@
-"""What is kept of a step whose loss or gradient norm is not a number.
+"""What is kept of a step whose loss or gradient norm is not a number, or a spike.
 
 `run_dir/nonfinite/step-N/` holds its micro-batches as `batch-0.safetensors` and so on, and `report.json`: the
 step's record, what in the batch itself is not finite, and what a replay found (`tputrain.first_nonfinite`).
@@ -21,10 +21,22 @@ from tputrain.loggers.logger import Record
 JUDGED = ("loss", "grad_norm")
 
 
-def what_is_bad(record: Record) -> str:
-    """`step 7: loss is nan`."""
-    name = next(name for name in JUDGED if not math.isfinite(record[name]))
-    return f"step {record['step']}: {name} is {record[name]}"
+def is_finite(record: Record) -> bool:
+    """Whether the record's loss and gradient norm are numbers."""
+    return all(math.isfinite(record[name]) for name in JUDGED)
+
+
+def what_is_bad(record: Record, spike_limit: float) -> str | None:
+    """`step 7: loss is nan`, `step 7: grad_norm is 35.2, over the limit of 9.1 for spikes`; None: nothing."""
+    step = f"step {record['step']}"
+    for name in JUDGED:
+        if not math.isfinite(record[name]):
+            return f"{step}: {name} is {record[name]}"
+    if record["grad_norm"] > spike_limit:
+        return (
+            f"{step}: grad_norm is {record['grad_norm']:.4g}, over the limit of {spike_limit:.4g} for spikes"
+        )
+    return None
 
 
 def bad_step_directory(run_dir: Path, step: int) -> Path:

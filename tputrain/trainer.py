@@ -131,8 +131,7 @@ class Trainer:
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
         self.store: CheckpointStore | None = None
         if self.run_dir is not None:
-            saving = cfg.checkpoint
-            self.store = CheckpointStore(self.run_dir / "checkpoints", saving.keep_last, saving.keep_every)
+            self.store = CheckpointStore.of_run(self.run_dir, cfg.checkpoint)
             self.callbacks.append(EventLog(self.run_dir))
         self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
@@ -217,7 +216,7 @@ class Trainer:
         withheld = self._bad_steps.withheld_update()
         loss, grad_norm = self.compute_gradients(batches, weights)
         learning_rate = self._set_learning_rate()
-        with withheld.unless_finite(loss, grad_norm) if withheld else nullcontext():
+        with withheld.where_bad(loss, grad_norm) if withheld else nullcontext():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
@@ -457,7 +456,7 @@ class Trainer:
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
-            "left_out": sorted(self._bad_steps.left_out),
+            "bad_steps": self._bad_steps.state(),
             "config": asdict(self.cfg),
             "versions": versions(),
         }
@@ -531,7 +530,7 @@ class Trainer:
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
-        self._bad_steps.left_out |= set(state.get("left_out", []))  # a rollback has added one already
+        self._bad_steps.restore(state["bad_steps"])
         self._saved_at = self.step
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.

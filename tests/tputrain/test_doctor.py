@@ -122,7 +122,6 @@ def test_another_package_holds_pytorch_s_slot_for_devices(tmp_path):
     assert "; uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
 
 
-
 def test_another_package_comes_after_ours_and_cannot_have_the_slot(tmp_path):
     """PyTorch's import fails then, by that package's exception: the line says whose it is."""
     ours = install(tmp_path / "ours", "first-device", "import tpu_backend; tpu_backend.register()")
@@ -135,6 +134,7 @@ def test_another_package_comes_after_ours_and_cannot_have_the_slot(tmp_path):
     assert "other_device" in said
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
     assert "; uninstall that package" in said
+
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     cache = tmp_path / "home" / ".cache"

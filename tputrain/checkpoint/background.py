@@ -21,6 +21,8 @@ class Written(NamedTuple):
     """Where the checkpoint is, or should have been."""
     error: str | None
     """What the disk said; None: the checkpoint is complete."""
+    mirror_error: str | None
+    """What the mirror said; None: it has the checkpoint too, or there is no mirror."""
     seconds: float
 
 
@@ -67,6 +69,8 @@ class BackgroundWriter:
                 f"tputrain: {written.path} NOT SAVED: {written.error}; training goes on, and what was saved "
                 "before stays"
             )
+        if written.mirror_error is not None:
+            warn(f"tputrain: {written.path} NOT COPIED to checkpoint.mirror: {written.mirror_error}")
         return written
 
     def wait(self) -> None:
@@ -75,14 +79,18 @@ class BackgroundWriter:
             self._thread.join()
 
     def _write(self, store: CheckpointStore, snapshot: Snapshot) -> None:
-        began, error = time.perf_counter(), None
+        began, error, mirror_error = time.perf_counter(), None, None
         try:
             store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
         except (OSError, SafetensorError) as failure:
             error = str(failure)
         except BaseException as bug:
             self._bug = bug
-        self._written = Written(store.path(snapshot.step), error, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        path = store.path(snapshot.step)
+        if store.mirror is not None and error is None and self._bug is None:
+            mirror_error = store.mirror.push(path, store.steps())
+        self._written = Written(path, error, mirror_error, seconds)
 
 
 def leaving_with(store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:

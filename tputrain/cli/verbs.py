@@ -154,7 +154,7 @@ def _is_finished(cfg: RecipeConfig, checkpoint: Path) -> bool:
 
 
 def _store(cfg: RecipeConfig) -> CheckpointStore:
-    return CheckpointStore(Path(str(cfg.run_dir)) / "checkpoints")
+    return CheckpointStore.of_run(str(cfg.run_dir), cfg.checkpoint)
 
 
 def _say_nothing(path: Path, reason: str, used: Path) -> None:
