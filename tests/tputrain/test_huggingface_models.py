@@ -192,7 +192,7 @@ def test_a_configuration_gives_the_model_that_its_directory_would(directory):
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-def test_layers_computed_again_give_the_same_gradients(directory, device, monkeypatch):
+def test_layers_computed_again_give_the_same_gradients(directory, device):
     forwards = 0
 
     def gradients(recomputes: bool) -> dict[str, torch.Tensor]:
@@ -203,7 +203,7 @@ def test_layers_computed_again_give_the_same_gradients(directory, device, monkey
             for module in model.modules()
             if hasattr(module, "input_layernorm") or hasattr(module, "ln_1")
         )
-        mlp = layer.mlp.register_forward_hook(lambda *_: count())
+        mlp = layer.mlp.register_forward_pre_hook(lambda *_: count())
         batch = {name: tensor.to(device) for name, tensor in Batches().batch_at(0, 0).items()}
         model(**batch).backward()
         mlp.remove()

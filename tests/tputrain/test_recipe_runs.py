@@ -7,6 +7,7 @@ The record is tests/tputrain/recipe_losses.json; where a change of it is meant, 
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -91,6 +92,42 @@ def test_a_recipe_trains_offline_and_gives_the_losses_on_record(name, device, di
     recorded = json.loads(RECORD.read_text())[name]
     assert run(name, device) == pytest.approx(recorded, rel=1e-4)
     assert recorded[f"step {STEPS}"] < recorded["step 1"]
+
+
+def evaluations(run_dir: str) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_jsonl(Path(run_dir) / "evaluations.jsonl")}
+
+
+def test_a_run_begins_where_another_ended_in_our_own_model_and_in_that_of_transformers(
+    directory, monkeypatch, capsys
+):
+    monkeypatch.chdir(directory)
+    quiet = ["sample.max_new_tokens=0", "log.progress=none", "data.cache_dir=cache", "device=cpu"]
+    text = [*TEXT, "data.files=notes.txt", "trainer.evaluate_batches=2", *quiet]
+    from_it = ["model.path=first", "data.tokenizer=first", "trainer.steps=1", *text]
+    assert main(["run", "llama", *LLAMA, *text, "trainer.steps=3", "run_dir=first"]) == 0
+    assert main(["run", "llama", *LLAMA, *from_it, "run_dir=second"]) == 0
+    assert main(["run", "huggingface", *from_it, "run_dir=third"]) == 0
+    ended_at = evaluations("first")[3]
+    assert evaluations("second")[0] == ended_at
+    assert evaluations("third")[0] == pytest.approx(ended_at, rel=1e-4)
+    capsys.readouterr()
+    shutil.rmtree("first")  # what they began with need not be there any more
+    assert main(["validate", "third"]) == 0
+    assert main(["sample", "third", "--prompt", "value", "--max-new-tokens", "2"]) == 0
+    assert main(["run", "llama", *LLAMA, *from_it, "run_dir=fourth", "data.tokenizer=null"]) == 2
+    assert "model.path=first: no such directory; expected one with *.safetensors" in capsys.readouterr().err
+
+
+def test_a_run_on_images_is_evaluated_and_writes_no_text(directory, monkeypatch, capsys):
+    monkeypatch.chdir(directory)
+    small = [*SMALLER["digits"], "device=cpu", "log.progress=none", "run_dir=images"]
+    assert main(["run", "digits", *small, "trainer.steps=2"]) == 0
+    assert main(["resume", "images", "trainer.steps=3", "log.progress=none"]) == 0
+    assert main(["validate", "images"]) == 0
+    assert "accuracy: " in capsys.readouterr().out
+    assert main(["sample", "images", "--prompt", "x"]) == 2
+    assert "its model reads images and writes no text" in capsys.readouterr().err
 
 
 if __name__ == "__main__":
