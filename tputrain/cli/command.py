@@ -93,7 +93,7 @@ def _dispatch(chosen: argparse.Namespace) -> int:
 
 def _with_torch(chosen: argparse.Namespace) -> int:
     say(f"tputrain {chosen.verb} {chosen.target}")
-    if chosen.verb == "run":
+    if chosen.verb in ("run", "lr-find"):
         find_recipe(chosen.target)  # before the seconds that the next line takes
     with announced("loading PyTorch"), _leaving_at_once(chosen.verb):
         import torch  # noqa: F401
@@ -107,6 +107,12 @@ def _with_torch(chosen: argparse.Namespace) -> int:
             return verbs.resume(chosen.target, chosen.overrides)
         case "validate":
             return verbs.validate(chosen.target, chosen.overrides)
+        case "lr-find":
+            from tputrain.cli.lr_find import lr_find
+            from tputrain.lr_finder import SweepConfig
+
+            sweep = SweepConfig(chosen.lowest, chosen.highest, chosen.steps)
+            return lr_find(chosen.target, chosen.overrides, sweep)
         case "import":
             from tputrain.cli.hf_import import import_directory
 
