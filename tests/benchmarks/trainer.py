@@ -74,7 +74,7 @@ def configuration(run_dir: Path) -> RecipeConfig:
         cfg,
         device="tpu",
         run_dir=str(run_dir),
-        trainer=dataclasses.replace(cfg.trainer, steps=0, evaluate_every=None),
+        trainer=dataclasses.replace(cfg.trainer, evaluate_every=None),
         checkpoint=CheckpointConfig(every=None),
         log=dataclasses.replace(cfg.log, progress="none"),
     )
