@@ -12,7 +12,7 @@ fifth on, may be 2 KiB a step; of everything else the most that was seen in eith
 the device's bytes, which may differ by 2 %.
 
 The C library runs with one arena here. By default it has eight a core, and keeps what threads freed in
-whichever they came by: up to a step's temporaries in each, which is bounded, and looks like a leak until then.
+whichever they came by: a step's temporaries in each, which is bounded, but looks like a leak until then.
 """
 
 import argparse
