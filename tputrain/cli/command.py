@@ -156,8 +156,9 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _insist(number: int) -> None:
-    """See to it that the process leaves, also where what was raised went nowhere: what is raised in a callback
-    of the garbage collector (JAX has one) is printed and forgotten.
+    """See to it that the process leaves, also where what was raised came to nothing.
+
+    An exception in a callback of the garbage collector, and JAX has one, is only printed.
     """
     time.sleep(_TIDYING_SECONDS)
     if signals.is_watching():
