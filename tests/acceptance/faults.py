@@ -227,7 +227,7 @@ def worker_killed(scene: Scene) -> Struck:
     os.kill(worker, signal.SIGKILL)
     wait_for_end(process, 60)
     struck = scene.struck(process, where, 1)
-    if f"data worker (pid {worker}) was killed by a signal" not in process.output():
+    if f"data worker (pid {worker}) " not in process.output():
         struck.problems.append("the worker is not named")
     return struck
 
