@@ -16,6 +16,9 @@ from tputrain.checkpoint.pace import no_rest
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
 
+CHECKPOINTS = "checkpoints"
+"""Where below its directory a run keeps them."""
+
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
@@ -77,7 +80,7 @@ class CheckpointStore:
     @classmethod
     def of_run(cls, run_dir: Path | str, cfg: CheckpointConfig) -> "CheckpointStore":
         """That of a run. Raises UserError where nothing serves the URL of its mirror."""
-        store = cls(Path(run_dir) / "checkpoints", cfg.keep_last, cfg.keep_every)
+        store = cls(Path(run_dir) / CHECKPOINTS, cfg.keep_last, cfg.keep_every)
         store.mirror = None if cfg.mirror is None else Mirror(cfg.mirror)
         return store
 
