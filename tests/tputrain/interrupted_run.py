@@ -1,7 +1,8 @@
 """A run to be sent a signal: `python -m tests.tputrain.interrupted_run RUN_DIR WHERE`.
 
 It prints `here` and then waits for a minute. WHERE: data, evaluation-data (in Python, where a signal's
-handler runs), start, first-step (in C, as a compilation does), saving (until the signal has come).
+handler runs), start, first-step (in C, as a compilation does), saving (until its standard
+input is closed).
 """
 
 import ctypes
@@ -83,8 +84,7 @@ if __name__ == "__main__":
 
         def write_state_late(text: str, directory: Path) -> None:
             print("here", flush=True)
-            while trainer._signals.received is None:
-                threading.Event().wait(0.01)
+            sys.stdin.read()  # until whoever sends the signal has done so
             write_state(text, directory)
 
         contents.write_state = write_state_late

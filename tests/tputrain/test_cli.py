@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -146,9 +146,9 @@ def hashed(monkeypatch) -> list[str]:
     names: list[str] = []
     sha256 = integrity._sha256
 
-    def counting(path: Path) -> str:
+    def counting(path: Path, *pace: Callable[[], None]) -> str:
         names.append(f"{path.parent.name}/{path.name}")
-        return sha256(path)
+        return sha256(path, *pace)
 
     monkeypatch.setattr(integrity, "_sha256", counting)
     return names

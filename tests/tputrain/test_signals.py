@@ -119,13 +119,14 @@ def test_sigterm_wherever_it_comes_ends_in_a_complete_checkpoint_and_loses_no_st
     tmp_path, uninterrupted, where, step
 ):
     command = [sys.executable, "-m", "tests.tputrain.interrupted_run", str(tmp_path), where]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         try:
             while "here" not in (line := process.stdout.readline()):
                 assert line, process.stderr.read()
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
+            process.stdin.close()
             code = process.wait(timeout=60)
             took = time.monotonic() - began
             assert code == 143, process.stderr.read()
