@@ -34,6 +34,8 @@ class TrainerConfig:
     on_nonfinite: str = "stop"
     """What a loss or gradient norm that is infinite or NaN does: stop (nothing more is saved), skip (the
     update is not made), rollback (to the newest checkpoint, and past that batch) or continue."""
+    spike_factor: float | None = None
+    """A gradient norm over so many times the median of the last 100 steps' counts like one that is NaN."""
     nonfinite_limit: int = 10
     """skip: so many such steps in a row, and rollback: so many in a run, are borne; then the run stops."""
     collect_garbage_every: int = 100
@@ -47,6 +49,13 @@ class TrainerConfig:
         check_metric_names("trainer.metrics", self.metrics)
         expect_above("trainer.max_grad_value", self.max_grad_value, 0.0)
         expect_choice("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback", "continue"))
+        expect_above("trainer.spike_factor", self.spike_factor, 1.0)
+        expect(
+            self.spike_factor is None or self.on_nonfinite != "continue",
+            "trainer.spike_factor",
+            self.spike_factor,
+            "none with trainer.on_nonfinite=continue, which does nothing about spikes",
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,12 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
+        expect(
+            self.run_dir is None or "://" not in self.run_dir,
+            "run_dir",
+            self.run_dir,
+            "a local directory; checkpoint.mirror=URL copies what is saved there to other storage",
+        )
         expect(0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63")
         expect(
             self.device not in ("cuda", "gpu"),

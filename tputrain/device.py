@@ -4,7 +4,6 @@ Everything that asks "is this tpu?" is here; on any other device the same calls 
 """
 
 import resource
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -99,19 +98,20 @@ def compilations(device: torch.device) -> int:
     return torch.tpu.compile_stats()["compilations"] if device.type == "tpu" else 0  # type: ignore[attr-defined]
 
 
-def is_compiling() -> bool:
-    """Whether some thread of this process is compiling a program right now; asks no lock and no device."""
-    for frame in sys._current_frames().values():
-        looked_at = frame
-        while looked_at is not None:
-            code = looked_at.f_code
-            if code.co_name == "compile_segment" and "tpu_backend" in code.co_filename:
-                return True
-            looked_at = looked_at.f_back  # type: ignore[assignment]
-    return False
+def is_compiling(device: torch.device) -> bool:
+    """Whether some thread of this process is compiling a program right now; waits for nothing."""
+    return device.type == "tpu" and torch.tpu.is_compiling()  # type: ignore[attr-defined]
 
 
-def describe_stream(device: torch.device) -> str:
+def recent_ops(device: torch.device) -> list[str]:
+    """The operations that the device recorded last, a line each, oldest first. Waits for nothing."""
+    if device.type != "tpu":
+        return []
+    recent = torch.tpu.recent_ops()  # type: ignore[attr-defined]
+    return [f"{'launched' if launched else 'waiting '}  {call}" for call, launched in recent]
+
+
+def describe_counters(device: torch.device) -> str:
     """How far the device's stream has come, for a report on a hang. May wait for whoever holds the stream."""
     if device.type != "tpu":
         return f"{device}: runs in the threads above"

@@ -15,7 +15,9 @@ _PATIENCE = 5.0  # seconds; the counters of a device may be behind a lock that t
 
 
 def report_hang(run_dir: Path | None, device: torch.device, reason: str) -> None:
-    """Every thread's stack and the device's counters, to `run_dir/hang-<time>.txt`, else standard error."""
+    """Every thread's stack, the device's last operations and its counters, to `run_dir/hang-<time>.txt`, or
+    to standard error where there is no file.
+    """
     try:
         path = _path(run_dir)
     except OSError as error:
@@ -45,12 +47,16 @@ def _write(descriptor: int, reason: str, device: torch.device) -> None:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     os.write(descriptor, f"{reason}\n\nthreads: {names}\n\n".encode())
     faulthandler.dump_traceback(file=descriptor, all_threads=True)
+    recent = [f"  {line}" for line in devices.recent_ops(device)]
+    if recent:
+        text = "\n".join([f"the last operations on {device}, oldest first:", *recent])
+        os.write(descriptor, f"\n{text}\n".encode())
     os.write(descriptor, f"\n{_device_counters(device)}\n".encode())
 
 
 def _device_counters(device: torch.device) -> str:
     counters: list[str] = []
-    asking = threading.Thread(target=lambda: counters.append(devices.describe_stream(device)), daemon=True)
+    asking = threading.Thread(target=lambda: counters.append(devices.describe_counters(device)), daemon=True)
     asking.start()
     asking.join(_PATIENCE)
     return counters[0] if counters else f"{device}: did not answer within {_PATIENCE:.0f} s"

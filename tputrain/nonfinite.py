@@ -1,12 +1,15 @@
-"""Steps whose loss or gradient norm is not a number: found when values are read, and dealt with as asked.
+"""Steps whose loss or gradient norm is no number, or whose norm is a spike: found when values are read, and
+dealt with as asked.
 
 stop: the run goes back to its newest checkpoint and to the bad step again, which is replayed with every
-operation looked at, and ends with what that found. skip: the device itself does not make the update
-(`tputrain.withheld_update`). rollback: the run goes back, and on past the bad step, whose update is not made.
+operation looked at, and ends with what that found; after a spike, which no operation began, it ends at once.
+skip: the device itself does not make the update (`tputrain.withheld_update`). rollback: the run goes back,
+and on past the bad step, whose update is not made.
 """
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +22,16 @@ from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.first_nonfinite import looking_for_nonfinite
 from tputrain.loggers.logger import Record
-from tputrain.metrics.finite import check_finite
+from tputrain.metrics.finite import check_finite, stopped
 from tputrain.nonfinite_report import (
-    JUDGED,
     add_replay,
     bad_step_directory,
     in_one_line,
+    is_finite,
     save_bad_batch,
     what_is_bad,
 )
+from tputrain.spikes import SpikeLimit
 from tputrain.withheld_update import WithheldUpdate
 
 if TYPE_CHECKING:
@@ -45,6 +49,16 @@ class BadSteps:
         self._to_replay: set[int] = set()
         self._recent: dict[int, list[Batch]] = {}  # on the host, of steps whose values were not read yet
         self._in_a_row = 0
+        self._spike_limit = SpikeLimit(trainer.cfg.trainer.spike_factor)
+
+    def state(self) -> dict[str, Any]:
+        """What of this a checkpoint holds."""
+        return {"left_out": sorted(self.left_out), "norms": list(self._spike_limit.norms)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave; a step that a rollback has just added stays left out."""
+        self.left_out |= set(state["left_out"])
+        self._spike_limit.restore(state["norms"])
 
     def replay_if_due(self, batches: list[Batch]) -> None:
         """Before a step: find out why it went bad when it was done before, from the very same state."""
@@ -53,10 +67,12 @@ class BadSteps:
 
     def withheld_update(self) -> WithheldUpdate | None:
         """At the beginning of a step: what takes its update back on the device, where that is wanted."""
-        if self.policy == "skip" or self.trainer.step + 1 in self.left_out:
-            averages = self.trainer.evaluation_weights.averages
-            return WithheldUpdate(self.trainer.model, self.trainer.optimizer, averages)
-        return None
+        is_left_out = self.trainer.step + 1 in self.left_out
+        if self.policy != "skip" and not is_left_out:
+            return None
+        averages = self.trainer.evaluation_weights.averages
+        largest_norm = -math.inf if is_left_out else self._spike_limit.value
+        return WithheldUpdate(self.trainer.model, self.trainer.optimizer, averages, largest_norm)
 
     def remember(self, step: int, batches: list[Batch]) -> None:
         """After a step was dispatched: its batches, in case it turns out to be bad."""
@@ -73,41 +89,53 @@ class BadSteps:
         recent, self._recent = self._recent, {}
         if self.policy == "continue":
             return
-        bad: list[Record] = []
+        bad: list[tuple[str, Record]] = []
+        good_norms: list[float] = []
         for record in records:
-            is_bad = not all(math.isfinite(record[name]) for name in JUDGED)
-            self._in_a_row = self._in_a_row + 1 if is_bad else 0
-            if is_bad and record["step"] not in self.left_out:
-                bad.append(record)
-        for record in bad if self.policy == "skip" else bad[:1]:
-            self._see_to(record, recent[record["step"]])
+            why = what_is_bad(record, self._spike_limit.value)
+            self._in_a_row = 0 if why is None else self._in_a_row + 1
+            if why is None:
+                good_norms.append(record["grad_norm"])
+            elif record["step"] not in self.left_out:
+                bad.append((why, record))
+        for why, record in bad if self.policy == "skip" else bad[:1]:
+            self._see_to(why, record, recent[record["step"]])
+        if self.policy == "skip" or not bad:  # else the run is back before these steps
+            self._spike_limit.learn(good_norms)
 
-    def _see_to(self, record: Record, batches: list[Batch]) -> None:
+    def _see_to(self, why: str, record: Record, batches: list[Batch]) -> None:
         trainer, step = self.trainer, record["step"]
         directory = None if trainer.run_dir is None else save_bad_batch(trainer.run_dir, record, batches)
         kept = "" if directory is None else f"; its batch is in {directory}"
+        is_spike = is_finite(record)
         if self._in_a_row > self.limit or len(self.left_out) >= self.limit:
-            check_finite([record], JUDGED, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
+            raise stopped(why, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
         if self.policy == "skip":
-            found, note = self._replay(batches), f"with the weights of step {trainer.step}"
-            if directory is not None:
-                add_replay(directory, found, note)
-            say(f"{what_is_bad(record)}: its update was not made{kept}; {in_one_line(found)} ({note})")
+            found = ""
+            if not is_spike:
+                found = f"; {self._replay_where_it_is(batches, directory)}"
+            say(f"{why}: its update was not made{kept}{found}")
             return
-        if trainer.is_interrupted or not trainer.go_back():
-            check_finite([record], JUDGED, kept)
-        self._to_replay.add(step)
+        if (self.policy == "stop" and is_spike) or trainer.is_interrupted or not trainer.go_back():
+            raise stopped(why, kept)
+        if not is_spike:
+            self._to_replay.add(step)
         if self.policy == "rollback":
             self.left_out.add(step)
-            say(
-                f"{what_is_bad(record)}: back to step {trainer.step}, and on past it without its update{kept}"
-            )
+            say(f"{why}: back to step {trainer.step}, and on past it without its update{kept}")
             return
-        with announced(f"{what_is_bad(record)}: on from step {trainer.step} to it again, to see why"):
+        with announced(f"{why}: on from step {trainer.step} to it again, to see why"):
             while trainer.step < step - 1:
                 trainer.repeat_step()
-            found = self._replay_and_report(trainer.batches_of_next_step())
-        check_finite([record], JUDGED, f"{kept}; {in_one_line(found)}")
+            found = in_one_line(self._replay_and_report(trainer.batches_of_next_step()))
+        raise stopped(why, f"{kept}; {found}")
+
+    def _replay_where_it_is(self, batches: list[Batch], directory: Path | None) -> str:
+        """Steps after the bad one were done already: what a replay with their weights finds, in one line."""
+        found, note = self._replay(batches), f"with the weights of step {self.trainer.step}"
+        if directory is not None:
+            add_replay(directory, found, note)
+        return f"{in_one_line(found)} ({note})"
 
     def _replay_and_report(self, batches: list[Batch]) -> dict[str, Any]:
         step, run_dir = self.trainer.step + 1, self.trainer.run_dir

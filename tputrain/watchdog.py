@@ -151,7 +151,7 @@ class Watchdog:
         if not self.cfg.enabled:
             return
         taken, limit = self._clock - phase.since, self.limit(phase.name)
-        if taken > limit and devices.is_compiling():
+        if taken > limit and devices.is_compiling(self.device):
             limit = max(limit, self.cfg.setup_seconds)
         if taken > limit and not _is_debugged():
             self._end_the_process(phase.name, taken, limit)

@@ -1,5 +1,6 @@
 """An optimizer step that is taken back on the device where it would spoil the weights."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -8,8 +9,8 @@ from torch import Tensor, nn
 
 
 class WithheldUpdate:
-    """Remembers a model and its optimizer before a step, and puts them back unless the step's values are
-    finite.
+    """Remembers a model and its optimizer before a step, and puts them back where the step turns out bad: its
+    loss or gradient norm is no number, or the norm is above a limit.
 
     Decided by a `where` on the device: the host does not learn of it here. Parameters, buffers, the
     optimizer's tensors and averages of the weights are put back; step counts that the optimizer keeps on the
@@ -18,25 +19,32 @@ class WithheldUpdate:
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Sequence[Tensor] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        averages: Sequence[Tensor] = (),
+        largest_norm: float = math.inf,
+    ):
         """To be made before the forward pass, which may change buffers."""
-        self.optimizer = optimizer
+        self.optimizer, self.largest_norm = optimizer, largest_norm
         changed = [*_changed_by_a_step(model, optimizer), *averages]
         self._kept = [(tensor, tensor.clone()) for tensor in changed]
 
     @contextmanager
-    def unless_finite(self, *values: Tensor) -> Iterator[None]:
-        """The optimizer's step in here is taken back where one of `values` (scalars) is infinite or NaN."""
+    def where_bad(self, loss: Tensor, grad_norm: Tensor) -> Iterator[None]:
+        """The optimizer's step in here is taken back where that is so of these two (scalars)."""
         # A hook of the optimizer's own runs before the tpu device's, which ends the program of a step.
-        hook = self.optimizer.register_step_post_hook(lambda *_: self._take_back_unless_finite(values))
+        hook = self.optimizer.register_step_post_hook(lambda *_: self._take_back_where_bad(loss, grad_norm))
         try:
             yield
         finally:
             hook.remove()
 
     @torch.no_grad()
-    def _take_back_unless_finite(self, values: tuple[Tensor, ...]) -> None:
-        is_good = torch.stack([torch.isfinite(value.detach()) for value in values]).all()
+    def _take_back_where_bad(self, loss: Tensor, grad_norm: Tensor) -> None:
+        is_good = torch.isfinite(loss.detach()) & torch.isfinite(grad_norm)
+        is_good &= grad_norm <= self.largest_norm
         for tensor, before in self._kept:
             tensor.copy_(torch.where(is_good, tensor, before))
 

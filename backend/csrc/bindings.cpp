@@ -139,6 +139,15 @@ PYBIND11_MODULE(_C, m) {
     return tpu::is_box(base, sizes, strides, offset);
   });
   m.def("compile_stats", [](int device) { return compile_stats(static_cast<c10::DeviceIndex>(device)); });
+  // The signatures of the entries recorded last, oldest first, and how many of them were not launched.  Takes no lock.
+  m.def("recent_entries", [](int device) {
+    const auto [entries, num_pending] = tpu::Device::get().stream(static_cast<c10::DeviceIndex>(device)).recent.last();
+    py::list ids;
+    for (const auto* signature : entries) {
+      ids.append(signature->id);
+    }
+    return py::make_tuple(ids, num_pending);
+  });
   m.def("fallback_stats", [] { return tpu::Device::get().fallbacks(); });
   m.def("count_fallback", [](const std::string& name) { tpu::Device::get().count_fallback(name); });
   m.def("clear_fallback_stats", [] { tpu::Device::get().clear_fallbacks(); });

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -52,6 +53,17 @@ StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
   } else {
     mutex_.lock();
   }
+}
+
+std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {
+  const auto recorded = recorded_.load(std::memory_order_acquire);
+  const auto launched = launched_.load(std::memory_order_relaxed);
+  const auto kept = std::min<uint64_t>(recorded, kKept);
+  std::vector<const Signature*> entries;
+  for (auto number = recorded - kept; number < recorded; ++number) {
+    entries.push_back(ring_[number % kKept].load(std::memory_order_relaxed));
+  }
+  return {entries, std::min<uint64_t>(kept, recorded - std::min(launched, recorded))};
 }
 
 void Segment::clear() {
@@ -203,6 +215,7 @@ void Stream::append(
       buffer->maker = signature.id;
     }
   }
+  recent.add(signature);
   ++counters.ops_recorded;
 }
 
@@ -229,6 +242,7 @@ void Stream::cut() {
       }
       throw;
     }
+    recent.launched();
     PyObject* offenders = std::exchange(running.offenders, nullptr);
     auto checked = std::move(running.checked);
     running.clear();

@@ -4,6 +4,7 @@
 #include "program.h"
 #include "signature.h"
 
+#include <array>
 #include <atomic>
 #include <mutex>
 
@@ -24,6 +25,30 @@ struct Counters {
   uint64_t disk_hits{0};
   double compile_seconds{0};
   uint64_t host_reads{0};
+};
+
+// The entries recorded last, for a report on a process that hangs: read by any thread without the lock, which the thread that
+// hangs may hold.  An entry that is being overwritten may appear as its successor.
+class RecentEntries {
+ public:
+  // With the stream's lock held.
+  void add(const Signature& signature) {
+    const auto number = recorded_.load(std::memory_order_relaxed);
+    ring_[number % kKept].store(&signature, std::memory_order_relaxed);
+    recorded_.store(number + 1, std::memory_order_release);
+  }
+  void launched() {
+    launched_.store(recorded_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+
+  // Oldest first; and how many of them, the last, were not handed to XLA when this was asked.
+  std::pair<std::vector<const Signature*>, size_t> last() const;
+
+ private:
+  static constexpr size_t kKept = 32;
+  std::array<std::atomic<const Signature*>, kKept> ring_{};
+  std::atomic<uint64_t> recorded_{0};
+  std::atomic<uint64_t> launched_{0};
 };
 
 // Holds the stream.  Order of locks: the stream before the GIL; nobody waits for the stream while holding the GIL.
@@ -84,6 +109,7 @@ class Stream {
   }
 
   Counters counters; // guarded by the lock
+  RecentEntries recent;
 
  private:
   int32_t link(Buffer* buffer);

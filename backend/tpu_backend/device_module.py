@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tpu_backend import _C, nan_check
+from tpu_backend import _C, compiling, nan_check
 
 _MODES = ("debug", "strict", "fused")
 
@@ -202,6 +202,24 @@ def compile_stats() -> dict[str, Any]:
     compile_seconds, host_reads.
     """
     return _C.compile_stats(_C.current_device())
+
+
+def is_compiling() -> bool:
+    """Whether some thread of this process is compiling a program right now; takes no lock."""
+    return compiling.is_compiling()
+
+
+def recent_ops() -> list[tuple[str, bool]]:
+    """The operations recorded last (at most 32, oldest first), each with its tensors, and whether its program
+    was launched.  Waits for no other thread: for a report on a process that hangs.
+    """
+    if not is_initialized():
+        return []
+    from tpu_backend.runtime.signature import signature
+
+    numbers, num_pending = _C.recent_entries(_C.current_device())
+    calls = [signature(number).described() for number in numbers]
+    return [(call, position < len(calls) - num_pending) for position, call in enumerate(calls)]
 
 
 def fallback_stats() -> dict[str, int]:

@@ -47,6 +47,20 @@ def test_fused_cuts_at_a_read_strict_after_each_op():
         assert (moved.ops_recorded, moved.segments_run, moved.host_reads) == (3, segments, 1)
 
 
+def test_the_last_operations_are_known_and_whether_they_were_launched():
+    x = torch.ones(2, 3, device="tpu")
+    torch.tpu.flush()
+    y = x + 1
+    (y @ y.t()).sum().item()
+    waiting = y.exp()
+    *_, total, last = torch.tpu.recent_ops()
+    assert total == ("aten::sum(self=float32[2, 2])", True)
+    assert last == ("aten::exp(self=float32[2, 3])", False)
+    for _ in range(40):
+        waiting.neg_()
+    assert torch.tpu.recent_ops() == [("aten::neg_(self=float32[2, 3])", False)] * 32
+
+
 def test_flush_dispatches_and_reads_nothing():
     x = torch.ones(3, device="tpu")
     with counted() as moved:

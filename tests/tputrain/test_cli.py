@@ -1,48 +1,32 @@
 """The command line: verbs, exit codes, and how soon it speaks."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint import integrity
 from tputrain.cli import main
 from tputrain.loggers.jsonl import read_jsonl
+from tputrain.signals import SignalWatch
 
 ROOT = Path(__file__).resolve().parents[2]
-
-RECIPE = """
-device: cpu
-model:
-  {name: llama-5m, vocab_size: 300, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
-   num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}
-data: {files: text.txt, vocab_size: 280, sequence_length: 16, cache_dir: cache}
-batch: {tokens: 128, sequences: 4}
-trainer: {steps: 4, evaluate_every: 2, evaluate_batches: 2}
-checkpoint: {every: 2}
-sample: {max_new_tokens: 4}
-"""
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
     """A directory with a recipe, its text, and the run that it leads to."""
-    directory = tmp_path_factory.mktemp("workplace")
-    (directory / "tiny.yaml").write_text(RECIPE)
-    (directory / "text.txt").write_text("def add(first, second):\n    return first + second\n" * 100)
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        assert main(["run", "tiny.yaml"]) == 0
-    finally:
-        os.chdir(before)
-    return directory
+    return finish_a_run(tmp_path_factory.mktemp("workplace"))
 
 
 @pytest.fixture(autouse=True)
@@ -259,6 +243,43 @@ def test_a_key_pressed_outside_training_is_one_line(capsys, monkeypatch, argumen
     monkeypatch.setattr(f"tputrain.cli.verbs.{arguments[0]}", interrupt)
     assert main(arguments) == 130
     assert capsys.readouterr().err == f"tputrain: {message}\n"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_sigterm_that_somebody_swallows_is_acted_on_all_the_same(monkeypatch, has_begun):
+    seen: list[int | None] = []
+    acted = threading.Event()
+
+    def swallow(*arguments) -> int:
+        with contextlib.suppress(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        with SignalWatch() if has_begun else contextlib.nullcontext() as watch:
+            until = time.monotonic() + 30
+            while not acted.is_set() and time.monotonic() < until:
+                time.sleep(0.01)
+                if has_begun and watch.received is not None:
+                    seen.append(watch.received)
+                    acted.set()
+        return 0
+
+    monkeypatch.setattr("tputrain.cli.verbs.run", swallow)
+    monkeypatch.setattr("tputrain.cli.command._TIDYING_SECONDS", 0.2)
+    monkeypatch.setattr(os, "_exit", lambda code: (seen.append(code), acted.set()))
+    main(["run", "llama"])
+    assert seen == [signal.SIGTERM if has_begun else 143]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_pytorch_is_imported_is_not_swallowed(tmp_path, number, code):
+    # PyTorch's C++ takes whatever NumPy's import raises for a no.
+    (tmp_path / "numpy.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    command = [sys.executable, "-m", "tputrain.cli", "run", "llama", f"run_dir={tmp_path}/run"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.strip() == "tputrain: interrupted before training began; nothing to save"
 
 
 @pytest.mark.parametrize(

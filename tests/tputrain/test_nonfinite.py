@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,13 +172,26 @@ def test_rollback_goes_back_and_past_the_bad_batch_and_logs_each_step_once(tmp_p
         assert ours == pytest.approx(theirs, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_report_that_the_disk_does_not_take_ends_no_run(tmp_path, policy, capfd):
+    (tmp_path / "nonfinite").touch()  # no directory can be made there
+    trainer = trainer_of(tmp_path, "cpu", policy, Batches(BAD))
+    trainer.fit()
+    assert trainer.step == trainer.cfg.trainer.steps
+    said = capfd.readouterr().err
+    assert f"step-{BAD}: the batch of a bad step cannot be kept ([Errno 20] Not a directory" in said
+    assert (f"step-{BAD}: what the replay of a bad step found cannot be kept" in said) is (
+        policy == "rollback"
+    )
+
+
 def test_a_step_that_a_rollback_left_out_stays_left_out_after_a_resume(tmp_path):
     trainer_of(tmp_path / "whole", "cpu", "rollback", Batches(BAD)).fit()
     trainer_of(tmp_path / "parts", "cpu", "rollback", Batches(BAD), steps=7).fit()
     trainer_of(tmp_path / "parts", "cpu", "rollback", Batches(BAD)).fit()
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     state = json.loads((tmp_path / "parts" / "checkpoints" / f"step-{STEPS}" / "state.json").read_text())
-    assert state["left_out"] == [BAD]
+    assert state["bad_steps"]["left_out"] == [BAD]
 
 
 def test_without_a_checkpoint_to_go_back_to_a_rollback_is_a_stop(tmp_path):
@@ -184,6 +199,58 @@ def test_without_a_checkpoint_to_go_back_to_a_rollback_is_a_stop(tmp_path):
         trainer_of(tmp_path, "cpu", "rollback", Batches(1)).fit()
     with pytest.raises(UserError, match="step 3: loss is nan; the run stops"):
         trainer_of(None, "cpu", "rollback", Batches(3)).fit()
+
+
+class Spike(Batches):
+    """One of the steps has inputs a thousand times the others'."""
+
+    def batch_at(self, step, micro):
+        inputs, labels = Batches().batch_at(step, micro)
+        return [inputs * 1000 if step + 1 in self.bad else inputs, labels]
+
+
+def spiking(run_dir: Path, policy: str, device: str, *bad: int, steps: int = 30) -> Trainer:
+    trainer = trainer_of(run_dir, device, policy, Spike(*bad), steps=steps)
+    cfg = replace(trainer.cfg, trainer=replace(trainer.cfg.trainer, spike_factor=20.0))
+    torch.manual_seed(1)
+    return Trainer(nn.Linear(4, 3), cfg, train_loader=Spike(*bad))
+
+
+def test_a_spike_is_left_out_by_skip_and_by_rollback_alike(tmp_path, capsys):
+    runs = {}
+    for policy, device in (("skip", "cpu"), ("skip", "tpu"), ("rollback", "cpu")):
+        run_dir = tmp_path / policy / device
+        trainer = spiking(run_dir, policy, device, 26)
+        trainer.fit()
+        said = capsys.readouterr().out
+        assert re.search(r"step 26: grad_norm is [\d.]+, over the limit of [\d.]+ for spikes: ", said), said
+        assert "replay" not in said
+        assert (run_dir / "nonfinite" / "step-26" / "batch-1.safetensors").exists()
+        runs[policy, device] = [float.fromhex(loss) for loss in losses(run_dir)]
+        without = json.loads((run_dir / "checkpoints" / "step-30" / "state.json").read_text())["bad_steps"]
+        assert len(without["norms"]) == 29
+        assert max(without["norms"]) < 20 * min(without["norms"])
+    for other in runs.values():
+        assert other == pytest.approx(runs["skip", "cpu"], rel=1e-5)
+
+
+def test_a_spike_stops_a_run_that_is_to_stop_and_one_before_enough_is_known_does_not(tmp_path):
+    with pytest.raises(UserError, match=r"^step 26: grad_norm is .* for spikes; the run stops, .*step-26"):
+        spiking(tmp_path / "late", "stop", "cpu", 26).fit()
+    trainer = spiking(tmp_path / "early", "stop", "cpu", 5)
+    trainer.fit()
+    assert trainer.step == 30
+
+
+def test_the_limit_for_spikes_goes_on_after_a_resume(tmp_path):
+    spiking(tmp_path, "skip", "cpu", 26, steps=24).fit()
+    spiking(tmp_path, "skip", "cpu", 26).fit()
+    assert (tmp_path / "nonfinite" / "step-26").exists()
+
+
+def test_spikes_that_nothing_is_done_about_are_not_looked_for():
+    with pytest.raises(UserError, match=r"trainer.spike_factor=3.0: expected none with .*continue"):
+        TrainerConfig(spike_factor=3.0, on_nonfinite="continue")
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])

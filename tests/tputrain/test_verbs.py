@@ -11,38 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint.integrity import seal
 from tputrain.cli import main
 from tputrain.cli.arguments import VERBS, build_parser
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.run_lock import RunLock
 
-RECIPE = """
-device: cpu
-model:
-  {name: llama-5m, vocab_size: 300, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
-   num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}
-data: {files: text.txt, vocab_size: 280, sequence_length: 16, cache_dir: cache}
-batch: {tokens: 128, sequences: 4}
-trainer: {steps: 4, evaluate_every: 2, evaluate_batches: 2}
-checkpoint: {every: 2}
-sample: {max_new_tokens: 0}
-"""
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A directory with a recipe, its text, and the run that it leads to."""
-    directory = tmp_path_factory.mktemp("finished")
-    (directory / "tiny.yaml").write_text(RECIPE)
-    (directory / "text.txt").write_text("def add(first, second):\n    return first + second\n" * 100)
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        assert main(["run", "tiny.yaml"]) == 0
-    finally:
-        os.chdir(before)
-    return directory
+    return finish_a_run(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Checkpoints written by a thread, one at a time, while training goes on."""
 
+import functools
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import NamedTuple, NoReturn
 from safetensors import SafetensorError
 
 from tputrain.announce import say, warn
+from tputrain.checkpoint.pace import Pace
 from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 
@@ -21,13 +23,18 @@ class Written(NamedTuple):
     """Where the checkpoint is, or should have been."""
     error: str | None
     """What the disk said; None: the checkpoint is complete."""
+    mirror_error: str | None
+    """What the mirror said; None: it has the checkpoint too, or there is no mirror."""
     seconds: float
 
 
 class BackgroundWriter:
-    """Writes snapshots into a store. At most one write is in flight."""
+    """Writes snapshots into a store. At most one write is in flight, and takes its time until it is waited
+    for.
+    """
 
     def __init__(self) -> None:
+        self._pace = Pace()
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._bug: BaseException | None = None
@@ -45,6 +52,7 @@ class BackgroundWriter:
     def start(self, store: CheckpointStore, snapshot: Snapshot) -> None:
         """Begin to write; the write before must have been finished."""
         assert self._thread is None, "a checkpoint is being written already"
+        self._pace = Pace()
         # No daemon: the interpreter waits for it, so that an exit does not cut a checkpoint off.
         self._thread = threading.Thread(target=self._write, args=(store, snapshot), name="checkpoint")
         self._thread.start()
@@ -55,7 +63,7 @@ class BackgroundWriter:
         Raises what was raised in it, where that was not the disk's fault.
         """
         assert self._thread is not None, "no checkpoint is being written"
-        self._thread.join()
+        self.wait()
         written, bug, self._thread, self._written, self._bug = self._written, self._bug, None, None, None
         if bug is not None:
             raise bug
@@ -67,22 +75,30 @@ class BackgroundWriter:
                 f"tputrain: {written.path} NOT SAVED: {written.error}; training goes on, and what was saved "
                 "before stays"
             )
+        if written.mirror_error is not None:
+            warn(f"tputrain: {written.path} NOT COPIED to checkpoint.mirror: {written.mirror_error}")
         return written
 
     def wait(self) -> None:
         """Wait for the write in flight, if any; it is still there to be finished."""
         if self._thread is not None:
+            self._pace.hurry()
             self._thread.join()
 
     def _write(self, store: CheckpointStore, snapshot: Snapshot) -> None:
-        began, error = time.perf_counter(), None
+        began, error, mirror_error = time.perf_counter(), None, None
         try:
-            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+            fill = functools.partial(snapshot.fill, rest=self._pace.rest)
+            store.write(snapshot.step, fill, snapshot.num_bytes, self._pace.rest)
         except (OSError, SafetensorError) as failure:
             error = str(failure)
         except BaseException as bug:
             self._bug = bug
-        self._written = Written(store.path(snapshot.step), error, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        path = store.path(snapshot.step)
+        if store.mirror is not None and error is None and self._bug is None:
+            mirror_error = store.mirror.push(path, store.steps())
+        self._written = Written(path, error, mirror_error, seconds)
 
 
 def leaving_with(store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from tputrain.announce import announced
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
+from tputrain.checkpoint.mirror import Mirror
+from tputrain.checkpoint.pace import no_rest
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+"""Where below its directory a run keeps them."""
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
@@ -38,6 +43,9 @@ class CheckpointConfig:
     """auto: from the newest whole checkpoint, if any; never: a run directory that holds any is refused."""
     background: bool = True
     """Whether training goes on while a checkpoint is written, once everything is copied to the host."""
+    mirror: str | None = None
+    """URL, as fsspec takes it (gs://bucket/path), to which each checkpoint is copied, and from which the run
+    goes on where its own directory holds none."""
 
     def __post_init__(self) -> None:
         expect_at_least("checkpoint.every", self.every, 1)
@@ -50,6 +58,12 @@ class CheckpointConfig:
             f"a multiple of checkpoint.every={self.every}, or some of those to keep are never written",
         )
         expect_choice("checkpoint.resume", self.resume, ("auto", "never"))
+        expect(
+            self.mirror is None or "://" in self.mirror,
+            "checkpoint.mirror",
+            self.mirror,
+            "a URL such as gs://bucket/runs/llama or file:///mnt/runs/llama",
+        )
 
 
 class CheckpointStore:
@@ -59,8 +73,16 @@ class CheckpointStore:
         self.directory = Path(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.mirror: Mirror | None = None
         self.kept: set[int] = set()
         """Steps whose checkpoints are not removed either, such as the best."""
+
+    @classmethod
+    def of_run(cls, run_dir: Path | str, cfg: CheckpointConfig) -> "CheckpointStore":
+        """That of a run. Raises UserError where nothing serves the URL of its mirror."""
+        store = cls(Path(run_dir) / CHECKPOINTS, cfg.keep_last, cfg.keep_every)
+        store.mirror = None if cfg.mirror is None else Mirror(cfg.mirror)
+        return store
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -73,8 +95,15 @@ class CheckpointStore:
         matches = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def write(self, step: int, fill: Callable[[Path], None], num_bytes: int = 0) -> Path:
+    def write(
+        self,
+        step: int,
+        fill: Callable[[Path], None],
+        num_bytes: int = 0,
+        rest: Callable[[], None] = no_rest,
+    ) -> Path:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
+        `rest` is called between pieces of the work.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
         before, once `recover` has been called. Raises OSError where the disk fails, or has not `num_bytes`
@@ -88,7 +117,7 @@ class CheckpointStore:
         unfinished.mkdir()
         try:
             fill(unfinished)
-            seal(unfinished)
+            seal(unfinished, rest)
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
             raise
@@ -117,11 +146,14 @@ class CheckpointStore:
     def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
         """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
 
+        Where there is none here, and there is a mirror, it is fetched from there.
         `refused(path, reason, used)` hears of every newer one that is not whole, and which is used instead.
         Raises UserError where there are checkpoints, or some that were set aside, and none is whole: what
         was learned must not be lost by beginning anew unasked.
         """
         damaged: list[tuple[Path, str]] = []
+        if self.mirror is not None and not self._has_any_here():
+            self.mirror.fetch(self.directory.parent)
         for step in self.steps():
             reason = damage(self.path(step), only)
             if reason is None:
@@ -138,7 +170,10 @@ class CheckpointStore:
         )
 
     def has_any(self) -> bool:
-        """Whether a checkpoint was ever finished here, whole or not, set aside or not."""
+        """Whether a checkpoint was ever finished here or in the mirror, whole or not, set aside or not."""
+        return self._has_any_here() or (self.mirror is not None and bool(self.mirror.steps()))
+
+    def _has_any_here(self) -> bool:
         return bool(self.steps()) or any(self.directory.glob(f"{_REFUSED}*"))
 
     def set_aside(self, path: Path) -> Path:

@@ -17,9 +17,13 @@ def check_finite(records: Sequence[Record], names: Sequence[str], cause: str = "
     for record in records:
         for name in names:
             if not math.isfinite(record[name]):
-                raise UserError(
-                    f"step {record['step']}: {name} is {record[name]}; the run stops, so that no checkpoint "
-                    f"holds this{cause}; lower optim.learning_rate (or trainer.max_grad_norm) and run again, "
-                    "it goes on from the newest checkpoint; trainer.on_nonfinite=skip or rollback leaves "
-                    "such batches out"
-                )
+                raise stopped(f"step {record['step']}: {name} is {record[name]}", cause)
+
+
+def stopped(why: str, cause: str = "") -> UserError:
+    """The error, one line, that ends a run for what a step computed."""
+    return UserError(
+        f"{why}; the run stops, so that no checkpoint holds this{cause}; lower optim.learning_rate (or "
+        "trainer.max_grad_norm) and run again, it goes on from the newest checkpoint; "
+        "trainer.on_nonfinite=skip or rollback leaves such batches out"
+    )

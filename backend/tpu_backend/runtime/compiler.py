@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from tpu_backend.compiling import compiling
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.platform import platform
@@ -73,37 +70,10 @@ def lower_segment(
     return lowered, tuple(demands)
 
 
-_PATIENCE = 15.0  # seconds of silence
-
-
-@contextmanager
-def _announced(num_ops: int) -> Iterator[None]:
-    """One line on standard error when a compilation takes long, and another when it is done."""
-    start = time.perf_counter()
-
-    def tell() -> None:
-        print(
-            f"tpu: still compiling a program of {num_ops:,} operations (an unrolled loop is "
-            "many: torch.tpu.eager_mode('strict') compiles small programs instead)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    timer = threading.Timer(_PATIENCE, tell)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if (took := time.perf_counter() - start) > _PATIENCE:
-            print(f"tpu: compiled in {took:.0f} s", file=sys.stderr, flush=True)
-
-
 def compile_segment(description: dict[str, Any]) -> Executable:
     """Compile a segment for the device of this process (`lower_segment` says what the program takes)."""
     names = [entry.overload for entry, _, _ in entries(description["tape"])]
-    with _announced(len(names)):
+    with compiling(len(names)):
         lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", lowered.as_text())

@@ -1,0 +1,105 @@
+"""Checkpoints copied to other storage, and a run that goes on from there on a machine that has nothing."""
+
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tests.tputrain.resumable_run import STEPS, build
+from tputrain import CheckpointConfig, Trainer, UserError
+from tputrain.callbacks.callback import Callback
+from tputrain.checkpoint.store import CheckpointStore
+from tputrain.loggers.jsonl import read_jsonl
+
+
+def mirrored(url: str) -> CheckpointConfig:
+    return CheckpointConfig(every=3, keep_last=2, mirror=url)
+
+
+class StopsAfterNine(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.control.stop = trainer.step == 9
+
+
+def first_half(run_dir: Path, url: str) -> None:
+    trainer = build(run_dir, checkpoint=mirrored(url))
+    trainer.callbacks.append(StopsAfterNine())
+    trainer.fit()
+
+
+def losses(run_dir: Path) -> list[tuple[int, str]]:
+    return [(record["step"], record["loss_hex"]) for record in read_jsonl(run_dir / "metrics.jsonl")]
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path) -> str:
+    fsspec.filesystem("memory").store.clear()
+    return f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/mirror"
+
+
+def test_a_machine_that_has_nothing_goes_on_from_the_mirror(tmp_path, url, capsys):
+    first_half(tmp_path / "first", url)
+    shutil.rmtree(tmp_path / "first")
+    trainer = build(tmp_path / "second", checkpoint=mirrored(url))
+    trainer.fit()
+    assert f"fetching checkpoint step-9 from {url}" in capsys.readouterr().out
+    build(tmp_path / "whole", checkpoint=mirrored(f"{url}-whole")).fit()
+    assert losses(tmp_path / "second") == losses(tmp_path / "whole")
+    assert [step for step, _ in losses(tmp_path / "second")] == list(range(1, STEPS + 1))
+    assert trainer.store.mirror.steps() == trainer.store.steps() == [14, 12]
+
+
+def test_a_copy_that_was_cut_short_or_damaged_does_not_count(tmp_path, url, capsys):
+    first_half(tmp_path / "first", url)
+    mirror = CheckpointStore.of_run(tmp_path / "other", mirrored(url)).mirror
+    newest = f"{mirror.root}/checkpoints/step-9"
+    content = mirror.filesystem.cat(f"{newest}/model.safetensors")
+    mirror.filesystem.pipe(f"{newest}/model.safetensors", content[:-1] + b"!")
+    store = CheckpointStore.of_run(tmp_path / "damaged", mirrored(url))
+    assert store.newest(lambda *_: None).name == "step-6"
+    assert "step-9 refused: model.safetensors: damaged" in capsys.readouterr().out
+    mirror.filesystem.rm(f"{newest}/COMPLETE")
+    assert mirror.steps() == [6]
+
+
+def test_a_mirror_that_fails_is_one_loud_line_and_training_goes_on(tmp_path, monkeypatch, capfd):
+    trainer = build(tmp_path, checkpoint=mirrored("memory://there"))
+
+    def fails(*_: object, **__: object) -> None:
+        raise PermissionError("403\nForbidden")
+
+    monkeypatch.setattr(trainer.store.mirror.filesystem, "put_file", fails)
+    trainer.fit()
+    assert trainer.step == STEPS
+    said = capfd.readouterr().err
+    assert "step-3 NOT COPIED to checkpoint.mirror: PermissionError: 403 Forbidden\n" in said
+    assert trainer.store.steps() == [14, 12]
+
+
+def test_a_mirror_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    store = CheckpointStore.of_run(tmp_path, mirrored("memory://there"))
+
+    def fails(*_: object) -> None:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(store.mirror.filesystem, "glob", fails)
+    with pytest.raises(UserError, match=r"memory://there cannot be read \(TimeoutError: no answer\)"):
+        store.newest(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("bucket/runs", "expected a URL such as"),
+        ("nowhere://bucket", "checkpoint.mirror=nowhere://bucket: .*nowhere"),
+    ],
+)
+def test_a_url_that_nothing_serves_is_refused_at_once(tmp_path, url, said):
+    with pytest.raises(UserError, match=said):
+        build(tmp_path, checkpoint=mirrored(url))
+
+
+def test_a_url_for_the_run_itself_is_told_where_it_belongs(tmp_path):
+    with pytest.raises(UserError, match=r"run_dir=gs://bucket/run: expected a local .*checkpoint.mirror=URL"):
+        build("gs://bucket/run")
