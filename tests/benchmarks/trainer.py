@@ -210,7 +210,7 @@ class Saves(Callback):
         self._ended_at = time.perf_counter()
 
 
-def checkpoint_rows(saves: int = 6, every: int = 12) -> list[Row]:
+def checkpoint_rows(saves: int = 3, every: int = 60) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         cfg = configuration(Path(directory))
         cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, steps=every * (saves + 1)))

@@ -29,12 +29,13 @@ class Written(NamedTuple):
 
 
 class BackgroundWriter:
-    """Writes snapshots into a store. At most one write is in flight, and takes its time until it is waited
-    for.
+    """Writes snapshots into a store, at most one at a time. That takes its time, up to a quarter of what lies
+    between two checkpoints, until it is waited for.
     """
 
     def __init__(self) -> None:
-        self._pace = Pace()
+        self._began_at = time.monotonic()  # the write before, or the run
+        self._pace = Pace(0.0)
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._bug: BaseException | None = None
@@ -52,7 +53,8 @@ class BackgroundWriter:
     def start(self, store: CheckpointStore, snapshot: Snapshot) -> None:
         """Begin to write; the write before must have been finished."""
         assert self._thread is None, "a checkpoint is being written already"
-        self._pace = Pace()
+        now = time.monotonic()
+        self._pace, self._began_at = Pace((now - self._began_at) / 4), now
         # No daemon: the interpreter waits for it, so that an exit does not cut a checkpoint off.
         self._thread = threading.Thread(target=self._write, args=(store, snapshot), name="checkpoint")
         self._thread.start()

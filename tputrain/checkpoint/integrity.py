@@ -17,7 +17,7 @@ from tputrain.errors import UserError
 
 CHECKSUMS = "checksums.json"
 COMPLETE = "COMPLETE"
-_PIECE = 4 << 20  # bytes: some milliseconds of work
+_PIECE = 1 << 20  # bytes: a millisecond of work
 
 
 class DamagedCheckpointError(Exception):
