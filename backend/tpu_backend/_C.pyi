@@ -7,7 +7,7 @@ import torch
 
 def register_device() -> None: ...
 def initialize(
-    lowered_ops: list[tuple[str, str, list[str], list[str], list[str], bool]],
+    lowered_ops: list[tuple[str, str, list[str], list[str], list[str], int]],
     trace_form: Callable[..., Any],
     compile: Callable[..., Any],
     put_numbers: Callable[..., Any],
