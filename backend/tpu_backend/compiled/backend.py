@@ -11,6 +11,7 @@ A graph with something that has no XLA form runs operation by operation, as in e
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
 
 import tpu_backend
 from tpu_backend.compiled.graph import Graph, UnsupportedGraphError, concrete
@@ -33,10 +35,10 @@ log = logging.getLogger("tpu_backend.compile")
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """What Dynamo calls for `backend="tpu"`. Raises TypeError for options, of which there are none."""
-    if options:
-        raise TypeError(f'torch.compile(backend="tpu") takes no options, got {", ".join(options)}')
+def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+    """What Dynamo calls for `backend="tpu"`. Raises TypeError for a mode or options, of which there are none."""
+    if any(given.values()):
+        raise TypeError(f'torch.compile(backend="tpu") takes no mode and no options, got {given}')
     tpu_backend.register()
     from tpu_backend import _C
 
@@ -46,7 +48,7 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: An
         bw_compiler=_compiler("backward"),
         inference_compiler=_compiler("inference"),
         decompositions=_decompositions(),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=_partition,
     )
     return compiled(module, example_inputs)
 
@@ -59,6 +61,20 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         for op, decomposition in core_aten_decompositions().items()
         if not isinstance(op, torch._ops.OpOverload) or functional_name(op._schema) is None
     }
+
+
+def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's own choice of what is kept for backward, but that what is drawn is never drawn again: under
+    activation checkpointing its masks are kept.
+    """
+    for node in joint.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            outputs = [user for user in node.users if user.target is operator.getitem]
+            for kept in outputs or [node]:
+                kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if outputs:
+                node.meta.pop("recompute", None)
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
 
 def _compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Boxed]:
@@ -97,7 +113,9 @@ class _Compiled:
         inputs.clear()  # the caller's references go, so that what nobody needs is freed
         results: Sequence[torch.Tensor] = ()
         if self.operator is not None:
-            results = self.operator([given[place] for place in self.tensors], [given[place] for place in self.sizes])
+            results = self.operator(
+                [given[place] for place in self.tensors], [given[place] for place in self.sizes]
+            )
         return [output(given, results) for output in self.outputs]
 
     def _output(self, node: Any, wanted: dict[fx.Node, int]) -> Callable[[Any, Any], Any]:

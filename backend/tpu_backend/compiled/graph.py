@@ -134,7 +134,9 @@ class _Call:
     def __call__(self, args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> Any:
         out = tuple(jax.tree.leaves(specs, is_leaf=lambda spec: spec is None))
         wide = any(spec is not None and spec.dtype.itemsize >= 8 for spec in out) or any(
-            leaf.dtype in ("float64", "complex128") for leaf in jax.tree.leaves((args, kwargs)) if _is_array(leaf)
+            leaf.dtype in ("float64", "complex128")
+            for leaf in jax.tree.leaves((args, kwargs))
+            if _is_array(leaf)
         )
         positional, named = [], {}
         for position, (name, kind, kwarg_only) in enumerate(self.arguments):
@@ -153,7 +155,11 @@ class _Call:
                 positional.append(value)
             elif name not in _DROPPED:
                 named[name] = value
-        compute = result_type(_examples((self.node.args, self.node.kwargs))) if self.entry.promote == "inputs" else None
+        compute = (
+            result_type(_examples((self.node.args, self.node.kwargs)))
+            if self.entry.promote == "inputs"
+            else None
+        )
         key = take_key() if self.entry.draws else None
         results = registry.apply(self.entry, positional, named, out, compute, key)
         return results if self.returns > 1 or self.is_list else results[0]
