@@ -1,9 +1,9 @@
 """`torch.compile(model, backend="tpu")`.
 
 Dynamo gives a graph, AOTAutograd makes a forward and a backward of it in functional ATen, and each of the two
-becomes one operator (`tpu_backend.compiled.operation`), which the op stream records like any other. So forward,
-backward and optimizer step still join one segment and are compiled by XLA together; what this path saves is
-the host's time: one entry is recorded where eager mode records hundreds.
+becomes one operator (`tpu_backend.compiled.operation`), which the op stream records like any other. So
+forward, backward and optimizer step still join one segment and are compiled by XLA together; what this path
+saves is the host's time: one entry is recorded where eager mode records hundreds.
 
 A graph with something that has no XLA form runs operation by operation, as in eager mode, and says so.
 """
@@ -21,7 +21,6 @@ import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -36,7 +35,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
-    """What Dynamo calls for `backend="tpu"`. Raises TypeError for a mode or options, of which there are none."""
+    """What Dynamo calls for `backend="tpu"`. Raises TypeError for a mode or options: there are none."""
     if any(given.values()):
         raise TypeError(f'torch.compile(backend="tpu") takes no mode and no options, got {given}')
     tpu_backend.register()
@@ -79,13 +78,29 @@ def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.Gra
 
 def _compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Boxed]:
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        values = (node.meta.get("val") for node in module.graph.nodes)
+        if not any(isinstance(value, torch.Tensor) and value.device.type == "tpu" for value in values):
+            return _OperationByOperation(module)  # nothing of ours
         try:
             return _Compiled(name, module)
         except UnsupportedGraphError as reason:
             log.warning("torch.compile: the %s graph runs operation by operation: %s", name, reason)
-            return make_boxed_func(module.forward)
+            return _OperationByOperation(module)
 
     return compile_graph
+
+
+class _OperationByOperation:
+    """A graph as it is."""
+
+    def __init__(self, module: fx.GraphModule):
+        self.module = module
+        self._boxed_call = True
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        given = tuple(inputs)
+        inputs.clear()
+        return self.module(*given)
 
 
 class _Compiled:
@@ -105,7 +120,7 @@ class _Compiled:
         self.sizes = [place for place in range(len(placeholders)) if place not in set(self.tensors)]
         wanted: dict[fx.Node, int] = {}
         (outputs,) = next(node for node in reversed(self.graph.nodes) if node.op == "output").args
-        self.outputs = [self._output(node, wanted) for node in outputs]  # type: ignore[union-attr]
+        self.outputs = [self._output(node, wanted) for node in outputs]
         self.operator = make_operator(name, self.graph, list(wanted)) if wanted else None
 
     def __call__(self, inputs: list[Any]) -> list[Any]:

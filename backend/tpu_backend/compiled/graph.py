@@ -1,7 +1,7 @@
 """An FX graph of functional ATen operations as a pure function over JAX arrays, by the lowering table.
 
 What a view operation does is known from its geometry alone (`tpu_backend.views`), as it is for recorded
-operations. Sizes that Dynamo keeps symbolic are plain integers here: a graph is evaluated for one set of them.
+operations. Sizes that Dynamo keeps symbolic are plain integers here: a graph is evaluated for a set of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Graph:
             values[node] = self._evaluators[node](args, kwargs, spec, symbols, take_key)
         return [values[node] for node in wanted]
 
-    # -- what evaluates a node: (args, kwargs, specs of its outputs, symbols, take_key) -> value ----------------
+    # -- what evaluates a node: (args, kwargs, specs of its outputs, symbols, take_key) -> value
 
     def _evaluator(self, node: fx.Node) -> Callable[..., Any]:
         target = node.target
@@ -274,25 +274,24 @@ _RANDOM = {
 }
 
 
-# ---- what Dynamo knows about a value, for one set of sizes --------------------------------------------------
+# ---- what Dynamo knows about a value, for one set of sizes
 
 
-def concrete(size: int | torch.SymInt, symbols: Symbols) -> int:
-    """A size of a graph where its symbols have these values."""
+def concrete(size: Any, symbols: Symbols) -> int:
+    """A size of a graph, int or SymInt, where its symbols have these values."""
     return size if isinstance(size, int) else int(size.node.expr.xreplace(symbols))
 
 
 def specs_of(value: Any, symbols: Symbols) -> Any:
-    """Shapes and dtypes of what a node makes, in its own arrangement; an integer for a size, None for none."""
+    """Shapes and dtypes of what a node makes, in its own arrangement; an integer for a size, else None."""
     if isinstance(value, (tuple, list)):
         return [specs_of(each, symbols) for each in value]
     if isinstance(value, torch.Tensor):
         return jax.ShapeDtypeStruct(
             tuple(concrete(size, symbols) for size in value.shape), jax_dtype(value.dtype)
         )
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return concrete(value, symbols)
-    return None
+    is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return concrete(value, symbols) if is_size else None
 
 
 def _symbols_of(value: Any) -> list[tuple[sympy.Symbol, int | None]]:
@@ -303,7 +302,7 @@ def _symbols_of(value: Any) -> list[tuple[sympy.Symbol, int | None]]:
         return []
     return [
         (size.node.expr, dim)
-        for dim, size in enumerate(value.shape)
+        for dim, size in enumerate(list[Any](value.shape))
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol)
     ]
 

@@ -145,15 +145,16 @@ def _result_type(arguments: Sequence[Argument]) -> Any:
 
 
 def result_type(examples: Sequence[torch.Tensor | complex]) -> Any:
-    """``torch.result_type`` over any number of tensors and numbers, by PyTorch's own rules; None of nothing."""
+    """``torch.result_type`` over any number of tensors and numbers, by PyTorch's own rules; None: of none."""
     if not examples:
         return None
     tensors = [item for item in examples if isinstance(item, torch.Tensor)]
-    numbers = [item for item in examples if not isinstance(item, torch.Tensor)]
+    numbers: list[Any] = [item for item in examples if not isinstance(item, torch.Tensor)]
     if not tensors:
-        return jax_dtype(torch.result_type(examples[0], examples[0]))
+        return jax_dtype(torch.result_type(numbers[0], numbers[0]))
     total = tensors[0]
-    for item in [*tensors[1:], *numbers]:
+    rest: list[Any] = [*tensors[1:], *numbers]
+    for item in rest:
         promoted = torch.result_type(total, item)
         dims = max(total.dim(), item.dim() if isinstance(item, torch.Tensor) else 0)
         total = torch.empty((1,) * dims, dtype=promoted)
