@@ -1,5 +1,6 @@
 """Lines for the person who waits: what starts now, and how long it took."""
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 def say(line: str) -> None:
     """Print one line at once, also where standard output is a pipe."""
-    print(line, flush=True)
+    _print(line, end="\n")
 
 
 def warn(line: str) -> None:
@@ -23,7 +24,7 @@ def warn(line: str) -> None:
 @contextmanager
 def announced(what: str) -> Iterator[None]:
     """`what ...` before, and its duration after, so that a silence always says what it is."""
-    print(f"{what} ...", end=" ", flush=True)
+    _print(f"{what} ...", end=" ")
     started = time.perf_counter()
     try:
         yield
@@ -31,3 +32,12 @@ def announced(what: str) -> Iterator[None]:
         say("not finished")
         raise
     say(f"{time.perf_counter() - started:.1f} s")
+
+
+def _print(text: str, end: str) -> None:
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        # Redirected to a file on a disk that is full: what is said there is not worth a run.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise

@@ -1,4 +1,4 @@
-"""How large a training step is, stated in tokens."""
+"""How large a training step is: in tokens of text, or in images."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,18 @@ class BatchConfig:
     """Tokens of one optimizer step."""
     sequences: int = 8
     """Sequences of one micro-batch."""
+    samples: int | None = None
+    """Images of one optimizer step, all on the device at a time, where the data is images."""
 
     def __post_init__(self) -> None:
         expect_at_least("batch.tokens", self.tokens, 1)
         expect_at_least("batch.sequences", self.sequences, 1)
+        expect_at_least("batch.samples", self.samples, 1)
 
     def micro_batches(self, sequence_length: int) -> int:
         """Micro-batches to a step. Raises UserError where the tokens do not divide into them."""
+        if self.samples is not None:
+            return 1
         micro = self.sequences * sequence_length
         nearest = max(1, round(self.tokens / micro)) * micro
         expect(
@@ -33,6 +38,8 @@ class BatchConfig:
 
     def arithmetic(self, sequence_length: int) -> str:
         """The batch, factor by factor, as one line."""
+        if self.samples is not None:
+            return f"batch: {self.samples:,} images a step"
         count = self.micro_batches(sequence_length)
         return (
             f"batch: {self.tokens:,} tokens a step = {self.sequences} sequences x {sequence_length} tokens x "

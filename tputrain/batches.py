@@ -19,6 +19,9 @@ from tputrain.errors import UserError
 IGNORED_LABEL = -100
 """Labels of this value carry no weight; cross-entropy's default `ignore_index`."""
 
+PADDING = -1
+"""What `document_ids` says where a row is filled up."""
+
 Batch = Any
 
 
@@ -76,8 +79,17 @@ def weight(batch: Batch) -> int:
 
 
 def size(batch: Batch) -> int:
-    """How much was processed: tokens where the batch is text (it has `input_ids`), else samples."""
-    return batch["input_ids"].numel() if is_text(batch) else num_samples(batch)
+    """How much was processed: tokens where the batch is text (it has `input_ids`), else samples.
+
+    Padding does not count: what `attention_mask` leaves out, or is of no document (`PADDING`).
+    """
+    if not is_text(batch):
+        return num_samples(batch)
+    if isinstance(mask := batch.get("attention_mask"), Tensor) and mask.dim() == 2:
+        return int(torch.count_nonzero(mask))
+    if isinstance(documents := batch.get("document_ids"), Tensor):
+        return int(torch.count_nonzero(documents != PADDING))
+    return batch["input_ids"].numel()
 
 
 def is_text(batch: Batch) -> bool:

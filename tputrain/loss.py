@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,7 +30,9 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     if own is not None:
         return own
     if isinstance(output, Tensor) and target is not None:
-        return _scalar(F.cross_entropy(output, target), "cross_entropy returned")
+        # Of half precision, whose logarithms are too coarse; anything wider as it is.
+        logits = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+        return _scalar(F.cross_entropy(logits, target), "cross_entropy returned")
     raise UserError(
         f"no loss: the model returned {_describe(output)} and the batch has "
         f"{'no target' if target is None else 'a target'}; return a scalar, a dict with 'loss' or an "

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tputrain.announce import warn
 from tputrain.batches import Batch
 from tputrain.first_nonfinite import describe
 from tputrain.loggers.logger import Record
@@ -44,10 +46,22 @@ def bad_step_directory(run_dir: Path, step: int) -> Path:
     return run_dir / "nonfinite" / f"step-{step}"
 
 
-def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path:
-    """Write the micro-batches of a step and the beginning of its report; returns their directory."""
+def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path | None:
+    """Write the micro-batches of a step and the beginning of its report.
+
+    Returns their directory; None, and a line on standard error, where the disk does not take them.
+    """
     directory = bad_step_directory(run_dir, record["step"])
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _save(directory, record, batches)
+    except (OSError, SafetensorError) as error:
+        warn(f"{directory}: the batch of a bad step cannot be kept ({error})")
+        return None
+    return directory
+
+
+def _save(directory: Path, record: Record, batches: list[Batch]) -> None:
     in_batch: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         tensors = dict(_named_tensors(batch))
@@ -60,13 +74,18 @@ def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path:
                 in_batch[f"batch-{number}: {name}"] = describe(tensor)
     values = {key: value if _is_json(value) else str(value) for key, value in record.items()}
     _write(directory, {"record": values, "not_finite_in_batch": in_batch, "replay": None})
-    return directory
 
 
 def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
-    """Complete the report in `directory` by what a replay found; `note` says from which state."""
-    report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
-    _write(directory, report | {"replay": {"note": note} | found})
+    """Complete the report in `directory` by what a replay found; `note` says from which state.
+
+    Where the report could not be written, or cannot be now, there is a line on standard error.
+    """
+    try:
+        report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+        _write(directory, report | {"replay": {"note": note} | found})
+    except (OSError, ValueError) as error:
+        warn(f"{directory}: what the replay of a bad step found cannot be kept ({error})")
 
 
 def in_one_line(found: dict[str, Any]) -> str:

@@ -50,6 +50,13 @@ class RecipeConfig(RunConfig):
             self.model.name,
             "trust_code=true with it: the recipe names code, which is run",
         )
+        expect(
+            "next_token_accuracy" not in self.trainer.metrics,
+            "trainer.metrics",
+            "next_token_accuracy",
+            "accuracy: in a recipe the labels are the next tokens already",
+        )
+        self._check_what_is_read()
         positions, vocab_size = self.model.limits()
         expect(
             positions is None or self.data.sequence_length <= positions,
@@ -63,6 +70,14 @@ class RecipeConfig(RunConfig):
             self.data.vocab_size,
             f"at most model.vocab_size={vocab_size}",
         )
+
+    def _check_what_is_read(self) -> None:
+        is_images, condition = self.data.is_images, f"with data.source={self.data.source}"
+        kind = "vit-digits or import" if is_images else "a model of language"
+        fits = self.model.name == "import" or self.model.is_vision == is_images
+        expect(fits, "model.name", self.model.name, f"{kind} {condition}")
+        samples, kind = self.batch.samples, "a number of images" if is_images else "nothing (batch.tokens)"
+        expect(is_images == (samples is not None), "batch.samples", samples, f"{kind} {condition}")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
@@ -184,6 +199,8 @@ def _build(layers: list[_Layer]) -> RecipeConfig:
 
 
 def _check_key(source: str, key: str, value: Any, known: dict[str, Any]) -> None:
+    if _is_free(key, value, known):
+        return
     if key in known:
         if is_dataclass(known[key]):
             raise UserError(
@@ -195,6 +212,12 @@ def _check_key(source: str, key: str, value: Any, known: dict[str, Any]) -> None
         return
     hint = _nearest_key(key, known)
     raise UserError(f"{source}: {key}={_short(value)}: unknown key; nearest known key: {hint}")
+
+
+def _is_free(key: str, value: Any, known: dict[str, Any]) -> bool:
+    """Whether the key is one of keys and values that somebody else has to know, or one below it."""
+    free = [name for name, hint in known.items() if get_origin(hint) is dict]
+    return any(key.startswith(f"{name}.") or (key == name and isinstance(value, dict)) for name in free)
 
 
 def _check_elements(source: str, key: str, value: Any, hint: Any) -> None:
@@ -247,7 +270,9 @@ def _to_dataclass(kind: type, node: DictConfig, sources: dict[str, str], prefix:
             value = node[name]
         except OmegaConfBaseException as error:
             raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
-        values[name] = _to_list(value, hint, sources, key) if isinstance(value, ListConfig) else value
+        if isinstance(value, ListConfig):
+            value = _to_list(value, hint, sources, key)
+        values[name] = _to_dict(value, sources, key) if isinstance(value, DictConfig) else value
     try:
         return kind(**values)
     except UserError as error:
@@ -267,6 +292,14 @@ def _to_list(node: ListConfig, hint: Any, sources: dict[str, str], key: str) -> 
         _to_dataclass(element, node[index], sources, f"{key}[{index}].")  # type: ignore[arg-type]
         for index in range(len(node))
     ]
+
+
+def _to_dict(node: DictConfig, sources: dict[str, str], key: str) -> dict[str, Any]:
+    """The keys and values of a key of type dict."""
+    try:
+        return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
 
 
 def _known_keys(kind: type, prefix: str = "") -> dict[str, Any]:
@@ -321,6 +354,8 @@ _TYPE_NAMES = {
 
 
 def _describe_type(hint: Any) -> str:
+    if get_origin(hint) is dict:
+        return "keys and values"
     if get_origin(hint) is list:
         element = get_args(hint)[0]
         if element is str:

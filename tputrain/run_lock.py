@@ -23,9 +23,7 @@ class RunLock:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._file = (self.run_dir / ".lock").open("a+", encoding="utf-8")
         except OSError as error:
-            raise UserError(
-                f"run_dir={self.run_dir}: cannot write there ({error.strerror}); choose another run_dir"
-            ) from None
+            raise self._unwritable(error) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -36,10 +34,18 @@ class RunLock:
                 f"{self.run_dir}: another process (pid {holder}) is training here; "
                 "wait for it, or choose another run_dir"
             ) from None
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            self._file.write(f"{os.getpid()}\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from None
         return self
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"run_dir={self.run_dir}: cannot write there ({error.strerror}); mend that or take another"
+        )
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:

@@ -32,7 +32,7 @@ from tputrain.garbage import ScheduledCollection
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
-from tputrain.metrics.evaluation import WeightedMeans, evaluation_sets, merged
+from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
 from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import PERPLEXITY, Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
@@ -41,7 +41,7 @@ from tputrain.nonfinite import BadSteps
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
-from tputrain.optim.optimizer import build_optimizer, create_state, set_learning_rate
+from tputrain.optim.optimizer import build_optimizer, create_state, other_rates, set_learning_rate
 from tputrain.optim.ownership import check_ownership
 from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
@@ -272,7 +272,8 @@ class Trainer:
         self.step += 1
         self.num_done += num_done
         self._bad_steps.remember(self.step, batches)
-        host = {"learning_rate": learning_rate, self.unit: self.num_done}
+        rates = {"learning_rate": learning_rate} | other_rates(self.optimizer)
+        host = rates | {self.unit: self.num_done}
         num_flops = None if self._flops is None else self._flops.of_step(batches)
         self._step_log.end(self.step, loss, grad_norm, num_done, host, num_flops)
         if self._is_warm:  # the first step is announced; a line in between would break that one
@@ -384,14 +385,10 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            mode = devices.execution_mode(self.device, self.cfg.execution.validate)
-            with torch.no_grad(), self.evaluation_weights.in_place(), mode:
-                yield
-        finally:
-            self.model.train(was_training)
+        mode = devices.execution_mode(self.device, self.cfg.execution.validate)
+        model = evaluated(self.model, with_logits=bool(self.metrics))
+        with model, torch.no_grad(), self.evaluation_weights.in_place(), mode:
+            yield
 
     # -- saving and resuming ---------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ void throw_python_error() {
   const std::string message = pybind11::str(error.value());
   TORCH_CHECK_NOT_IMPLEMENTED(!error.matches(PyExc_NotImplementedError), message);
   TORCH_CHECK_INDEX(!error.matches(PyExc_IndexError), message);
+  const auto linalg_error = pybind11::module_::import("torch._C").attr("_LinAlgError");
+  TORCH_CHECK_WITH(LinAlgError, !error.matches(linalg_error), message);
   throw_torch_error(message);
 }
 

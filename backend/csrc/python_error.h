@@ -12,8 +12,8 @@ bool is_interrupt(const pybind11::error_already_set& error);
 // live, else RuntimeError.  Wants the GIL.
 [[noreturn]] void throw_torch_error(const std::string& message);
 
-// Throws the Python exception that is set: an interrupt as it is, all else by its message (IndexError and
-// NotImplementedError keep their type).  Wants the GIL.
+// Throws the Python exception that is set: an interrupt as it is, all else by its message (IndexError,
+// NotImplementedError and torch.linalg.LinAlgError keep their type).  Wants the GIL.
 [[noreturn]] void throw_python_error();
 
 } // namespace tpu

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,23 @@ class RecipeRun:
     def __init__(self, directory: Path, recipe: Path, overrides: Sequence[str]):
         self.directory = directory
         self.run_dir = directory / "runs" / recipe.stem
-        self.arguments = [str(recipe), *overrides]
+        self.arguments = ["run", str(recipe), *overrides]
         self.num_processes = 0
 
-    def start(self) -> "RecipeProcess":
-        """The same command each time: what it finds in the directory decides where it goes on."""
+    def start(
+        self,
+        program: Sequence[str] = ("tputrain.cli",),
+        environment: Mapping[str, str] | None = None,
+        preexec: Callable[[], None] | None = None,
+    ) -> "RecipeProcess":
+        """The same command each time: what it finds in the directory decides where it goes on.
+
+        `program`: a module that takes the command line's arguments, and arguments of its own before those.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         self.num_processes += 1
-        return RecipeProcess(self, self.directory / f"output-{self.num_processes}.txt")
+        output = self.directory / f"output-{self.num_processes}.txt"
+        return RecipeProcess(self, output, program, environment, preexec)
 
     def finish(self) -> "RecipeProcess":
         """Run to the end. Raises SystemExit with the last lines of its output where it fails."""
@@ -40,6 +49,11 @@ class RecipeRun:
     def steps(self) -> list[Record]:
         """What was logged for each step."""
         return read_records(self.run_dir / "metrics.jsonl")
+
+    def last_step(self) -> int:
+        """The last step that was logged; 0 where none was."""
+        steps = self.steps()
+        return steps[-1]["step"] if steps else 0
 
     def evaluations(self) -> list[Record]:
         """What was logged for each evaluation."""
@@ -55,14 +69,23 @@ class RecipeRun:
 class RecipeProcess:
     """One process of a run."""
 
-    def __init__(self, run: RecipeRun, output: Path):
+    def __init__(
+        self,
+        run: RecipeRun,
+        output: Path,
+        program: Sequence[str],
+        environment: Mapping[str, str] | None,
+        preexec: Callable[[], None] | None,
+    ):
         self.run = run
         self.output_path = output
         self.started_at = time.time()
         with output.open("w") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tputrain.cli", "run", *run.arguments],
+                [sys.executable, "-m", *program, *run.arguments],
                 cwd=run.directory,
+                env=os.environ | (environment or {}),
+                preexec_fn=preexec,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -79,30 +102,44 @@ class RecipeProcess:
 
     def trains(self) -> bool:
         """Whether its first step is done: from here on the metrics are its own, not an earlier process's."""
-        return re.search(r"first of this process, .* s$", self.output(), re.MULTILINE) is not None
+        # A signal's line may come in between.
+        done = r"first of this process, .* \.\.\. (\nSIG.*\n)?[\d.]+ s$"
+        return re.search(done, self.output(), re.MULTILINE) is not None
 
     def evaluates(self) -> bool:
         """Whether its last word is that an evaluation has begun."""
         return re.search(r"evaluating at step \d+ \.\.\. $", self.output()) is not None
 
+    def compiles_first_step(self) -> bool:
+        """Whether its last word is that the first step is being compiled."""
+        return re.search(r"first of this process, .* \.\.\. $", self.output(), re.MULTILINE) is not None
+
     def saves(self) -> bool:
         """Whether a checkpoint lies unfinished, and not since an earlier process was killed."""
-        unfinished = (self.run.run_dir / "checkpoints").glob(".unfinished-step-*")
-        return any(_modified_at(path) >= self.started_at for path in unfinished)
+        return self.step_being_saved() is not None
+
+    def step_being_saved(self) -> int | None:
+        """The step whose checkpoint it writes; None: it writes none."""
+        for path in (self.run.run_dir / "checkpoints").glob(".unfinished-step-*"):
+            if _modified_at(path) >= self.started_at:
+                return int(path.name.rpartition("-")[2])
+        return None
 
     def has_reached(self, step: int) -> bool:
         """Whether its metrics have come to `step`."""
-        return self.trains() and self.run.steps()[-1]["step"] >= step
+        return self.trains() and self.run.last_step() >= step
 
-    def wait_for(self, condition: Callable[[], bool], poll_seconds: float = 0.1) -> bool:
+    def wait_for(
+        self, condition: Callable[[], bool], poll_seconds: float = 0.1, may_fail: bool = False
+    ) -> bool:
         """Wait until `condition` holds (True) or the process ends (False).
 
-        Raises SystemExit where the process fails or hangs; it does not outlive this one.
+        Raises SystemExit where the process hangs, or fails and may not; it does not outlive this one.
         """
         try:
             while not condition():
                 code = self.process.poll()
-                if code == 0:
+                if code == 0 or (may_fail and code is not None):
                     return False
                 if code is not None:
                     raise SystemExit(self._complaint(f"failed with exit code {code}"))
@@ -119,6 +156,11 @@ class RecipeProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def last_line(self) -> str:
+        """The last line it wrote, in one line."""
+        lines = [line.strip() for line in self.output().replace("\r", "\n").splitlines() if line.strip()]
+        return lines[-1] if lines else "nothing"
 
     def _complaint(self, what: str) -> str:
         last = "".join(f"\n  {line}" for line in self.output().splitlines()[-20:])

@@ -154,3 +154,22 @@ def test_attention_in_evaluation(average: bool) -> None:
         results = attention.to("tpu")(moved, moved, moved, padding.to("tpu"), average_attn_weights=average)
     for result, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(result.cpu(), theirs)
+
+
+def test_an_inverse_of_what_is_not_finite_is_no_singular_matrix() -> None:
+    broken = torch.eye(3).index_put((torch.tensor(0), torch.tensor(1)), torch.tensor(torch.nan))
+    assert torch.linalg.inv(broken.to("tpu")).isnan().any()
+    sign, logarithm = torch.linalg.slogdet(broken.to("tpu"))
+    assert (sign.item(), logarithm.isnan().item()) == (0.0, True)
+    with pytest.raises(torch.linalg.LinAlgError, match="The diagonal element 2 is zero"):
+        torch.linalg.inv(torch.eye(3, device="tpu").index_fill(0, torch.tensor(1, device="tpu"), 0))
+
+
+def test_integers_are_shifted_in_place() -> None:
+    def shifted(device: str) -> torch.Tensor:
+        numbers = torch.tensor([3, -7, 1], dtype=torch.int32, device=device)
+        numbers <<= 2
+        numbers >>= torch.tensor([1, 3, 40], device=device)
+        return numbers
+
+    torch.testing.assert_close(shifted("tpu").cpu(), shifted("cpu"), rtol=0, atol=0)

@@ -26,6 +26,8 @@ SCHEMAS = {overload_name(s): s for s in torch._C._jit_get_all_schemas() if s.nam
         ("fill_.Tensor", "fill.Tensor"),
         ("zero_", "zero"),
         ("index_put_", "index_put"),
+        ("__ilshift__.Scalar", "__lshift__.Scalar"),
+        ("__irshift__.Tensor", "__rshift__.Tensor"),
         ("_fused_adamw_", "_fused_adamw"),
         ("_fused_adamw_.tensor_lr", "_fused_adamw.tensor_lr"),
         ("_foreach_add_.List", "_foreach_add.List"),

@@ -41,6 +41,19 @@ def test_moments(name: str, args: tuple[float, ...], mean: float, std: float) ->
     assert values.std() == pytest.approx(std, rel=0.03)
 
 
+def test_dirichlet_draws_have_the_mean_of_their_concentrations() -> None:
+    concentrations = np.array([0.05, 1.0, 4.0], np.float32)
+    with jax.enable_x64(True):
+        shape = (5000, 3)
+        out = (jax.ShapeDtypeStruct(shape, jnp.float32),)
+        given = jnp.broadcast_to(concentrations, shape)
+        values = apply(TABLE["_sample_dirichlet"], [given], {}, out, key=jax.random.key(0))[0]
+    mean = concentrations / concentrations.sum()
+    std = np.sqrt(mean * (1 - mean) / (concentrations.sum() + 1))
+    assert np.asarray(values).sum(-1) == pytest.approx(1, abs=1e-5)
+    assert np.abs(np.asarray(values).mean(0) - mean).max() < 5 * std.max() / math.sqrt(shape[0])
+
+
 def test_uniform_stays_below_its_upper_end_in_bfloat16() -> None:
     values = np.asarray(draw("uniform", 0.0, 1.0, dtype=jnp.bfloat16).astype(jnp.float32))
     assert values.min() >= 0

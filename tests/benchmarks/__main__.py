@@ -16,6 +16,7 @@ BENCHMARKS = (
     "mlp_step",
     "llama_step",
     "memory",
+    "trainer",
 )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from tests.operators.accuracy import accuracy
 from tests.operators.check import check
 from tests.operators.compare import Tolerances, difference, distribution_difference
 from tests.operators.database import DATABASES, DTYPES, Entry, entries
@@ -97,6 +98,23 @@ def test_distributions_are_told_apart() -> None:
     draws = [torch.randn(40, 100, generator=generator) for _ in range(2)]
     assert distribution_difference(*draws) is None
     assert "distribution" in (distribution_difference(draws[0], draws[1] * 1.2) or "")
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu", "as_near"),
+    [
+        ([7.51, torch.inf], [7.54, torch.inf], True),
+        ([7.54, torch.inf], [7.51, torch.inf], False),
+        ([7.51, torch.inf], [torch.inf, torch.inf], True),  # the CPU overflows on its way
+        ([7.7, torch.inf], [torch.inf, torch.inf], False),
+        ([torch.inf, torch.inf], [7.51, torch.inf], None),
+        ([7.51, 1.0], [7.54, torch.inf], None),
+    ],
+)
+def test_the_nearer_to_float64_is_told(device, cpu, as_near: bool | None) -> None:
+    exact = torch.tensor([7.5, 1e6], dtype=torch.float64)  # the second is beyond float16
+    found = accuracy(torch.tensor(device).half(), torch.tensor(cpu).half(), exact, Tolerances())
+    assert (found and found.as_near) == as_near
 
 
 def test_twins_keep_geometry_and_sharing() -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -239,6 +240,18 @@ def test_a_key_pressed_outside_training_is_one_line(capsys, monkeypatch, argumen
     monkeypatch.setattr(f"tputrain.cli.verbs.{arguments[0]}", interrupt)
     assert main(arguments) == 130
     assert capsys.readouterr().err == f"tputrain: {message}\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_pytorch_is_imported_is_not_swallowed(tmp_path, number, code):
+    # PyTorch's C++ takes whatever NumPy's import raises for a no.
+    (tmp_path / "numpy.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    command = [sys.executable, "-m", "tputrain.cli", "run", "llama", f"run_dir={tmp_path}/run"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.strip() == "tputrain: interrupted before training began; nothing to save"
 
 
 @pytest.mark.parametrize(

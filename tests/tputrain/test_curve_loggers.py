@@ -1,5 +1,6 @@
 """TensorBoard and Weights & Biases: what they hold after kills and resumes, without a network."""
 
+import errno
 import json
 import os
 import signal
@@ -53,6 +54,23 @@ def test_tensorboard_shows_each_step_once_after_sigkill_and_resume(tmp_path):
     assert len(list(directory.iterdir())) == 2
     assert tensorboard_steps(directory, "train/loss") == list(range(1, STEPS + 1))
     assert tensorboard_steps(directory, "evaluation/loss") == EVALUATED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+def test_curves_on_a_full_disk_end_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    logger = TensorBoardLogger(tmp_path)
+    logger.start(0, 10, False)
+    monkeypatch.setattr(RecordWriter, "write", refuse)
+    for step in range(1, 30):
+        logger.log([{"step": step, "loss": 0.5}])
+    logger.close()
+    said = capfd.readouterr().err
+    assert said.count("TensorBoard's curves end here (No space left on device)") == 1
 
 
 class CrashesAt(Callback):

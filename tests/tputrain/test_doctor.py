@@ -1,6 +1,5 @@
 """`tputrain doctor`: breakages staged in fresh processes, each named with its cause and its fix."""
 
-import ctypes
 import json
 import os
 import shutil
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.file_modes import obey_file_modes
+
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = ROOT / "backend"
-
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 
 def doctor(
@@ -34,16 +33,11 @@ def doctor(
         text=True,
         env=clean | environment,
         cwd=home,  # a checkout's own package information would be found before PYTHONPATH's
-        preexec_fn=_give_up_root_s_way_past_modes if obeys_modes else None,
+        preexec_fn=obey_file_modes if obeys_modes else None,
     )
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()[:-1]]
     return done.returncode, {name: (verdict, said) for verdict, name, said in rows}
-
-
-def _give_up_root_s_way_past_modes() -> None:
-    """In the child: root writes everywhere unless it may not; for others this does nothing."""
-    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
 
 
 def failed(rows: dict[str, tuple[str, str]]) -> list[str]:

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_example(name: str, directory: Path) -> str:
+def run_example(name: str, directory: Path, device: str = "cpu") -> str:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), "cpu"],
+        [sys.executable, str(ROOT / "examples" / name), device],
         cwd=directory,
         env=os.environ
         | {
@@ -45,6 +45,18 @@ def test_the_callback_of_the_example_ends_the_run_long_before_its_last_step(tmp_
     ended = re.search(r"good enough at step (\d+)", run_example("custom_callback.py", tmp_path))
     assert ended is not None
     assert int(ended[1]) < 150
+
+
+def test_a_model_and_a_loss_of_ones_own_learn_to_read_digits(tmp_path):
+    recognised = re.search(r"recognised (\d+\.\d)%", run_example("custom_model.py", tmp_path))
+    assert recognised is not None
+    assert float(recognised[1]) > 96.0
+
+
+def test_a_jax_function_inside_a_model_learns_the_decay_behind_its_data(tmp_path):
+    learned = re.search(r"a decay of (0\.\d\d)", run_example("jax_function.py", tmp_path, "tpu"))
+    assert learned is not None
+    assert 0.89 <= float(learned[1]) <= 0.91
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

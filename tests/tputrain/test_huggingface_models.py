@@ -1,5 +1,6 @@
 """Models of transformers by directory, and models by import path."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tputrain.cli.job import build_trained_model
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.models import LoraConfig, ModelConfig, add_lora, build_initialized, load_huggingface
+from tputrain.models.huggingface import build_huggingface
 from tputrain.recipe import load_recipe
 
 
@@ -119,8 +121,23 @@ def test_a_recipe_names_a_directory_and_knows_its_limits(directory, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "huggingface"}, r"^model\.path=None: expected a directory or name with model\.name=huggin"),
-        ({"path": "x"}, r"^model\.path=x: expected nothing with model\.name=llama-5m"),
+        (
+            {"name": "huggingface"},
+            r"^model\.path=None: expected a directory, a run or a name with model\.name=h",
+        ),
+        (
+            {"name": "vit-digits", "path": "x"},
+            r"^model\.path=x: expected nothing with model\.name=vit-digits",
+        ),
+        (
+            {"name": "vit-digits", "head_dim": 4},
+            r"^model\.head_dim=4: expected nothing with model\.name=vit-d",
+        ),
+        ({"config": {"a": 1}}, r"^model\.config=\{'a': 1\}: expected nothing with model\.name=llama-5m"),
+        (
+            {"name": "huggingface", "path": "x", "config": {"model_type": "gpt2"}},
+            r"^model\.config=\{'model_type': 'gpt2'\}: expected nothing beside model\.path=x",
+        ),
         ({"name": "huggingface", "path": "x", "init": "zero"}, r"^model\.init=zero: expected one of weights"),
         (
             {"name": "huggingface", "path": "x", "head_dim": 4},
@@ -131,6 +148,77 @@ def test_a_recipe_names_a_directory_and_knows_its_limits(directory, tmp_path):
 def test_a_mistake_in_the_model_is_one_line(fields, message):
     with pytest.raises(UserError, match=message):
         ModelConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "gtp2"},
+            r"^model\.config\.model_type=gtp2: expected one that .*; did you mean gpt2\?",
+        ),
+        (
+            {"n_embd": 8},
+            r"^model\.config\.model_type=None: expected one that transformers knows, such as gpt2",
+        ),
+        (
+            {"model_type": "gpt2", "n_layrs": 2},
+            r"^model\.config\.n_layrs=2: unknown to gpt2; .* known: n_layer",
+        ),
+        (
+            {"model_type": "gpt2", "n_embd": 9, "n_layer": 1},
+            r"^model\.config: transformers makes no gpt2 of it \(",
+        ),
+        ({"model_type": "gpt2", "n_layer": "many"}, r"^model\.config: transformers makes no gpt2 of it \("),
+    ],
+)
+def test_a_mistake_in_the_configuration_of_a_model_is_one_line(config, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build_huggingface(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_gives_the_model_that_its_directory_would(directory):
+    config = json.loads((directory / "config.json").read_text())
+    names = {"gpt2": "n_embd n_layer n_head n_positions resid_pdrop embd_pdrop attn_pdrop"}.get(
+        config["model_type"],
+        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+        "max_position_embeddings",
+    )
+    chosen = {name: config[name] for name in ("model_type", "vocab_size", *names.split())}
+    ours, theirs = build_huggingface(chosen, seed=3), load_huggingface(str(directory), "random", 3)
+    for (name, parameter), other in zip(ours.named_parameters(), theirs.parameters()):
+        assert torch.equal(parameter, other), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_layers_computed_again_give_the_same_gradients(directory, device):
+    forwards = 0
+
+    def gradients(recomputes: bool) -> dict[str, torch.Tensor]:
+        nonlocal forwards
+        model = load_huggingface(str(directory), activation_checkpointing=recomputes).to(device).train()
+        layer = next(
+            module
+            for module in model.modules()
+            if hasattr(module, "input_layernorm") or hasattr(module, "ln_1")
+        )
+        mlp = layer.mlp.register_forward_pre_hook(lambda *_: count())
+        batch = {name: tensor.to(device) for name, tensor in Batches().batch_at(0, 0).items()}
+        model(**batch).backward()
+        mlp.remove()
+        return {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+    def count() -> None:
+        nonlocal forwards
+        forwards += 1
+
+    expected = gradients(False)
+    assert forwards == 1
+    ours = gradients(True)
+    assert forwards == 3
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_a_directory_without_a_model_is_one_line(tmp_path):

@@ -1,10 +1,17 @@
 """Numbers on disk and on the screen."""
 
+import contextlib
+import errno
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 
+from tputrain.announce import announced, say
 from tputrain.callbacks.callback import Callback, load_state_of
+from tputrain.errors import UserError
 from tputrain.loggers.console import BarLogger, PlainLogger, console_logger
 from tputrain.loggers.jsonl import JsonlLogger, read_jsonl
 
@@ -45,6 +52,66 @@ def test_a_run_that_begins_forgets_everything(tmp_path):
     write(tmp_path, [0, 1], resumed=False)
     write(tmp_path, [1], resumed=False)
     assert steps_in(tmp_path) == [1]
+
+
+def full(monkeypatch):
+    """Have the disk take ten bytes more, and then none."""
+    write_some = os.write
+    room = 10
+
+    def write(descriptor, data):
+        nonlocal room
+        if descriptor == 2:
+            return write_some(descriptor, data)
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = write_some(descriptor, data[:room])
+        room -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write)
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(tmp_path, monkeypatch, capfd):
+    logger = JsonlLogger(tmp_path)
+    logger.start(0, 10, False)
+    with monkeypatch.context() as patched:
+        full(patched)
+        for step in (1, 2, 3):
+            logger.log([{"step": step, "loss": 0.5}])
+            logger.sync()
+        assert capfd.readouterr().err.count("cannot be written (No space left on device)") == 1
+        assert steps_in(tmp_path) == []
+    logger.log([{"step": 4, "loss": 0.5}])
+    logger.close()
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    assert "metrics.jsonl can be written again" in capfd.readouterr().err
+
+
+def test_lines_that_were_never_written_are_counted_at_the_end(tmp_path, monkeypatch, capfd):
+    logger = JsonlLogger(tmp_path)
+    logger.start(0, 10, False)
+    full(monkeypatch)
+    logger.log([{"step": step} for step in (1, 2, 3)])
+    logger.close()
+    assert "metrics.jsonl: its last 3 lines could not be written and are lost" in capfd.readouterr().err
+
+
+def test_logs_that_cannot_be_begun_are_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"its logs cannot be written \(Is a directory\); make room or"):
+        JsonlLogger(tmp_path).start(0, 10, False)
+
+
+def test_a_line_for_a_standard_output_on_a_full_disk_ends_no_run(monkeypatch):
+    with Path("/dev/full").open("w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        say("what")
+        with announced("that"):
+            pass
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 def test_a_logger_that_was_never_started_writes_nothing(tmp_path):

@@ -172,6 +172,19 @@ def test_rollback_goes_back_and_past_the_bad_batch_and_logs_each_step_once(tmp_p
         assert ours == pytest.approx(theirs, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_report_that_the_disk_does_not_take_ends_no_run(tmp_path, policy, capfd):
+    (tmp_path / "nonfinite").touch()  # no directory can be made there
+    trainer = trainer_of(tmp_path, "cpu", policy, Batches(BAD))
+    trainer.fit()
+    assert trainer.step == trainer.cfg.trainer.steps
+    said = capfd.readouterr().err
+    assert f"step-{BAD}: the batch of a bad step cannot be kept ([Errno 20] Not a directory" in said
+    assert (f"step-{BAD}: what the replay of a bad step found cannot be kept" in said) is (
+        policy == "rollback"
+    )
+
+
 def test_a_step_that_a_rollback_left_out_stays_left_out_after_a_resume(tmp_path):
     trainer_of(tmp_path / "whole", "cpu", "rollback", Batches(BAD)).fit()
     trainer_of(tmp_path / "parts", "cpu", "rollback", Batches(BAD), steps=7).fit()

@@ -10,7 +10,7 @@ from torch import nn
 from tputrain import GroupConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.groups import freeze, parameter_groups
-from tputrain.optim.optimizer import build_optimizer, set_learning_rate
+from tputrain.optim.optimizer import build_optimizer, other_rates, set_learning_rate
 from tputrain.recipe import config_from_json, load_recipe
 
 
@@ -37,6 +37,18 @@ def settings_by_name(model: nn.Module, groups: list[dict]) -> dict[str, tuple[fl
         for group in groups
         for p in group["params"]
     }
+
+
+def test_learning_rates_of_groups_are_logged_where_they_differ():
+    plain = build_optimizer(Net(), OptimConfig(learning_rate=0.5))
+    assert len(plain.param_groups) == 2
+    assert other_rates(plain) == {}
+    scaled = [GroupConfig("layers.*", lr_scale=0.5)]
+    optimizer = build_optimizer(Net(), OptimConfig(learning_rate=0.5, groups=scaled))
+    set_learning_rate(optimizer, 0.4)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert 0.2 in rates[1:]
+    assert other_rates(optimizer) == {f"learning_rate_group_{n}": rates[n] for n in range(1, len(rates))}
 
 
 def test_groups_apply_by_name_and_later_ones_win():

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tputrain import batches
 from tputrain.data import DataError, PaddedSequences
 
 PADDING = 9999
@@ -32,9 +33,17 @@ def test_a_row_is_a_document_and_then_padding():
         [101, 102, -100, -100, -100, -100],
         [-100] * 6,
     ]
-    assert batch["document_ids"].tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1], [1] * 6]
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 0, 0, -1], [0, 0, 0, -1, -1, -1], [-1] * 6]
     assert batch["position_ids"].tolist() == [list(range(6))] * 3
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_padding_does_not_count_as_tokens():
+    assert batches.size(pad([5, 3]).batch_of(np.array([0, 1, -1]))) == 8
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    assert batches.size({"input_ids": ids}) == 12
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]])
+    assert batches.size({"input_ids": ids, "attention_mask": mask}) == 7
 
 
 def test_a_long_document_is_cut_and_the_cut_loses_no_label():

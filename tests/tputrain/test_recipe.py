@@ -51,6 +51,12 @@ def test_overrides_are_read_as_yaml_and_as_text_where_they_are_none(tmp_path):
     assert (cfg.data.files, cfg.run_dir, cfg.sample.prompt) == ("*.txt", "a=b", "def main(): ")
 
 
+def test_settings_of_a_model_elsewhere_are_taken_as_they_are_and_later_ones_win(tmp_path):
+    text = "model: {name: huggingface, config: {model_type: gpt2, n_embd: 8, task: {x: [1, 2]}}}"
+    config = load(tmp_path, text, "model.config.n_embd=16", "model.config.n_layer=2").model.config
+    assert config == {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "task": {"x": [1, 2]}}
+
+
 def test_accumulation_follows_from_the_tokens_of_a_batch(tmp_path):
     cfg = load(tmp_path, "batch: {tokens: 4096, sequences: 8}\ndata: {sequence_length: 128}")
     assert cfg.trainer.accumulate == 4
@@ -130,6 +136,31 @@ MISTAKES = [
     ),
     ("data: {vocab_size: 5000}", "data.vocab_size=5000: expected at most model.vocab_size=4096"),
     ("model: {name: lama-5m}", "model.name=lama-5m: no such model, did you mean llama-5m?"),
+    ("model: {config: 3}", "model.config=3: expected keys and values"),
+    ("model: {config: {a: 1}}", "model.config={'a': 1}: expected nothing with model.name=llama-5m"),
+    (
+        "model: {name: huggingface, config: {a: '${b}'}}",
+        "model.config: Interpolation key 'b' not found",
+    ),
+    ("data: {source: digits}", "model.name=llama-5m: expected vit-digits or import with data.source=digits"),
+    (
+        "model: {name: vit-digits}",
+        "model.name=vit-digits: expected a model of language with data.source=text",
+    ),
+    ("batch: {samples: 3}", "batch.samples=3: expected nothing (batch.tokens) with data.source=text"),
+    (
+        "model: {name: vit-digits}\ndata: {source: digits}",
+        "batch.samples=None: expected a number of images with data.source=digits",
+    ),
+    (
+        "model: {name: vit-digits, hidden_size: 30}\ndata: {source: digits}\nbatch: {samples: 3}",
+        "model.hidden_size=30: expected a multiple of model.num_attention_heads=4",
+    ),
+    ("data: {source: docstrings}", "data.format=text: expected messages with data.source=docstrings"),
+    (
+        "trainer: {metrics: [next_token_accuracy]}",
+        "trainer.metrics=next_token_accuracy: expected accuracy: in a recipe the labels are the next tokens",
+    ),
     ("seed: -1", "seed=-1: expected 0 or more"),
     ("seed: ${nothing}", "seed: Interpolation key 'nothing' not found"),
     ("include: llama", "include='llama': expected a list of names such as [model/llama-5m]"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.callbacks.monitored import MODES, Monitored
 from tputrain.config_checks import expect_choice
@@ -87,6 +88,9 @@ class BestCheckpoint(Callback):
 def _link(checkpoint: Path) -> None:
     """Lead `best` to `checkpoint`, at once and without a moment in which it leads nowhere."""
     new = checkpoint.with_name(f".{LINK}-new")
-    new.unlink(missing_ok=True)
-    new.symlink_to(checkpoint.name, target_is_directory=True)
-    os.replace(new, checkpoint.with_name(LINK))
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(checkpoint.name, target_is_directory=True)
+        os.replace(new, checkpoint.with_name(LINK))
+    except OSError as error:
+        say(f"note: {checkpoint.with_name(LINK)} does not lead to {checkpoint.name} ({error.strerror})")

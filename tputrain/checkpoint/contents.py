@@ -152,7 +152,7 @@ def optimizer_contents(
         {"params": [names[id(p)] for p in group["params"]], "options": _plain_options(group)}
         for group in optimizer.param_groups
     ]
-    return tensors, {"kind": type(optimizer).__name__, "values": values, "groups": groups}
+    return tensors, {"kind": _kind(optimizer), "values": values, "groups": groups}
 
 
 def load_optimizer(
@@ -165,11 +165,12 @@ def load_optimizer(
     """Put back what `save_optimizer` wrote, with these of the groups' options (learning rate, betas and their
     like); None: with all."""
     path = directory / OPTIMIZER
-    kind = type(optimizer).__name__
+    kind = _kind(optimizer)
     if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
         raise UserError(
             f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: "
-            "go on with the one the run was started with (optim.name in a recipe), or choose another run_dir"
+            "go on with the one the run was started with (optim.name, optim.master_weights in a recipe), or "
+            "choose another run_dir"
         )
     names = parameter_names(model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -192,6 +193,10 @@ def load_optimizer(
     described["state"] = {numbers[name]: state for name, state in states.items()}
     # PyTorch's own loading knows which state belongs on the device and which (step counts) on the host.
     optimizer.load_state_dict(described)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return getattr(optimizer, "kind", type(optimizer).__name__)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -87,6 +87,13 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
     _completed(parser.add_argument("target", metavar="RECIPE", help=help), shtab.FILE)
 
 
+def _swept(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--lowest", type=float, default=1e-6, help="where it begins (default: 1e-6)")
+    parser.add_argument("--highest", type=float, default=1.0, help="where it ends at the latest (default: 1)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default: 100)")
+
+
 def _run_dir(parser: argparse.ArgumentParser) -> None:
     help = "a run directory, such as runs/llama"
     _completed(parser.add_argument("target", metavar="RUN_DIR", help=help), shtab.DIRECTORY)
@@ -195,6 +202,15 @@ tputrain validate my.yaml                                     only checks the re
         """tputrain sample runs/llama --prompt "def "
 tputrain sample runs/llama --prompt "class " --temperature 0 --max-new-tokens 200""",
         _sampled,
+        takes_overrides=True,
+    ),
+    Verb(
+        "lr-find",
+        "find a learning rate: a short sweep, which leaves the run alone",
+        """tputrain lr-find llama
+tputrain lr-find my.yaml optim.name=muon --steps 200
+tputrain lr-find llama --lowest 1e-4 --highest 0.1     closer""",
+        _swept,
         takes_overrides=True,
     ),
     Verb(

@@ -8,15 +8,19 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from tputrain.announce import announced, say
+from tputrain.announce import announced, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.errors import UserError
 from tputrain.shipped import find_recipe
+
+_TIDYING_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _report(chosen.debug, str(error), code=2)
     except KeyboardInterrupt:
-        said = "interrupted before training began; nothing to save" if chosen.verb == "run" else "interrupted"
-        return _report(chosen.debug, said, code=130)
+        return _report(chosen.debug, _interrupted(chosen.verb), code=130)
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone: nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,11 +93,12 @@ def _dispatch(chosen: argparse.Namespace) -> int:
 
 def _with_torch(chosen: argparse.Namespace) -> int:
     say(f"tputrain {chosen.verb} {chosen.target}")
-    if chosen.verb == "run":
+    if chosen.verb in ("run", "lr-find"):
         find_recipe(chosen.target)  # before the seconds that the next line takes
-    with announced("loading PyTorch"):
+    with announced("loading PyTorch"), _leaving_at_once(chosen.verb):
         import torch  # noqa: F401
-    from tputrain.cli import verbs
+
+        from tputrain.cli import verbs
 
     match chosen.verb:
         case "run":
@@ -103,6 +107,12 @@ def _with_torch(chosen: argparse.Namespace) -> int:
             return verbs.resume(chosen.target, chosen.overrides)
         case "validate":
             return verbs.validate(chosen.target, chosen.overrides)
+        case "lr-find":
+            from tputrain.cli.lr_find import lr_find
+            from tputrain.lr_finder import SweepConfig
+
+            sweep = SweepConfig(chosen.lowest, chosen.highest, chosen.steps)
+            return lr_find(chosen.target, chosen.overrides, sweep)
         case "import":
             from tputrain.cli.hf_import import import_directory
 
@@ -119,6 +129,34 @@ def _report(debug: bool, message: str, code: int) -> int:
     return code
 
 
+def _interrupted(verb: str) -> str:
+    return "interrupted before training began; nothing to save" if verb == "run" else "interrupted"
+
+
+@contextmanager
+def _leaving_at_once(verb: str) -> Iterator[None]:
+    """SIGINT and SIGTERM end the process on the spot, which has made nothing so far.
+
+    Raised inside an import, an exception may be swallowed (PyTorch's C++ tries whether NumPy can be imported,
+    and takes it for a no): the run would go on, without NumPy.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        warn(f"tputrain: {_interrupted(verb)}")
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    # Until training begins, and takes this signal over, there is nothing to save.
+    # Until training begins, and takes this signal over, there is nothing to save, only to tidy up: which is
+    # not waited for where somebody's code swallows the exception, or takes long.
+    last_resort = threading.Timer(_TIDYING_SECONDS, os._exit, (128 + number,))
+    last_resort.daemon = True
+    last_resort.start()
     sys.exit(128 + number)

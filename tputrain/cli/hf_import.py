@@ -24,7 +24,7 @@ def import_directory(hf_directory: str, out: str) -> int:
         tokenizer = Tokenizer.load(source)
     except ValueError as error:
         raise UserError(f"{error}; only a byte-level BPE with that token can be imported") from None
-    length = min(DataConfig.sequence_length, model_config.resolve().max_position_embeddings)
+    length = min(DataConfig.sequence_length, model_config.limits()[0] or DataConfig.sequence_length)
     cfg = RecipeConfig(
         run_dir=str(directory),
         model=model_config,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,20 +10,30 @@ from torch import nn
 from tputrain.announce import announced, say
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
+from tputrain.checkpoint.named_directory import model_directory
 from tputrain.data import (
+    ImageBatches,
+    ImageData,
+    ImageEvaluation,
     StreamedText,
     TextData,
     Tokenizer,
     ValidationBatches,
     build_data,
+    build_images,
     build_stream,
     check_vocabulary,
     load_tokenizer,
 )
 from tputrain.device import find_device
-from tputrain.models import add_lora, build_initialized
+from tputrain.errors import UserError
+from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
+from tputrain.models import Llama, add_lora, build_initialized
+from tputrain.models.hf_llama import load_weights
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
+
+Data = TextData | StreamedText | ImageData
 
 
 @dataclass(frozen=True)
@@ -39,16 +50,16 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
     """
     find_device(cfg.device)  # a device that is not there is reported before the tokenizer is trained
-    tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(checkpoint)
+    tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
     data = _build_data(cfg, tokenizer, fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
-        trainer = _build_trainer(cfg, data)
+        trainer = _build_trainer(cfg, data, checkpoint)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     description = [
         *data.describe(),
         f"model: {cfg.model.name}, {num_parameters:,} parameters",
         cfg.batch.arithmetic(cfg.data.sequence_length),
-        f"run: {cfg.trainer.steps} steps, {cfg.trainer.steps * cfg.batch.tokens:,} tokens, in {cfg.run_dir}",
+        f"run: {cfg.trainer.steps} steps, {_how_much(cfg)}, in {cfg.run_dir}",
     ]
     return Job(trainer, description)
 
@@ -56,60 +67,114 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`."""
     find_device(cfg.device)
-    tokenizer, fingerprint = _started_with(checkpoint)
+    tokenizer, fingerprint = _started_with(cfg, checkpoint)
     data = _build_data(cfg, tokenizer, None)
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
     with announced(f"building {cfg.model.name}"):
-        return Trainer(_build_model(cfg), cfg, val_loader=_validation_batches(cfg, data))
+        return Trainer(_build_model(cfg, checkpoint), cfg, val_loader=_validation_batches(cfg, data))
 
 
-def _build_data(
-    cfg: RecipeConfig, tokenizer: Tokenizer | None, expected: str | None
-) -> TextData | StreamedText:
+def _how_much(cfg: RecipeConfig) -> str:
+    samples = cfg.batch.samples
+    return f"{cfg.trainer.steps * (samples or cfg.batch.tokens):,} {'images' if samples else 'tokens'}"
+
+
+def _build_data(cfg: RecipeConfig, tokenizer: Tokenizer | None, expected: str | None) -> Data:
+    if cfg.data.is_images:
+        return build_images(cfg.data, cfg.seed, expected)
     build = build_stream if cfg.data.streaming else build_data
     return build(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer, expected=expected)
 
 
-def _started_with(checkpoint: Path) -> tuple[Tokenizer, str | None]:
-    """The tokenizer of a run, and the fingerprint of its data (None in a checkpoint that does not say it)."""
+def _started_with(cfg: RecipeConfig, checkpoint: Path) -> tuple[Tokenizer | None, str | None]:
+    """The tokenizer of a run (None: it reads no text), and the fingerprint of its data (None in a checkpoint
+    that does not say it).
+    """
     data = contents.load_state(checkpoint)["data"] or {}
-    return load_tokenizer(checkpoint), data.get("fingerprint")
+    return None if cfg.data.is_images else load_tokenizer(checkpoint), data.get("fingerprint")
 
 
-def _validation_batches(cfg: RecipeConfig, data: TextData | StreamedText) -> ValidationBatches:
+def _training_batches(cfg: RecipeConfig, data: Data) -> Any:
+    if isinstance(data, ImageData):
+        assert cfg.batch.samples is not None, "RecipeConfig asks for it"
+        return ImageBatches(data.train, cfg.batch.samples, data.fingerprint)
+    return data.training_batches(cfg.batch.sequences, cfg.trainer.accumulate)
+
+
+def _validation_batches(cfg: RecipeConfig, data: Data) -> ValidationBatches | ImageEvaluation:
+    if isinstance(data, ImageData):
+        assert cfg.batch.samples is not None, "RecipeConfig asks for it"
+        return ImageEvaluation(data.validation, cfg.batch.samples)
     return ValidationBatches(data.validation, cfg.batch.sequences, data.tokenizer.token_bytes())
 
 
-def _build_model(cfg: RecipeConfig) -> nn.Module:
-    """The model of a recipe in its initial values."""
-    model = build_initialized(cfg.model, cfg.seed)
+def _build_model(cfg: RecipeConfig, checkpoint: Path | None) -> nn.Module:
+    """The model of a recipe: in its initial values, or in any where a `checkpoint` is loaded into it."""
+    if checkpoint is not None:
+        model = _build_shape(cfg, checkpoint)
+    else:
+        model = build_initialized(cfg.model, cfg.seed)
+        if isinstance(model, Llama) and cfg.model.path is not None and cfg.model.init == "weights":
+            _load_llama(model, cfg.model.path)
     if cfg.lora.rank > 0:
         add_lora(model, cfg.lora, cfg.seed)
     return model
 
 
-def _build_trainer(cfg: RecipeConfig, data: TextData | StreamedText) -> Trainer:
+def _build_shape(cfg: RecipeConfig, checkpoint: Path) -> nn.Module:
+    """A model for the weights of `checkpoint`; what it began with need not be there any more."""
+    model = cfg.model
+    if model.name == "huggingface":
+        model = replace(model, path=str(checkpoint), config={}, init="random")
+    return build_initialized(model, cfg.seed)
+
+
+def _load_llama(model: Llama, path: str) -> None:
+    directory = model_directory(path)
+    if directory is None:
+        raise UserError(
+            f"model.path={path}: no such directory; expected one with *.safetensors, or a run "
+            "(`tputrain run llama` makes one in runs/llama)"
+        )
+    load_weights(model, directory)
+
+
+def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None) -> Trainer:
+    tokenizer = None if isinstance(data, ImageData) else data.tokenizer
     vocab_size = cfg.model.limits()[1]
-    if vocab_size is not None:
-        check_vocabulary(data.tokenizer, vocab_size)
-    model = _build_model(cfg)
+    if tokenizer is not None and vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    model = _build_model(cfg, checkpoint)
     callbacks = []
-    if cfg.sample.max_new_tokens > 0:
-        callbacks.append(SampleText(data.tokenizer, cfg.sample, cfg.data.sequence_length))
+    if tokenizer is not None and cfg.sample.max_new_tokens > 0:
+        callbacks.append(SampleText(tokenizer, cfg.sample, cfg.data.sequence_length))
     return Trainer(
         model,
         cfg,
-        train_loader=data.training_batches(cfg.batch.sequences, cfg.trainer.accumulate),
+        train_loader=_training_batches(cfg, data),
         val_loader=_validation_batches(cfg, data),
         callbacks=callbacks,
-        tokenizer=data.tokenizer,
+        tokenizer=tokenizer,
     )
+
+
+def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
+    """Losses over the learning rates that are `chosen`, from the recipe's initial values."""
+    find_device(cfg.device)
+    data = _build_data(cfg, None, None)
+    with announced(f"building {cfg.model.name}"):
+        model = _build_model(cfg, None)
+    return find_learning_rate(model, cfg, _training_batches(cfg, data), sweep=chosen)
 
 
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
     """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
     device = find_device(cfg.device)
-    model = build_initialized(replace(cfg.model, init="random"), cfg.seed)
+    if cfg.data.is_images:
+        raise UserError(
+            f"{checkpoint}: its model reads images and writes no text; `tputrain validate` judges it"
+        )
+    model = _build_shape(cfg, checkpoint)
     contents.load_model(model, checkpoint)
     return model.to(device), load_tokenizer(checkpoint), device

@@ -21,7 +21,7 @@ from tputrain.sampling import generate
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
 
-_FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "seed")
+_FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "optim.master_weights", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
 _FIXED_AT_IMPORT = ("model.", "data.vocab_size", "seed")
 """What an imported run keeps: there are weights and a tokenizer, and nothing has been trained on."""
@@ -187,5 +187,12 @@ def _say_refused(path: Path, reason: str, used: Path) -> None:
 
 def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:
     say(f"checkpoint  {Path(str(cfg.run_dir)) / 'checkpoints' / f'step-{step}'}")
-    say(f'sample      tputrain sample {shlex.quote(str(cfg.run_dir))} --prompt "def "')
+    if not cfg.data.is_images:
+        run_dir, prompt = shlex.quote(str(cfg.run_dir)), _quoted(cfg.sample.prompt)
+        say(f"sample      tputrain sample {run_dir} --prompt {prompt}")
     say(f"resume      {command}")
+
+
+def _quoted(prompt: str) -> str:
+    """The prompt as a shell takes it, on one line."""
+    return f'"{prompt}"' if prompt.replace(" ", "").isalnum() else f"${prompt!r}"

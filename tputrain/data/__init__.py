@@ -1,7 +1,8 @@
-"""Text to train on: sources, tokenizer, packing. `build_data(DataConfig(), seed=0)` needs no network."""
+"""Text and images: sources, tokenizer, packing. `build_data(DataConfig(), 0)` needs no network."""
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataConfig, DataError
+from tputrain.data.images import ImageBatches, ImageData, ImageEvaluation, build_images
 from tputrain.data.loading import TrainingBatches, ValidationBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
@@ -15,6 +16,9 @@ __all__ = [
     "IGNORED_LABEL",
     "DataConfig",
     "DataError",
+    "ImageBatches",
+    "ImageData",
+    "ImageEvaluation",
     "PackedSequences",
     "PaddedSequences",
     "PretrainedTokenizer",
@@ -25,6 +29,7 @@ __all__ = [
     "TrainingBatches",
     "ValidationBatches",
     "build_data",
+    "build_images",
     "build_stream",
     "check_vocabulary",
     "load_tokenizer",

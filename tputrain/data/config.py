@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
 
-SOURCES = ("text", "jsonl", "csv", "parquet", "saved", "hub")
+SOURCES = ("text", "jsonl", "csv", "parquet", "saved", "hub", "docstrings", "digits")
 FORMATS = ("text", "messages", "prompt")
 LAYOUTS = ("packed", "padded")
 
@@ -20,7 +20,8 @@ class DataConfig:
 
     source: str = "text"
     """text: a file is a document; jsonl, csv, parquet: a row is one; saved: a directory that
-    `datasets.save_to_disk` wrote; hub: a dataset of the Hugging Face hub."""
+    `datasets.save_to_disk` wrote; hub: a dataset of the Hugging Face hub; docstrings: questions about Python
+    and their answers, made from its own source; digits: scikit-learn's images, with their classes."""
     files: str | None = None
     """Files as a glob, or several with commas between, `**` allowed; None: Python's own source (UTF-8)."""
     validation_files: str | None = None
@@ -46,7 +47,8 @@ class DataConfig:
     answer_column: str = "answer"
     """The answer's column of format=prompt."""
     tokenizer: str | None = None
-    """Directory or name of a Hugging Face tokenizer; None: a byte-level BPE is trained on the text."""
+    """Directory or name of a Hugging Face tokenizer, or a run with its own; None: a byte-level BPE is trained
+    on the text."""
     vocab_size: int = 4096
     """Entries of the byte-level BPE vocabulary, `<|endoftext|>` and the 256 bytes included."""
     sequence_length: int = 128
@@ -98,7 +100,7 @@ class DataConfig:
         by_name = self.source in ("saved", "hub")
         if by_name:
             expect(self.name is not None, "data.name", self.name, f"one, for data.source={self.source}")
-        elif self.is_rows:
+        elif self.source in ("jsonl", "csv", "parquet"):
             example = f"data.files='train/*.{self.source}'"
             expect(self.files is not None, "data.files", self.files, f"files to read, such as {example}")
         for key, value in (("name", self.name), ("validation_split", self.validation_split)):
@@ -117,17 +119,26 @@ class DataConfig:
 
     def _check_what_goes_together(self) -> None:
         expect(
-            self.format == "text" or self.is_rows,
+            self.format == "text" or (self.is_rows and not self.is_images),
             "data.format",
             self.format,
-            f"text with data.source=text; columns come from {', '.join(SOURCES[1:])}",
+            f"text with data.source={self.source}; columns come from {', '.join(SOURCES[1:6])}",
         )
+        if self.source == "docstrings":
+            is_messages = self.format == "messages"
+            expect(is_messages, "data.format", self.format, "messages with data.source=docstrings")
         if self.streaming:
-            expect(self.is_rows, "data.streaming", True, "false with data.source=text, which is read whole")
+            reads_rows = self.source not in ("text", "docstrings", "digits")
+            expect(reads_rows, "data.streaming", True, f"false with data.source={self.source}, read whole")
             expect(self.layout == "packed", "data.layout", self.layout, "packed with data.streaming=true")
             expect(
                 self.workers == 0, "data.workers", self.workers, "0 with data.streaming=true (data.prefetch)"
             )
+
+    @property
+    def is_images(self) -> bool:
+        """Whether the data is images with classes, and no text."""
+        return self.source == "digits"
 
     @property
     def is_rows(self) -> bool:

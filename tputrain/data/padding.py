@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tputrain.batches import IGNORED_LABEL
+from tputrain.batches import IGNORED_LABEL, PADDING
 from tputrain.data.config import DataError
 from tputrain.data.mapped_array import MappedArray
 from tputrain.data.packing import Batch, epoch_order
@@ -21,7 +21,7 @@ class PaddedSequences:
     A document longer than `sequence_length` is cut into rows; a row with nothing to learn is left out.
     A batch holds the same four tensors, of shape (sequences, a length): `buckets` lengths at most, evenly up
     to `sequence_length`, and all micro-batches of a step have the same one: so many programs are compiled. In
-    what fills a row up, after its text: `padding_id`, no labels, document 1 where the text is document 0.
+    what fills a row up, after its text: `padding_id`, no labels, document -1 where the text is document 0.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PaddedSequences:
             "input_ids": np.where(is_text, self._tokens[places], self._padding_id).astype(np.int64),
             "labels": np.where(is_label, self._tokens[nexts].astype(np.int64), IGNORED_LABEL),
             "position_ids": np.broadcast_to(columns, places.shape).copy(),
-            "document_ids": np.where(is_text, 0, 1),
+            "document_ids": np.where(is_text, 0, PADDING),
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 

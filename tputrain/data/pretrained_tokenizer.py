@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from tputrain.checkpoint.named_directory import model_directory
+from tputrain.checkpoint.state import STATE
 from tputrain.data.config import DataError
 from tputrain.data.files import nearest_path
 from tputrain.data.tokenizer import Tokenizer
@@ -26,10 +28,13 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def find_tokenizer(name: str) -> "PretrainedTokenizer":
+def find_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that data.tokenizer names. Raises DataError, one line, where there is none to use."""
+    directory = model_directory(name)
     try:
-        return PretrainedTokenizer.load(name)
+        if directory is not None and (directory / STATE).is_file():
+            return load_tokenizer(directory)  # a checkpoint of our own
+        return PretrainedTokenizer.load(directory or name)
     except ValueError as error:
         hint = nearest_path(name)
         suggestion = f"; did you mean {hint}?" if hint and not Path(name).exists() else ""

@@ -123,7 +123,7 @@ def _question(row: dict[str, Any], number: int, cfg: DataConfig) -> str | None:
     answer = _string(row, cfg.answer_column, number, cfg)
     if not answer:
         return None
-    return _conversation([{"role": "user", "content": question or ""}, {"role": ANSWERS, "content": answer}])
+    return conversation(question or "", answer)
 
 
 def _messages(row: dict[str, Any], number: int, cfg: DataConfig) -> str | None:
@@ -139,6 +139,11 @@ def _messages(row: dict[str, Any], number: int, cfg: DataConfig) -> str | None:
     if not any(message["role"] == ANSWERS and message["content"] for message in messages):
         raise _malformed(row, cfg.messages_column, number, f"a message of role {ANSWERS} to learn", cfg)
     return _conversation([{key: message[key] for key in ("role", "content")} for message in messages])
+
+
+def conversation(question: str, answer: str) -> str:
+    """One question and its answer as a document of format=messages: JSON."""
+    return _conversation([{"role": "user", "content": question}, {"role": ANSWERS, "content": answer}])
 
 
 def _conversation(messages: list[dict[str, str]]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from platform import python_version
 
 from tputrain.data.config import DataConfig, DataError
+from tputrain.data.docstrings import docstring_conversations
 from tputrain.data.files import find_files
 from tputrain.data.rows import empty, open_rows, read_documents
 
@@ -40,7 +41,7 @@ class Corpus:
     title: str
     documents: tuple[Document, ...]
     unit: str = "file"
-    """What a document is: a file, or a row, which is never cut in two."""
+    """What a document is: a file; or a row or question, which is never cut in two."""
     validation: tuple[Document, ...] = ()
     """What to be judged by, where the user names it."""
 
@@ -61,6 +62,8 @@ class Corpus:
 
 def read_corpus(cfg: DataConfig) -> Corpus:
     """The text that `cfg` names. Raises DataError where there is none to train on."""
+    if cfg.source == "docstrings":
+        return docstrings(cfg)
     if cfg.is_rows:
         return rows(cfg)
     if cfg.files is None:
@@ -78,6 +81,16 @@ def standard_library(root: Path) -> Corpus:
             "data.files='notes/*.txt'"
         )
     return corpus
+
+
+def docstrings(cfg: DataConfig) -> Corpus:
+    """Questions about the standard library, answered by its docstrings; a conversation is one document."""
+    source = standard_library(Path(sysconfig.get_path("stdlib")))
+    files = [(document.path, document.text) for document in source.documents]
+    made = docstring_conversations(files, source.digest().hex(), cfg.cache_dir)
+    return Corpus(
+        f"questions about the {source.title}", tuple(row_document(text) for text in made), unit="question"
+    )
 
 
 def _read_python_source(root: Path) -> Iterator[Document]:
@@ -147,7 +160,7 @@ def split(corpus: Corpus, validation_fraction: float) -> tuple[list[Document], l
     share = sum(document.num_bytes for document in validation) / corpus.num_bytes
     if validation_fraction / 2 <= share <= min(2 * validation_fraction, (1 + validation_fraction) / 2):
         return [d for d in corpus.documents if not is_held_out(d, validation_fraction)], validation
-    if corpus.unit == "row":
+    if corpus.unit != "file":
         return _split_rows(corpus, validation_fraction)
     train, validation = [], []
     for document in corpus.documents:

@@ -4,8 +4,9 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import IO
 
+from tputrain.errors import UserError
+from tputrain.loggers.appended_lines import AppendedLines
 from tputrain.loggers.logger import Logger, Record
 
 STEPS = "metrics.jsonl"
@@ -19,32 +20,36 @@ class JsonlLogger(Logger):
 
     def __init__(self, directory: Path | str):
         self.directory = Path(directory)
-        self._steps: IO[str] | None = None
-        self._evaluations: IO[str] | None = None
+        self._steps: AppendedLines | None = None
+        self._evaluations: AppendedLines | None = None
         self._evaluated_at = -1
 
     def start(self, step: int, total_steps: int, resumed: bool) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         last = step if resumed else -1
-        self._steps = _open_after(self.directory / STEPS, last)
-        self._evaluations = _open_after(self.directory / EVALUATIONS, last)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._steps = _open_after(self.directory / STEPS, last)
+            self._evaluations = _open_after(self.directory / EVALUATIONS, last)
+        except OSError as error:
+            raise UserError(
+                f"{self.directory}: its logs cannot be written ({error.strerror}); make room or make it "
+                "writable, and run again"
+            ) from None
         self._evaluated_at = evaluated_at(self.directory)
 
     def log(self, records: list[Record]) -> None:
         if self._steps is not None:
-            self._steps.writelines(_line(record) for record in records)
-            self._steps.flush()
+            self._steps.add("".join(_line(record) for record in records))
 
     def log_evaluation(self, record: Record) -> None:
         if self._evaluations is not None and record["step"] > self._evaluated_at:
             self._evaluated_at = record["step"]
-            self._evaluations.write(_line(record))
-            self._evaluations.flush()
+            self._evaluations.add(_line(record))
 
     def sync(self) -> None:
         for file in (self._steps, self._evaluations):
             if file is not None:
-                os.fsync(file.fileno())
+                file.sync()
 
     def close(self) -> None:
         for file in (self._steps, self._evaluations):
@@ -88,7 +93,7 @@ def _line(record: Record) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _open_after(path: Path, step: int) -> IO[str]:
+def _open_after(path: Path, step: int) -> AppendedLines:
     """The file opened for appending, with nothing in it that comes after `step`."""
     kept = [record for record in read_jsonl(path) if record["step"] <= step]
     rewritten = path.with_name(path.name + ".new")
@@ -97,4 +102,4 @@ def _open_after(path: Path, step: int) -> IO[str]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(rewritten, path)
-    return path.open("a", encoding="utf-8")
+    return AppendedLines(path)

@@ -1,9 +1,11 @@
 """Curves for TensorBoard: `tensorboard --logdir run_dir/tensorboard`."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tputrain.announce import warn
 from tputrain.errors import UserError
 from tputrain.loggers.jsonl import evaluated_at
 from tputrain.loggers.logger import Logger, Record, expect_run_dir, numbers_of
@@ -35,25 +37,32 @@ class TensorBoardLogger(Logger):
         self._writer = writer_class(log_dir=str(directory), purge_step=purge_step)
 
     def log(self, records: list[Record]) -> None:
-        for record in records:
-            self._add("train", record)
-        if self._writer is not None:
-            self._writer.flush()
+        self._add("train", records)
 
     def log_evaluation(self, record: Record) -> None:
-        if self._writer is not None and record["step"] > self._evaluated_at:
-            self._add("evaluation", record)
-            self._writer.flush()
+        if record["step"] > self._evaluated_at:
+            self._add("evaluation", [record])
 
-    def _add(self, group: str, record: Record) -> None:
+    def _add(self, group: str, records: list[Record]) -> None:
         if self._writer is None:
             return
-        for name, value in numbers_of(record).items():
-            self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+        try:
+            for record in records:
+                for name, value in numbers_of(record).items():
+                    self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+            self._writer.flush()
+        except OSError as error:
+            # Its thread has ended with that error, and tells it at every call from here on.
+            self._writer = None
+            warn(
+                f"{self.run_dir}: TensorBoard's curves end here ({error.strerror}); training goes on, and "
+                "metrics.jsonl has the numbers"
+            )
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # as above; what was logged has been flushed
+                self._writer.close()
             self._writer = None
 
 

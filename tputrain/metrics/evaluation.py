@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tputrain import batches as batch_of
 from tputrain.batches import Batch
@@ -50,6 +51,26 @@ class WeightedMeans:
         elif with_perplexity:
             means["perplexity"] = perplexity(means["loss"])
         return means
+
+
+@contextmanager
+def evaluated(model: nn.Module, with_logits: bool) -> Iterator[None]:
+    """`model` in its evaluation mode, and as it was afterwards.
+
+    `with_logits`: the models of this library give their logits beside the loss, as metrics want them; where
+    nobody does, and in training, logits need not live that long.
+    """
+    was_training = model.training
+    gives_logits = with_logits and hasattr(model, "gives_logits_with_loss")
+    model.eval()
+    try:
+        if gives_logits:
+            model.gives_logits_with_loss = True  # type: ignore[assignment]
+        yield
+    finally:
+        model.train(was_training)
+        if gives_logits:
+            model.gives_logits_with_loss = False  # type: ignore[assignment]
 
 
 def perplexity(loss: float) -> float:

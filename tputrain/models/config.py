@@ -1,6 +1,6 @@
 """Choosing a model by name, with changes, from a configuration file."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -9,12 +9,19 @@ from torch import nn
 
 from tputrain.config_checks import expect, expect_choice
 from tputrain.errors import UserError
-from tputrain.models.huggingface import INITS, limits, load_huggingface
+from tputrain.models.huggingface import (
+    INITS,
+    build_huggingface,
+    limits,
+    limits_said,
+    load_huggingface,
+)
 from tputrain.models.imported import import_model
 from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.models.vit import VIT_CONFIGS, Vit, VitConfig
 
-_PATHS = {"huggingface": "directory or name", "import": "package.module:function"}
+_ELSEWHERE = ("huggingface", "import")
 
 
 @dataclass(frozen=True)
@@ -22,11 +29,15 @@ class ModelConfig:
     """A model by name; a size below, where it is not None, replaces what the name of a Llama stands for."""
 
     name: str = "llama-5m"
-    """llama-...; huggingface: what is at `path`; import: what the code at `path` makes (trust_code=true)."""
+    """llama-...; huggingface: what is at `path`, or what `config` describes; import: what the code at `path`
+    makes (trust_code=true); vit-digits."""
     path: str | None = None
-    """huggingface: a directory or a name on the hub; import: package.module:function."""
+    """huggingface: a directory, a run or a name on the hub; import: package.module:function; llama-...: a
+    directory or a run whose weights to begin with (None: random ones)."""
     init: str = "weights"
-    """huggingface: weights (those that are there) or random."""
+    """huggingface, llama-...: weights (those at `path`) or random."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """huggingface without `path`: model_type and that type's own settings; its weights are random."""
     vocab_size: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -44,53 +55,90 @@ class ModelConfig:
         expect_choice("model.init", self.init, INITS)
         if not self.is_elsewhere:
             self.resolve()
+        else:
+            for key, value in self._sizes().items():
+                if (self.name, key) != ("huggingface", "activation_checkpointing"):
+                    expect(False, f"model.{key}", value, f"nothing with model.name={self.name}")
+        if self.is_vision:
             expect(self.path is None, "model.path", self.path, f"nothing with model.name={self.name}")
+        if self.name == "import":
+            expect(bool(self.path), "model.path", self.path, "package.module:function with model.name=import")
+        if self.name != "huggingface":
+            expect(not self.config, "model.config", self.config, f"nothing with model.name={self.name}")
             return
-        expect(bool(self.path), "model.path", self.path, f"a {_PATHS[self.name]} with model.name={self.name}")
-        for key, value in self._sizes().items():
-            expect(False, f"model.{key}", value, f"nothing with model.name={self.name}, which has its own")
+        expect(
+            bool(self.path) or bool(self.config),
+            "model.path",
+            self.path,
+            "a directory, a run or a name with model.name=huggingface (or model.config, to describe a model)",
+        )
+        expect(
+            not (self.path and self.config),
+            "model.config",
+            self.config,
+            f"nothing beside model.path={self.path}, which has its own",
+        )
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether the model is not one of this library's."""
-        return self.name in _PATHS
+        return self.name in _ELSEWHERE
+
+    @property
+    def is_vision(self) -> bool:
+        """Whether the model is one of this library's that sees images."""
+        return self.name in VIT_CONFIGS
 
     def limits(self) -> tuple[int | None, int | None]:
         """Positions and vocabulary, where they are known before the model is built."""
         if self.name == "huggingface":
-            return limits(str(self.path))
+            return limits(self.path) if self.path else limits_said(self.config)
         if self.is_elsewhere:
             return None, None
         shape = self.resolve()
+        if isinstance(shape, VitConfig):
+            return None, None
         return shape.max_position_embeddings, shape.vocab_size
 
     def _sizes(self) -> dict[str, Any]:
-        own = {"name", "path", "init"}
+        own = {"name", "path", "init", "config"}
         return {key: value for key, value in asdict(self).items() if key not in own and value is not None}
 
-    def resolve(self) -> LlamaConfig:
+    def resolve(self) -> LlamaConfig | VitConfig:
         """The full shape. Raises UserError where the name is unknown or the fields do not fit each other."""
-        if self.name not in LLAMA_CONFIGS:
-            nearest = get_close_matches(self.name, [*LLAMA_CONFIGS, *_PATHS], n=1, cutoff=0.0)[0]
-            known = ", ".join([*LLAMA_CONFIGS, *_PATHS])
+        shape = (LLAMA_CONFIGS | VIT_CONFIGS).get(self.name)
+        if shape is None:
+            names = [*LLAMA_CONFIGS, *VIT_CONFIGS, *_ELSEWHERE]
+            nearest = get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
             raise UserError(
-                f"model.name={self.name}: no such model, did you mean {nearest}? (known: {known})"
+                f"model.name={self.name}: no such model, did you mean {nearest}? (known: {', '.join(names)})"
             )
-        return replace(LLAMA_CONFIGS[self.name], **self._sizes())
+        sizes = self._sizes()
+        for key, value in sizes.items():
+            expect(hasattr(shape, key), f"model.{key}", value, f"nothing with model.name={self.name}")
+        return replace(shape, **sizes)
 
 
-def build_model(cfg: ModelConfig) -> Llama:
-    """A Llama with parameters allocated (on the current default device) but not in their initial values.
+def build_model(cfg: ModelConfig) -> Llama | Vit:
+    """One of this library's models, its parameters allocated (on the current default device) but not in their
+    initial values.
 
     `tputrain.models.initialize(model, seed)` gives those.
     """
-    return Llama(cfg.resolve())
+    shape = cfg.resolve()
+    return Llama(shape) if isinstance(shape, LlamaConfig) else Vit(shape)
 
 
 def build_initialized(cfg: ModelConfig, seed: int) -> nn.Module:
-    """The model of `cfg`, wherever it comes from, in its initial values."""
+    """The model of `cfg`, wherever it comes from, in its initial values.
+
+    A Llama's are random: what is at its `path` is read by who has use for it (`models.hf_llama`).
+    """
     if cfg.name == "huggingface":
-        return load_huggingface(str(cfg.path), cfg.init, seed)
+        recomputes = bool(cfg.activation_checkpointing)
+        if cfg.path is None:
+            return build_huggingface(cfg.config, seed, recomputes)
+        return load_huggingface(cfg.path, cfg.init, seed, recomputes)
     if cfg.name == "import":
         torch.manual_seed(seed)
         return import_model(str(cfg.path))

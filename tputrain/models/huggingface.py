@@ -2,71 +2,131 @@
 
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tputrain.batches import IGNORED_LABEL
+from tputrain.checkpoint.named_directory import model_directory
+from tputrain.config_checks import nearest
 from tputrain.errors import UserError
-from tputrain.models.llama import attention_bias
+from tputrain.models.llama import attention_bias, next_token_loss
+from tputrain.models.recompute import recomputed_call
 
+CONFIG = "config.json"
 INITS = ("weights", "random")
 
 
-def load_huggingface(path: str, init: str = "weights", seed: int = 0) -> nn.Module:
-    """The causal language model at `path`, a directory or a name on the hub, with float32 weights.
+def load_huggingface(
+    path: str, init: str = "weights", seed: int = 0, activation_checkpointing: bool = False
+) -> nn.Module:
+    """The causal language model at `path`, a directory, a run or a name on the hub, with float32 weights.
 
     `init`: its weights, or random ones by `seed`, drawn as `transformers` does. Parameters keep their names,
     so a checkpoint is a directory that `from_pretrained` reads; forward is that of `tputrain.models.Llama`:
-    labels are the next tokens, documents in a sequence do not see each other. Code that comes with a model is
-    never run. Raises UserError where it cannot be had.
+    labels are the next tokens, documents in a sequence do not see each other. `activation_checkpointing`:
+    layers are computed again in the backward pass. Code that comes with a model is never run. Raises
+    UserError where it cannot be had.
     """
+    transformers = _transformers()
+    source = str(model_directory(path) or path)
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise UserError(
-            "model.name=huggingface: expected the package transformers: pip install 'tputrain[huggingface]'"
-        ) from None
-    try:
-        if init == "weights":
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                config = AutoConfig.from_pretrained(path)
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if init == "random":
+            config = transformers.AutoConfig.from_pretrained(source)
+            return _adapted(_random(transformers, config, seed), activation_checkpointing)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"model.path={path}: cannot be loaded ({reason})") from None
-    _adapt(model)
-    return model
+        raise UserError(
+            f"model.path={path}: cannot be loaded ({reason}); expected a directory with config.json and "
+            "weights, a run, or a name on the hub (and a network)"
+        ) from None
+    return _adapted(model, activation_checkpointing)
+
+
+def build_huggingface(
+    config: Mapping[str, Any], seed: int = 0, activation_checkpointing: bool = False
+) -> nn.Module:
+    """The causal language model that `config` describes: `model_type` and that type's own settings, with
+    random weights by `seed`. Raises UserError for a type or a setting that `transformers` does not know.
+    """
+    transformers = _transformers()
+    settings = dict(config)
+    kind = settings.pop("model_type", None)
+    try:
+        known = transformers.AutoConfig.for_model(kind)
+    except ValueError:
+        hint = nearest(str(kind), list(transformers.CONFIG_MAPPING))
+        suggestion = f"; did you mean {hint}?" if hint else ""
+        raise UserError(
+            f"model.config.model_type={kind}: expected one that transformers knows, such as gpt2{suggestion}"
+        ) from None
+    names = [*known.to_dict(), *known.attribute_map]
+    for name, value in settings.items():
+        if name not in names:
+            hint = nearest(name, names) or "n_embd"
+            raise UserError(f"model.config.{name}={value}: unknown to {kind}; nearest known: {hint}")
+    try:
+        model = _random(transformers, transformers.AutoConfig.for_model(kind, **settings), seed)
+    except Exception as error:  # what checks of settings raise has no common type
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"model.config: transformers makes no {kind} of it ({reason})") from None
+    return _adapted(model, activation_checkpointing)
 
 
 def limits(path: str) -> tuple[int | None, int | None]:
     """Positions and vocabulary of the model in a local directory, where its config.json says them."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    directory = model_directory(path, only=(CONFIG,))
+    if directory is None:
         return None, None  # a name on the hub, or what `load_huggingface` will refuse
-    if not isinstance(config, dict):
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None, None
-    return config.get("max_position_embeddings", config.get("n_positions")), config.get("vocab_size")
+    return limits_said(config) if isinstance(config, dict) else (None, None)
 
 
-def _adapt(model: Any) -> None:
-    """Give `model` the forward of this library's models, and a `save_config` for its checkpoints."""
+def limits_said(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Positions and vocabulary where a model's configuration says them, in numbers."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    vocab_size = config.get("vocab_size")
+    return (
+        positions if isinstance(positions, int) else None,
+        vocab_size if isinstance(vocab_size, int) else None,
+    )
+
+
+def _transformers() -> Any:
+    try:
+        import transformers  # seconds, and only who asks for such a model needs it
+    except ImportError:
+        raise UserError(
+            "model.name=huggingface: expected the package transformers: pip install 'tputrain[huggingface]'"
+        ) from None
+    return transformers
+
+
+def _random(transformers: Any, config: Any, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
+    """`model` with the forward of this library's models, and a `save_config` for its checkpoints."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
+    if activation_checkpointing:
+        _recompute_layers(model)
 
     def adapted(
         input_ids: Tensor,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read.
         mask = attention_bias(places, document_ids, model.dtype)[:, 0]
@@ -75,12 +135,30 @@ def _adapt(model: Any) -> None:
         logits = forward(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra).logits
         if labels is None:
             return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        loss = next_token_loss(logits, labels)
+        return {"loss": loss, "logits": logits} if model.gives_logits_with_loss else loss
 
     def save_config(directory: Path) -> None:
         model.config.architectures = [type(model).__name__]
+        model.config.dtype = model.dtype
         model.config.save_pretrained(directory)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(directory)
 
-    model.forward, model.save_config = adapted, save_config
+    model.forward, model.save_config, model.gives_logits_with_loss = adapted, save_config, False
+    return model
+
+
+def _recompute_layers(model: Any) -> None:
+    """Have the layers of `model` computed again in the backward pass, by transformers' own switch."""
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        switch()
+    except ValueError:
+        raise UserError(
+            f"model.activation_checkpointing=True: expected false, {type(model).__name__} of transformers "
+            "does not support it"
+        ) from None
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = recomputed_call

@@ -126,6 +126,9 @@ LLAMA_CONFIGS: dict[str, LlamaConfig] = {
 class Llama(nn.Module):
     """The language model: token ids in, logits out, or the loss where labels are given."""
 
+    gives_logits_with_loss = False
+    """Where labels are given: {"loss", "logits"} instead of the loss alone, for metrics."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
@@ -139,7 +142,7 @@ class Llama(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         """Logits (B, S, V), or, with labels, the float32 mean cross-entropy (nats) over those that are not
         -100.
 
@@ -151,7 +154,8 @@ class Llama(nn.Module):
         logits = F.linear(hidden, self.output_weight)
         if labels is None:
             return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        loss = next_token_loss(logits, labels)
+        return {"loss": loss, "logits": logits} if self.gives_logits_with_loss else loss
 
     @property
     def output_weight(self) -> Tensor:
@@ -202,6 +206,11 @@ class Llama(nn.Module):
         directory = Path(directory)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (directory / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The float32 mean cross-entropy, in nats, of logits (B, S, V) over the labels (B, S) that count."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
 
 
 class Decoder(nn.Module):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tputrain.device import computed_again
 
@@ -20,6 +21,27 @@ def recomputed(layer: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
         return layer(hidden, *others)
     trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     return _Recomputed.apply(lambda values: layer(values, *others), hidden, *trainable)
+
+
+def recomputed_call(function: Callable[..., Any], *inputs: Any) -> Any:
+    """`function(*inputs)`, computed again in the backward pass, with the same random numbers: what
+    transformers asks for of each of its layers, whose outputs and further inputs may be anything.
+    """
+    calls = 0
+
+    def run(*values: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*(values if calls == 1 else _kept_apart(values)))
+
+    return checkpoint(run, *inputs, use_reentrant=False)
+
+
+def _kept_apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`values` with the hidden states, the first of them, as `computed_again` gives them."""
+    # Detached: only what the layer keeps for its backward pass is wanted of this computation.
+    (hidden,) = computed_again(values[0].detach())
+    return hidden.requires_grad_(values[0].requires_grad), *values[1:]
 
 
 class _Recomputed(torch.autograd.Function):

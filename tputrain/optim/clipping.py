@@ -12,11 +12,16 @@ def clip_gradients(
 
     Returns the norm of all gradients before either, a scalar on the device: nothing is read.
     """
-    if max_value is None and max_norm is not None:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)  # it gives the norm as well
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    before = norm = _norm(parameters)
     if max_value is not None:
         nn.utils.clip_grad_value_(parameters, max_value)
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm
+        norm = _norm(parameters)
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return before
+
+
+def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Of all gradients together; of those of half precision in float32."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return nn.utils.get_total_norm([g.float() if g.dtype.itemsize == 2 else g for g in gradients])

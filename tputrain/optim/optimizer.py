@@ -10,6 +10,7 @@ from tputrain.config_checks import expect, expect_above, expect_at_least, expect
 from tputrain.errors import UserError
 from tputrain.optim.adafactor import Adafactor, initial_state
 from tputrain.optim.groups import GroupConfig, parameter_groups
+from tputrain.optim.master_weights import round_weights
 from tputrain.optim.muon import MuonWithAdamW, split_groups
 from tputrain.optim.schedule_free import build_schedule_free
 
@@ -39,6 +40,8 @@ class OptimConfig:
     """Other settings for some parameters, by patterns of their names; later ones win."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of the names of parameters that are not trained."""
+    master_weights: bool = False
+    """The model's weights in bfloat16, for the optimizer to step float32 copies of them."""
     ema_decay: float | None = None
     """Evaluate and save an exponential moving average of the weights, such as 0.999; None: the weights."""
 
@@ -50,6 +53,14 @@ class OptimConfig:
         for key in ("beta1", "beta2", "momentum"):
             expect_share(f"optim.{key}", getattr(self, key))
             expect(getattr(self, key) < 1.0, f"optim.{key}", getattr(self, key), "a number below 1")
+        if self.master_weights:
+            has_averages = self.ema_decay is not None or self.name == "schedulefree"
+            expect(
+                not has_averages,
+                "optim.master_weights",
+                True,
+                "false with optim.ema_decay or optim.name=schedulefree, which average the weights themselves",
+            )
         if self.ema_decay is not None:
             is_share = 0.0 < self.ema_decay < 1.0
             expect(is_share, "optim.ema_decay", self.ema_decay, "a number between 0 and 1, or null")
@@ -63,7 +74,18 @@ class OptimConfig:
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over the trainable parameters of `model`, which are already on their device."""
+    """The optimizer of `cfg` over the trainable parameters of `model`, which are already on their device.
+
+    With `cfg.master_weights` the parameters are bfloat16 afterwards.
+    """
+    optimizer = _by_name(model, cfg)
+    if not cfg.master_weights:
+        return optimizer
+    create_state(optimizer)
+    return round_weights(model, optimizer)
+
+
+def _by_name(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
     groups = parameter_groups(model, cfg.weight_decay, cfg.groups)
     betas = (cfg.beta1, cfg.beta2)
     match cfg.name:
@@ -98,6 +120,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """Give every parameter group its share of `learning_rate`: all of it, or its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+
+
+def other_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Those of the parameter groups after the first, by name, where they differ from the first one's."""
+    first, *others = (float(group["lr"]) for group in optimizer.param_groups)
+    if all(rate == first for rate in others):
+        return {}
+    return {f"learning_rate_group_{number}": rate for number, rate in enumerate(others, 1)}
 
 
 @torch.no_grad()

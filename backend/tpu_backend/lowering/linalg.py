@@ -10,8 +10,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_in_range
 from tpu_backend.lowering.matmul import matmul
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering
 
@@ -48,12 +50,6 @@ def cholesky(self, upper=False):
     return cholesky_ex(self, upper=upper)[0]
 
 
-@lowering("linalg_inv_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
-def inv_ex(A, *, check_errors=False):
-    inverse = jnp.linalg.inv(A)
-    return inverse, _info(inverse)
-
-
 @lowering("linalg_qr")
 def qr(A, mode="reduced", out=None):
     if mode == "r":
@@ -73,8 +69,20 @@ def _nothing(spec):
     return jnp.zeros(spec.shape, spec.dtype)
 
 
+def _require_finite(A):
+    """Demand it in the words of PyTorch's CPU, which names the first matrix of a batch that is not."""
+    wrong = jnp.any(~jnp.isfinite(A), (-2, -1)).reshape(-1)
+    if wrong.size == 0:
+        return
+    first = jnp.where(jnp.any(wrong), jnp.argmax(wrong), -1)
+    which = "" if A.ndim == 2 else "(Batch element {index}): "
+    problem = "The algorithm failed to converge because the input matrix contained non-finite values."
+    require_in_range(first, -1, 0, torch.linalg.LinAlgError, f"linalg.svd: {which}{problem}")
+
+
 @lowering("_linalg_svd", on_tpu=_SVD_OF_FLOAT32)
 def svd(A, full_matrices=False, compute_uv=True, *, driver=None, out=None):
+    _require_finite(A)
     if compute_uv:
         return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
     return _nothing(out[0]), jnp.linalg.svd(A, compute_uv=False), _nothing(out[2])
@@ -128,14 +136,15 @@ def _needs_pivots(pivot):
 def lu_factor_ex(A, *, pivot=True, check_errors=False):
     _needs_pivots(pivot)
     factors, pivots, _ = lax.linalg.lu(A)
-    diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
-    singular = diagonal == 0
-    info = (
-        jnp.where(jnp.any(singular, -1), jnp.argmax(singular, -1) + 1, 0)
-        if A.size
-        else jnp.zeros(A.shape[:-2])
-    )
-    return factors, pivots + 1, info
+    return factors, pivots + 1, _first_zero_pivot(factors)
+
+
+def _first_zero_pivot(factors):
+    """Which element of the diagonal of U is the first that is zero, from 1; 0 where none is."""
+    singular = jnp.diagonal(factors, axis1=-2, axis2=-1) == 0
+    if factors.size == 0:
+        return jnp.zeros(factors.shape[:-2])
+    return jnp.where(jnp.any(singular, -1), jnp.argmax(singular, -1) + 1, 0)
 
 
 def _permutation(pivots, size):
@@ -183,6 +192,15 @@ def lu_solve(LU, pivots, B, *, left=True, adjoint=False):
         return jnp.take_along_axis(solution, jnp.argsort(permutation, -1)[..., None], -2)
     permuted = jnp.take_along_axis(B, permutation[..., None], -2)
     return _solve_triangular(upper, _solve_triangular(lower, permuted, False, True, True), True, True, False)
+
+
+@lowering("linalg_inv_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
+def inv_ex(A, *, check_errors=False):
+    factors, _, permutation = lax.linalg.lu(A)
+    lower, upper = _unpack(factors)
+    rows = _permutation_matrix(permutation, A.dtype).mT
+    inverse = _solve_triangular(upper, _solve_triangular(lower, rows, False, True, True), True, True, False)
+    return inverse, _first_zero_pivot(factors)
 
 
 # ---- least squares, by the pseudo-inverse: the drivers differ in what they report

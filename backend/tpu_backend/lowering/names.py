@@ -24,6 +24,9 @@ HIDDEN_WRITES = frozenset(
     {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm.out"}
 )
 
+# In-place operators whose functional one is not their name without the underscore behind it.
+_DUNDERS = {"__ilshift__": "__lshift__", "__irshift__": "__rshift__"}
+
 
 def overload_name(schema: torch._C.FunctionSchema) -> str:
     """``aten::add.Tensor`` as the table spells it: ``add.Tensor``."""
@@ -50,7 +53,10 @@ def functional_name(schema: torch._C.FunctionSchema) -> str | None:
         return None
     base = schema.name.removeprefix("aten::")
     wanted = _signature(schema.arguments)
-    stems = [base] if has_out else [base.removesuffix("_"), base]
+    if base in _DUNDERS:
+        stems = [_DUNDERS[base]]
+    else:
+        stems = [base] if has_out else [base.removesuffix("_"), base]
     for stem in stems:
         for candidate in (stem, f"{stem}_functional"):
             for other in _functional_overloads(candidate):

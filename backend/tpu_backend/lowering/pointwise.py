@@ -56,7 +56,6 @@ _UNARY = {
     "reciprocal": jnp.reciprocal,
     "round": _unless_integral(jnp.round),
     "rsqrt": lax.rsqrt,
-    "sgn": lambda self: self if self.dtype == jnp.bool_ else jnp.sign(self),
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
@@ -101,6 +100,11 @@ def sign(self):
     if self.dtype == jnp.bool_:
         return self
     return (self > 0).astype(self.dtype) - (self < 0).astype(self.dtype)  # 0 for NaN, as in PyTorch
+
+
+@lowering("sgn", promote="result")
+def sgn(self):
+    return jnp.sign(self) if jnp.issubdtype(self.dtype, jnp.complexfloating) else sign(self)
 
 
 @lowering("frac", promote="result")

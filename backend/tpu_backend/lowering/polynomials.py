@@ -74,6 +74,12 @@ for _kind, _parts in _KINDS.items():
 
 # ---- the others
 
+
+def _fused(x, y, term):
+    """x * y + term, rounded once, as in PyTorch's kernels: high degrees multiply what a product loses."""
+    return (x.astype(jnp.float64) * y + term).astype(x.dtype)
+
+
 _HERMITE_LIMIT = {"float32": 128, "float64": 512}  # PyTorch: NaN above
 
 
@@ -86,7 +92,7 @@ def _hermite(scale: int) -> Polynomial:
             x,
             jnp.minimum(degree, limit),
             scale * x,
-            lambda k, before, value: scale * (x * value - k * before),
+            lambda k, before, value: scale * _fused(x, value, -k * before),
         )
         return jnp.where(degree > limit, jnp.nan, value)
 

@@ -58,6 +58,11 @@ def _standard_normal(key, spec):
 
 @lowering("uniform", runtime=("from", "to"))
 def uniform(_self, from_=0.0, to=1.0, *, generator=None, key, out):
+    if jnp.issubdtype(out[0].dtype, jnp.complexfloating):
+        # PyTorch fills the real and the imaginary parts as one real tensor.
+        parts = jax.ShapeDtypeStruct((*out[0].shape, 2), jnp.finfo(out[0].dtype).dtype)
+        drawn = uniform(None, from_, to, key=key, out=(parts,))
+        return lax.complex(drawn[..., 0], drawn[..., 1])
     low, high = (jnp.asarray(value).astype(_float_dtype(out[0])) for value in (from_, to))
     return _final(_scaled(_unit(key, out[0]), high - low, low))
 
@@ -164,15 +169,15 @@ def randperm(n, *, generator=None, key, out, **options):
 # ---- distributions whose parameters are tensors
 
 
-@lowering(
-    "normal.Tensor_Tensor",
-    "normal.Tensor_float",
-    "normal.float_Tensor",
-    promote="result",
-    runtime=("mean", "std"),
-)
+@lowering("normal.Tensor_float", promote="result", runtime=("std",))
 def normal_of(mean, std=1.0, *, generator=None, key, out):
     return _final(_scaled(_standard_normal(key, out[0]), std, mean))
+
+
+@lowering("normal.Tensor_Tensor", "normal.float_Tensor", promote="result", runtime=("mean",))
+def normal_of_tensors(mean, std, *, generator=None, key, out):
+    require_all(std >= 0, RuntimeError, "normal expects all elements of std >= 0.0")
+    return normal_of(mean, std, key=key, out=out)
 
 
 @lowering("poisson", promote="opmath")

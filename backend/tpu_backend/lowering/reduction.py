@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, reduced_dims, wrap_dim
+from tpu_backend.lowering.pointwise import logaddexp
 from tpu_backend.lowering.registry import lowering, opmath
 
 
@@ -182,16 +183,17 @@ def norm(self, p=2, dim=None, keepdim=False, *, dtype=None, out=None):
 @lowering("logsumexp", promote="result")
 def logsumexp(self, dim, keepdim=False):
     dims = reduced_dims(dim, self.ndim)
-    largest = jnp.max(self, dims, keepdims=True, initial=-jnp.inf)
+    # PyTorch takes the real parts of complex numbers: any shift of that size keeps exp() finite.
+    largest = jnp.max(self.real, dims, keepdims=True, initial=-jnp.inf)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     total = jnp.log(jnp.sum(jnp.exp(self - largest), dims, keepdims=True)) + largest
     return total if keepdim else total.squeeze(dims)
 
 
 @lowering("renorm", static=("p",))
-def renorm(self, p, dim, maxnorm, *, out=None):
+def renorm(self, p, dim, maxnorm):
     others = tuple(axis for axis in range(self.ndim) if axis != wrap_dim(dim, self.ndim))
-    norms = vector_norm(self, p, others, True, out=out)
+    norms = vector_norm(self, p, others, True, out=(jnp.real(self),))
     maxnorm = jnp.asarray(maxnorm, norms.dtype)
     return self * jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
 
@@ -230,7 +232,17 @@ def _logcumsumexp(values, axis):
 
 
 def _complex_logcumsumexp(values, axis):
-    return lax.associative_scan(jnp.logaddexp, values, axis=axis)
+    """One after the other, as on the CPU: how often the imaginary part winds depends on the order."""
+
+    def step(total, value):
+        total = logaddexp(total, value)
+        return total, total
+
+    values = jnp.moveaxis(values, axis, 0)
+    if values.shape[0] > 0:
+        rest = lax.scan(step, values[0], values[1:])[1]
+        values = jnp.concatenate([values[:1], rest])
+    return jnp.moveaxis(values, 0, axis)
 
 
 @lowering("cummax")

@@ -310,7 +310,14 @@ def _is_vector(self: Tensor, b: Tensor) -> bool:
     return b.dim() == 1 or (b.dim() == self.dim() - 1 and b.shape == self.shape[:-1])
 
 
+def _sample_dirichlet(self: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A draw for each row of concentrations."""
+    _expect(self.is_floating_point() and self.dim() > 0)
+    return self.new_empty(self.shape)
+
+
 _LIKE_CPU = {
+    "_sample_dirichlet": _sample_dirichlet,
     "multi_margin_loss_backward": _like_self,
     "multilabel_margin_loss_backward": _like_self,
     "fractional_max_pool3d_backward": _like_self,

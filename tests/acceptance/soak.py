@@ -1,0 +1,150 @@
+"""A long run of a tiny model: nothing that a process holds may grow.
+
+    python -m tests.acceptance.soak [--steps 5000] [key=value ...]
+
+A Llama of 140,000 parameters on the tpu device, with everything that comes once in a while: log steps,
+evaluations with a sample of text, background checkpoints, a callback. Memory, the device's bytes, threads,
+open files and compiled programs are counted along the way, and the last fifth of the run is held against its
+second fifth: the first is warm-up. Takes 3 to 5 minutes on 2 cores. Exits with 1 where a bar does not hold.
+
+Resident memory may differ by 2 % or 8 MiB, whichever is more, between the two (allocators keep what they may
+need again, and that wanders), and its slope, from the second fifth on, may be 2 KiB a step; of everything
+else the most that was ever seen must be the same, but for the device's bytes, which may differ by 2 %.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.acceptance.fault_campaign import some_text
+from tests.benchmarks.bars import Row, print_table
+from tputrain import Callback, Trainer
+from tputrain import device as devices
+from tputrain.cli.job import build_job
+from tputrain.recipe import load_recipe
+
+SAMPLES = 250  # along the way
+MIB = 2**20
+RECIPE = """
+device: tpu
+run_dir: run
+model:
+  {name: llama-5m, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+   num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}
+data: {files: text.txt, vocab_size: 512, sequence_length: 64, cache_dir: cache}
+batch: {tokens: 512, sequences: 4}
+trainer: {evaluate_every: 100, evaluate_batches: 4}
+checkpoint: {every: 50}
+log: {every: 10, progress: none}
+sample: {max_new_tokens: 4}
+"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the process holds at one moment."""
+
+    step: int
+    resident_bytes: int
+    device_bytes: int
+    threads: int
+    open_files: int
+    programs: int
+
+
+class CountWhatIsHeld(Callback):
+    """Samples after every `every`th step; reads nothing from the device."""
+
+    def __init__(self, every: int):
+        self.every = every
+        self.samples: list[Held] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step % self.every == 0:
+            self.samples.append(
+                Held(
+                    trainer.step,
+                    devices.memory(torch.device("cpu")),
+                    devices.memory(trainer.device),
+                    len(os.listdir("/proc/self/task")),
+                    len(os.listdir("/proc/self/fd")),
+                    devices.compilations(trainer.device),
+                )
+            )
+            if len(self.samples) % 25 == 0:
+                print(self.samples[-1], flush=True)
+
+
+def main() -> int:
+    options = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="soak-") as work:
+        os.chdir(work)
+        Path("text.txt").write_text(some_text())
+        Path("soak.yaml").write_text(RECIPE)
+        cfg = load_recipe(Path("soak.yaml"), [f"trainer.steps={options.steps}", *options.overrides])
+        job = build_job(cfg)
+        counting = CountWhatIsHeld(max(1, options.steps // SAMPLES))
+        job.trainer.callbacks.append(counting)
+        job.trainer.fit()
+        os.chdir("/")
+    print()
+    return 0 if print_table(bars(counting.samples)) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.acceptance.soak", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings for the run")
+    parser.add_argument("--steps", type=int, default=5000, help="default: 5000")
+    options = parser.parse_args()
+    if options.steps < 500:
+        parser.error(f"--steps {options.steps}: expected at least 500, or there is no fifth to compare")
+    return options
+
+
+def bars(samples: list[Held]) -> list[Row]:
+    fifth = len(samples) // 5
+    early, late = samples[fifth : 2 * fifth], samples[-fifth:]
+
+    def medians(name: str) -> tuple[float, float]:
+        first, last = (statistics.median(getattr(held, name) for held in part) for part in (early, late))
+        return first, last
+
+    steps = [held.step for held in samples[fifth:]]
+    resident = [held.resident_bytes for held in samples[fifth:]]
+    slope = statistics.linear_regression(steps, resident).slope
+    before, after = medians("resident_bytes")
+    device_before, device_after = medians("device_bytes")
+    span = f"steps {steps[0]} to {steps[-1]}"
+    rows = [
+        Row(
+            "resident memory: growth, MiB",
+            (after - before) / MIB,
+            "<=",
+            max(0.02 * before, 8 * MIB) / MIB,
+            f"{before / MIB:.1f} to {after / MIB:.1f} MiB",
+        ),
+        Row("resident memory: slope, KiB a step", slope / 1024, "<=", 2.0, span),
+        Row(
+            "bytes on the device: growth",
+            device_after / device_before - 1,
+            "<=",
+            0.02,
+            f"{device_before / MIB:.2f} to {device_after / MIB:.2f} MiB",
+        ),
+    ]
+    for name in ("threads", "open_files", "programs"):
+        first, last = (max(getattr(held, name) for held in part) for part in (early, late))
+        rows.append(Row(f"{name.replace('_', ' ')}: growth", last - first, "<=", 0, f"{first} to {last}"))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

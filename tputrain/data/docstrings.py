@@ -1,0 +1,77 @@
+"""Questions and answers for who has none at hand: made from the docstrings of Python's standard library."""
+
+import ast
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from tputrain.announce import announced
+from tputrain.data.config import DataError
+from tputrain.data.rows import conversation
+
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+_SHORTEST_ANSWER = 15  # characters: less says nothing
+
+
+def docstring_conversations(sources: list[tuple[str, str]], digest: str, cache_dir: str) -> list[str]:
+    """A conversation (JSON) for each public module, class and function that says what it is for.
+
+    `sources`: (path, text) of Python files, paths relative with forward slashes; `digest` names them all. The
+    answer is the docstring's first paragraph. Reading all that source takes seconds, so the result is kept in
+    `cache_dir`.
+    """
+    path = Path(cache_dir).expanduser() / f"docstrings-{digest}.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        pass  # not made yet, or damaged: made now
+    with announced("questions: reading docstrings, once"):
+        made = [
+            conversation(question, answer)
+            for name, text in sources
+            for question, answer in questions_of(name, text)
+        ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(made), encoding="utf-8")
+        unfinished.rename(path)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir={cache_dir}: cannot write there ({error.strerror}): name another directory"
+        ) from None
+    return made
+
+
+def questions_of(path: str, text: str) -> Iterator[tuple[str, str]]:
+    """Question and answer for everything public in the source `text` of the module at `path`."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    if any(part.startswith("_") for part in module.split(".")):
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of old escapes in somebody else's strings
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return  # templates and the like
+    yield from _answered(f"What is the module {module} for?", tree)
+    yield from _questions_below(module, tree)
+
+
+def _questions_below(name: str, node: ast.Module | ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for child in node.body:
+        if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+            yield from _answered(f"What is the class {name}.{child.name} for?", child)
+            yield from _questions_below(f"{name}.{child.name}", child)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+            names = [argument.arg for argument in child.args.args if argument.arg not in ("self", "cls")]
+            yield from _answered(f"What does {name}.{child.name}({', '.join(names)}) do?", child)
+
+
+def _answered(question: str, node: Definition) -> Iterator[tuple[str, str]]:
+    said = ast.get_docstring(node)
+    answer = " ".join((said or "").strip().split("\n\n")[0].split())
+    if len(answer) >= _SHORTEST_ANSWER:
+        yield question, answer

@@ -1,0 +1,91 @@
+"""bfloat16 weights that learn in float32: the optimizer steps exact copies, and the model gets them rounded.
+
+A bfloat16 number has 8 significant bits: an update below 1/256 of a weight would be lost in it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+MASTER = "master"
+"""The key of a parameter's float32 copy in the optimizer's state, and so in optimizer.safetensors."""
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """An optimizer over float32 copies of bfloat16 parameters, the masters.
+
+    Its groups hold the model's parameters, its state by parameter is that of `inner` by master, and the
+    master itself. Gradients are bfloat16, as the backward pass leaves them, also where they are summed over
+    micro-batches; `inner` gets them in float32.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, masters: dict[nn.Parameter, nn.Parameter]):
+        """`inner`: over the values of `masters`, with its state made; `masters`: by the model's parameter."""
+        self.inner = inner
+        self._masters = masters
+        parameter_of = {id(master): parameter for parameter, master in masters.items()}
+        groups = [
+            group | {"params": [parameter_of[id(master)] for master in group["params"]]}
+            for group in inner.param_groups
+        ]
+        super().__init__(groups, {})
+        self.kind = f"{type(self).__name__} of {type(inner).__name__}"
+        """What a checkpoint calls it: its state is that of the one inside."""
+        self._share_state()
+
+    def _share_state(self) -> None:
+        for parameter, master in self._masters.items():
+            state = self.inner.state[master]
+            state[MASTER] = master.detach()
+            self.state[parameter] = state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs.update({key: value for key, value in ours.items() if key != "params"})
+        trained = [(p, master) for p, master in self._masters.items() if p.grad is not None]
+        for parameter, master in trained:
+            master.grad = parameter.grad.float()  # type: ignore[union-attr]
+        # Without the hooks around `step`: the end of an optimizer's step is where the tpu device ends a
+        # program, and the weights are to be rounded in the same one.
+        self.inner.step.__wrapped__(self.inner)  # type: ignore[attr-defined]
+        for parameter, master in trained:
+            parameter.copy_(master)
+            master.grad = None
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave; PyTorch's own way would round it to the parameters' dtype."""
+        self.inner.load_state_dict(state_dict)
+        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+        for master in self._masters.values():
+            master.copy_(self.inner.state[master][MASTER])
+        self._share_state()
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> MasterWeights:
+    """Make the float32 parameters of `model` bfloat16, in place, and have `optimizer`, built on them and with
+    its state made, step float32 copies instead.
+
+    Frozen parameters become bfloat16 too and need no copy; buffers stay.
+    """
+    trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    masters = {p: nn.Parameter(p.detach().clone()) for p in trained.values()}
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.bfloat16()
+    for group in optimizer.param_groups:
+        group["params"] = [masters[parameter] for parameter in group["params"]]
+    for parameter, master in masters.items():
+        optimizer.state[master] = optimizer.state.pop(parameter, {})
+    return MasterWeights(optimizer, masters)
