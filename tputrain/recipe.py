@@ -299,7 +299,10 @@ def _to_dict(node: DictConfig, sources: dict[str, str], key: str) -> dict[str, A
     try:
         return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
+        source = next(
+            (source for name, source in reversed(sources.items()) if name.startswith(key)), "defaults"
+        )
+        raise UserError(f"{source}: {key}: {_first_line(error)}") from None
 
 
 def _known_keys(kind: type, prefix: str = "") -> dict[str, Any]:

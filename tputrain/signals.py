@@ -165,6 +165,11 @@ _open_pipe: int | None = None
 """Where this process's signals go while it is watched."""
 
 
+def is_watching() -> bool:
+    """Whether some SignalWatch takes this process's signals now."""
+    return _open_pipe is not None
+
+
 def _leave_the_pipe_to_the_parent() -> None:
     # A Ctrl-C on the terminal reaches the workers of a data loader too, and must not count once for each.
     if _open_pipe is not None:

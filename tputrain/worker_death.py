@@ -40,7 +40,7 @@ def deaths_named() -> Iterator[None]:
 
 
 def _line(found: re.Match[str]) -> str:
-    how = "ended by itself"
+    how = "ended, killed or crashed"
     if found["signal"]:
         how = f"was killed by a signal ({found['signal'].strip()})"
     elif found["code"]:

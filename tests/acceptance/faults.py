@@ -64,9 +64,13 @@ class Scene:
         self.base = self.newest_step()
         return self.run.start(program or ("tputrain.cli",), environment, preexec=obey_file_modes)
 
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.run.run_dir / "checkpoints")
+
     def newest_step(self) -> int:
         """The step of the newest whole checkpoint; 0 where there is none."""
-        newest = CheckpointStore(self.run.run_dir / "checkpoints").newest(lambda *_: None)
+        newest = self.checkpoints.newest(lambda *_: None)
         return 0 if newest is None else int(newest.name.rpartition("-")[2])
 
     def some_step(self) -> int:
@@ -98,14 +102,9 @@ def killed(moment: str) -> Inflict:
         for _ in range(MAX_TRIES):
             process = scene.start()
             where = wait_for_moment(scene, process, moment)
-            saving = process.step_being_saved()
-            process.kill()
+            struck = kill(scene, process, where)
             if IS_AT[moment](process):  # asked again: the moment may have passed before the signal came
                 break
-        struck = scene.struck(process, where, -signal.SIGKILL)
-        if saving is not None:
-            # Steps made while a checkpoint is being written are not in it.
-            struck.may_lose += max(0, struck.reached - saving)
         return struck
 
     return inflict
@@ -193,12 +192,13 @@ def corrupted(how: str) -> Inflict:
 
     def inflict(scene: Scene) -> Struck:
         process = scene.start()
-        wait_for_step(scene, process, max(scene.some_step(), 2 * INTERVAL + 1))
-        process.kill()
+        wait_for_step(scene, process, scene.some_step())
+        expect(process, lambda: len(scene.checkpoints.steps()) >= 2, "no second checkpoint")
+        struck = kill(scene, process, "the newest checkpoint")
         step = scene.newest_step()
         files = sorted((scene.run.run_dir / "checkpoints" / f"step-{step}").iterdir())
         damage(scene.choice.choice(files), how, scene.choice)
-        struck = scene.struck(process, f"step {step}, the newest checkpoint", -signal.SIGKILL)
+        struck.moment += f", of step {step}"
         struck.may_lose += INTERVAL  # what is gone with the damaged one
         if scene.newest_step() >= step:
             struck.problems.append(f"damaged checkpoint of step {step} accepted")
@@ -227,7 +227,7 @@ def worker_killed(scene: Scene) -> Struck:
     os.kill(worker, signal.SIGKILL)
     wait_for_end(process, 60)
     struck = scene.struck(process, where, 1)
-    if f"data worker (pid {worker}) was killed by a signal" not in process.output():
+    if f"data worker (pid {worker}) " not in process.output():
         struck.problems.append("the worker is not named")
     return struck
 
@@ -300,6 +300,17 @@ def wait_for_moment(scene: Scene, process: RecipeProcess, moment: str) -> str:
 def wait_for_step(scene: Scene, process: RecipeProcess, step: int) -> None:
     if not process.wait_for(lambda: process.has_reached(step), poll_seconds=0.01, may_fail=True):
         raise MissedError(process.last_line())
+
+
+def kill(scene: Scene, process: RecipeProcess, where: str) -> Struck:
+    """SIGKILL to the process and its workers."""
+    saving = process.step_being_saved()
+    process.kill()
+    struck = scene.struck(process, where, -signal.SIGKILL)
+    if saving is not None:
+        # Steps made while a checkpoint is being written are not in it.
+        struck.may_lose += max(0, struck.reached - saving)
+    return struck
 
 
 def terminate(

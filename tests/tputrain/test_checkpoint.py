@@ -273,7 +273,7 @@ class Disk:
         self.failures, self.tried = dict(failures), []
         write = CheckpointStore.write
 
-        def write_or_fail(store, step, fill, num_bytes=0):
+        def write_or_fail(store, step, fill, *more):
             def fill_or_fail(directory: Path) -> None:
                 fill(directory)
                 self.tried.append(step)
@@ -281,7 +281,7 @@ class Disk:
                     self.failures[step] -= 1
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            return write(store, step, fill_or_fail, num_bytes)
+            return write(store, step, fill_or_fail, *more)
 
         monkeypatch.setattr(CheckpointStore, "write", write_or_fail)
 
@@ -333,7 +333,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_is_not_in_it(tmp_pat
     goes_on = threading.Event()
     trainer = build(tmp_path)
     trainer.store.write, write = (
-        lambda step, fill, num_bytes: (goes_on.wait(60), write(step, fill, num_bytes))[1],
+        lambda *arguments: (goes_on.wait(60), write(*arguments))[1],
         trainer.store.write,
     )
 

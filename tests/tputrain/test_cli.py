@@ -1,11 +1,13 @@
 """The command line: verbs, exit codes, and how soon it speaks."""
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint import integrity
 from tputrain.cli import main
 from tputrain.loggers.jsonl import read_jsonl
+from tputrain.signals import SignalWatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,6 +243,31 @@ def test_a_key_pressed_outside_training_is_one_line(capsys, monkeypatch, argumen
     monkeypatch.setattr(f"tputrain.cli.verbs.{arguments[0]}", interrupt)
     assert main(arguments) == 130
     assert capsys.readouterr().err == f"tputrain: {message}\n"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_sigterm_that_somebody_swallows_is_acted_on_all_the_same(monkeypatch, has_begun):
+    seen: list[int | None] = []
+    acted = threading.Event()
+
+    def swallow(*arguments) -> int:
+        with contextlib.suppress(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        with SignalWatch() if has_begun else contextlib.nullcontext() as watch:
+            until = time.monotonic() + 30
+            while not acted.is_set() and time.monotonic() < until:
+                time.sleep(0.01)
+                if has_begun and watch.received is not None:
+                    seen.append(watch.received)
+                    acted.set()
+        return 0
+
+    monkeypatch.setattr("tputrain.cli.verbs.run", swallow)
+    monkeypatch.setattr("tputrain.cli.command._TIDYING_SECONDS", 0.2)
+    monkeypatch.setattr(os, "_exit", lambda code: (seen.append(code), acted.set()))
+    main(["run", "llama"])
+    assert seen == [signal.SIGTERM if has_begun else 143]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

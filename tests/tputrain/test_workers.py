@@ -89,7 +89,7 @@ def test_a_dead_worker_of_a_users_loader_ends_the_run_with_one_line(tmp_path):
             "DataLoader worker (pid 12) is killed by signal: Killed. ",
             "pid 12) was killed by a signal (Killed)",
         ),
-        ("DataLoader worker (pid(s) 3, 4) exited unexpectedly", "pid 3, 4) ended by itself"),
+        ("DataLoader worker (pid(s) 3, 4) exited unexpectedly", "pid 3, 4) ended, killed or crashed"),
         (
             "DataLoader worker (pid 5) exited unexpectedly with exit code 1. Details are lost due to "
             "multiprocessing.",

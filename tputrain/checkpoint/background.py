@@ -1,5 +1,6 @@
 """Checkpoints written by a thread, one at a time, while training goes on."""
 
+import functools
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import NamedTuple, NoReturn
 from safetensors import SafetensorError
 
 from tputrain.announce import say, warn
+from tputrain.checkpoint.pace import Pace
 from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 
@@ -27,9 +29,12 @@ class Written(NamedTuple):
 
 
 class BackgroundWriter:
-    """Writes snapshots into a store. At most one write is in flight."""
+    """Writes snapshots into a store. At most one write is in flight, and takes its time until it is waited
+    for.
+    """
 
     def __init__(self) -> None:
+        self._pace = Pace()
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._bug: BaseException | None = None
@@ -47,6 +52,7 @@ class BackgroundWriter:
     def start(self, store: CheckpointStore, snapshot: Snapshot) -> None:
         """Begin to write; the write before must have been finished."""
         assert self._thread is None, "a checkpoint is being written already"
+        self._pace = Pace()
         # No daemon: the interpreter waits for it, so that an exit does not cut a checkpoint off.
         self._thread = threading.Thread(target=self._write, args=(store, snapshot), name="checkpoint")
         self._thread.start()
@@ -57,7 +63,7 @@ class BackgroundWriter:
         Raises what was raised in it, where that was not the disk's fault.
         """
         assert self._thread is not None, "no checkpoint is being written"
-        self._thread.join()
+        self.wait()
         written, bug, self._thread, self._written, self._bug = self._written, self._bug, None, None, None
         if bug is not None:
             raise bug
@@ -76,12 +82,14 @@ class BackgroundWriter:
     def wait(self) -> None:
         """Wait for the write in flight, if any; it is still there to be finished."""
         if self._thread is not None:
+            self._pace.hurry()
             self._thread.join()
 
     def _write(self, store: CheckpointStore, snapshot: Snapshot) -> None:
         began, error, mirror_error = time.perf_counter(), None, None
         try:
-            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+            fill = functools.partial(snapshot.fill, rest=self._pace.rest)
+            store.write(snapshot.step, fill, snapshot.num_bytes, self._pace.rest)
         except (OSError, SafetensorError) as failure:
             error = str(failure)
         except BaseException as bug:

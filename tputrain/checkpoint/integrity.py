@@ -8,27 +8,32 @@ byte of each file is vouched for, and a directory without `COMPLETE` was never f
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tputrain.checkpoint.pace import no_rest
 from tputrain.errors import UserError
 
 CHECKSUMS = "checksums.json"
 COMPLETE = "COMPLETE"
+_PIECE = 4 << 20  # bytes: some milliseconds of work
 
 
 class DamagedCheckpointError(Exception):
     """One line that names the file and what is wrong with it."""
 
 
-def seal(directory: Path) -> None:
-    """Vouch for every file in `directory` (flat), and force everything to the disk."""
+def seal(directory: Path, rest: Callable[[], None] = no_rest) -> None:
+    """Vouch for every file in `directory` (flat), and force everything to the disk; `rest` is called between
+    pieces of that.
+    """
     names = sorted(path.name for path in directory.iterdir())
     for name in names:
         _sync(directory / name)
+        rest()
     digests = {
-        name: {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
+        name: {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name, rest)}
         for name in names
     }
     _write_synced(directory / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
@@ -90,9 +95,13 @@ def _vouch_for(checksums: bytes) -> str:
     return f"{digest}\n{hashlib.sha256(digest.encode()).hexdigest()}\n"
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Path, rest: Callable[[], None] = no_rest) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            rest()
+    return digest.hexdigest()
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -3,10 +3,7 @@
 from pathlib import Path
 
 from tputrain.announce import say
-from tputrain.checkpoint.store import CheckpointStore
-
-CHECKPOINTS = "checkpoints"
-"""Where a run keeps them."""
+from tputrain.checkpoint.store import CHECKPOINTS, CheckpointStore
 
 
 def model_directory(name: str, only: tuple[str, ...] = ()) -> Path | None:

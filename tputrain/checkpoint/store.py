@@ -12,8 +12,12 @@ from pathlib import Path
 from tputrain.announce import announced
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.checkpoint.mirror import Mirror
+from tputrain.checkpoint.pace import no_rest
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+"""Where below its directory a run keeps them."""
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
@@ -76,7 +80,7 @@ class CheckpointStore:
     @classmethod
     def of_run(cls, run_dir: Path | str, cfg: CheckpointConfig) -> "CheckpointStore":
         """That of a run. Raises UserError where nothing serves the URL of its mirror."""
-        store = cls(Path(run_dir) / "checkpoints", cfg.keep_last, cfg.keep_every)
+        store = cls(Path(run_dir) / CHECKPOINTS, cfg.keep_last, cfg.keep_every)
         store.mirror = None if cfg.mirror is None else Mirror(cfg.mirror)
         return store
 
@@ -91,8 +95,15 @@ class CheckpointStore:
         matches = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def write(self, step: int, fill: Callable[[Path], None], num_bytes: int = 0) -> Path:
+    def write(
+        self,
+        step: int,
+        fill: Callable[[Path], None],
+        num_bytes: int = 0,
+        rest: Callable[[], None] = no_rest,
+    ) -> Path:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
+        `rest` is called between pieces of the work.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
         before, once `recover` has been called. Raises OSError where the disk fails, or has not `num_bytes`
@@ -106,7 +117,7 @@ class CheckpointStore:
         unfinished.mkdir()
         try:
             fill(unfinished)
-            seal(unfinished)
+            seal(unfinished, rest)
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
             raise

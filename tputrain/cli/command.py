@@ -9,18 +9,20 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from tputrain import signals
 from tputrain.announce import announced, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.errors import UserError
 from tputrain.shipped import find_recipe
 
-_TIDYING_SECONDS = 10.0
+_TIDYING_SECONDS = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,9 +156,18 @@ def _leaving_at_once(verb: str) -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    # Until training begins, and takes this signal over, there is nothing to save, only to tidy up: which is
-    # not waited for where somebody's code swallows the exception, or takes long.
-    last_resort = threading.Timer(_TIDYING_SECONDS, os._exit, (128 + number,))
-    last_resort.daemon = True
-    last_resort.start()
+    # Until training begins, and takes this signal over, there is nothing to save, only to tidy up.
+    threading.Thread(target=_insist, args=(number,), daemon=True).start()
     sys.exit(128 + number)
+
+
+def _insist(number: int) -> None:
+    """See to it that the process leaves, also where what was raised came to nothing.
+
+    An exception in a callback of the garbage collector, and JAX has one, is only printed.
+    """
+    time.sleep(_TIDYING_SECONDS)
+    if signals.is_watching():
+        os.kill(os.getpid(), number)  # training has begun meanwhile: it saves first
+    else:
+        os._exit(128 + number)

@@ -7,9 +7,8 @@ from pathlib import Path
 from tputrain.announce import say
 from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
 from tputrain.checkpoint.state import STATE
-from tputrain.checkpoint.store import CheckpointStore, damage
+from tputrain.checkpoint.store import CHECKPOINTS, CheckpointStore, damage
 from tputrain.errors import UserError
-from tputrain.report.run_files import CHECKPOINTS
 
 # What only going on with the training needs.
 _LEFT_OUT = {STATE, "optimizer.safetensors", CHECKSUMS, COMPLETE}

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tputrain.announce import say
+from tputrain.checkpoint.store import CHECKPOINTS
 from tputrain.errors import UserError
 from tputrain.report.numbers import seconds_text
-from tputrain.report.run_files import CHECKPOINTS, Run, is_run, read_run
+from tputrain.report.run_files import Run, is_run, read_run
 from tputrain.report.series import points
 
 _DEEPEST = 4  # directories below the one that was named

@@ -53,19 +53,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         expect_choice("model.init", self.init, INITS)
-        if not self.is_elsewhere:
-            self.resolve()
+        condition = f"with model.name={self.name}"
+        if self.name == "huggingface":
+            self._check_one_of_path_and_config()
         else:
-            for key, value in self._sizes().items():
-                if (self.name, key) != ("huggingface", "activation_checkpointing"):
-                    expect(False, f"model.{key}", value, f"nothing with model.name={self.name}")
-        if self.is_vision:
-            expect(self.path is None, "model.path", self.path, f"nothing with model.name={self.name}")
+            expect(not self.config, "model.config", self.config, f"nothing {condition}")
         if self.name == "import":
-            expect(bool(self.path), "model.path", self.path, "package.module:function with model.name=import")
-        if self.name != "huggingface":
-            expect(not self.config, "model.config", self.config, f"nothing with model.name={self.name}")
-            return
+            expect(bool(self.path), "model.path", self.path, f"package.module:function {condition}")
+        if self.is_elsewhere:
+            for key, value in self._sizes().items():
+                is_known = (self.name, key) == ("huggingface", "activation_checkpointing")
+                expect(is_known, f"model.{key}", value, f"nothing {condition}")
+        else:
+            self.resolve()
+            expect(not (self.is_vision and self.path), "model.path", self.path, f"nothing {condition}")
+
+    def _check_one_of_path_and_config(self) -> None:
         expect(
             bool(self.path) or bool(self.config),
             "model.path",

@@ -6,13 +6,11 @@ from typing import Any
 
 from tputrain.checkpoint.integrity import COMPLETE
 from tputrain.checkpoint.state import STATE, load_state
-from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint.store import CHECKPOINTS, CheckpointStore
 from tputrain.errors import UserError
 from tputrain.loggers.jsonl import EVALUATIONS, EVENTS, STEPS, read_jsonl
 from tputrain.loggers.logger import Record
 from tputrain.run_lock import is_locked
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)

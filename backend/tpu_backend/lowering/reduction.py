@@ -9,7 +9,7 @@ from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, reduced_dims, wrap_dim
 from tpu_backend.lowering.pointwise import logaddexp
-from tpu_backend.lowering.registry import lowering, opmath
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath
 
 
 @lowering("sum", "sum.dim_IntList", promote="result")
@@ -142,6 +142,26 @@ def var_mean(self, dim=None, *, correction=None, keepdim=False):
 def std_mean(self, dim=None, *, correction=None, keepdim=False):
     variance, average = _moments(self, dim, correction, keepdim)
     return jnp.sqrt(variance), average
+
+
+# ---- hashes
+
+_NO_BITS_OF_FLOATS = CannotCompile(
+    "INVALID_ARGUMENT: binary op with different element types, s32 and u32, from bit operations on float64",
+    frozenset({"float16", "bfloat16", "float32", "float64"}),
+)
+
+
+@lowering("hash_tensor", on_tpu=_NO_BITS_OF_FLOATS)
+def hash_tensor(self, dim=(), *, keepdim=False, mode=0):
+    """The exclusive or of the bits that the numbers have in float64 or int64."""
+    if mode != 0:
+        raise NotLoweredError("a mode that PyTorch refuses, in its own words on the CPU")
+    dims = reduced_dims(dim, self.ndim)
+    wide = jnp.float64 if jnp.issubdtype(self.dtype, jnp.floating) else jnp.int64
+    bits = lax.bitcast_convert_type(self.astype(wide), jnp.uint64)
+    result = lax.reduce(bits, jnp.zeros((), jnp.uint64), lax.bitwise_xor, dims)
+    return jnp.expand_dims(result, dims) if keepdim else result
 
 
 # ---- norms
