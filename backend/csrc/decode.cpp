@@ -154,7 +154,7 @@ PyObject* describe_signature(uint32_t id) {
   }
   result["outputs"] = outputs;
   result["wide"] = signature.wide;
-  result["random"] = signature.op != nullptr && signature.op->is_random;
+  result["random"] = signature.op != nullptr && signature.op->num_draws > 0;
   return result.release().ptr();
 }
 

@@ -32,8 +32,9 @@ class GeneratorImpl final : public c10::GeneratorImpl {
   static c10::DeviceType device_type() {
     return kDeviceType;
   }
-  uint64_t take_offset() {
-    return offset_++;
+  // The first of so many offsets in a row.
+  uint64_t take_offsets(int count) {
+    return std::exchange(offset_, offset_ + count);
   }
 
  private:

@@ -42,7 +42,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 }
 
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
-  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, {}, lowered.is_random, {}, {}, {}};
+  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, {}, lowered.num_draws, {}, {}, {}};
   op.check = distribution_check(handle.operator_name());
   if (op.check == nullptr) {
     op.check = division_check(handle.operator_name());

@@ -34,7 +34,7 @@ struct OpInfo {
   // For forms whose shapes depend on data (`x[mask]`): "tpu::dynamic_index.Tensor"; see data_dependent.py.  And for the
   // sparse gradient of embedding_bag.
   std::optional<c10::OperatorHandle> data_dependent;
-  bool is_random{false};
+  int num_draws{0}; // random numbers it takes from the generator, each a (seed, offset)
   std::vector<ArgInfo> args;
   // For each return: the argument that it aliases and writes, or -1 for something new.
   std::vector<int> returned_arg;
@@ -52,7 +52,7 @@ struct LoweredOp {
   std::vector<std::string> static_args;
   std::vector<std::string> runtime_args;
   std::vector<std::string> unread_args;
-  bool is_random;
+  int num_draws;
 };
 
 // Register the recorder as PrivateUse1 kernel of every overload given.  Called once, at first use of the device.

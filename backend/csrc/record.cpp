@@ -175,11 +175,11 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   if (op.is_pointwise) {
     check_partial_overlap(*signature, arguments);
   }
-  if (op.is_random) {
+  if (op.num_draws > 0) {
     auto& generator = generator_of(arguments, device);
     std::lock_guard<std::mutex> guard(generator.mutex_);
     call.numbers.push_back({.is_integer = true, .integer = static_cast<int64_t>(generator.current_seed())});
-    call.numbers.push_back({.is_integer = true, .integer = static_cast<int64_t>(generator.take_offset())});
+    call.numbers.push_back({.is_integer = true, .integer = static_cast<int64_t>(generator.take_offsets(op.num_draws))});
   }
 
   c10::SmallVector<at::Tensor, 4> results;

@@ -501,7 +501,7 @@ void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceI
   for (size_t i = 0; i < args.size(); ++i) {
     encode_value(op.args[i], args[i], device, call);
   }
-  if (op.is_random) {
+  if (op.num_draws > 0) {
     call.words.push_back(tagged(Tag::Random));
   }
 }

@@ -242,7 +242,7 @@ def _register(
         return returned([from_numpy(each, _TORCH_DTYPES[each.dtype]) for each in results])
 
     lowering(qualified)(leaves)
-    _C.register_lowered_ops([(qualified, qualified, [], [], [], False)])
+    _C.register_lowered_ops([(qualified, qualified, [], [], [], 0)])
     _library.impl(name, infer, "Meta")
     _library.impl(name, compute_on_cpu, "CPU")
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default

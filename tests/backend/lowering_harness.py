@@ -104,7 +104,7 @@ def _compiled(
         args, kwargs = jax.tree.unflatten(
             tree, [next(values) if leaf is _ARRAY else leaf[1] for leaf in static]
         )
-        return apply(entry, args, kwargs, out, compute_dtype, jax.random.key(0) if entry.is_random else None)
+        return apply(entry, args, kwargs, out, compute_dtype, jax.random.key(0) if entry.draws else None)
 
     return jax.jit(run)
 
@@ -213,7 +213,7 @@ class CheckLowerings(TorchDispatchMode):
         except Exception as error:
             self.failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
             return
-        if call.entry.is_random:
+        if call.entry.draws:
             return
         for position, (want, got) in enumerate(zip(expected, results, strict=True)):
             if want is None or got is None:

@@ -25,7 +25,7 @@ class Call:
     def inputs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of its arrays, in order; a random lowering's last one is the PRNG key's data."""
         shapes = [leaf for leaf in jax.tree.leaves((self.args, self.kwargs)) if is_shape(leaf)]
-        return [*shapes, _KEY] if TABLE[self.lowering].is_random else shapes
+        return [*shapes, _KEY] if TABLE[self.lowering].draws else shapes
 
     def evaluate(self, arrays: list[jax.Array]) -> tuple[jax.Array | None, ...]:
         """The lowering's results for these arrays; for use inside ``jax.jit``."""
@@ -34,7 +34,7 @@ class Call:
         args, kwargs = jax.tree.map(
             lambda leaf: next(values) if is_shape(leaf) else leaf, (self.args, self.kwargs)
         )
-        key = jax.random.wrap_key_data(next(values)) if entry.is_random else None
+        key = jax.random.wrap_key_data(next(values)) if entry.draws else None
         return apply(entry, args, kwargs, self.out, self.compute_dtype, key)
 
     def dtypes(self) -> list[Any]:

@@ -16,7 +16,8 @@ Two extra keyword parameters are filled in when a lowering declares them
     out: tuple[jax.ShapeDtypeStruct | None, ...]   shape and dtype that PyTorch inferred for every output,
                                                    None where undefined (``output_mask`` is False)
     key: jax.Array                                 a typed JAX PRNG key, a pure function of (seed, offset);
-                                                   marks the op random
+                                                   marks the op random; an array of keys, of offsets in a
+                                                   row, where its registration says ``draws``
 
 A parameter whose name starts with an underscore (``_self`` of ``fill_``, ``normal_``) stands for a tensor
 whose contents do not matter: it arrives as None, and the old value does not become an input of the program.
@@ -80,7 +81,8 @@ class Lowering:
     static: frozenset[str]
     runtime: frozenset[str]
     takes_out: bool
-    is_random: bool
+    draws: int
+    """Random numbers it takes from the generator, each a (seed, offset)."""
     on_tpu: CannotCompile | None = None
 
     def compiles_on_tpu(self, dtypes: Collection[Any]) -> bool:
@@ -102,6 +104,7 @@ def lowering(
     static: Sequence[str] = (),
     runtime: Sequence[str] = (),
     on_tpu: CannotCompile | None = None,
+    draws: int | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar",
     promote="result")``.
@@ -109,7 +112,7 @@ def lowering(
     Names omit ``aten::``; an overload without a name is written bare (``"mm"``). ``static`` and ``runtime``
     name the numeric arguments whose values are part of the program or its inputs. Undeclared: ``Scalar``
     arguments are runtime, ``float`` and ``int`` arguments are static. ``on_tpu`` says which calls
-    the compiler of a real TPU does not take.
+    the compiler of a real TPU does not take. ``draws``: the number of keys, where that is not one.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +127,7 @@ def lowering(
                 frozenset(static),
                 frozenset(runtime),
                 "out" in parameters,
-                "key" in parameters,
+                int("key" in parameters) if draws is None else draws,
                 on_tpu,
             )
         return function
@@ -184,7 +187,7 @@ def apply(
     extra: dict[str, Any] = {}
     if entry.takes_out:
         extra["out"] = out
-    if entry.is_random:
+    if entry.draws:
         extra["key"] = key
     results = entry.function(*args, **kwargs, **extra)
     checked: list[jax.Array | None] = []

@@ -22,9 +22,9 @@ _once = threading.Lock()
 _STORAGE_OPS = frozenset({"aten::clone"})
 
 
-def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]]:
-    """What the recorder serves: overload, table name, static, runtime and unread arguments, whether it is
-    random.
+def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int]]:
+    """What the recorder serves: overload, table name, static, runtime and unread arguments, random
+    numbers it draws.
     """
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
@@ -42,7 +42,7 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], bool]
                 sorted(entry.static),
                 sorted(entry.runtime),
                 _unread(entry),
-                entry.is_random,
+                entry.draws,
             )
         )
     return ops

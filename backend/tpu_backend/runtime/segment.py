@@ -111,10 +111,12 @@ def replay(
         for argument, value in evaluated
         if not argument.is_out and argument.kwarg_only and argument.name not in _DROPPED
     }
-    key = None
+    lowering, key = registry.TABLE[entry.name], None
     if entry.random:
-        key = _key(numbers.integer(), numbers.integer())
-    lowering = registry.TABLE[entry.name]
+        seed, offset = numbers.integer(), numbers.integer()
+        key = _key(seed, offset)
+        if lowering.draws > 1:
+            key = jnp.stack([key, *(_key(seed, offset + number) for number in range(1, lowering.draws))])
     results = registry.apply(
         lowering, args, kwargs, tuple(o.computed for o in entry.outputs), entry.compute_dtype, key
     )

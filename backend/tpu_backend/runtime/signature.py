@@ -127,9 +127,8 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def _result_type(arguments: Sequence[Argument]) -> Any:
-    """``torch.result_type`` over the tensor and number arguments, by PyTorch's own rules."""
-    dtype: Any = None
-    seen: list[torch.Tensor | float | int | bool | complex] = []
+    """``torch.result_type`` over the tensor and number arguments of a recorded call."""
+    seen: list[torch.Tensor | complex] = []
     for argument in arguments:
         if argument.is_out:
             continue
@@ -142,15 +141,20 @@ def _result_type(arguments: Sequence[Argument]) -> Any:
                 seen.append(torch.ones((), dtype=dtype_of_number).item() if leaf.wrapped else example)
             elif isinstance(leaf, ConstantArg) and isinstance(leaf.value, (float, complex)):
                 seen.append(leaf.value)
-    if not seen:
+    return result_type(seen)
+
+
+def result_type(examples: Sequence[torch.Tensor | complex]) -> Any:
+    """``torch.result_type`` over any number of tensors and numbers, by PyTorch's own rules; None: of none."""
+    if not examples:
         return None
-    dtype = torch.result_type(seen[0], seen[0])
-    tensors = [item for item in seen if isinstance(item, torch.Tensor)]
-    numbers = [item for item in seen if not isinstance(item, torch.Tensor)]
+    tensors = [item for item in examples if isinstance(item, torch.Tensor)]
+    numbers: list[Any] = [item for item in examples if not isinstance(item, torch.Tensor)]
     if not tensors:
-        return jax_dtype(dtype)
+        return jax_dtype(torch.result_type(numbers[0], numbers[0]))
     total = tensors[0]
-    for item in [*tensors[1:], *numbers]:
+    rest: list[Any] = [*tensors[1:], *numbers]
+    for item in rest:
         promoted = torch.result_type(total, item)
         dims = max(total.dim(), item.dim() if isinstance(item, torch.Tensor) else 0)
         total = torch.empty((1,) * dims, dtype=promoted)

@@ -1,0 +1,338 @@
+"""An FX graph of functional ATen operations as a pure function over JAX arrays, by the lowering table.
+
+What a view operation does is known from its geometry alone (`tpu_backend.views`), as it is for recorded
+operations. Sizes that Dynamo keeps symbolic are plain integers here: a graph is evaluated for a set of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import sympy
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from tpu_backend import views
+from tpu_backend.lowering import registry
+from tpu_backend.lowering.names import functional_name
+from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.signature import result_type
+
+_aten = torch.ops.aten
+_DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format"})
+_ARITHMETIC = frozenset(
+    getattr(operator, name)
+    for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "truediv", "pow", "getitem")
+) | {torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, max, min}
+
+_TORCH_DTYPES = {jax_dtype(dtype): dtype for dtype in TORCH_DTYPES.values()}
+
+Symbols = Mapping[sympy.Symbol, int]
+
+
+class UnsupportedGraphError(Exception):
+    """One line: what in a graph has no XLA form."""
+
+
+class Graph:
+    """The graph of a `fx.GraphModule` whose placeholders are tensors and symbolic sizes.
+
+    Raises UnsupportedGraphError where an operation in it has no lowering.
+    """
+
+    def __init__(self, module: fx.GraphModule):
+        self.module = module
+        self.nodes = list(module.graph.nodes)
+        self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.symbols = [_symbols_of(node.meta["val"]) for node in self.placeholders]
+        self.num_draws = 0
+        self._evaluators: dict[fx.Node, Callable[..., Any]] = {}
+        for node in self.nodes:
+            if node.op == "call_function":
+                self._evaluators[node] = self._evaluator(node)
+            elif node.op not in ("placeholder", "output"):
+                raise UnsupportedGraphError(f"a graph with a {node.op} node ({node.target})")
+
+    def bind(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """What the symbolic sizes are for these inputs (tensors, arrays or integers)."""
+        bound: dict[sympy.Symbol, int] = {}
+        for where, value in zip(self.symbols, inputs, strict=True):
+            for symbol, dim in where:
+                bound[symbol] = value if dim is None else value.shape[dim]
+        return bound
+
+    def evaluate(
+        self, wanted: Sequence[fx.Node], inputs: Sequence[Any], symbols: Symbols, keys: jax.Array | None
+    ) -> list[jax.Array]:
+        """The values of these nodes for these inputs: arrays, and integers where the placeholder is one."""
+        values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
+        draws = iter(range(self.num_draws))
+
+        def take_key() -> jax.Array:
+            assert keys is not None
+            return keys[next(draws)] if self.num_draws > 1 else keys
+
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            spec = specs_of(node.meta["val"], symbols) if "val" in node.meta else None
+            if isinstance(spec, int):  # arithmetic on sizes
+                values[node] = spec
+                continue
+            args = map_arg(node.args, values.__getitem__)
+            kwargs = map_arg(node.kwargs, values.__getitem__)
+            values[node] = self._evaluators[node](args, kwargs, spec, symbols, take_key)
+        return [values[node] for node in wanted]
+
+    # -- what evaluates a node: (args, kwargs, specs of its outputs, symbols, take_key) -> value
+
+    def _evaluator(self, node: fx.Node) -> Callable[..., Any]:
+        target = node.target
+        if target is operator.getitem:
+            return lambda args, kwargs, *_: args[0][args[1]]
+        if target in _ARITHMETIC or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, int)):
+            return lambda args, kwargs, *_: target(*args, **kwargs)  # type: ignore[operator]
+        if not isinstance(target, torch._ops.OpOverload):
+            raise UnsupportedGraphError(f"{target} has no XLA form")
+        if target in _OWN:
+            return _OWN[target]
+        if target in _RANDOM:
+            self.num_draws += 1
+            return _drawn(_RANDOM[target])
+        name = functional_name(target._schema) or _own_name(target._schema)
+        if name is not None:
+            entry = registry.TABLE[name]
+            self.num_draws += entry.draws
+            return _Call(node, entry)
+        if target.is_view:
+            return _View(node)
+        if target in _SCATTERS:
+            return _Scatter(node, _SCATTERS[target])
+        raise UnsupportedGraphError(f"{target} has no lowering")
+
+
+def _own_name(schema: torch._C.FunctionSchema) -> str | None:
+    """Operators that are not ATen's (of `jax_op`) are in the table by their qualified name."""
+    return schema.name if schema.name in registry.TABLE else None
+
+
+class _Call:
+    """A lowering of the table, with the dtype rules that hold for recorded operations."""
+
+    def __init__(self, node: fx.Node, entry: registry.Lowering):
+        self.node, self.entry = node, entry
+        schema = node.target._schema  # type: ignore[union-attr]
+        self.arguments = [(a.name, str(a.real_type), a.kwarg_only) for a in schema.arguments]
+        self.returns = len(schema.returns)
+        self.is_list = self.returns == 1 and str(schema.returns[0].type) == "List[Tensor]"
+
+    def __call__(self, args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> Any:
+        out = tuple(jax.tree.leaves(specs, is_leaf=lambda spec: spec is None))
+        wide = any(spec is not None and spec.dtype.itemsize >= 8 for spec in out) or any(
+            leaf.dtype in ("float64", "complex128")
+            for leaf in jax.tree.leaves((args, kwargs))
+            if _is_array(leaf)
+        )
+        positional, named = [], {}
+        for position, (name, kind, kwarg_only) in enumerate(self.arguments):
+            if position < len(args):
+                value = args[position]
+            elif name in kwargs:
+                value = kwargs[name]
+            elif kwarg_only:
+                continue
+            else:
+                value = self.node.target._schema.arguments[position].default_value  # type: ignore[union-attr]
+            if kind == "Generator":
+                value = None
+            value = self._number(name, kind, value, wide)
+            if not kwarg_only:
+                positional.append(value)
+            elif name not in _DROPPED:
+                named[name] = value
+        compute = (
+            result_type(_examples((self.node.args, self.node.kwargs)))
+            if self.entry.promote == "inputs"
+            else None
+        )
+        key = take_key() if self.entry.draws else None
+        results = registry.apply(self.entry, positional, named, out, compute, key)
+        return results if self.returns > 1 or self.is_list else results[0]
+
+    def _number(self, name: str, kind: str, value: Any, wide: bool) -> Any:
+        """A number that is an input of the program where it is recorded arrives as an array here too."""
+        if isinstance(value, bool | int | float) and not isinstance(value, torch.dtype):
+            is_scalar = kind == "number" and name not in self.entry.static
+            if name in ("alpha", "beta") and value in (0, 1):
+                return value
+            if is_scalar or name in self.entry.runtime:
+                if isinstance(value, float):
+                    return jnp.asarray(value, jnp.float64 if wide else jnp.float32)
+                return jnp.asarray(value, jnp.bool_ if isinstance(value, bool) else jnp.int64)
+        return value
+
+
+class _View:
+    """A view operation: the slot of its (contiguous) input that the output shows."""
+
+    def __init__(self, node: fx.Node):
+        self.node = node
+
+    def __call__(self, args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> Any:
+        base = args[0]
+        shown = self.node.target(_stand_in(base), *args[1:], **_kept(kwargs))  # type: ignore[operator]
+        if isinstance(shown, torch.Tensor):
+            return views.read(base, _geometry(shown), None)
+        return [views.read(base, _geometry(each), None) for each in shown]
+
+
+class _Scatter:
+    """`slice_scatter` and its like: a copy of the first argument, in which a view of it is written."""
+
+    def __init__(self, node: fx.Node, view: Any):
+        self.node, self.view = node, view
+
+    def __call__(self, args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> Any:
+        base, source, *rest = args
+        shown = self.view(_stand_in(base), *rest, **_kept(kwargs))
+        value = jnp.broadcast_to(source, shown.shape).astype(base.dtype)
+        return views.write(base, _geometry(shown), value, None)
+
+
+_SCATTERS = {
+    _aten.slice_scatter.default: _aten.slice.Tensor,
+    _aten.select_scatter.default: _aten.select.int,
+    _aten.diagonal_scatter.default: _aten.diagonal.default,
+    _aten.as_strided_scatter.default: _aten.as_strided.default,
+}
+
+
+def _drawn(name: str) -> Callable[..., Any]:
+    def draw(args: Any, kwargs: Any, spec: Any, symbols: Symbols, take_key: Any) -> Any:
+        return registry.apply(registry.TABLE[name], [None], {}, (spec,), key=take_key())[0]
+
+    return draw
+
+
+def _cast_to_output(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
+    return jnp.broadcast_to(args[1], spec.shape).astype(spec.dtype)
+
+
+def _same(args: Any, *_: Any) -> Any:
+    return args[0]
+
+
+def _zeros(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
+    return jnp.zeros(spec.shape, spec.dtype)
+
+
+def _reshaped(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
+    return args[0].reshape(spec.shape)
+
+
+def _range(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
+    start, _end, step = (*args, 1)[:3]
+    return (start + jnp.arange(spec.shape[0]) * step).astype(spec.dtype)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+# Operations that the device itself serves without the table.
+_OWN: dict[Any, Callable[..., Any]] = {
+    _aten.copy.default: _cast_to_output,
+    _aten.lift_fresh_copy.default: _same,
+    _aten.clone.default: _same,
+    _aten.alias.default: _same,
+    _aten.detach.default: _same,
+    _aten.view.default: _reshaped,
+    _aten.reshape.default: _reshaped,
+    _aten._unsafe_view.default: _reshaped,
+    _aten._reshape_copy.default: _reshaped,
+    _aten.empty.memory_format: _zeros,
+    _aten.empty_like.default: _zeros,
+    _aten.empty_strided.default: _zeros,
+    _aten.empty_permuted.default: _zeros,
+    _aten.new_empty.default: _zeros,
+    _aten.new_empty_strided.default: _zeros,
+    _aten.arange.start_step: _range,
+    _aten.arange.start: _range,
+    _aten._assert_scalar.default: _nothing,
+    _aten._assert_async.msg: _nothing,
+}
+_RANDOM = {
+    _aten.rand.default: "uniform",
+    _aten.rand_like.default: "uniform",
+    _aten.randn.default: "normal_functional",
+    _aten.randn_like.default: "normal_functional",
+}
+
+
+# ---- what Dynamo knows about a value, for one set of sizes
+
+
+def concrete(size: Any, symbols: Symbols) -> int:
+    """A size of a graph, int or SymInt, where its symbols have these values."""
+    return size if isinstance(size, int) else int(size.node.expr.xreplace(symbols))
+
+
+def specs_of(value: Any, symbols: Symbols) -> Any:
+    """Shapes and dtypes of what a node makes, in its own arrangement; an integer for a size, else None."""
+    if isinstance(value, (tuple, list)):
+        return [specs_of(each, symbols) for each in value]
+    if isinstance(value, torch.Tensor):
+        return jax.ShapeDtypeStruct(
+            tuple(concrete(size, symbols) for size in value.shape), jax_dtype(value.dtype)
+        )
+    is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return concrete(value, symbols) if is_size else None
+
+
+def _symbols_of(value: Any) -> list[tuple[sympy.Symbol, int | None]]:
+    """The symbols that a placeholder shows, each with the dim it is, or None where the value itself is it."""
+    if isinstance(value, torch.SymInt):
+        return [(value.node.expr, None)] if isinstance(value.node.expr, sympy.Symbol) else []
+    if not isinstance(value, torch.Tensor):
+        return []
+    return [
+        (size.node.expr, dim)
+        for dim, size in enumerate(list[Any](value.shape))
+        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol)
+    ]
+
+
+def _examples(args: Any) -> list[Any]:
+    """A small tensor or a number for each argument of a node that takes part in promotion."""
+    found: list[Any] = []
+    for leaf in jax.tree.leaves(args):
+        value = leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf
+        if isinstance(value, torch.Tensor):
+            found.append(torch.empty((1,) * value.dim(), dtype=value.dtype))
+        elif isinstance(value, (int, float, complex)) and not isinstance(value, torch.dtype):
+            found.append(value)
+    return found
+
+
+def _stand_in(base: jax.Array) -> torch.Tensor:
+    """A contiguous tensor of the shape and dtype of an array, without values."""
+    return torch.empty(base.shape, dtype=_TORCH_DTYPES[base.dtype], device="meta")
+
+
+def _geometry(shown: torch.Tensor) -> views.Geometry:
+    return views.Geometry(
+        tuple(shown.shape), tuple(shown.stride()), int(shown.storage_offset()), jax_dtype(shown.dtype)
+    )
+
+
+def _kept(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _DROPPED}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)

@@ -1,0 +1,62 @@
+"""A compiled graph as one operator of the dispatcher: a call of it is one entry of the op stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch import fx
+from torch.library import Library
+
+from tpu_backend import _C
+from tpu_backend.compiled.graph import Graph, Symbols, concrete
+from tpu_backend.lowering.registry import lowering
+
+NAMESPACE = "tpu_graph"
+_library = Library(NAMESPACE, "FRAGMENT")
+_numbers = itertools.count()
+
+
+def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callable[..., list[torch.Tensor]]:
+    """An operator (tensors, sizes) -> the values of the nodes `wanted`, for the placeholders of `graph`.
+
+    Registered for the life of the process, as compiled programs are.
+    """
+    numbered = f"{name}_{next(_numbers)}"
+    qualified = f"{NAMESPACE}::{numbered}"
+    _library.define(f"{numbered}(Tensor[] tensors, int[] sizes) -> Tensor[]")
+    is_tensor = [isinstance(node.meta["val"], torch.Tensor) for node in graph.placeholders]
+    values = [node.meta["val"] for node in wanted]
+
+    def placed(tensors: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """Tensors and sizes in the order of the placeholders."""
+        tensors_left, sizes_left = iter(tensors), iter(sizes)
+        return [next(tensors_left) if each else next(sizes_left) for each in is_tensor]
+
+    def compute(
+        tensors: list[jax.Array], sizes: Sequence[int], *, key: jax.Array | None = None
+    ) -> list[jax.Array]:
+        inputs = placed(tensors, sizes)
+        return graph.evaluate(wanted, inputs, graph.bind(inputs), key)
+
+    def infer(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        symbols = graph.bind(placed(tensors, sizes))
+        return [_like(value, symbols) for value in values]
+
+    lowering(qualified, draws=graph.num_draws)(compute)
+    _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws)])
+    _library.impl(numbered, infer, "Meta")
+    return getattr(getattr(torch.ops, NAMESPACE), numbered).default
+
+
+def _like(value: torch.Tensor, symbols: Symbols) -> torch.Tensor:
+    """What Dynamo expects of an output; where that is not dense, a contiguous one."""
+    sizes = [concrete(size, symbols) for size in value.shape]
+    strides = [concrete(stride, symbols) for stride in value.stride()]
+    shaped = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+    if torch.ops.aten.is_non_overlapping_and_dense(shaped):
+        return shaped
+    return torch.empty(sizes, dtype=value.dtype, device="meta")

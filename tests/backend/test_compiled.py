@@ -1,0 +1,205 @@
+"""`torch.compile(..., backend="tpu")`: the same numbers as eager mode, and one entry a graph."""
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpu_backend.compiled.backend import backend
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_dynamo_knows():
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable, **options: object) -> Callable:
+    return torch.compile(function, backend=backend, **options)
+
+
+def entries(run: Callable[[], object]) -> list[str]:
+    """The operations that `run` records, by name."""
+    torch.tpu.flush()
+    before = torch.tpu.compile_stats()["ops_recorded"]
+    run()
+    count = torch.tpu.compile_stats()["ops_recorded"] - before
+    assert count <= 32
+    return [call.split("(")[0] for call, _ in torch.tpu.recent_ops()[-count:]] if count else []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def step(model: Callable, parameters: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    torch.tpu.manual_seed(7)
+    for parameter in parameters:
+        parameter.grad = None
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in parameters]
+
+
+def test_loss_gradients_and_random_numbers_are_eager_mode_s():
+    torch.manual_seed(0)
+    model = Block().to("tpu")
+    x = torch.randn(4, 5, 6, device="tpu")
+    parameters = list(model.parameters())
+    loss, gradients = step(model, parameters, x)
+    state = torch.tpu.get_rng_state()
+    fast = compiled(model)
+    for _ in range(2):
+        its_loss, its_gradients = step(fast, parameters, x)
+        assert torch.equal(torch.tpu.get_rng_state(), state)
+        torch.testing.assert_close(its_loss.cpu(), loss.cpu())
+        for ours, theirs in zip(its_gradients, gradients, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs.cpu())
+    dropped = []
+    for function in (model, fast):
+        torch.tpu.manual_seed(7)
+        dropped.append((function(x) == x).cpu())
+    assert dropped[0].any()
+    assert torch.equal(*dropped)
+
+
+def test_a_graph_is_one_entry_forward_and_one_backward_and_joins_the_segment():
+    model = Block().to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fast = compiled(model)
+    x = torch.randn(4, 5, 6, device="tpu")
+
+    def one_step() -> None:
+        fast(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    one_step()
+    one_step()
+    torch.tpu.flush()
+    before = torch.tpu.compile_stats()
+    names = entries(one_step)
+    torch.tpu.flush()
+    after = torch.tpu.compile_stats()
+    assert [name.split("_")[0:2] for name in names if name.startswith("tpu_graph")] == [
+        ["tpu", "graph::forward"],
+        ["tpu", "graph::backward"],
+    ]
+    assert len(names) <= 8
+    assert after["segments_run"] - before["segments_run"] == 1
+    assert after["compilations"] == before["compilations"]
+
+
+def views_and_lists(x: Tensor) -> tuple[Tensor, ...]:
+    first, second = x.t().split([1, 2])
+    y = torch.cat([first * 2, second[:, 1:2].expand(2, x.shape[0])])
+    z = torch.zeros_like(y)
+    z[1:, ::2] = y[1:, ::2]
+    return y, z.sum(0), x[1], torch.arange(2, 9, 3, device=x.device), first.unsqueeze(0)
+
+
+def scalars(x: Tensor) -> tuple[Tensor, ...]:
+    return x.add(2, alpha=3), x / 3, x > 0.5, torch.where(x > 0, x, 1.0), x.clamp(min=0), x**2, x.long() % 3
+
+
+def normed(x: Tensor) -> tuple[Tensor, ...]:
+    top, place = x.topk(2)
+    return F.softmax(x, -1), F.layer_norm(x, x.shape[-1:]), top, place, x.var(0), x.cumsum(1), x.argmax(1)
+
+
+@pytest.mark.parametrize("function", [views_and_lists, scalars, normed])
+def test_operations_are_those_of_the_lowering_table(function):
+    x = torch.randn(4, 3)
+    for ours, theirs in zip(compiled(function)(x.to("tpu")), function(x), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+        assert ours.stride() == theirs.stride()
+
+
+def test_inputs_are_mutated_and_outputs_alias_as_in_eager_mode():
+    def change(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x.mul_(2)
+        y[1:] += x[:-1]
+        return x, y.t()
+
+    fast = compiled(change)
+    results = []
+    for function in (change, fast, fast):
+        x, y = torch.ones(3, 2, device="tpu"), torch.arange(6.0, device="tpu").view(3, 2)
+        same, turned = function(x, y)
+        assert same is x
+        assert turned.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        turned.add_(1)
+        results.append((x.cpu(), y.cpu()))
+    for x, y in results[1:]:
+        assert torch.equal(x, results[0][0])
+        assert torch.equal(y, results[0][1])
+
+
+def test_buffers_autocast_and_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.block, self.out = nn.BatchNorm1d(6), Block(), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("tpu", dtype=torch.bfloat16):
+                return self.out(checkpoint(self.block, self.norm(x), use_reentrant=False)).float()
+
+    torch.manual_seed(1)
+    model = Model().to("tpu")
+    twin = copy.deepcopy(model)
+    fast = compiled(twin)
+    x = torch.randn(8, 6, device="tpu")
+    loss, gradients = step(model, list(model.parameters()), x)
+    its_loss, its_gradients = step(fast, list(twin.parameters()), x)
+    torch.testing.assert_close(its_loss.cpu(), loss.cpu(), rtol=1e-2, atol=1e-3)
+    for ours, theirs in zip(its_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=5e-2, atol=5e-3)
+    assert twin.norm.num_batches_tracked.item() == 1
+    torch.testing.assert_close(twin.norm.running_mean.cpu(), model.norm.running_mean.cpu())
+
+
+def test_another_size_is_another_program_of_the_same_graph():
+    def mean(x: Tensor) -> Tensor:
+        return (x.reshape(-1, 2) * x.shape[0]).mean(0)
+
+    fast = compiled(mean, dynamic=True)
+    x = torch.randn(9, 4)
+    for size in (3, 5, 9):
+        torch.testing.assert_close(fast(x[:size].to("tpu")).cpu(), mean(x[:size]))
+    names = entries(lambda: fast(x[:7].to("tpu")))
+    assert sum(name.startswith("tpu_graph") for name in names) == 1
+
+
+def test_what_has_no_xla_form_runs_operation_by_operation_and_says_so(caplog):
+    def eigen(x: Tensor) -> Tensor:
+        return torch.linalg.eigvals(x + 1).abs().sum()
+
+    x = torch.randn(3, 3)
+    with caplog.at_level(logging.WARNING, "tpu_backend.compile"):
+        result = compiled(eigen)(x.to("tpu"))
+    torch.testing.assert_close(result.cpu(), eigen(x))
+    assert "the inference graph runs operation by operation: aten." in caplog.text
+
+
+def test_a_graph_that_has_nothing_of_the_device_is_left_to_pytorch(caplog):
+    x = torch.randn(3)
+    assert torch.equal(compiled(lambda x: x * 2 + 1)(x), x * 2 + 1)
+    assert not [record for record in caplog.records if record.name.startswith("tpu_backend")]
+
+
+def test_options_there_are_none():
+    with pytest.raises(Exception, match=r"takes no mode and no options, got .*'fast'"):
+        compiled(torch.sin, options={"fast": True})(torch.ones(2, device="tpu"))
