@@ -11,9 +11,9 @@ Resident memory may differ by 2 % or 8 MiB, whichever is more, between the two, 
 fifth on, may be 2 KiB a step; of everything else the most that was seen in either must be the same, but for
 the device's bytes, which may differ by 2 %.
 
-Memory is looked at where values were read, so that nothing is under way on the device, and after the C library
-gave back what is free (malloc_trim): it keeps as much as was ever needed at once, and how many steps the host
-is ahead of the device is a matter of the machine's other work.
+Memory is looked at where values were read, so that nothing is under way on the device, and after the C
+library gave back what is free (malloc_trim): it keeps as much as was ever needed at once, and how many steps
+the host is ahead of the device is a matter of the machine's other work.
 """
 
 import argparse
