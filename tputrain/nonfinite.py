@@ -53,12 +53,12 @@ class BadSteps:
 
     def state(self) -> dict[str, Any]:
         """What of this a checkpoint holds."""
-        return {"left_out": sorted(self.left_out), "norms": list(self._spike_limit.norms)}
+        return {"left_out": sorted(self.left_out), "spikes": self._spike_limit.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take what `state` gave; a step that a rollback has just added stays left out."""
         self.left_out |= set(state["left_out"])
-        self._spike_limit.restore(state["norms"])
+        self._spike_limit.restore(state["spikes"])
 
     def replay_if_due(self, batches: list[Batch]) -> None:
         """Before a step: find out why it went bad when it was done before, from the very same state."""
@@ -102,6 +102,8 @@ class BadSteps:
             self._see_to(why, record, recent[record["step"]])
         if self.policy == "skip" or not bad:  # else the run is back before these steps
             self._spike_limit.learn(good_norms)
+            if records[-1]["step"] % self.trainer.cfg.log.every == 0:
+                self._spike_limit.move()
 
     def _see_to(self, why: str, record: Record, batches: list[Batch]) -> None:
         trainer, step = self.trainer, record["step"]

@@ -215,12 +215,12 @@ class Trainer:
             )
         withheld = self._bad_steps.withheld_update()
         loss, grad_norm = self.compute_gradients(batches, weights)
-        learning_rate = self._set_learning_rate()
+        rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
         with withheld.where_bad(loss, grad_norm) if withheld else nullcontext():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
-        self._count_step(batches, loss, grad_norm, learning_rate)
+        self._count_step(batches, loss, grad_norm, rates)
 
     def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping."""
@@ -263,7 +263,7 @@ class Trainer:
         return learning_rate
 
     def _count_step(
-        self, batches: list[Batch], loss: Tensor, grad_norm: Tensor, learning_rate: float
+        self, batches: list[Batch], loss: Tensor, grad_norm: Tensor, rates: dict[str, float]
     ) -> None:
         if isinstance(self.lr_scheduler, LRScheduler):
             self.lr_scheduler.step()
@@ -272,7 +272,6 @@ class Trainer:
         self.step += 1
         self.num_done += num_done
         self._bad_steps.remember(self.step, batches)
-        rates = {"learning_rate": learning_rate} | other_rates(self.optimizer)
         host = rates | {self.unit: self.num_done}
         num_flops = None if self._flops is None else self._flops.of_step(batches)
         self._step_log.end(self.step, loss, grad_norm, num_done, host, num_flops)
@@ -424,7 +423,7 @@ class Trainer:
         if not self._writer.is_busy:
             return None
         with self._watchdog.phase(SAVING):
-            written = self._writer.finish()
+            written = self._writer.finish(self._watchdog.go_on)
         if written.error is None:
             self._tell("on_save", written.path)
         else:
@@ -530,7 +529,8 @@ class Trainer:
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
-        self._bad_steps.restore(state["bad_steps"])
+        if "bad_steps" in state:  # the first checkpoints of all had none
+            self._bad_steps.restore(state["bad_steps"])
         self._saved_at = self.step
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
@@ -549,7 +549,7 @@ class Trainer:
                 stack.callback(logger.close)
             for callback in self.callbacks:
                 stack.callback(callback.close)
-            stack.callback(self._writer.wait)  # whatever ends the run
+            stack.callback(self._writer.wait, self._watchdog.go_on)  # whatever ends the run
             yield garbage
 
     def _start(self) -> None:

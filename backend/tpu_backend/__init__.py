@@ -72,3 +72,8 @@ def register() -> None:
     pickling.install()
     torch.set_autocast_dtype("tpu", torch.bfloat16)  # PyTorch's default for a device like this is float16
     device_module._cut_after_optimizer_steps()
+
+
+# A module of this package that is imported before torch must not be met half-way by the autoload that its own
+# `import torch` sets off; so torch comes first, and behind what that autoload needs of this file.
+import_module("torch")

@@ -125,6 +125,36 @@ def test_operations_are_those_of_the_lowering_table(function):
         assert ours.stride() == theirs.stride()
 
 
+def test_complex_products_have_eager_mode_s_gradients():
+    def turned(x: Tensor, w: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x) * w.conj()).square().sum()
+
+    x, w = torch.randn(3, 2), torch.randn(3, dtype=torch.complex64)
+    found = []
+    for function, device in ((turned, "cpu"), (compiled(turned), "tpu")):
+        inputs = [value.to(device).requires_grad_() for value in (x, w)]
+        found.append([each.cpu() for each in torch.autograd.grad(function(*inputs), inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2, (x.sum() + 1).cpu()),
+        lambda x: x + torch.ones(3).to(x.device),
+        lambda x: x.t().contiguous().t().as_strided((2, 2), (1, 3)),
+    ],
+    ids=["moved to the cpu", "made on the cpu", "counted in storage"],
+)
+def test_what_is_not_only_the_device_s_is_as_in_eager_mode(function):
+    x = torch.randn(3, 3, device="tpu")
+    ours, theirs = compiled(function)(x), function(x)
+    for each, other in zip(*((value if isinstance(value, tuple) else (value,)) for value in (ours, theirs))):
+        assert each.device == other.device
+        torch.testing.assert_close(each.cpu(), other.cpu())
+
+
 def test_inputs_are_mutated_and_outputs_alias_as_in_eager_mode():
     def change(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x.mul_(2)

@@ -41,6 +41,12 @@ NAMES = [
 ]
 
 
+@pytest.mark.parametrize("module", ["abi", "device_module"])
+def test_our_modules_may_be_imported_before_torch(module):
+    code = f"import tpu_backend.{module}, torch; print(torch.ones(2, device='tpu').sum().item())"
+    assert run_python(code).stdout.split()[-1] == "2.0"
+
+
 def test_torch_tpu_has_the_names_of_a_device_module():
     assert [name for name in NAMES if not hasattr(torch.tpu, name)] == []
 

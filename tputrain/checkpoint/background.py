@@ -11,9 +11,12 @@ from typing import NamedTuple, NoReturn
 from safetensors import SafetensorError
 
 from tputrain.announce import say, warn
-from tputrain.checkpoint.pace import Pace
+from tputrain.checkpoint.mirror import Mirror
+from tputrain.checkpoint.pace import Pace, no_rest
 from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
+
+_LONGEST_REST = 60.0  # seconds by which a checkpoint may be late on the disk
 
 
 class Written(NamedTuple):
@@ -36,6 +39,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._began_at = time.monotonic()  # the write before, or the run
         self._pace = Pace(0.0)
+        self._mirror: Mirror | None = None
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._bug: BaseException | None = None
@@ -54,18 +58,19 @@ class BackgroundWriter:
         """Begin to write; the write before must have been finished."""
         assert self._thread is None, "a checkpoint is being written already"
         now = time.monotonic()
-        self._pace, self._began_at = Pace((now - self._began_at) / 4), now
+        self._pace, self._began_at = Pace(min((now - self._began_at) / 4, _LONGEST_REST)), now
         # No daemon: the interpreter waits for it, so that an exit does not cut a checkpoint off.
+        self._mirror = store.mirror
         self._thread = threading.Thread(target=self._write, args=(store, snapshot), name="checkpoint")
         self._thread.start()
 
-    def finish(self) -> Written:
-        """Wait for the write in flight, and say what became of it.
+    def finish(self, is_alive: Callable[[], None] = no_rest) -> Written:
+        """Wait for the write in flight, and say what became of it; `is_alive` as in `wait`.
 
         Raises what was raised in it, where that was not the disk's fault.
         """
         assert self._thread is not None, "no checkpoint is being written"
-        self.wait()
+        self.wait(is_alive)
         written, bug, self._thread, self._written, self._bug = self._written, self._bug, None, None, None
         if bug is not None:
             raise bug
@@ -81,11 +86,17 @@ class BackgroundWriter:
             warn(f"tputrain: {written.path} NOT COPIED to checkpoint.mirror: {written.mirror_error}")
         return written
 
-    def wait(self) -> None:
-        """Wait for the write in flight, if any; it is still there to be finished."""
-        if self._thread is not None:
-            self._pace.hurry()
-            self._thread.join()
+    def wait(self, is_alive: Callable[[], None] = no_rest) -> None:
+        """Wait for the write in flight, if any; it is still there to be finished. `is_alive()` is called
+        from time to time while a copy to the mirror, which may take any time, makes progress.
+        """
+        self._pace.hurry()
+        num_moved = 0
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(1.0)
+            if self._mirror is not None and self._mirror.num_moved != num_moved:
+                num_moved = self._mirror.num_moved
+                is_alive()
 
     def _write(self, store: CheckpointStore, snapshot: Snapshot) -> None:
         began, error, mirror_error = time.perf_counter(), None, None
@@ -99,7 +110,7 @@ class BackgroundWriter:
         seconds = time.perf_counter() - began
         path = store.path(snapshot.step)
         if store.mirror is not None and error is None and self._bug is None:
-            mirror_error = store.mirror.push(path, store.steps())
+            mirror_error = store.mirror.push(path, store.keeps)
         self._written = Written(path, error, mirror_error, seconds)
 
 

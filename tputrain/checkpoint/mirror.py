@@ -1,93 +1,121 @@
 """A copy of a run on other storage, for machines whose own disks go with them."""
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tputrain.announce import announced, say
+from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import COMPLETE, DamagedCheckpointError, verify
 from tputrain.errors import UserError
 
 if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+    from fsspec import AbstractFileSystem, Callback
 
-_LOGS = "*.jsonl"
+_LOGS = ("*.jsonl", "wandb-run.json")
 
 
 class Mirror:
     """What is behind a URL that fsspec understands: `gs://bucket/runs/llama`, `s3://...`, `file:///mnt/...`.
 
-    It holds `checkpoints/step-N/` as the run directory does, of the same steps, and the run's JSONL files. A
-    checkpoint's mark of completeness is copied last, so that one whose copying was cut short does not count.
+    It holds `checkpoints/step-N/` as a run directory does, and the run's logs. A checkpoint's mark of
+    completeness is copied last, so that one whose copying was cut short does not count.
     """
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.filesystem, self.root = _filesystem_of(self.url)
+        self.num_moved = 0
+        """Pieces copied so far, of whatever size: while this grows, a copy is alive."""
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoint was copied to its end, newest first."""
-        marks = self.filesystem.glob(f"{self.root}/checkpoints/step-*/{COMPLETE}")
+        """Steps whose checkpoint was copied to its end, newest first. Raises UserError where none answers."""
+        with self._reading():
+            marks = self.filesystem.glob(f"{self.root}/{CHECKPOINTS}/step-*/{COMPLETE}")
         return sorted((int(mark.split("/")[-2].removeprefix("step-")) for mark in marks), reverse=True)
 
-    def push(self, checkpoint: Path, kept: Collection[int]) -> str | None:
-        """Copy `run_dir/checkpoints/step-N` and the run's logs there, and remove what is not of steps `kept`.
-
-        Returns what went wrong, in one line; None: nothing. What was there before is removed last.
+    def push(self, checkpoint: Path, keeps: Callable[[list[int]], set[int]]) -> str | None:
+        """Copy `run_dir/checkpoints/step-N` and the run's logs there, and then remove older checkpoints
+        that are not in `keeps(steps)`. Returns what went wrong, in one line; None: nothing.
         """
         try:
-            there = f"{self.root}/checkpoints/{checkpoint.name}"
-            if self.filesystem.exists(there):
-                self.filesystem.rm(there, recursive=True)
-            self.filesystem.makedirs(there, exist_ok=True)
-            files = sorted(checkpoint.iterdir(), key=lambda file: file.name == COMPLETE)
-            for log in checkpoint.parents[1].glob(_LOGS):
-                self.filesystem.put_file(str(log), f"{self.root}/{log.name}")
-            for file in files:
-                self.filesystem.put_file(str(file), f"{there}/{file.name}")
-            for step in self.steps():
-                if step not in kept:
-                    self.filesystem.rm(f"{self.root}/checkpoints/step-{step}", recursive=True)
+            self._push(checkpoint, keeps)
         except Exception as error:  # every file system has exceptions of its own
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         return None
 
-    def fetch(self, run_dir: Path) -> None:
-        """Bring the newest whole checkpoint and the logs into a run directory that has none.
+    def _push(self, checkpoint: Path, keeps: Callable[[list[int]], set[int]]) -> None:
+        there = f"{self.root}/{CHECKPOINTS}/{checkpoint.name}"
+        self.filesystem.makedirs(there, exist_ok=True)
+        if self.filesystem.exists(f"{there}/{COMPLETE}"):
+            self.filesystem.rm_file(f"{there}/{COMPLETE}")
+        for log in _logs_of(checkpoint.parents[1]):
+            self._put(log, f"{self.root}/{log.name}")
+        for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == COMPLETE):
+            self._put(file, f"{there}/{file.name}")
+        steps, pushed = self.steps(), int(checkpoint.name.removeprefix("step-"))
+        for step in set(steps) - keeps(steps):
+            if step < pushed:
+                self.filesystem.rm(f"{self.root}/{CHECKPOINTS}/step-{step}", recursive=True)
 
-        Raises UserError where the storage cannot be read: beginning anew is not what was asked for.
+    def _put(self, file: Path, there: str) -> None:
+        self.filesystem.put_file(str(file), there, callback=_progress(self))
+        self.num_moved += 1
+
+    def fetch(self, run_dir: Path, above: int) -> None:
+        """Bring the newest whole checkpoint of a step over `above`, if there is one, and the logs into a run
+        directory. Raises UserError where the storage cannot be read: nobody asked to begin anew.
         """
-        try:
-            for step in self.steps():
-                if self._fetch_step(step, run_dir):
-                    for log in self.filesystem.glob(f"{self.root}/{_LOGS}"):
-                        self.filesystem.get_file(log, str(run_dir / log.split("/")[-1]))
-                    return
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"checkpoint.mirror={self.url} cannot be read ({type(error).__name__}: {error}): mend that, "
-                "or set checkpoint.mirror=null to begin anew"
-            ) from None
+        for step in self.steps():
+            if step > above and self._fetch_step(step, run_dir):
+                return
 
     def _fetch_step(self, step: int, run_dir: Path) -> bool:
-        there, here = f"{self.root}/checkpoints/step-{step}", run_dir / "checkpoints" / f"step-{step}"
+        there, here = f"{self.root}/{CHECKPOINTS}/step-{step}", run_dir / CHECKPOINTS / f"step-{step}"
         unfinished = here.with_name(f".unfinished-{here.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        with announced(f"fetching checkpoint step-{step} from {self.url}"):
+        with announced(f"fetching checkpoint step-{step} from {self.url}"), self._reading():
             for file in self.filesystem.ls(there, detail=False):
                 self.filesystem.get_file(file, str(unfinished / file.split("/")[-1]))
         try:
             verify(unfinished)
         except DamagedCheckpointError as error:
-            say(f"checkpoint {self.url}/checkpoints/step-{step} refused: {error}")
+            say(f"checkpoint {self.url}/{CHECKPOINTS}/step-{step} refused: {error}")
             shutil.rmtree(unfinished)
             return False
-        unfinished.rename(here)
+        with self._reading():
+            for pattern in _LOGS:
+                for log in self.filesystem.glob(f"{self.root}/{pattern}"):
+                    self.filesystem.get_file(log, str(run_dir / log.split("/")[-1]))
+        unfinished.rename(here)  # last: whoever is killed before fetches again
         return True
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise UserError(
+                f"checkpoint.mirror={self.url} cannot be read ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}): mend that, or set checkpoint.mirror=null to go without"
+            ) from None
+
+
+def _progress(mirror: Mirror) -> "Callback":
+    """What fsspec tells of every piece that it copies."""
+    from fsspec import Callback
+
+    def count(*_: object, **__: object) -> None:
+        mirror.num_moved += 1
+
+    return Callback(hooks={"moved": count})
+
+
+def _logs_of(run_dir: Path) -> list[Path]:
+    return [log for pattern in _LOGS for log in run_dir.glob(pattern)]
 
 
 def _filesystem_of(url: str) -> "tuple[AbstractFileSystem, str]":
@@ -95,6 +123,6 @@ def _filesystem_of(url: str) -> "tuple[AbstractFileSystem, str]":
 
     try:
         filesystem, root = fsspec.url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # nothing serves the protocol, or it asks for credentials
         raise UserError(f"checkpoint.mirror={url}: {' '.join(str(error).split())}") from None
     return filesystem, root.rstrip("/")

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from tputrain.announce import say
-from tputrain.checkpoint.store import CHECKPOINTS, CheckpointStore
+from tputrain.checkpoint import CHECKPOINTS
+from tputrain.checkpoint.store import CheckpointStore
 
 
 def model_directory(name: str, only: tuple[str, ...] = ()) -> Path | None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tputrain.announce import announced
+from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import no_rest
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
 
-CHECKPOINTS = "checkpoints"
 """Where below its directory a run keeps them."""
 
 _NAME = re.compile(r"step-(\d+)")
@@ -146,14 +146,14 @@ class CheckpointStore:
     def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
         """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
 
-        Where there is none here, and there is a mirror, it is fetched from there.
+        What a mirror has that is newer is fetched first.
         `refused(path, reason, used)` hears of every newer one that is not whole, and which is used instead.
         Raises UserError where there are checkpoints, or some that were set aside, and none is whole: what
         was learned must not be lost by beginning anew unasked.
         """
         damaged: list[tuple[Path, str]] = []
-        if self.mirror is not None and not self._has_any_here():
-            self.mirror.fetch(self.directory.parent)
+        if self.mirror is not None:
+            self.mirror.fetch(self.directory.parent, above=max(self.steps(), default=-1))
         for step in self.steps():
             reason = damage(self.path(step), only)
             if reason is None:
@@ -193,11 +193,15 @@ class CheckpointStore:
         for path in self.directory.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(path)
 
+    def keeps(self, steps: list[int]) -> set[int]:
+        """Which of these steps (newest first) are kept: the last, the multiples of `keep_every`, `kept`."""
+        every = {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
+        return set(steps[: self.keep_last]) | every | (self.kept & set(steps))
+
     def _remove_old(self) -> None:
-        for step in self.steps()[self.keep_last :]:
-            is_every = self.keep_every is not None and step % self.keep_every == 0
-            if not is_every and step not in self.kept:
-                self._remove(self.path(step))
+        steps = self.steps()
+        for step in set(steps) - self.keeps(steps):
+            self._remove(self.path(step))
 
     def _remove(self, path: Path) -> None:
         # Renamed first: killed half-way, a removal must not leave something that looks like a checkpoint.

@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 from tputrain.announce import say
+from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
 from tputrain.checkpoint.state import STATE
-from tputrain.checkpoint.store import CHECKPOINTS, CheckpointStore, damage
+from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.errors import UserError
 
 # What only going on with the training needs.

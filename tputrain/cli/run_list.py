@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tputrain.announce import say
-from tputrain.checkpoint.store import CHECKPOINTS
+from tputrain.checkpoint import CHECKPOINTS
 from tputrain.errors import UserError
 from tputrain.report.numbers import seconds_text
 from tputrain.report.run_files import Run, is_run, read_run

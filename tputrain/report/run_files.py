@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import COMPLETE
 from tputrain.checkpoint.state import STATE, load_state
-from tputrain.checkpoint.store import CHECKPOINTS, CheckpointStore
+from tputrain.checkpoint.store import CheckpointStore
 from tputrain.errors import UserError
 from tputrain.loggers.jsonl import EVALUATIONS, EVENTS, STEPS, read_jsonl
 from tputrain.loggers.logger import Record

@@ -110,18 +110,19 @@ class _Compiled:
         self._boxed_call = True  # AOTAutograd: inputs come as one list
         self.graph = Graph(module)
         placeholders = self.graph.placeholders
-        for node in placeholders:
-            value = node.meta["val"]
-            if isinstance(value, torch.Tensor) and value.device.type != "tpu":
-                raise UnsupportedGraphError(f"input {node.name} is on {value.device}")
         self.tensors = [
             place for place, node in enumerate(placeholders) if isinstance(node.meta["val"], torch.Tensor)
         ]
-        self.sizes = [place for place in range(len(placeholders)) if place not in set(self.tensors)]
+        self.sizes = [
+            place for place, node in enumerate(placeholders) if not isinstance(node.meta["val"], torch.Tensor)
+        ]
         wanted: dict[fx.Node, int] = {}
         (outputs,) = next(node for node in reversed(self.graph.nodes) if node.op == "output").args
         self.outputs = [self._output(node, wanted) for node in outputs]
-        self.operator = make_operator(name, self.graph, list(wanted)) if wanted else None
+        self.operator = None
+        if wanted:
+            self.graph.check(list(wanted))
+            self.operator = make_operator(name, self.graph, list(wanted))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         given = tuple(inputs)

@@ -18,9 +18,11 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from tpu_backend import views
-from tpu_backend.lowering import registry
+from tpu_backend.lowering import factory, registry
+from tpu_backend.lowering.bounds import collect_demands
 from tpu_backend.lowering.names import functional_name
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import result_type
 
 _aten = torch.ops.aten
@@ -53,10 +55,40 @@ class Graph:
         self.num_draws = 0
         self._evaluators: dict[fx.Node, Callable[..., Any]] = {}
         for node in self.nodes:
+            _check_value(node)
             if node.op == "call_function":
                 self._evaluators[node] = self._evaluator(node)
             elif node.op not in ("placeholder", "output"):
                 raise UnsupportedGraphError(f"a graph with a {node.op} node ({node.target})")
+
+    def check(self, wanted: Sequence[fx.Node]) -> None:
+        """Evaluate it on shapes alone, of the sizes that Dynamo saw. Raises UnsupportedGraphError where a
+        lowering cannot express this form of its operation.
+        """
+        values = [node.meta["val"] for node in self.placeholders]
+        symbols = {
+            symbol: _hint(value, dim) for value, where in zip(values, self.symbols) for symbol, dim in where
+        }
+        inputs = [specs_of(value, symbols) for value in values]
+        sizes = [None if isinstance(each, jax.ShapeDtypeStruct) else each for each in inputs]
+
+        def run(arrays: list[Any]) -> list[jax.Array]:
+            key = (
+                jax.random.key(0)
+                if self.num_draws <= 1
+                else jax.random.split(jax.random.key(0), self.num_draws)
+            )
+            given = [array if size is None else size for array, size in zip(arrays, sizes, strict=True)]
+            return self.evaluate(wanted, given, symbols, key)
+
+        arrays = [each if size is None else jnp.zeros(()) for each, size in zip(inputs, sizes, strict=True)]
+        try:
+            with jax.enable_x64(True), collect_demands():
+                jax.eval_shape(run, arrays)
+        except registry.NotLoweredError as reason:
+            raise UnsupportedGraphError(
+                str(reason) or "a form of an operation that has no lowering"
+            ) from None
 
     def bind(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """What the symbolic sizes are for these inputs (tensors, arrays or integers)."""
@@ -109,11 +141,35 @@ class Graph:
             entry = registry.TABLE[name]
             self.num_draws += entry.draws
             return _Call(node, entry)
+        if target in (_aten.as_strided.default, _aten.as_strided_scatter.default):
+            base = node.args[0].meta["val"]  # type: ignore[union-attr]
+            if (
+                not base.is_contiguous() or base.storage_offset() != 0
+            ):  # it counts in storage, which is not here
+                raise UnsupportedGraphError(f"{target} of a tensor that is a view")
         if target.is_view:
             return _View(node)
         if target in _SCATTERS:
             return _Scatter(node, _SCATTERS[target])
         raise UnsupportedGraphError(f"{target} has no lowering")
+
+
+def _check_value(node: fx.Node) -> None:
+    """Raise UnsupportedGraphError where a node makes something that no program of the device can hold."""
+    for value in jax.tree.leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor) and value.device.type != "tpu":
+            raise UnsupportedGraphError(f"{node.name} is on {value.device}")
+        if node.op == "placeholder" and not isinstance(value, (torch.Tensor, torch.SymInt, int)):
+            raise UnsupportedGraphError(f"input {node.name} is a {type(value).__name__}")
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and platform().name == "tpu":
+        name = functional_name(target._schema)
+        tensors = jax.tree.leaves(
+            [node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]]
+        )
+        dtypes = [jax_dtype(value.dtype) for value in tensors if isinstance(value, torch.Tensor)]
+        if name is not None and not registry.TABLE[name].compiles_on_tpu(dtypes):
+            raise UnsupportedGraphError(f"{target} does not compile for a TPU")
 
 
 def _own_name(schema: torch._C.FunctionSchema) -> str | None:
@@ -133,11 +189,8 @@ class _Call:
 
     def __call__(self, args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> Any:
         out = tuple(jax.tree.leaves(specs, is_leaf=lambda spec: spec is None))
-        wide = any(spec is not None and spec.dtype.itemsize >= 8 for spec in out) or any(
-            leaf.dtype in ("float64", "complex128")
-            for leaf in jax.tree.leaves((args, kwargs))
-            if _is_array(leaf)
-        )
+        arrays = [leaf for leaf in (*out, *jax.tree.leaves((args, kwargs))) if hasattr(leaf, "dtype")]
+        wide = any(leaf.dtype in ("float64", "complex128") for leaf in arrays)
         positional, named = [], {}
         for position, (name, kind, kwarg_only) in enumerate(self.arguments):
             if position < len(args):
@@ -148,8 +201,8 @@ class _Call:
                 continue
             else:
                 value = self.node.target._schema.arguments[position].default_value  # type: ignore[union-attr]
-            if kind == "Generator":
-                value = None
+            if kind.endswith("Generator]") and value is not None:
+                raise UnsupportedGraphError(f"{self.node.target} with a generator of its own")
             value = self._number(name, kind, value, wide)
             if not kwarg_only:
                 positional.append(value)
@@ -166,7 +219,7 @@ class _Call:
 
     def _number(self, name: str, kind: str, value: Any, wide: bool) -> Any:
         """A number that is an input of the program where it is recorded arrives as an array here too."""
-        if isinstance(value, bool | int | float) and not isinstance(value, torch.dtype):
+        if isinstance(value, bool | int | float):
             is_scalar = kind == "number" and name not in self.entry.static
             if name in ("alpha", "beta") and value in (0, 1):
                 return value
@@ -235,13 +288,17 @@ def _reshaped(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
     return args[0].reshape(spec.shape)
 
 
-def _range(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
+def _spaced(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
     start, _end, step = (*args, 1)[:3]
-    return (start + jnp.arange(spec.shape[0]) * step).astype(spec.dtype)
+    return factory.spaced(start, step, (spec,)).astype(spec.dtype)
 
 
-def _nothing(*_: Any) -> None:
-    return None
+def _conjugate(args: Any, *_: Any) -> Any:
+    return jnp.conj(args[0])
+
+
+def _negative(args: Any, *_: Any) -> Any:
+    return -args[0]
 
 
 # Operations that the device itself serves without the table.
@@ -261,10 +318,10 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten.empty_permuted.default: _zeros,
     _aten.new_empty.default: _zeros,
     _aten.new_empty_strided.default: _zeros,
-    _aten.arange.start_step: _range,
-    _aten.arange.start: _range,
-    _aten._assert_scalar.default: _nothing,
-    _aten._assert_async.msg: _nothing,
+    _aten.arange.start_step: _spaced,
+    _aten.arange.start: _spaced,
+    _aten._conj.default: _conjugate,  # views with a bit that says so, where they are not evaluated
+    _aten._neg_view.default: _negative,
 }
 _RANDOM = {
     _aten.rand.default: "uniform",
@@ -294,6 +351,12 @@ def specs_of(value: Any, symbols: Symbols) -> Any:
     return concrete(value, symbols) if is_size else None
 
 
+def _hint(value: Any, dim: int | None) -> int:
+    """What a symbolic size was when Dynamo saw it."""
+    size = value if dim is None else value.shape[dim]
+    return int(size.node.hint)
+
+
 def _symbols_of(value: Any) -> list[tuple[sympy.Symbol, int | None]]:
     """The symbols that a placeholder shows, each with the dim it is, or None where the value itself is it."""
     if isinstance(value, torch.SymInt):
@@ -314,7 +377,7 @@ def _examples(args: Any) -> list[Any]:
         value = leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf
         if isinstance(value, torch.Tensor):
             found.append(torch.empty((1,) * value.dim(), dtype=value.dtype))
-        elif isinstance(value, (int, float, complex)) and not isinstance(value, torch.dtype):
+        elif isinstance(value, (int, float, complex)):
             found.append(value)
     return found
 
@@ -332,7 +395,3 @@ def _geometry(shown: torch.Tensor) -> views.Geometry:
 
 def _kept(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in _DROPPED}
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array)

@@ -47,7 +47,7 @@ def to_copy(self, *, out=None, **options):
 # ---- ranges
 
 
-def _range(start, step, out):
+def spaced(start, step, out):
     """start + i * step, computed in the accumulation dtype as PyTorch's range kernels do."""
     (count,), dtype = out[0].shape, out[0].dtype
     compute = opmath(dtype)
@@ -61,12 +61,12 @@ def _range(start, step, out):
 
 @lowering("arange", "arange.out", static=("end",))
 def arange(end, *, out=None, **options):
-    return _range(0, 1, out)
+    return spaced(0, 1, out)
 
 
 @lowering("range", "range.step", "range.out", static=("start", "end", "step"))
 def range_(start, end, step=1, *, out=None, **options):
-    return _range(start, step, out)
+    return spaced(start, step, out)
 
 
 _OVERLOADS = [
