@@ -14,7 +14,7 @@ from tputrain.loggers.jsonl import read_jsonl
 
 
 def mirrored(url: str) -> CheckpointConfig:
-    return CheckpointConfig(every=3, keep_last=2, mirror=url)
+    return CheckpointConfig(every=3, keep_last=2, keep_every=6, mirror=url)
 
 
 class StopsAfterNine(Callback):
@@ -47,7 +47,17 @@ def test_a_machine_that_has_nothing_goes_on_from_the_mirror(tmp_path, url, capsy
     build(tmp_path / "whole", checkpoint=mirrored(f"{url}-whole")).fit()
     assert losses(tmp_path / "second") == losses(tmp_path / "whole")
     assert [step for step, _ in losses(tmp_path / "second")] == list(range(1, STEPS + 1))
-    assert trainer.store.mirror.steps() == trainer.store.steps() == [14, 12]
+    assert trainer.store.steps() == [14, 12]
+    assert trainer.store.mirror.steps() == [14, 12, 6]  # what is kept for ever stays, though it is not here
+
+
+def test_a_machine_that_was_away_goes_on_from_what_another_has_done_meanwhile(tmp_path, url):
+    first_half(tmp_path / "away", url)
+    build(tmp_path / "other", checkpoint=mirrored(url)).fit()
+    store = CheckpointStore.of_run(tmp_path / "away", mirrored(url))
+    assert store.steps() == [9, 6]
+    assert store.newest(lambda *_: None).name == "step-14"
+    assert [step for step, _ in losses(tmp_path / "away")] == list(range(1, STEPS + 1))
 
 
 def test_a_copy_that_was_cut_short_or_damaged_does_not_count(tmp_path, url, capsys):
@@ -74,7 +84,7 @@ def test_a_mirror_that_fails_is_one_loud_line_and_training_goes_on(tmp_path, mon
     assert trainer.step == STEPS
     said = capfd.readouterr().err
     assert "step-3 NOT COPIED to checkpoint.mirror: PermissionError: 403 Forbidden\n" in said
-    assert trainer.store.steps() == [14, 12]
+    assert trainer.store.steps() == [14, 12, 6]
 
 
 def test_a_mirror_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
