@@ -21,7 +21,7 @@ from tputrain.callbacks.callback import Callback, Control, load_state_of, state_
 from tputrain.callbacks.config import build_callbacks
 from tputrain.callbacks.events import EventLog
 from tputrain.checkpoint import contents
-from tputrain.checkpoint.background import BackgroundWriter, Written, leaving_with
+from tputrain.checkpoint.background import BackgroundWriter, Written
 from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
@@ -146,7 +146,7 @@ class Trainer:
         self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
         self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn)
         self._step_log = StepLog(self.device, self._peak_flops)
-        self._signals = SignalWatch()
+        self._signals = SignalWatch(saves=self.store is not None)
         self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter()
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
@@ -174,7 +174,7 @@ class Trainer:
 
     def _advance(self) -> bool:
         """One step; False where a signal came while it waited for its data."""
-        self._expect_long_start()  # once more: an evaluation may have come since the start
+        self._expect_compilation(FIRST_STEP)  # once more: an evaluation may have come since the start
         batches = self._next_batches()
         if batches is None:
             return False
@@ -290,7 +290,10 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         if self._evaluation_is_due():
             self.control.evaluate = False
+            if self._is_warm:
+                self._expect_compilation(EVALUATING)
             self._evaluate()
+            self._signals.rescue_by(None)
 
     def _save_if_due(self) -> None:
         if self._writer.has_ended:
@@ -436,11 +439,11 @@ class Trainer:
             self.step, self.model, self.tokenizer, self.optimizer, self.evaluation_weights, self._state
         )
 
-    def _expect_long_start(self) -> None:
-        """Until the first step is done, have a thread act on signals where this one is too busy to."""
-        if self.store is not None and not self._is_warm:
+    def _expect_compilation(self, phase: str) -> None:
+        """In a phase that is new, have a thread act on signals where this one is busy, with this state."""
+        if self.store is not None and not self._watchdog.has_seen(phase):
             snapshot = None if self._saved_at == self.step else self._snapshot()
-            self._signals.rescue_by(leaving_with(self.store, snapshot))
+            self._signals.rescue_by(self._writer.leaving_with(self.store, snapshot))
 
     def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """All that a checkpoint holds beside tensors."""
@@ -564,7 +567,7 @@ class Trainer:
         self.model.train()
         devices.flush(self.device)
         self._tell("on_fit_start")
-        self._expect_long_start()
+        self._expect_compilation(FIRST_STEP)
 
     def _resume_or_begin(self) -> None:
         if self._resumed:

@@ -45,6 +45,8 @@ class BackgroundWriter:
         self._mirror: Mirror | None = None
         self._thread: threading.Thread | None = None
         self._files_written: threading.Event | None = None
+        self._stored = threading.Event()  # the write in flight is, but for the mirror
+        self._stored.set()
         self._written: Written | None = None
         self._bug: BaseException | None = None
 
@@ -65,6 +67,7 @@ class BackgroundWriter:
         self._pace, self._began_at = Pace(min((now - self._began_at) / 4, _LONGEST_REST)), now
         # No daemon: the interpreter waits for it, so that an exit does not cut a checkpoint off.
         self._mirror, self._files_written = store.mirror, threading.Event()
+        self._stored.clear()
         self._thread = threading.Thread(
             target=self._write, args=(store, snapshot, self._files_written), name="checkpoint"
         )
@@ -114,6 +117,19 @@ class BackgroundWriter:
                 num_moved = self._mirror.num_moved
                 is_alive()
 
+    def leaving_with(self, store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
+        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk) and leave."""
+
+        def leave(number: int) -> NoReturn:
+            self._pace.hurry()
+            self._stored.wait()
+            if snapshot is not None:
+                store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+            warn("what is being prepared takes longer: leaving with the checkpoint of the state before it")
+            os._exit(128 + number)
+
+        return leave
+
     def _write(self, store: CheckpointStore, snapshot: Snapshot, files_written: threading.Event) -> None:
         began, error, mirror_error = time.perf_counter(), None, None
         try:
@@ -124,20 +140,9 @@ class BackgroundWriter:
         except BaseException as bug:
             self._bug = bug
         files_written.set()  # or there will be none
+        self._stored.set()
         seconds = time.perf_counter() - began
         path = store.path(snapshot.step)
         if store.mirror is not None and error is None and self._bug is None:
             mirror_error = store.mirror.push(path, store.keeps)
         self._written = Written(path, error, mirror_error, seconds)
-
-
-def leaving_with(store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
-    """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk already) and leave."""
-
-    def leave(number: int) -> NoReturn:
-        if snapshot is not None:
-            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
-        warn("the first step is still being prepared: leaving with the checkpoint of the state before it")
-        os._exit(128 + number)
-
-    return leave
