@@ -176,21 +176,25 @@ class CheckpointStore:
     def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
         """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
 
-        What a mirror has that is newer is fetched first.
+        What a mirror has that is newer is fetched first, and what is damaged here in its place.
         `refused(path, reason, used)` hears of every newer one that is not whole, and which is used instead.
         Raises UserError where there are checkpoints, or some that were set aside, and none is whole: what
         was learned must not be lost by beginning anew unasked.
         """
         damaged: list[tuple[Path, str]] = []
         if self.mirror is not None:
-            self.mirror.fetch(self.directory.parent, above=max(self.steps(), default=-1))
+            newest_here = max(self.steps(), default=-1)
+            self.mirror.fetch(self.directory.parent, lambda step: step > newest_here)
         for step in self.steps():
             reason = damage(self.path(step), only)
-            if reason is None:
-                for path, why in damaged:
-                    refused(path, why, self.path(step))
-                return self.path(step)
+            if reason is None or self._is_fetched_anew(step, reason):
+                return self._used(step, damaged, refused)
             damaged.append((self.path(step), reason))
+        if self.mirror is not None:
+            here = self.steps()
+            fetched = self.mirror.fetch(self.directory.parent, lambda step: step not in here)
+            if fetched is not None:
+                return self._used(fetched, damaged, refused)
         if not self.has_any():
             return None
         found = "; ".join(f"{path.name}: {why}" for path, why in damaged) or "all were set aside before"
@@ -198,6 +202,25 @@ class CheckpointStore:
             f"{self.directory}: no whole checkpoint to go on from ({found}): restore one, or begin anew with "
             f"another run_dir or by removing {self.directory.parent}"
         )
+
+    def _used(self, step: int, damaged: list[tuple[Path, str]], refused: Refused) -> Path:
+        for path, why in damaged:
+            refused(path, why, self.path(step))
+        return self.path(step)
+
+    def _is_fetched_anew(self, step: int, reason: str) -> bool:
+        """Whether the checkpoint of `step`, which is damaged, was replaced by a whole one from the mirror."""
+        if self.mirror is None or step not in self.mirror.steps():
+            return False
+        if not self.mirror.fetch_step(step, self.directory.parent, self.set_aside):
+            return False
+        say(f"checkpoint {self.path(step)} was damaged ({reason}): taken from {self.mirror.url}")
+        return True
+
+    def may_change(self) -> bool:
+        """Whether `take_over` or `newest` may have something to do here, for which the run must be locked."""
+        left = (f"{_UNFINISHED}step-*", f"{_REPLACED}*")
+        return self.mirror is not None or any(any(self.directory.glob(pattern)) for pattern in left)
 
     def has_any(self) -> bool:
         """Whether a checkpoint was ever finished here or in the mirror, whole or not, set aside or not."""
@@ -238,6 +261,15 @@ class CheckpointStore:
         doomed = self.directory / f"{_UNFINISHED}old-{path.name}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)
+
+
+def say_refused(path: Path, reason: str, used: Path) -> None:
+    """For `CheckpointStore.newest`, where nothing is to be done about a damaged one: a line."""
+    say(f"checkpoint {path} refused: {reason}; {used.name} is used")
+
+
+def say_nothing(path: Path, reason: str, used: Path) -> None:
+    """For `CheckpointStore.newest`, where who reads all of it will say it."""
 
 
 def damage(path: Path, only: tuple[str, ...] = ()) -> str | None:
