@@ -223,6 +223,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
+        self._writer.let_write()
         self._count_step(batches, loss, grad_norm, rates)
 
     def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
@@ -573,7 +574,7 @@ class Trainer:
         if self._resumed:
             return
         if self.store is not None:
-            self.store.recover()
+            self.store.take_over()
         if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.has_any():
             raise UserError(
                 f"{self.run_dir} holds checkpoints and checkpoint.resume=never: choose another run_dir, or "

@@ -74,7 +74,7 @@ class Mirror:
 
     def _fetch_step(self, step: int, run_dir: Path) -> bool:
         there, here = f"{self.root}/{CHECKPOINTS}/step-{step}", run_dir / CHECKPOINTS / f"step-{step}"
-        unfinished = here.with_name(f".unfinished-{here.name}")
+        unfinished = here.with_name(f".unfinished-fetched-{here.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         with announced(f"fetching checkpoint step-{step} from {self.url}"), self._reading():

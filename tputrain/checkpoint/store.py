@@ -9,15 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tputrain.announce import announced
+from tputrain.announce import announced, say
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import no_rest
+from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
-
-"""Where below its directory a run keeps them."""
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
@@ -101,9 +100,12 @@ class CheckpointStore:
         fill: Callable[[Path], None],
         num_bytes: int = 0,
         rest: Callable[[], None] = no_rest,
+        written: Callable[[], None] | None = None,
     ) -> Path:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
-        `rest` is called between pieces of the work.
+
+        `written` is called as soon as a SIGKILL of this process costs nothing any more: `take_over` would
+        finish the rest, between whose pieces `rest` is called.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
         before, once `recover` has been called. Raises OSError where the disk fails, or has not `num_bytes`
@@ -117,10 +119,19 @@ class CheckpointStore:
         unfinished.mkdir()
         try:
             fill(unfinished)
-            seal(unfinished, rest)
+            mark_written(unfinished)
+            if written is not None:
+                written()
+            rest()
+            return self._finish(unfinished, step, rest)
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
             raise
+
+    def _finish(self, unfinished: Path, step: int, rest: Callable[[], None]) -> Path:
+        """Vouch for what is written, put it in place and remove what is not kept beside it."""
+        seal(unfinished, rest)
+        (unfinished / WRITTEN).unlink(missing_ok=True)
         final = self.path(step)
         if final.exists():
             # A directory cannot be renamed over another; killed before the next line, `recover` undoes this.
@@ -130,6 +141,25 @@ class CheckpointStore:
         self.recover()
         self._remove_old()
         return final
+
+    def take_over(self) -> None:
+        """Finish what an earlier process was killed at; for one that trains, and has the run to itself.
+
+        Raises UserError where the disk does not take it.
+        """
+        self.recover()
+        for unfinished in self.directory.glob(f"{_UNFINISHED}step-*"):
+            step = int(unfinished.name.rpartition("-")[2])
+            if self.path(step).exists() or not (is_written(unfinished) or damage(unfinished) is None):
+                continue  # the next `write` removes it
+            try:
+                finished = self._finish(unfinished, step, no_rest)
+            except OSError as error:
+                raise UserError(
+                    f"{unfinished}: the checkpoint that the process before was writing cannot be finished "
+                    f"({error.strerror}); make room or mend the disk, and run again"
+                ) from None
+            say(f"finished {finished}, which the process before was killed at")
 
     def recover(self) -> None:
         """Put back what a `write` that was killed had moved out of its way; for the process that trains.
