@@ -503,8 +503,7 @@ class Trainer:
                 return False
             self.load(newest)
             return True
-        reason = damage(Path(path))
-        if reason is not None:
+        if (reason := damage(Path(path))) is not None:
             raise UserError(f"{path} cannot be used: {reason}")
         self.load(Path(path))
         return True
