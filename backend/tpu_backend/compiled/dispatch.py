@@ -57,9 +57,8 @@ by_device.__name__ = "inductor"  # under which Dynamo's logs and repro scripts k
 
 def _is_on_tpu(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
     values = [*inputs, *module.parameters(), *module.buffers()]
-    values += [
-        node.meta.get("example_value") for node in module.graph.nodes
-    ]  # without inputs, too: torch.ones
+    # A graph may have no inputs: torch.ones(3, device="tpu").
+    values += [node.meta.get("example_value") for node in module.graph.nodes]
     return any(isinstance(value, torch.Tensor) and value.device.type == "tpu" for value in values)
 
 
@@ -70,21 +69,20 @@ def _enter(registry: ModuleType) -> None:
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Finds one module, once, as everybody does, and enters the backends."""
+    """Finds one module as everybody does, and enters the backends once that is executed."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != _REGISTRY:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenEnter(spec.loader)
+            spec.loader = _ThenEnter(spec.loader, self)
         return spec
 
 
 class _ThenEnter(Loader):
-    def __init__(self, loader: Loader):
-        self._loader = loader
+    def __init__(self, loader: Loader, finder: MetaPathFinder):
+        self._loader, self._finder = loader, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -92,4 +90,5 @@ class _ThenEnter(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         self._loader.exec_module(module)
+        sys.meta_path.remove(self._finder)
         _enter(module)
