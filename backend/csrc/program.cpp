@@ -124,6 +124,7 @@ Variant& ProgramCache::variant_for(
   const auto start = std::chrono::steady_clock::now();
   py::dict description;
   description["tape"] = py::cast(segment.tape);
+  description["circumstances"] = py::cast(segment.circumstances);
   py::list input_layouts;
   for (int32_t local : segment.inputs) {
     input_layouts.append(py::make_tuple(

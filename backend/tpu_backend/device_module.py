@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpu_backend import _C, compiling, nan_check
+
+if TYPE_CHECKING:
+    from tpu_backend.runtime.compile_log import Compilation
 
 _MODES = ("debug", "strict", "fused")
 
@@ -177,6 +180,7 @@ class eager_mode:  # noqa: N801 - reads as a function
         self._checked_before = nan_check.enabled()
         if is_initialized():
             flush()
+            _remember_line_of_mode()
         _C.set_mode(_MODES.index(mode))
         if check_nans is not None:
             nan_check.enable(check_nans)
@@ -188,9 +192,16 @@ class eager_mode:  # noqa: N801 - reads as a function
         try:
             if is_initialized():
                 flush()
+                _remember_line_of_mode()
         finally:
             _C.set_mode(self._before)
             nan_check.enable(self._checked_before)
+
+
+def _remember_line_of_mode() -> None:
+    from tpu_backend.runtime.user_line import remember_line_of_mode
+
+    remember_line_of_mode()
 
 
 def get_eager_mode() -> str:
@@ -202,6 +213,18 @@ def compile_stats() -> dict[str, Any]:
     compile_seconds, host_reads.
     """
     return _C.compile_stats(_C.current_device())
+
+
+def compilations() -> list[Compilation]:
+    """The last 256 programs that were compiled, oldest first, each with its operations, its seconds and its
+    cause: what sets it apart from the nearest one before, and the Python line.  ``TPU_LOGS=compile`` prints
+    them.
+    """
+    if not is_initialized():
+        return []
+    from tpu_backend.runtime import compile_log
+
+    return compile_log.compilations()
 
 
 def is_compiling() -> bool:

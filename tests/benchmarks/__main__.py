@@ -16,6 +16,8 @@ BENCHMARKS = (
     "mlp_step",
     "llama_step",
     "memory",
+    "compile_step",
+    "epochs",
     "trainer",
 )
 

@@ -27,7 +27,7 @@ def is_written(directory: Path) -> bool:
         return mark["boot"] == _boot() and all(
             _sum(directory / name) == found for name, found in mark["files"].items()
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False  # killed before the mark, or in the middle of it
 
 

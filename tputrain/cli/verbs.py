@@ -14,8 +14,8 @@ from tputrain.cli.job import build_evaluation, build_job, build_trained_model
 from tputrain.config_checks import expect
 from tputrain.config_differences import differences
 from tputrain.data import Tokenizer
-from tputrain.device import execution_mode
 from tputrain.errors import UserError
+from tputrain.execution import Execution
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe, with_defaults
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
@@ -105,9 +105,10 @@ def sample(
     expect(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "1 or more")
     checkpoint, cfg = _trained(run_dir, overrides)
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
-    with announced("writing"), execution_mode(device, cfg.execution.validate):
+    execution = Execution(model, device, cfg.execution)
+    with announced("writing"), execution.phase("sample"):
         text = generate(
-            model,
+            execution.model,
             tokenizer,
             prompt,
             max_new_tokens,

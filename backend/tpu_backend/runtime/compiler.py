@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from tpu_backend import device_module
 from tpu_backend.compiling import compiling
 from tpu_backend.lowering.bounds import Demand
+from tpu_backend.runtime import compile_log
+from tpu_backend.runtime.causes import cause_of
 from tpu_backend.runtime.dtypes import jax_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.segment import segment_function
@@ -72,7 +76,9 @@ def lower_segment(
 
 def compile_segment(description: dict[str, Any]) -> Executable:
     """Compile a segment for the device of this process (`lower_segment` says what the program takes)."""
-    names = [entry.overload for entry, _, _ in entries(description["tape"])]
+    names = tuple(entry.overload for entry, _, _ in entries(description["tape"]))
+    cause = cause_of(description, device_module.get_eager_mode())
+    start = time.perf_counter()
     with compiling(len(names)):
         lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
         if log.isEnabledFor(logging.DEBUG):
@@ -83,10 +89,7 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     if memory is not None:
         global _largest_temporary
         _largest_temporary = max(_largest_temporary, memory.temp_size_in_bytes)
-    if log.isEnabledFor(logging.INFO):
-        log.info(
-            "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        )
+    compile_log.record(names, time.perf_counter() - start, cause)
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     return Executable(
         replicated.xla_executable.execute_sharded,

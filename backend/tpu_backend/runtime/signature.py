@@ -77,6 +77,7 @@ class Output:
 class Signature:
     """One form of one op, decoded."""
 
+    number: int
     overload: str
     name: str
     arguments: tuple[Argument, ...]
@@ -194,7 +195,14 @@ def signature(number: int) -> Signature:
         )
     outputs = tuple(_output(item) for item in raw["outputs"])
     return Signature(
-        raw["overload"], raw["name"], arguments, outputs, raw["wide"], raw["random"], _result_type(arguments)
+        number,
+        raw["overload"],
+        raw["name"],
+        arguments,
+        outputs,
+        raw["wide"],
+        raw["random"],
+        _result_type(arguments),
     )
 
 
