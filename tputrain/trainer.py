@@ -107,6 +107,7 @@ class Trainer:
     ):
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
+        devices.use_executable_cache(self.device, cfg.execution.executable_cache)
         self.model = model.to(self.device)
         freeze(self.model, cfg.optim.freeze)
         self.loss_fn = loss_fn
