@@ -3,6 +3,7 @@
 Everything that asks "is this tpu?" is here; on any other device the same calls do what is natural there.
 """
 
+import os
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import torch
 from tputrain.errors import UserError
 
 DEVICES = ("auto", "tpu", "cpu")
+EXECUTABLE_CACHE = "~/.cache/tputrain/executables"
 
 
 def find_device(name: str) -> torch.device:
@@ -26,6 +28,26 @@ def find_device(name: str) -> torch.device:
             "install it with `pip install .`, or set device=cpu"
         )
     return torch.device("tpu")
+
+
+def use_executable_cache(device: torch.device, chosen: str | None, default: str | None = None) -> None:
+    """Keep compiled programs in the directory `chosen`, or nowhere (none). Where neither it nor TPU_CACHE_DIR
+    says anything: in `default`, or as it was.
+    """
+    if chosen is None and "TPU_CACHE_DIR" not in os.environ:
+        chosen = default
+    if device.type == "tpu" and chosen is not None:
+        torch.tpu.set_executable_cache(None if chosen == "none" else chosen)  # type: ignore[attr-defined]
+
+
+def describe_programs(device: torch.device) -> str | None:
+    """How many programs this process compiled and how many it found; None where there is no such thing."""
+    if device.type != "tpu":
+        return None
+    stats = torch.tpu.compile_stats()  # type: ignore[attr-defined]
+    cache = torch.tpu.get_executable_cache()  # type: ignore[attr-defined]
+    compiled = f"{stats['compilations']:,} compiled in {stats['compile_seconds']:.1f} s"
+    return compiled if cache is None else f"{compiled}, {stats['disk_hits']:,} found in {cache}"
 
 
 def describe(device: torch.device) -> str:
@@ -90,6 +112,11 @@ def causes_of_compilations(device: torch.device, after: int) -> list[str]:
         return []
     programs = torch.tpu.compilations()  # type: ignore[attr-defined]
     return [str(program.cause) for program in programs if program.number > after]
+
+
+def disk_hits(device: torch.device) -> int:
+    """Programs that this process found in the executable cache so far."""
+    return torch.tpu.compile_stats()["disk_hits"] if device.type == "tpu" else 0  # type: ignore[attr-defined]
 
 
 def is_compiling(device: torch.device) -> bool:

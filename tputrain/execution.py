@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tputrain import device as devices
-from tputrain.config_checks import expect_choice
+from tputrain.config_checks import expect, expect_choice
 from tputrain.execution_trial import Trial
 
 FORMS = ("debug", "strict", "fused", "compile", "auto")
@@ -33,7 +33,18 @@ class ExecutionConfig:
     """bfloat16: products of matrices in bfloat16, what needs more in float32, by PyTorch's autocast; weights,
     their gradients and the optimizer's state stay float32. None: everything in the weights' own dtype."""
 
+    executable_cache: str | None = None
+    """Directory where later processes find the programs that this one compiles; none: they are not kept.
+    None: as TPU_CACHE_DIR says, and where that says nothing the commands of `tputrain` take
+    ~/.cache/tputrain/executables."""
+
     def __post_init__(self) -> None:
+        expect(
+            self.executable_cache not in ("", "False", "True", "off", "on"),
+            "execution.executable_cache",
+            self.executable_cache,
+            f"a directory, or none; left out, commands take {devices.EXECUTABLE_CACHE}",
+        )
         if self.autocast is not None:
             expect_choice("execution.autocast", self.autocast, ("bfloat16",))
         for phase in ("train", "validate", "sample"):
@@ -41,9 +52,12 @@ class ExecutionConfig:
 
 
 class Execution:
-    """Says in which form each phase runs. On another device than tpu, debug, strict and fused are one."""
+    """Says in which form each phase runs, and where its programs are kept. On another device than tpu, debug,
+    strict and fused are one.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, cfg: ExecutionConfig):
+        devices.use_executable_cache(device, cfg.executable_cache)
         self._model, self._device, self._cfg = model, device, cfg
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train

@@ -110,6 +110,7 @@ class Trainer:
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
+        self.execution = Execution(self.model, self.device, cfg.execution)
         freeze(self.model, cfg.optim.freeze)
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
@@ -130,7 +131,6 @@ class Trainer:
             self.model, self.optimizer, cfg.optim.ema_decay, self.device
         )
 
-        self.execution = Execution(self.model, self.device, cfg.execution)
         self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
         self.store: CheckpointStore | None = None

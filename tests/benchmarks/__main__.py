@@ -15,6 +15,7 @@ BENCHMARKS = (
     "dispatch",
     "mlp_step",
     "llama_step",
+    "first_step",
     "memory",
     "compile_step",
     "epochs",

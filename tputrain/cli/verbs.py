@@ -14,6 +14,7 @@ from tputrain.cli.job import build_evaluation, build_job, build_trained_model
 from tputrain.config_checks import expect
 from tputrain.config_differences import differences
 from tputrain.data import Tokenizer
+from tputrain.device import describe_programs
 from tputrain.errors import UserError
 from tputrain.execution import Execution
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe, with_defaults
@@ -79,6 +80,8 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
             cfg, job.trainer.step, command + "".join(f" {shlex.quote(text)}" for text in overrides)
         )
         raise
+    if (programs := describe_programs(job.trainer.device)) is not None:
+        say(f"programs: {programs}")
     _say_what_next(cfg, job.trainer.step, f"{command}{kept} trainer.steps={2 * cfg.trainer.steps}")
     return 0
 

@@ -6,6 +6,7 @@ Signatures are decoded once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -85,6 +86,7 @@ class Signature:
     wide: bool
     random: bool
     compute_dtype: Any
+    digest: str  # of all of it: the same in every process
 
     def described(self) -> str:
         """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
@@ -203,6 +205,7 @@ def signature(number: int) -> Signature:
         raw["wide"],
         raw["random"],
         _result_type(arguments),
+        hashlib.sha256(repr(raw).encode()).hexdigest(),
     )
 
 
