@@ -146,7 +146,7 @@ def untrusted(directory: Path) -> str | None:
     if found.st_mode & 0o002:
         return f"{directory} can be written by everybody (chmod o-w it)"
     if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
-        return f"{directory} belongs to another user (number {found.st_uid})"
+        return f"{directory} belongs to another user, number {found.st_uid} (take one of your own)"
     return None
 
 
