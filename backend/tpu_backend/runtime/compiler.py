@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import entries
 from tpu_backend.runtime.stored_executable import (
     are_storable,
+    compiled_by_xla,
     demands_of,
     deserialize,
     header_of,
@@ -99,7 +101,7 @@ def compile_segment(description: dict[str, Any]) -> Executable:
             key = key_of_text(lowered, demands)
             if (found := _load(cache, key, names)) is not None:
                 return found
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
             compiled = lowered.compile()
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
