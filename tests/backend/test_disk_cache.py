@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests.backend.fresh_process import run_python
 from tpu_backend import executable_cache, from_jax, jax_op, to_jax
@@ -403,6 +404,41 @@ def test_a_program_that_calls_this_process_is_not_kept(directory, recorded):
     assert torch.equal(ran(jax_op(function, name="counting"), torch.zeros(9)), torch.ones(9))
     assert calls
     assert not compiled_again(recorded[-1]).from_disk
+
+
+@pytest.fixture
+def jax_cache(tmp_path) -> Iterator[Path]:
+    """JAX's own compilation cache, on."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path / "jax"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_what_comes_from_jax_s_own_cache_is_not_passed_on(directory, recorded, jax_cache):
+    x = torch.rand(64, 65)
+    expected = ran(lambda x: torch.softmax(x, 1).log().cumsum(0).sin(), x)
+    description = recorded[-1]
+    torch.tpu.set_executable_cache(None)
+    compiled_again(description)
+    assert list(jax_cache.iterdir()), "without a cache of ours JAX's is as it was"
+    torch.tpu.set_executable_cache(directory.with_name("another"))
+    assert not compiled_again(description).from_disk
+    executable = compiled_again(description)
+    assert executable.from_disk
+    (result,) = executable.execute([to_jax(x.to("tpu"))], with_tokens=True).consume_with_handlers(
+        executable.handlers
+    )
+    assert torch.equal(from_jax(result).cpu(), expected)
+    assert jax.config.values["jax_enable_compilation_cache"]
 
 
 def test_the_directory_is_chosen_and_asked_for(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import entries
 from tpu_backend.runtime.stored_executable import (
     are_storable,
+    compiled_by_xla,
     demands_of,
     deserialize,
     header_of,
@@ -103,7 +105,7 @@ def compile_segment(description: dict[str, Any]) -> Executable:
             key = key_of_text(lowered, demands)
             if (found := _load(cache, key, names)) is not None:
                 return found
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
             compiled = lowered.compile()
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes

@@ -6,12 +6,14 @@ what a device returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import SingleDeviceSharding
 from jaxlib import xla_client
 
@@ -47,6 +49,23 @@ def header_of(
 
 def demands_of(header: dict[str, Any]) -> tuple[Demand, ...]:
     return tuple(Demand(_ERRORS[error], text, entry) for error, text, entry in header["demands"])
+
+
+@contextmanager
+def compiled_by_xla() -> Iterator[None]:
+    """In here JAX compiles, and takes nothing from a cache of its own: what was loaded from there would
+    serialise, but without its functions.
+    """
+    if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):  # type: ignore[attr-defined]
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX asks for the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        reset_cache()
 
 
 def serialize(loaded: Any) -> bytes:
