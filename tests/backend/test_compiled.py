@@ -211,6 +211,21 @@ def test_another_size_is_another_program_of_the_same_graph():
     assert sum(name.startswith("tpu_graph") for name in names) == 1
 
 
+def test_tensors_that_a_graph_makes_of_numbers_are_inputs_of_it():
+    def weigh(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.tensor([1.0, 2.0, 4.0], device=x.device)
+        weights.mul_(2)
+        return x * weights, torch.cat([torch.tensor([], device=x.device), x])
+
+    fast = compiled(weigh)
+    x = torch.randn(3)
+    for _ in range(2):
+        names = entries(lambda: fast(x.to("tpu")))
+        assert sum(name.startswith("tpu_graph") for name in names) == 1
+        for ours, theirs in zip(fast(x.to("tpu")), weigh(x), strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs)
+
+
 def test_what_has_no_xla_form_runs_operation_by_operation_and_says_so(caplog):
     def eigen(x: Tensor) -> Tensor:
         return torch.linalg.eigvals(x + 1).abs().sum()

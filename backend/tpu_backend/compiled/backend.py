@@ -25,6 +25,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 import tpu_backend
+from tpu_backend.compiled.constants import lift_constants
 from tpu_backend.compiled.graph import Graph, UnsupportedGraphError, concrete
 from tpu_backend.compiled.operation import make_operator
 from tpu_backend.lowering.names import functional_name
@@ -108,6 +109,7 @@ class _Compiled:
 
     def __init__(self, name: str, module: fx.GraphModule):
         self._boxed_call = True  # AOTAutograd: inputs come as one list
+        self.constants = lift_constants(module)
         self.graph = Graph(module)
         placeholders = self.graph.placeholders
         self.tensors = [
@@ -125,7 +127,7 @@ class _Compiled:
             self.operator = make_operator(name, self.graph, list(wanted))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        given = tuple(inputs)
+        given = (*inputs, *self.constants)
         inputs.clear()  # the caller's references go, so that what nobody needs is freed
         results: Sequence[torch.Tensor] = ()
         if self.operator is not None:
