@@ -1,7 +1,6 @@
 """`torch.compile(..., backend="tpu")`: the same numbers as eager mode, and one entry a graph."""
 
 import copy
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -224,17 +223,6 @@ def test_tensors_that_a_graph_makes_of_numbers_are_inputs_of_it():
         assert sum(name.startswith("tpu_graph") for name in names) == 1
         for ours, theirs in zip(fast(x.to("tpu")), weigh(x), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs)
-
-
-def test_what_has_no_xla_form_runs_operation_by_operation_and_says_so(caplog):
-    def eigen(x: Tensor) -> Tensor:
-        return torch.linalg.eigvals(x + 1).abs().sum()
-
-    x = torch.randn(3, 3)
-    with caplog.at_level(logging.WARNING, "tpu_backend.compile"):
-        result = compiled(eigen)(x.to("tpu"))
-    torch.testing.assert_close(result.cpu(), eigen(x))
-    assert "the inference graph runs operation by operation: aten." in caplog.text
 
 
 def test_a_graph_that_has_nothing_of_the_device_is_left_to_pytorch(caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -12,30 +14,21 @@ def lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:
     Returns the tensors, in the order of those placeholders. An input, and not a number in the program: what
     a tensor holds must not be read from the device, nor compiled.
     """
-    nodes = [node for node in module.graph.find_nodes(op="get_attr") if _is_tensor(module, node)]
-    if not nodes:
-        return []
     tensors = []
-    last = list(module.graph.find_nodes(op="placeholder"))[-1:]
-    for node in nodes:
-        point = last[0] if last else next(iter(module.graph.nodes))
-        with module.graph.inserting_after(point) if last else module.graph.inserting_before(point):
+    point = next(iter(module.graph.nodes))
+    for node in module.graph.find_nodes(op="placeholder"):
+        point = node.next
+    for node in module.graph.find_nodes(op="get_attr"):
+        tensor = operator.attrgetter(node.target)(module)
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        with module.graph.inserting_before(point):
             lifted = module.graph.placeholder(f"{node.name}_lifted")
-        tensors.append(_attribute(module, node))
         lifted.meta = dict(node.meta)
+        tensors.append(tensor)
         node.replace_all_uses_with(lifted)
+        point = node.next if point is node else point
         module.graph.erase_node(node)
-        last = [lifted]
-    module.recompile()
+    if tensors:
+        module.recompile()
     return tensors
-
-
-def _is_tensor(module: fx.GraphModule, node: fx.Node) -> bool:
-    return isinstance(_attribute(module, node), torch.Tensor)
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> object:
-    value: object = module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
