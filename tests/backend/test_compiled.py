@@ -1,7 +1,6 @@
 """`torch.compile(..., backend="tpu")`: the same numbers as eager mode, and one entry a graph."""
 
 import copy
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -211,15 +210,19 @@ def test_another_size_is_another_program_of_the_same_graph():
     assert sum(name.startswith("tpu_graph") for name in names) == 1
 
 
-def test_what_has_no_xla_form_runs_operation_by_operation_and_says_so(caplog):
-    def eigen(x: Tensor) -> Tensor:
-        return torch.linalg.eigvals(x + 1).abs().sum()
+def test_tensors_that_a_graph_makes_of_numbers_are_inputs_of_it():
+    def weigh(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.tensor([1.0, 2.0, 4.0], device=x.device)
+        weights.mul_(2)
+        return x * weights, torch.cat([torch.tensor([], device=x.device), x])
 
-    x = torch.randn(3, 3)
-    with caplog.at_level(logging.WARNING, "tpu_backend.compile"):
-        result = compiled(eigen)(x.to("tpu"))
-    torch.testing.assert_close(result.cpu(), eigen(x))
-    assert "the inference graph runs operation by operation: aten." in caplog.text
+    fast = compiled(weigh)
+    x = torch.randn(3)
+    for _ in range(2):
+        names = entries(lambda: fast(x.to("tpu")))
+        assert sum(name.startswith("tpu_graph") for name in names) == 1
+        for ours, theirs in zip(fast(x.to("tpu")), weigh(x), strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs)
 
 
 def test_a_graph_that_has_nothing_of_the_device_is_left_to_pytorch(caplog):

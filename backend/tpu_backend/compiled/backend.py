@@ -5,7 +5,7 @@ becomes one operator (`tpu_backend.compiled.operation`), which the op stream rec
 forward, backward and optimizer step still join one segment and are compiled by XLA together; what this path
 saves is the host's time: one entry is recorded where eager mode records hundreds.
 
-A graph with something that has no XLA form runs operation by operation, as in eager mode, and says so.
+A graph is split around what has no XLA form, which runs as in eager mode (`tpu_backend.compiled.split`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 import tpu_backend
-from tpu_backend.compiled.graph import Graph, UnsupportedGraphError, concrete
+from tpu_backend.compiled.constants import lift_constants
+from tpu_backend.compiled.graph import Graph, concrete
 from tpu_backend.compiled.operation import make_operator
+from tpu_backend.compiled.split import Boxed, OperationByOperation, Split
 from tpu_backend.lowering.names import functional_name
 
 log = logging.getLogger("tpu_backend.compile")
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
@@ -80,35 +80,37 @@ def _compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Boxed]:
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         values = (node.meta.get("val") for node in module.graph.nodes)
         if not any(isinstance(value, torch.Tensor) and value.device.type == "tpu" for value in values):
-            return _OperationByOperation(module)  # nothing of ours
-        try:
-            return _Compiled(name, module)
-        except UnsupportedGraphError as reason:
-            log.warning("torch.compile: the %s graph runs operation by operation: %s", name, reason)
-            return _OperationByOperation(module)
+            return OperationByOperation(module)  # nothing of ours
+        constants = lift_constants(module)
+        graph = Graph(module)
+        graph.check()
+        run: Boxed
+        if graph.problems:
+            run = Split(module, graph.problems, lambda part: _Compiled(name, Graph(part)))
+            log.info("torch.compile: the %s graph %s", name, run.described())
+        else:
+            run = _Compiled(name, graph)
+        return _with_constants(run, constants) if constants else run
 
     return compile_graph
 
 
-class _OperationByOperation:
-    """A graph as it is."""
-
-    def __init__(self, module: fx.GraphModule):
-        self.module = module
-        self._boxed_call = True
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        given = tuple(inputs)
+def _with_constants(run: Boxed, constants: Sequence[torch.Tensor]) -> Boxed:
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        given = [*inputs, *constants]
         inputs.clear()
-        return self.module(*given)
+        return run(given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 class _Compiled:
     """A graph as a function from its inputs to its outputs."""
 
-    def __init__(self, name: str, module: fx.GraphModule):
+    def __init__(self, name: str, graph: Graph):
         self._boxed_call = True  # AOTAutograd: inputs come as one list
-        self.graph = Graph(module)
+        self.graph = graph
         placeholders = self.graph.placeholders
         self.tensors = [
             place for place, node in enumerate(placeholders) if isinstance(node.meta["val"], torch.Tensor)
@@ -117,11 +119,9 @@ class _Compiled:
             place for place, node in enumerate(placeholders) if not isinstance(node.meta["val"], torch.Tensor)
         ]
         wanted: dict[fx.Node, int] = {}
-        (outputs,) = next(node for node in reversed(self.graph.nodes) if node.op == "output").args
-        self.outputs = [self._output(node, wanted) for node in outputs]
+        self.outputs = [self._output(node, wanted) for node in graph.outputs]
         self.operator = None
         if wanted:
-            self.graph.check(list(wanted))
             self.operator = make_operator(name, self.graph, list(wanted))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:

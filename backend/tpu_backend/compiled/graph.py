@@ -1,7 +1,8 @@
 """An FX graph of functional ATen operations as a pure function over JAX arrays, by the lowering table.
 
 What a view operation does is known from its geometry alone (`tpu_backend.views`), as it is for recorded
-operations. Sizes that Dynamo keeps symbolic are plain integers here: a graph is evaluated for a set of them.
+operations. A sub-graph, of a `cond` or a loop, is a `Graph` of its own. Sizes that Dynamo keeps symbolic are
+plain integers here: a graph is evaluated for a set of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from tpu_backend import views
+from tpu_backend.compiled import control_flow
 from tpu_backend.lowering import factory, registry
 from tpu_backend.lowering.bounds import collect_demands
 from tpu_backend.lowering.names import functional_name
@@ -34,7 +36,10 @@ _ARITHMETIC = frozenset(
 
 _TORCH_DTYPES = {jax_dtype(dtype): dtype for dtype in TORCH_DTYPES.values()}
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 Symbols = Mapping[sympy.Symbol, int]
+Evaluator = Callable[..., Any]
 
 
 class UnsupportedGraphError(Exception):
@@ -44,51 +49,51 @@ class UnsupportedGraphError(Exception):
 class Graph:
     """The graph of a `fx.GraphModule` whose placeholders are tensors and symbolic sizes.
 
-    Raises UnsupportedGraphError where an operation in it has no lowering.
+    `problems` says of each node that has no XLA form why; such a graph cannot be evaluated as a whole.
     """
 
     def __init__(self, module: fx.GraphModule):
         self.module = module
         self.nodes = list(module.graph.nodes)
         self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        self.symbols = [_symbols_of(node.meta["val"]) for node in self.placeholders]
+        self.symbols = [_symbols_of(node.meta.get("val")) for node in self.placeholders]
         self.num_draws = 0
-        self._evaluators: dict[fx.Node, Callable[..., Any]] = {}
+        self.problems: dict[fx.Node, str] = {}
+        self._evaluators: dict[fx.Node, Evaluator] = {}
+        self._parts: dict[fx.Node, Any] = {}  # what nodes that are no computation stand for
         for node in self.nodes:
-            _check_value(node)
-            if node.op == "call_function":
-                self._evaluators[node] = self._evaluator(node)
-            elif node.op not in ("placeholder", "output"):
-                raise UnsupportedGraphError(f"a graph with a {node.op} node ({node.target})")
+            try:
+                if node.op == "get_attr":
+                    self._parts[node] = _attribute(module, node)
+                elif node.op == "call_function":
+                    _check_value(node)
+                    self._evaluators[node] = self._evaluator(node)
+                elif node.op not in ("placeholder", "output"):
+                    raise UnsupportedGraphError(f"a {node.op} node ({node.target})")
+            except UnsupportedGraphError as reason:
+                self.problems[node] = str(reason)
 
-    def check(self, wanted: Sequence[fx.Node]) -> None:
-        """Evaluate it on shapes alone, of the sizes that Dynamo saw. Raises UnsupportedGraphError where a
-        lowering cannot express this form of its operation.
+    @property
+    def outputs(self) -> list[Any]:
+        """The nodes, or constants, that it returns."""
+        (outputs,) = next(node for node in reversed(self.nodes) if node.op == "output").args
+        return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+    def check(self) -> None:
+        """Evaluate it on shapes alone, of the sizes that Dynamo saw: a lowering that cannot express this form
+        of its operation is a problem, too.
         """
         values = [node.meta["val"] for node in self.placeholders]
         symbols = {
             symbol: _hint(value, dim) for value, where in zip(values, self.symbols) for symbol, dim in where
         }
-        inputs = [specs_of(value, symbols) for value in values]
-        sizes = [None if isinstance(each, jax.ShapeDtypeStruct) else each for each in inputs]
 
-        def run(arrays: list[Any]) -> list[jax.Array]:
-            key = (
-                jax.random.key(0)
-                if self.num_draws <= 1
-                else jax.random.split(jax.random.key(0), self.num_draws)
-            )
-            given = [array if size is None else size for array, size in zip(arrays, sizes, strict=True)]
-            return self.evaluate(wanted, given, symbols, key)
+        def run() -> None:
+            inputs = [_stand_ins(value, symbols) for value in values]
+            self._run(inputs, symbols, lambda: jax.random.key(0), self.problems)
 
-        arrays = [each if size is None else jnp.zeros(()) for each, size in zip(inputs, sizes, strict=True)]
-        try:
-            with jax.enable_x64(True), collect_demands():
-                jax.eval_shape(run, arrays)
-        except registry.NotLoweredError as reason:
-            raise UnsupportedGraphError(
-                str(reason) or "a form of an operation that has no lowering"
-            ) from None
+        with jax.enable_x64(True), collect_demands():
+            jax.eval_shape(run)
 
     def bind(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """What the symbolic sizes are for these inputs (tensors, arrays or integers)."""
@@ -102,33 +107,68 @@ class Graph:
         self, wanted: Sequence[fx.Node], inputs: Sequence[Any], symbols: Symbols, keys: jax.Array | None
     ) -> list[jax.Array]:
         """The values of these nodes for these inputs: arrays, and integers where the placeholder is one."""
-        values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         draws = iter(range(self.num_draws))
 
         def take_key() -> jax.Array:
             assert keys is not None
             return keys[next(draws)] if self.num_draws > 1 else keys
 
+        values = self._run(inputs, symbols, take_key, None)
+        return [values[node] for node in wanted]
+
+    def call(self, inputs: Sequence[Any], symbols: Symbols) -> list[Any]:
+        """What it returns, as part of another graph, whose symbols these are."""
+        values = self._run(inputs, {**symbols, **self.bind(inputs)}, _no_key, None)
+        return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
+
+    def _run(
+        self,
+        inputs: Sequence[Any],
+        symbols: Symbols,
+        take_key: Callable[[], jax.Array],
+        problems: dict[fx.Node, str] | None,
+    ) -> dict[fx.Node, Any]:
+        """The value of each node. A node that has none is entered in `problems`, where given, as zeros."""
+        values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True)) | self._parts
         for node in self.nodes:
             if node.op != "call_function":
                 continue
-            spec = specs_of(node.meta["val"], symbols) if "val" in node.meta else None
-            if isinstance(spec, int):  # arithmetic on sizes
-                values[node] = spec
-                continue
-            args = map_arg(node.args, values.__getitem__)
-            kwargs = map_arg(node.kwargs, values.__getitem__)
-            values[node] = self._evaluators[node](args, kwargs, spec, symbols, take_key)
-        return [values[node] for node in wanted]
+            try:
+                if problems is not None and node in problems:
+                    raise UnsupportedGraphError(problems[node])
+                values[node] = self._value(node, values, symbols, take_key)
+            except (registry.NotLoweredError, UnsupportedGraphError) as reason:
+                why = str(reason) or f"a form of {node.target} that has no lowering"
+                if problems is None:
+                    raise UnsupportedGraphError(why) from None
+                problems[node] = why
+                values[node] = _stand_ins(node.meta.get("val"), symbols)
+        return values
+
+    def _value(
+        self,
+        node: fx.Node,
+        values: Mapping[fx.Node, Any],
+        symbols: Symbols,
+        take_key: Callable[[], jax.Array],
+    ) -> Any:
+        spec = specs_of(node.meta["val"], symbols) if "val" in node.meta else None
+        if isinstance(spec, int):  # arithmetic on sizes
+            return spec
+        args = map_arg(node.args, values.__getitem__)
+        kwargs = map_arg(node.kwargs, values.__getitem__)
+        return self._evaluators[node](args, kwargs, spec, symbols, take_key)
 
     # -- what evaluates a node: (args, kwargs, specs of its outputs, symbols, take_key) -> value
 
-    def _evaluator(self, node: fx.Node) -> Callable[..., Any]:
+    def _evaluator(self, node: fx.Node) -> Evaluator:
         target = node.target
         if target is operator.getitem:
             return lambda args, kwargs, *_: args[0][args[1]]
-        if target in _ARITHMETIC or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, int)):
+        if target in _ARITHMETIC or isinstance(node.meta.get("val"), (*_SYMBOLIC, int)):
             return lambda args, kwargs, *_: target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in control_flow.TABLE:
+            return self._higher_order(node, control_flow.TABLE[target.name()])
         if not isinstance(target, torch._ops.OpOverload):
             raise UnsupportedGraphError(f"{target} has no XLA form")
         if target in _OWN:
@@ -153,14 +193,31 @@ class Graph:
             return _Scatter(node, _SCATTERS[target])
         raise UnsupportedGraphError(f"{target} has no lowering")
 
+    def _higher_order(self, node: fx.Node, evaluator: Evaluator) -> Evaluator:
+        for graph in (self._parts[each] for each in node.all_input_nodes if each in self._parts):
+            if graph.problems:
+                raise UnsupportedGraphError(f"{next(iter(graph.problems.values()))}, in {node.target}")
+            if graph.num_draws:
+                raise UnsupportedGraphError(f"random numbers in {node.target}: how many, the data decides")
+        return evaluator
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    """A sub-graph, of a `cond` or a loop, or a tensor that such a sub-graph holds."""
+    value = operator.attrgetter(str(node.target))(module)
+    if isinstance(value, fx.GraphModule):
+        return Graph(value)
+    raise UnsupportedGraphError(f"a {type(value).__name__} of its own ({node.target})")
+
 
 def _check_value(node: fx.Node) -> None:
-    """Raise UnsupportedGraphError where a node makes something that no program of the device can hold."""
-    for value in jax.tree.leaves(node.meta.get("val")):
-        if isinstance(value, torch.Tensor) and value.device.type != "tpu":
-            raise UnsupportedGraphError(f"{node.name} is on {value.device}")
-        if node.op == "placeholder" and not isinstance(value, (torch.Tensor, torch.SymInt, int)):
-            raise UnsupportedGraphError(f"input {node.name} is a {type(value).__name__}")
+    """Raise UnsupportedGraphError where a node takes or makes what no program of the device can hold."""
+    for each in (*node.all_input_nodes, node):
+        for value in jax.tree.leaves(each.meta.get("val")):
+            if isinstance(value, torch.Tensor) and value.device.type != "tpu":
+                raise UnsupportedGraphError(f"{each.name} is on {value.device}")
+            if each.op == "placeholder" and not isinstance(value, (torch.Tensor, torch.SymInt, int)):
+                raise UnsupportedGraphError(f"input {each.name} is a {type(value).__name__}")
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and platform().name == "tpu":
         name = functional_name(target._schema)
@@ -336,7 +393,27 @@ _RANDOM = {
 
 def concrete(size: Any, symbols: Symbols) -> int:
     """A size of a graph, int or SymInt, where its symbols have these values."""
-    return size if isinstance(size, int) else int(size.node.expr.xreplace(symbols))
+    if isinstance(size, int):
+        return size
+    value = size.node.expr.xreplace(symbols)
+    if getattr(value, "free_symbols", None):
+        raise UnsupportedGraphError(f"a size that only the data decides ({value})")
+    return int(value)
+
+
+def _stand_ins(value: Any, symbols: Symbols) -> Any:
+    """Zeros for what a node makes, where only shapes matter."""
+    if isinstance(value, (tuple, list)):
+        return [_stand_ins(each, symbols) for each in value]
+    try:
+        spec = specs_of(value, symbols)
+    except UnsupportedGraphError:
+        return None
+    return jnp.zeros(spec.shape, spec.dtype) if isinstance(spec, jax.ShapeDtypeStruct) else spec
+
+
+def _no_key() -> jax.Array:
+    raise AssertionError("a sub-graph that draws random numbers")
 
 
 def specs_of(value: Any, symbols: Symbols) -> Any:
@@ -354,6 +431,8 @@ def specs_of(value: Any, symbols: Symbols) -> Any:
 def _hint(value: Any, dim: int | None) -> int:
     """What a symbolic size was when Dynamo saw it."""
     size = value if dim is None else value.shape[dim]
+    if size.node.hint is None:
+        raise UnsupportedGraphError(f"a size that only the data decides ({size})")
     return int(size.node.hint)
 
 

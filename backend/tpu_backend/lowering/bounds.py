@@ -10,9 +10,9 @@ still runs: XLA clamps reads and drops writes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,14 @@ def require_in_range(
         wrong &= index != allowed
     demands.offenders.append(jnp.max(jnp.where(wrong, index.astype(jnp.int64), IN_RANGE)))
     demands.made.append(Demand(error, text, demands.entry))
+
+
+def require_of_part(made: Sequence[Demand], offenders: Sequence[jax.Array]) -> None:
+    """Demand of the program what a part of it demanded, collected apart: a branch, or the body of a loop."""
+    demands = _collecting.demands
+    if demands is not None:
+        demands.made += [replace(demand, entry=demands.entry) for demand in made]
+        demands.offenders += offenders
 
 
 def require_all(holds: jax.Array, error: type[Exception], text: str) -> None:
