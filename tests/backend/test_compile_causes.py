@@ -154,3 +154,16 @@ def test_results_that_somebody_keeps(causes):
     causes(lambda: logistic(False))
     (line,) = causes(lambda: logistic(True))
     assert "because of results: of its results 1 more are kept" in line
+
+
+def test_a_graph_that_torch_compile_made_again(causes):
+    def scaled(x: Tensor, name: str) -> Tensor:
+        return x.sin() * (3 if name == "three" else 2)
+
+    fast = torch.compile(scaled)
+    x = torch.rand(4, 11, device="tpu")
+    causes(lambda: fast(x, "two").tolist())
+    (line,) = causes(lambda: fast(x, "three").tolist())
+    torch._dynamo.reset()
+    assert "because of graph: torch.compile made tpu_graph::inference_" in line
+    assert "(no longer true: name == 'two'" in line

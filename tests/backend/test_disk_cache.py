@@ -272,7 +272,7 @@ def test_a_program_from_disk_computes_the_same_and_takes_over_memory(directory, 
     expected = x.cpu()
     executable = compiled_again(recorded[-1])
     assert executable.from_disk
-    array = jax.numpy.add(values.numpy(), 0)  # computed: JAX may take NumPy's own memory, which none can take over
+    array = jax.numpy.add(values.numpy(), 0)  # not NumPy's own memory, which no program can take over
     address = array.unsafe_buffer_pointer()
     (result,) = executable.execute([array], with_tokens=True).consume_with_handlers(executable.handlers)
     assert array.is_deleted()
