@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import get_metrics_context
 from torch.library import Library
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tpu_backend import _C
 from tpu_backend.compiled.graph import Graph, Symbols, concrete
@@ -20,18 +21,21 @@ from tpu_backend.runtime.causes import graph_reasons
 NAMESPACE = "tpu_graph"
 _library = Library(NAMESPACE, "FRAGMENT")
 _numbers = itertools.count()
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callable[..., list[torch.Tensor]]:
     """An operator (tensors, sizes) -> the values of the nodes `wanted`, for the placeholders of `graph`.
 
-    Registered for the life of the process, as compiled programs are.
+    Registered for the life of the process, as compiled programs are. What the graph computes again, under
+    activation checkpointing, XLA must not take for what it computed before: that would be kept instead.
     """
     numbered = f"{name}_{next(_numbers)}"
     qualified = f"{NAMESPACE}::{numbered}"
     _library.define(f"{numbered}(Tensor[] tensors, int[] sizes) -> Tensor[]")
     is_tensor = [isinstance(node.meta["val"], torch.Tensor) for node in graph.placeholders]
     values = [node.meta["val"] for node in wanted]
+    recomputes = name == "backward" and any(node.meta.get("recompute") in _AGAIN for node in graph.nodes)
 
     def placed(tensors: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         """Tensors and sizes in the order of the placeholders."""
@@ -41,6 +45,8 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
     def compute(
         tensors: list[jax.Array], sizes: Sequence[int], *, key: jax.Array | None = None
     ) -> list[jax.Array]:
+        if recomputes:
+            tensors = jax.lax.optimization_barrier(tensors)
         inputs = placed(tensors, sizes)
         return graph.evaluate(wanted, inputs, graph.bind(inputs), key)
 
