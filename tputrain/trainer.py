@@ -47,6 +47,7 @@ from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
+from tputrain.trainer_arguments import check_arguments
 from tputrain.versions import versions
 from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import deaths_named
@@ -105,6 +106,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         tokenizer: Any = None,
     ):
+        check_arguments(model, cfg, loss_fn, optimizer, metrics, callbacks, loggers)
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
