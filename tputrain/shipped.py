@@ -45,3 +45,8 @@ def find_recipe(name: str, expected: str = "file") -> Path:
     raise UserError(
         f"{name}: no such {expected}, and no shipped recipe (there are: {', '.join(known)}){suggestion}"
     )
+
+
+def default_run_dir(recipe: Path) -> Path:
+    """Where the run of the recipe file `recipe` is, unless it says so itself."""
+    return Path("runs") / recipe.stem

@@ -61,6 +61,7 @@ def register() -> None:
 
     abi.check()
     from tpu_backend import _C, device_module, pickling, printing
+    from tpu_backend.compiled import dispatch
 
     backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
@@ -70,6 +71,7 @@ def register() -> None:
     )
     printing.install()
     pickling.install()
+    dispatch.install()
     torch.set_autocast_dtype("tpu", torch.bfloat16)  # PyTorch's default for a device like this is float16
     device_module._cut_after_optimizer_steps()
 

@@ -304,13 +304,8 @@ def wait_for_step(scene: Scene, process: RecipeProcess, step: int) -> None:
 
 def kill(scene: Scene, process: RecipeProcess, where: str) -> Struck:
     """SIGKILL to the process and its workers."""
-    saving = process.step_being_saved()
     process.kill()
-    struck = scene.struck(process, where, -signal.SIGKILL)
-    if saving is not None:
-        # Steps made while a checkpoint is being written are not in it.
-        struck.may_lose += max(0, struck.reached - saving)
-    return struck
+    return scene.struck(process, where, -signal.SIGKILL)
 
 
 def terminate(

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpu_backend.compiled.backend import backend
-
 
 @pytest.fixture(autouse=True)
 def _forget_what_dynamo_knows():
@@ -19,7 +17,7 @@ def _forget_what_dynamo_knows():
 
 
 def compiled(function: Callable, **options: object) -> Callable:
-    return torch.compile(function, backend=backend, **options)
+    return torch.compile(function, backend="tpu", **options)
 
 
 def entries(run: Callable[[], object]) -> list[str]:

@@ -17,7 +17,9 @@ import pytest
 from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint import integrity
 from tputrain.cli import main
+from tputrain.cli.verbs import _quoted
 from tputrain.loggers.jsonl import read_jsonl
+from tputrain.run_lock import RunLock
 from tputrain.signals import SignalWatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,3 +344,37 @@ def test_wrong_arguments_are_one_line(arguments: list[str], said: str, capsys):
 def test_a_run_directory_that_is_not_there_is_named(arguments: list[str], capsys):
     assert main(arguments) == 2
     assert "runs/none: no such" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["def ", "it's", 'a "b" c', 'it\'s "so"\n\tyes\\n', "été $HOME `x`"])
+def test_the_prompt_in_the_command_that_is_suggested_is_the_shell_s_word_for_it(prompt):
+    word = _quoted(prompt)
+    assert "\n" not in word
+    said = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, text=True, check=True)
+    assert said.stdout == prompt
+
+
+def test_a_full_disk_behind_standard_output_does_not_change_the_exit_code(workplace):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tputrain.cli", "ls", "runs"],
+            cwd=workplace,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_whose_start_would_write_is_locked_first(workplace, capsys):
+    unfinished = workplace / "runs" / "tiny" / "checkpoints" / ".unfinished-step-99"
+    unfinished.mkdir()
+    try:
+        with RunLock(workplace / "runs" / "tiny"):
+            assert main(["run", "tiny.yaml"]) == 2
+        assert "another process" in capsys.readouterr().err
+        assert main(["run", "tiny.yaml"]) == 0
+        assert "is finished" in capsys.readouterr().out
+    finally:
+        unfinished.rmdir()

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from tputrain import signals
-from tputrain.announce import announced, say, warn
+from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.errors import UserError
 from tputrain.shipped import find_recipe
@@ -36,13 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _report(chosen.debug, _interrupted(chosen.verb), code=130)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone: nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 1  # the reader of our output (`| head`) has gone: nobody is left to tell
     except Exception as error:
         message = " ".join(str(error).split()) or "no message"
         return _report(chosen.debug, f"{type(error).__name__}: {message} (--debug shows where)", code=1)
     finally:
+        discard_unwritten()
         signal.signal(signal.SIGTERM, before)
 
 

@@ -25,7 +25,7 @@ from tputrain.data import (
     check_vocabulary,
     load_tokenizer,
 )
-from tputrain.device import find_device
+from tputrain.device import EXECUTABLE_CACHE, find_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import Llama, add_lora, build_initialized
@@ -54,7 +54,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 
     `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
     """
-    find_device(cfg.device)  # a device that is not there is reported before the tokenizer is trained
+    _device(cfg)  # a device that is not there is reported before the tokenizer is trained
     tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
     data = _build_data(cfg, tokenizer, fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
@@ -72,7 +72,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`."""
-    find_device(cfg.device)
+    _device(cfg)
     tokenizer, fingerprint = _started_with(cfg, checkpoint)
     data = _build_data(cfg, tokenizer, None)
     if fingerprint is not None and data.fingerprint != fingerprint:
@@ -84,6 +84,13 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
 def _is_lora_on_noise(cfg: RecipeConfig) -> bool:
     has_weights = cfg.model.name == "import" or (cfg.model.path is not None and cfg.model.init == "weights")
     return cfg.lora.rank > 0 and not has_weights
+
+
+def _device(cfg: RecipeConfig) -> torch.device:
+    """The device of a recipe, which from now on keeps its compiled programs for the next command."""
+    device = find_device(cfg.device)
+    use_executable_cache(device, cfg.execution.executable_cache, default=EXECUTABLE_CACHE)
+    return device
 
 
 def _how_much(cfg: RecipeConfig) -> str:
@@ -172,7 +179,7 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None) -> Tr
 
 def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
     """Losses over the learning rates that are `chosen`, from the recipe's initial values."""
-    find_device(cfg.device)
+    _device(cfg)
     data = _build_data(cfg, None, None)
     with announced(f"building {cfg.model.name}"):
         model = _build_model(cfg, None)
@@ -181,7 +188,7 @@ def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
 
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
     """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
-    device = find_device(cfg.device)
+    device = _device(cfg)
     if cfg.data.is_images:
         raise UserError(
             f"{checkpoint}: its model reads images and writes no text; `tputrain validate` judges it"

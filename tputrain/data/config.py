@@ -1,11 +1,12 @@
 """What the user may say about the data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
 
-SOURCES = ("text", "jsonl", "csv", "parquet", "saved", "hub", "docstrings", "digits")
+WITH_COLUMNS = ("jsonl", "csv", "parquet", "saved", "hub")
+SOURCES = ("text", *WITH_COLUMNS, "docstrings", "digits")
 FORMATS = ("text", "messages", "prompt")
 LAYOUTS = ("packed", "padded")
 
@@ -123,8 +124,15 @@ class DataConfig:
             self.format == "text" or (self.is_rows and not self.is_images),
             "data.format",
             self.format,
-            f"text with data.source={self.source}; columns come from {', '.join(SOURCES[1:6])}",
+            f"text with data.source={self.source}; columns come from {', '.join(WITH_COLUMNS)}",
         )
+        if self.is_images:
+            defaults = {key.name: key.default for key in fields(self)}
+            for name in ("tokenizer", "vocab_size", "layout", "buckets", "workers", "prefetch"):
+                value = getattr(self, name)
+                expect(
+                    value == defaults[name], f"data.{name}", value, f"nothing with data.source={self.source}"
+                )
         if self.source == "docstrings":
             is_messages = self.format == "messages"
             expect(is_messages, "data.format", self.format, "messages with data.source=docstrings")

@@ -47,7 +47,7 @@ EVALUATION_MEASURES = (
     Measure("bits_per_byte", "Bits per byte", "evaluations"),
 )
 # Drawn elsewhere, or no measure: what a run has counted, and how long an evaluation took.
-_NOT_DRAWN = {"step", "tokens", "samples", "compilations", "seconds", "loss", "time"}
+_NOT_DRAWN = {"step", "tokens", "samples", "compilations", "disk_hits", "seconds", "loss", "time"}
 
 
 def measures(runs: Sequence[Run]) -> tuple[list[Measure], list[Measure]]:

@@ -129,9 +129,10 @@ class _Compiled:
         inputs.clear()  # the caller's references go, so that what nobody needs is freed
         results: Sequence[torch.Tensor] = ()
         if self.operator is not None:
-            results = self.operator(
-                [given[place] for place in self.tensors], [given[place] for place in self.sizes]
-            )
+            tensors = [given[place] for place in self.tensors]
+            if not tensors:  # something must tell the dispatcher the device
+                tensors = [torch.empty(0, device="tpu")]
+            results = self.operator(tensors, [given[place] for place in self.sizes])
         return [output(given, results) for output in self.outputs]
 
     def _output(self, node: Any, wanted: dict[fx.Node, int]) -> Callable[[Any, Any], Any]:

@@ -18,7 +18,9 @@ from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import Demand, collect_demands
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
+from tpu_backend.runtime import known_forms
 from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime.known_forms import Answer
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import (
     ConstantArg,
@@ -138,18 +140,31 @@ def replay(
     return new_values
 
 
-def trace_form(number: int) -> tuple[bool, bool, bool]:
+_NOT_LOWERED = Answer(is_lowered=False, makes_demands=False, reads_precision=False)
+
+
+def trace_form(number: int) -> Answer:
     """Whether the lowering can express this form of an op; if so, whether it demands something of its
     indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
-    alone.  On a real TPU its compiler must take it as well.
+    alone, unless an earlier process did.  On a real TPU its compiler must take it as well.
 
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: on wrong
     arguments, or a bug, named where it is met and not where the segment is cut.
     """
     remember_first_line(number)
     entry = signature(number)
+    answer = known_forms.recall(entry)
+    if answer is None:
+        answer = _traced(entry)
+        known_forms.learn(entry, answer)
+    if answer.reads_precision:
+        precision_readers.add(number)
+    return answer
+
+
+def _traced(entry: Signature) -> Answer:
     if platform().name == "tpu" and not _compiles_on_tpu(entry):
-        return False, False, False
+        return _NOT_LOWERED
     shapes = [
         jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))
         for argument in entry.arguments
@@ -170,14 +185,12 @@ def trace_form(number: int) -> tuple[bool, bool, bool]:
         with jax.enable_x64(True), collect_demands() as demands, recorded_settings() as settings:
             jax.eval_shape(trace, *shapes)
     except registry.NotLoweredError:
-        return False, False, False
+        return _NOT_LOWERED
     except Exception as error:
         raise RuntimeError(
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
-    if settings.was_read:
-        precision_readers.add(number)
-    return True, bool(demands.made), settings.was_read
+    return Answer(True, bool(demands.made), settings.was_read)
 
 
 def _compiles_on_tpu(entry: Signature) -> bool:

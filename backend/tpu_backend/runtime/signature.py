@@ -6,6 +6,7 @@ Signatures are decoded once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -77,6 +78,7 @@ class Output:
 class Signature:
     """One form of one op, decoded."""
 
+    number: int
     overload: str
     name: str
     arguments: tuple[Argument, ...]
@@ -84,6 +86,7 @@ class Signature:
     wide: bool
     random: bool
     compute_dtype: Any
+    digest: str  # of all of it: the same in every process
 
     def described(self) -> str:
         """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
@@ -194,7 +197,15 @@ def signature(number: int) -> Signature:
         )
     outputs = tuple(_output(item) for item in raw["outputs"])
     return Signature(
-        raw["overload"], raw["name"], arguments, outputs, raw["wide"], raw["random"], _result_type(arguments)
+        number,
+        raw["overload"],
+        raw["name"],
+        arguments,
+        outputs,
+        raw["wide"],
+        raw["random"],
+        _result_type(arguments),
+        hashlib.sha256(repr(raw).encode()).hexdigest(),
     )
 
 
