@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
-from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice
+from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice, expect_groups
 from tputrain.device import DEVICES
 from tputrain.execution import ExecutionConfig
 from tputrain.loggers.config import LogConfig
@@ -83,6 +83,7 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
+        expect_groups(self)
         expect(
             self.run_dir is None or "://" not in self.run_dir,
             "run_dir",

@@ -36,6 +36,10 @@ def find_recipe(name: str, expected: str = "file") -> Path:
     if shipped is not None:
         return shipped
     known = shipped_names("recipes")
+    if path.is_dir():
+        raise UserError(
+            f"{name}: a directory; expected a recipe (`tputrain resume {name}` goes on with a run)"
+        )
     hint = nearest(path.stem, known)
     suggestion = f"; did you mean {hint}?" if hint else ""
     raise UserError(

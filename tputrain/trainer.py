@@ -49,6 +49,7 @@ from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
+from tputrain.trainer_arguments import check_arguments
 from tputrain.versions import versions
 from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import deaths_named
@@ -107,6 +108,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         tokenizer: Any = None,
     ):
+        check_arguments(model, cfg, loss_fn, optimizer, metrics, callbacks, loggers)
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
@@ -127,9 +129,7 @@ class Trainer:
         check_ownership(self.model, self.optimizer, lr_scheduler)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         create_state(self.optimizer)
-        self.evaluation_weights = EvaluationWeights(
-            self.model, self.optimizer, cfg.optim.ema_decay, self.device
-        )
+        self.evaluation_weights = EvaluationWeights(model, self.optimizer, cfg.optim.ema_decay, self.device)
 
         self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)

@@ -152,7 +152,7 @@ def test_lora_learns_with_the_frozen_model_in_bfloat16(tmp_path):
 
 @pytest.mark.parametrize("optim", [{"ema_decay": 0.9}, {"name": "schedulefree"}])
 def test_averages_of_weights_are_refused(optim):
-    with pytest.raises(UserError, match=r"^optim\.master_weights=True: expected false with optim\.ema_decay"):
+    with pytest.raises(UserError, match=r"^optim\.master_weights=true: expected false with optim\.ema_decay"):
         OptimConfig(master_weights=True, **optim)
 
 

@@ -12,9 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
@@ -84,15 +84,20 @@ def _dispatch(chosen: argparse.Namespace) -> int:
             from tputrain.cli.hf_directory import export
 
             return export(chosen.target, chosen.out)
+        case "sample":
+            # Standard output is the text alone, for a pipe or a file; whoever waits for it reads the rest.
+            output = sys.stdout
+            with redirect_stdout(sys.stderr):
+                return _with_torch(chosen, output)
         case "doctor":
             from tputrain.cli.doctor import doctor
 
             return doctor()
         case _:
-            return _with_torch(chosen)
+            return _with_torch(chosen, sys.stdout)
 
 
-def _with_torch(chosen: argparse.Namespace) -> int:
+def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
     say(f"tputrain {chosen.verb} {chosen.target}")
     if chosen.verb in ("run", "lr-find"):
         find_recipe(chosen.target)  # before the seconds that the next line takes
@@ -118,9 +123,11 @@ def _with_torch(chosen: argparse.Namespace) -> int:
             from tputrain.cli.hf_import import import_directory
 
             return import_directory(chosen.target, chosen.out)
-    return verbs.sample(
+    text = verbs.sample(
         chosen.target, chosen.overrides, chosen.prompt, chosen.max_new_tokens, chosen.temperature, chosen.seed
     )
+    print(text, file=output, flush=True)
+    return 0
 
 
 def _report(debug: bool, message: str, code: int) -> int:

@@ -11,13 +11,14 @@ from tputrain.announce import announced, say
 from tputrain.checkpoint import CHECKPOINTS, contents
 from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
 from tputrain.cli.job import build_evaluation, build_job, build_trained_model
-from tputrain.config_checks import expect
+from tputrain.config_checks import expect, expect_at_least, spelled
 from tputrain.config_differences import differences
 from tputrain.data import Tokenizer
 from tputrain.device import describe_programs
 from tputrain.errors import UserError
 from tputrain.execution import Execution
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe, with_defaults
+from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
 from tputrain.shipped import default_run_dir, find_recipe
@@ -103,14 +104,15 @@ def validate(target: str, overrides: Sequence[str]) -> int:
 
 def sample(
     run_dir: str, overrides: Sequence[str], prompt: str, max_new_tokens: int, temperature: float, seed: int
-) -> int:
-    """Print text that the newest checkpoint of a run writes."""
+) -> str:
+    """Text that the newest checkpoint of a run writes."""
     expect(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "1 or more")
+    expect_at_least("--temperature", temperature, 0)
     checkpoint, cfg = _trained(run_dir, overrides)
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
     execution = Execution(model, device, cfg.execution)
     with announced("writing"), execution.phase("sample"):
-        text = generate(
+        return generate(
             execution.model,
             tokenizer,
             prompt,
@@ -119,8 +121,6 @@ def sample(
             seed=seed,
             window=cfg.data.sequence_length,
         )
-    say(text)
-    return 0
 
 
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
@@ -136,7 +136,8 @@ def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, A
     store = CheckpointStore(Path(run_dir) / CHECKPOINTS)
     checkpoint = store.newest(say_nothing if only else say_refused, only)
     if checkpoint is None:
-        raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; expected a run directory")
+        expected = "the run has saved none yet" if is_run(Path(run_dir)) else "expected a run directory"
+        raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; {expected}")
     return checkpoint, contents.load_state(checkpoint)
 
 
@@ -186,14 +187,15 @@ def _check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) 
     refused = [key for key in changes if key.startswith(fixed) and key not in _FREE]
     for key, (old, new) in changes.items():
         if key in refused:
-            say(f"refused: {key} would be {new}, it was {old}")
+            say(f"refused: {key} would be {spelled(new)}, it was {spelled(old)}")
         elif key != "run_dir" or Path(str(old)) != Path(str(new)):
-            say(f"note: {key} is {new} from here on, it was {old}")
+            say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
     if refused:
         key = refused[0]
         old, new = changes[key]
         raise UserError(
-            f"{key}={new}: {checkpoint} was made with {key}={old}; set it back, or choose another run_dir"
+            f"{key}={spelled(new)}: {checkpoint} was made with {key}={spelled(old)}; "
+            "set it back, or choose another run_dir"
         )
 
 

@@ -100,7 +100,8 @@ class DataConfig:
     def _check_where(self) -> None:
         by_name = self.source in ("saved", "hub")
         if by_name:
-            expect(self.name is not None, "data.name", self.name, f"one, for data.source={self.source}")
+            what = "a directory" if self.source == "saved" else "the name of a dataset, or a directory,"
+            expect(self.name is not None, "data.name", self.name, f"{what} with data.source={self.source}")
         elif self.source in ("jsonl", "csv", "parquet"):
             example = f"data.files='train/*.{self.source}'"
             expect(self.files is not None, "data.files", self.files, f"files to read, such as {example}")
@@ -110,7 +111,7 @@ class DataConfig:
         allowed = self.source in ("jsonl", "csv", "parquet")
         for key, value in (("files", self.files), ("validation_files", self.validation_files)):
             fits = allowed or value is None or (key == "files" and self.source == "text")
-            expect(fits, f"data.{key}", value, f"nothing with data.source={self.source}")
+            expect(fits, f"data.{key}", value, f"null with data.source={self.source}")
         expect(
             self.subset is None or self.source == "hub",
             "data.subset",
