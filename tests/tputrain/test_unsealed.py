@@ -44,6 +44,16 @@ def test_it_is_finished_and_then_like_any_other(written, capsys):
     assert "step-6, which the process before was killed at" in capsys.readouterr().out
 
 
+def test_none_is_removed_for_it_since_it_is_not_known_yet_which_are_kept(written):
+    store = CheckpointStore(written.parent, keep_last=1)
+    written.rename(aside := written.parents[1] / "aside")
+    for step in (2, 4):
+        CheckpointStore(written.parent, keep_last=9).write(step, lambda path: (path / "state.json").touch())
+    aside.rename(written)
+    store.take_over()
+    assert store.steps() == [6, 4, 2]
+
+
 @pytest.mark.parametrize("name", ["long", "short", "empty"])
 def test_what_is_not_what_was_written_is_not_finished(written, name):
     file = written / name

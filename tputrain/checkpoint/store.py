@@ -123,13 +123,15 @@ class CheckpointStore:
             if written is not None:
                 written()
             rest()
-            return self._finish(unfinished, step, rest)
+            final = self._finish(unfinished, step, rest)
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
             raise
+        self._remove_old()
+        return final
 
     def _finish(self, unfinished: Path, step: int, rest: Callable[[], None]) -> Path:
-        """Vouch for what is written, put it in place and remove what is not kept beside it."""
+        """Vouch for what is written, and put it in place."""
         seal(unfinished, rest)
         (unfinished / WRITTEN).unlink(missing_ok=True)
         final = self.path(step)
@@ -139,13 +141,13 @@ class CheckpointStore:
         os.rename(unfinished, final)
         sync_directory(self.directory)
         self.recover()
-        self._remove_old()
         return final
 
     def take_over(self) -> None:
         """Finish what an earlier process was killed at; for one that trains, and has the run to itself.
 
-        Raises UserError where the disk does not take it.
+        Nothing is removed: which are kept, such as the best, may not be known yet. Raises UserError where the
+        disk does not take it.
         """
         self.recover()
         for unfinished in self.directory.glob(f"{_UNFINISHED}step-*"):
