@@ -14,6 +14,7 @@ from torch.library import Library
 from tpu_backend import _C
 from tpu_backend.compiled.graph import Graph, Symbols, concrete
 from tpu_backend.lowering.registry import lowering
+from tpu_backend.untraced import untraced
 
 NAMESPACE = "tpu_graph"
 _library = Library(NAMESPACE, "FRAGMENT")
@@ -48,7 +49,7 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
 
     lowering(qualified, draws=graph.num_draws)(compute)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws)])
-    _library.impl(numbered, infer, "Meta")
+    _library.impl(numbered, untraced(infer), "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), numbered).default
 
 
