@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpu_backend import _C
 from tpu_backend.runtime.shapes import lstsq_results
+from tpu_backend.untraced import untraced
 
 _aten, _tpu = torch.ops.aten, torch.ops.tpu
 
@@ -33,14 +34,14 @@ def register() -> tuple[Library, ...]:
     own = Library("tpu", "FRAGMENT")
     for schema, infer in _PROGRAMS.items():
         own.define(schema)
-        own.impl(schema.partition("(")[0], infer, "Meta")
+        own.impl(schema.partition("(")[0], untraced(infer), "Meta")
     # What the recorder calls where an overload with a lowering is met in a form that depends on data.
     for schema, kernel in _DYNAMIC_FORMS.items():
         own.define(schema)
-        own.impl(schema.partition("(")[0], kernel, "PrivateUse1")
+        own.impl(schema.partition("(")[0], untraced(kernel), "PrivateUse1")
     aten = Library("aten", "IMPL")
     for overload, kernel in _KERNELS.items():
-        aten.impl(overload, kernel, "PrivateUse1")
+        aten.impl(overload, untraced(kernel), "PrivateUse1")
     return own, aten
 
 

@@ -23,6 +23,7 @@ from torch.library import Library
 from tpu_backend import _C
 from tpu_backend.lowering.registry import lowering
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, from_numpy, jax_dtype, to_numpy
+from tpu_backend.untraced import untraced
 
 NAMESPACE = "tpu_jax"
 _library = Library(NAMESPACE, "FRAGMENT")
@@ -243,8 +244,8 @@ def _register(
 
     lowering(qualified)(leaves)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], 0)])
-    _library.impl(name, infer, "Meta")
-    _library.impl(name, compute_on_cpu, "CPU")
+    _library.impl(name, untraced(infer), "Meta")
+    _library.impl(name, untraced(compute_on_cpu), "CPU")
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return (lambda *tensors: (overload(*tensors),)) if num_outputs == 1 else overload
 

@@ -17,6 +17,7 @@ from tpu_backend import _C
 from tpu_backend.compiled.graph import Graph, Symbols, concrete
 from tpu_backend.lowering.registry import lowering
 from tpu_backend.runtime.causes import graph_reasons
+from tpu_backend.untraced import untraced
 
 NAMESPACE = "tpu_graph"
 _library = Library(NAMESPACE, "FRAGMENT")
@@ -58,7 +59,7 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
         graph_reasons[qualified] = reason
     lowering(qualified, draws=graph.num_draws)(compute)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws)])
-    _library.impl(numbered, infer, "Meta")
+    _library.impl(numbered, untraced(infer), "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), numbered).default
 
 

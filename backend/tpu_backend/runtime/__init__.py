@@ -15,6 +15,7 @@ from tpu_backend.runtime.debug import after_debug_op
 from tpu_backend.runtime.memory import describe_memory
 from tpu_backend.runtime.range_errors import raise_range_error
 from tpu_backend.runtime.segment import trace_form
+from tpu_backend.untraced import untraced
 
 _once = threading.Lock()
 
@@ -53,6 +54,7 @@ def _unread(entry: registry.Lowering) -> list[str]:
     return [name[1:] for name in inspect.signature(entry.function).parameters if name.startswith("_")]
 
 
+@untraced
 def initialize() -> None:
     """Start JAX, say what "tpu" is here, and register every lowered op with PyTorch's dispatcher.
     Idempotent.
@@ -72,16 +74,16 @@ def initialize() -> None:
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(
             lowered_ops(),
-            trace_form,
-            compiler.compile_segment,
-            transfer.put_numbers,
-            transfer.put,
-            transfer.copy,
-            transfer.get,
-            transfer.wait,
-            after_debug_op,
-            describe_memory,
-            raise_range_error,
+            untraced(trace_form),
+            untraced(compiler.compile_segment),
+            untraced(transfer.put_numbers),
+            untraced(transfer.put),
+            untraced(transfer.copy),
+            untraced(transfer.get),
+            untraced(transfer.wait),
+            untraced(after_debug_op),
+            untraced(describe_memory),
+            untraced(raise_range_error),
             user_line.NOT_THE_USERS,
         )
 
