@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from tpu_backend.compiling import compiling
 from tpu_backend.lowering.bounds import Demand
-from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime.dtypes import stored_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import entries
@@ -52,7 +52,7 @@ def lower_segment(
     demands: list[Demand] = []
     function = segment_function(description, demands)
     shapes = [
-        jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
+        jax.ShapeDtypeStruct(tuple(dims), stored_dtype(dtype), sharding=sharding)
         for dtype, dims in description["input_layouts"]
     ]
     num_integers = description["num_integers"] + sum(description["offset_is_input"])
