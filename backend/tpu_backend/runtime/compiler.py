@@ -18,7 +18,7 @@ from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.runtime import compile_log, known_forms
 from tpu_backend.runtime.causes import cause_of
-from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime.dtypes import stored_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import environment, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
@@ -68,7 +68,7 @@ def lower_segment(
     demands: list[Demand] = []
     function = segment_function(description, demands)
     shapes = [
-        jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
+        jax.ShapeDtypeStruct(tuple(dims), stored_dtype(dtype), sharding=sharding)
         for dtype, dims in description["input_layouts"]
     ]
     num_integers = description["num_integers"] + sum(description["offset_is_input"])
