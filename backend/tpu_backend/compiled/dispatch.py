@@ -24,15 +24,15 @@ import torch
 log = logging.getLogger("tpu_backend.compile")
 
 _REGISTRY = "torch._dynamo.backends.registry"
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
 def install() -> None:
-    """Enter both into PyTorch's registry, now or as soon as Dynamo is imported."""
-    registry = sys.modules.get(_REGISTRY)
-    if registry is not None:
-        _enter(registry)
-    else:
-        sys.meta_path.insert(0, _RegistryFinder())
+    """Enter both into PyTorch's registry, and let flex_attention take tpu tensors: now, or when they are
+    imported.
+    """
+    _after_import(_REGISTRY, _enter)
+    _after_import(_FLEX_ATTENTION, _allow_tpu)
 
 
 def tpu(module: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
@@ -69,22 +69,39 @@ def _enter(registry: ModuleType) -> None:
         registry.set_default_backend(by_device)
 
 
-class _RegistryFinder(MetaPathFinder):
-    """Finds one module, once, as everybody does, and enters the backends."""
+def _allow_tpu(module: ModuleType) -> None:
+    from tpu_backend.compiled.flex_attention import allow_tpu
+
+    allow_tpu(module)
+
+
+def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, action))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds one module, once, as everybody does, and acts when it is there."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]):
+        self._name, self._action = name, action
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenEnter(spec.loader)
+            spec.loader = _ThenAct(spec.loader, self._action)
         return spec
 
 
-class _ThenEnter(Loader):
-    def __init__(self, loader: Loader):
-        self._loader = loader
+class _ThenAct(Loader):
+    def __init__(self, loader: Loader, action: Callable[[ModuleType], None]):
+        self._loader, self._action = loader, action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -92,4 +109,4 @@ class _ThenEnter(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         self._loader.exec_module(module)
-        _enter(module)
+        self._action(module)
