@@ -1,8 +1,7 @@
 """`torch.cond`, `while_loop`, `scan` and `associative_scan` in a graph, as XLA's own control flow.
 
 Each is called as the evaluators of `tpu_backend.compiled.graph` are, where a sub-graph among the arguments is
-a `Graph`; what it closes over is among its operands. What a branch or a body demands of its indices is part
-of what it returns: values of XLA's inner computations must not be seen from outside.
+a `Graph`; what it closes over is among its operands.
 """
 
 from __future__ import annotations
@@ -13,29 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering.bounds import IN_RANGE, Demand, collect_demands, require_of_part
+from tpu_backend.compiled.subgraph import SubGraph
+from tpu_backend.lowering.bounds import IN_RANGE, require_of_part
 from tpu_backend.lowering.registry import NotLoweredError
 
 _Arrays = Sequence[jax.Array]
-
-
-class _Part:
-    """A sub-graph as a function: (*arrays) -> (its outputs, the offenders of its demands, each an int64)."""
-
-    def __init__(self, graph: Any, symbols: Any, closed_over: Sequence[Any] = ()):
-        self._graph, self._symbols, self._closed_over = graph, symbols, closed_over
-        self.demands: list[Demand] = []
-
-    def __call__(self, *arrays: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        with collect_demands() as collected:
-            outputs = self._graph.call([*arrays, *self._closed_over], self._symbols)
-        self.demands = collected.made
-        return outputs, collected.offenders
-
-    def counted(self, *arrays: Any) -> int:
-        """How many demands it makes of such arrays."""
-        jax.eval_shape(lambda: self(*arrays)[1])
-        return len(self.demands)
 
 
 def _in_range(count: int) -> list[jax.Array]:
@@ -44,7 +25,7 @@ def _in_range(count: int) -> list[jax.Array]:
 
 def _cond(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -> Any:
     predicate, on_true, on_false, operands = args
-    branches = [_Part(graph, symbols, operands) for graph in (on_true, on_false)]
+    branches = [SubGraph(graph, symbols, operands) for graph in (on_true, on_false)]
     first, second = (branch.counted() for branch in branches)
 
     def true() -> Any:
@@ -64,7 +45,7 @@ def _while_loop(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any)
     condition, body, carried, closed_over = args
     if any(not hasattr(value, "dtype") for value in carried) or any(kwargs.values()):
         raise NotLoweredError("a while_loop that carries a number, or writes what it closes over")
-    go_on, turn = (_Part(graph, symbols, closed_over) for graph in (condition, body))
+    go_on, turn = (SubGraph(graph, symbols, closed_over) for graph in (condition, body))
     # The condition stands at the end of the body, since XLA's own condition returns nothing but a bool.
     (goes_on,), offenders = go_on(*carried)
     start = (goes_on.reshape(()), list(carried), [*offenders, *_in_range(turn.counted(*carried))])
@@ -86,7 +67,7 @@ def _worst(before: _Arrays, now: _Arrays) -> list[jax.Array]:
 
 def _scan(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -> Any:
     combine, first, slices, closed_over = args
-    part = _Part(combine, symbols, closed_over)
+    part = SubGraph(combine, symbols, closed_over)
 
     def step(carried: Any, current: Any) -> Any:
         outputs, offenders = part(*carried, *current)
@@ -99,7 +80,7 @@ def _scan(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -> An
 
 def _associative_scan(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -> Any:
     combine, slices, closed_over = args
-    part = _Part(combine, symbols, closed_over)
+    part = SubGraph(combine, symbols, closed_over)
 
     def combined(left: Any, right: Any) -> Any:
         outputs, offenders = jax.vmap(part)(*left, *right)

@@ -24,15 +24,15 @@ import torch
 log = logging.getLogger("tpu_backend.compile")
 
 _REGISTRY = "torch._dynamo.backends.registry"
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
 def install() -> None:
-    """Enter both into PyTorch's registry, now or as soon as Dynamo is imported."""
-    registry = sys.modules.get(_REGISTRY)
-    if registry is not None:
-        _enter(registry)
-    else:
-        sys.meta_path.insert(0, _RegistryFinder())
+    """Enter both into PyTorch's registry, and let flex_attention take tpu tensors: now, or when they are
+    imported.
+    """
+    _after_import(_REGISTRY, _enter)
+    _after_import(_FLEX_ATTENTION, _allow_tpu)
 
 
 def tpu(module: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
@@ -68,20 +68,37 @@ def _enter(registry: ModuleType) -> None:
         registry.set_default_backend(by_device)
 
 
-class _RegistryFinder(MetaPathFinder):
-    """Finds one module as everybody does, and enters the backends once that is executed."""
+def _allow_tpu(module: ModuleType) -> None:
+    from tpu_backend.compiled.flex_attention import allow_tpu
+
+    allow_tpu(module)
+
+
+def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, action))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds one module as everybody does, and acts once that was executed."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]):
+        self.name, self.action = name, action
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname != self.name:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenEnter(spec.loader, self)
+            spec.loader = _ThenAct(spec.loader, self)
         return spec
 
 
-class _ThenEnter(Loader):
-    def __init__(self, loader: Loader, finder: MetaPathFinder):
+class _ThenAct(Loader):
+    def __init__(self, loader: Loader, finder: _AfterImport):
         self._loader, self._finder = loader, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -91,4 +108,4 @@ class _ThenEnter(Loader):
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         self._loader.exec_module(module)
         sys.meta_path.remove(self._finder)
-        _enter(module)
+        self._finder.action(module)

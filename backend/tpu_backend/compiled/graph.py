@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from tpu_backend import views
-from tpu_backend.compiled import control_flow
+from tpu_backend.compiled import control_flow, flex_attention
 from tpu_backend.lowering import factory, registry
 from tpu_backend.lowering.bounds import collect_demands
 from tpu_backend.lowering.names import functional_name
@@ -117,6 +117,10 @@ class Graph:
 
     def call(self, inputs: Sequence[Any], symbols: Symbols) -> list[Any]:
         """What it returns, as part of another graph, whose symbols these are."""
+        if self.problems:
+            raise UnsupportedGraphError(f"{next(iter(self.problems.values()))} (in a branch or body)")
+        if self.num_draws:
+            raise UnsupportedGraphError("random numbers in a branch or body: how many, the data decides")
         values = self._run(inputs, {**symbols, **self.bind(inputs)}, _no_key, None)
         return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
 
@@ -166,8 +170,12 @@ class Graph:
             return lambda args, kwargs, *_: args[0][args[1]]
         if target in _ARITHMETIC or isinstance(node.meta.get("val"), (*_SYMBOLIC, int)):
             return lambda args, kwargs, *_: target(*args, **kwargs)  # type: ignore[operator]
-        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in control_flow.TABLE:
-            return self._higher_order(node, control_flow.TABLE[target.name()])
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _HIGHER_ORDER:
+            if (place := flex_attention.SCORE_MOD.get(target.name())) is not None:
+                score_mod: Any = node.args[place]
+                module = self._parts[score_mod].module
+                self._parts[score_mod] = Graph(flex_attention.in_working_precision(module))
+            return _HIGHER_ORDER[target.name()]
         if not isinstance(target, torch._ops.OpOverload):
             raise UnsupportedGraphError(f"{target} has no XLA form")
         if target in _OWN:
@@ -191,14 +199,6 @@ class Graph:
         if target in _SCATTERS:
             return _Scatter(node, _SCATTERS[target])
         raise UnsupportedGraphError(f"{target} has no lowering")
-
-    def _higher_order(self, node: fx.Node, evaluator: Evaluator) -> Evaluator:
-        for graph in (self._parts[each] for each in node.all_input_nodes if each in self._parts):
-            if graph.problems:
-                raise UnsupportedGraphError(f"{next(iter(graph.problems.values()))}, in {node.target}")
-            if graph.num_draws:
-                raise UnsupportedGraphError(f"random numbers in {node.target}: how many, the data decides")
-        return evaluator
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -381,6 +381,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten._conj.default: _conjugate,  # views with a bit that says so, where they are not evaluated
     _aten._neg_view.default: _negative,
 }
+_HIGHER_ORDER = control_flow.TABLE | flex_attention.TABLE
 _RANDOM = {
     _aten.rand.default: "uniform",
     _aten.rand_like.default: "uniform",
