@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_TIES = "equal elements: which of them comes first is open"
+_TIES = "equal elements: the CPU takes whichever the steps of its selection leave, by no rule of order"
 _ILL_CONDITIONED = "last digits that the gradient multiplies, by more than twice what it does to the CPU's"
 
 REASONS: dict[str, str] = {
