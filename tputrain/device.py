@@ -104,14 +104,12 @@ def compilations(device: torch.device) -> int:
     return torch.tpu.compile_stats()["compilations"] if device.type == "tpu" else 0  # type: ignore[attr-defined]
 
 
-def causes_of_compilations(device: torch.device, after: int) -> list[str]:
-    """Why programs were compiled, the first `after` left out: what changed, and the Python line. Of the last
-    256 programs.
-    """
+def causes_of_compilations(device: torch.device) -> dict[int, str]:
+    """Why the last 256 programs were compiled, by their numbers: what changed, and the Python line."""
     if device.type != "tpu":
-        return []
+        return {}
     programs = torch.tpu.compilations()  # type: ignore[attr-defined]
-    return [str(program.cause) for program in programs if program.number > after]
+    return {program.number: str(program.cause) for program in programs}
 
 
 def disk_hits(device: torch.device) -> int:

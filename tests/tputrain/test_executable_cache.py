@@ -11,8 +11,9 @@ import torch
 
 from tests.tputrain.tiny_run import RECIPE
 from tputrain import device as devices
-from tputrain.device import EXECUTABLE_CACHE, ExecutionConfig
+from tputrain.device import EXECUTABLE_CACHE
 from tputrain.errors import UserError
+from tputrain.execution import ExecutionConfig
 from tputrain.loggers.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]

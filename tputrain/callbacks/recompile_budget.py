@@ -20,19 +20,20 @@ class RecompileBudget(Callback):
         """`budget`: programs; None: any number."""
         self._budget = self._limit = budget
         self._count = 0
-        self._compiled_at_first: int | None = None
+        self._known: set[int] | None = None  # the programs that were compiled with the first step or before
 
     def on_log(self, trainer: "Trainer", records: Sequence[Record]) -> None:
         """Warn where the budget is spent, and again each time twice as much is."""
         if self._limit is None:
             return
-        if self._compiled_at_first is None:  # the first step compiles, and is logged by itself
-            self._compiled_at_first = devices.compilations(trainer.device)
+        if self._known is None:  # the first step compiles, and is logged by itself
+            self._known = set(devices.causes_of_compilations(trainer.device))
             return
         self._count += sum(record["compilations"] for record in records)
         if self._count <= self._limit:
             return
-        causes = Counter(devices.causes_of_compilations(trainer.device, self._compiled_at_first))
+        programs = devices.causes_of_compilations(trainer.device)
+        causes = Counter(cause for number, cause in programs.items() if number not in self._known)
         cause, times = max(causes.items(), key=lambda item: item[1], default=("causes no longer known", 0))
         say(
             f"warning: steps up to {records[-1]['step']} have compiled {self._count} programs, the first step"
