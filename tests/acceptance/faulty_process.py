@@ -12,6 +12,10 @@ import ctypes
 import sys
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from tputrain import batches as batch_of
 from tputrain.batches import Batch
 from tputrain.cli import main
 from tputrain.feed import IndexedFeed
@@ -19,24 +23,34 @@ from tputrain.models.llama import Llama
 
 
 def break_step(fault: str, step: int) -> None:
-    """Have training steps ask for their number, and the model do as `fault` says at `step` (from 1)."""
-    batches, forward = IndexedFeed.batches, Llama.forward
-    at = 0
+    """Have the model do as `fault` says with the batch of `step` (from 1), whenever it gets it."""
+    batches, to_device, forward = IndexedFeed.batches, batch_of.to_device, Llama.forward
+    text: Tensor | None = None  # of the batch
+    has_it = False
 
-    def numbered_batches(self: IndexedFeed, number: int, count: int) -> list[Batch]:
-        nonlocal at
-        at = number + 1
-        return batches(self, number, count)
+    def noted_batches(self: IndexedFeed, number: int, count: int) -> list[Batch]:
+        nonlocal text
+        found = batches(self, number, count)
+        if number + 1 == step:
+            text = found[0]["input_ids"]
+        return found
+
+    def noted_to_device(batch: Batch, device: torch.device) -> Batch:
+        nonlocal has_it
+        if isinstance(batch, dict):  # and not a tensor in it
+            has_it = text is not None and torch.equal(batch["input_ids"], text)
+        return to_device(batch, device)
 
     def faulty_forward(self: Llama, *inputs: Any, **named: Any) -> Any:
-        if not self.training or at != step:
+        if not self.training or not has_it:
             return forward(self, *inputs, **named)
         if fault == "stuck":
             wait_for_ever()
         loss = forward(self, *inputs, **named)
         return (loss - loss) / (loss - loss)
 
-    IndexedFeed.batches = numbered_batches
+    IndexedFeed.batches = noted_batches
+    batch_of.to_device = noted_to_device
     Llama.forward = faulty_forward
 
 
