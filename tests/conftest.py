@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Commands would keep programs in the home of whoever runs the tests, and find there what is to be compiled.
+os.environ["TPU_CACHE_DIR"] = "none"
 
 # A compilation takes as long as it takes, and what fails once must fail again for whoever looks at it.
 hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True, print_blob=True)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tputrain.callbacks.time_limit import TimeLimit
     from tputrain.checkpoint.store import CheckpointConfig
     from tputrain.config import RunConfig, TrainerConfig
-    from tputrain.device import ExecutionConfig
     from tputrain.errors import UserError
+    from tputrain.execution import ExecutionConfig
     from tputrain.loggers.config import LogConfig
     from tputrain.loggers.logger import Logger
     from tputrain.optim.groups import GroupConfig
@@ -52,7 +52,7 @@ _HOME = {
     "CallbacksConfig": "tputrain.callbacks.config",
     "CheckpointConfig": "tputrain.checkpoint.store",
     "EarlyStopping": "tputrain.callbacks.early_stopping",
-    "ExecutionConfig": "tputrain.device",
+    "ExecutionConfig": "tputrain.execution",
     "LogConfig": "tputrain.loggers.config",
     "GroupConfig": "tputrain.optim.groups",
     "Logger": "tputrain.loggers.logger",

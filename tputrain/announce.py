@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,14 @@ def announced(what: str) -> Iterator[None]:
         say("not finished")
         raise
     say(f"{time.perf_counter() - started:.1f} s")
+
+
+def discard_unwritten() -> None:
+    """Before the process ends: what standard output has not taken must not make the exit code 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk, or a reader that is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print(text: str, end: str) -> None:

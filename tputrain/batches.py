@@ -46,7 +46,8 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def _wants_target(model: nn.Module, batch: tuple | list) -> bool:
-    return len(batch) == 1 or _num_required_arguments(type(model).forward) == len(batch)
+    as_written = getattr(model, "_orig_mod", model)  # within what torch.compile has made
+    return len(batch) == 1 or _num_required_arguments(type(as_written).forward) == len(batch)
 
 
 @lru_cache(maxsize=64)

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
-from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice
-from tputrain.device import DEVICES, ExecutionConfig
+from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice, expect_groups
+from tputrain.device import DEVICES
+from tputrain.execution import ExecutionConfig
 from tputrain.loggers.config import LogConfig
 from tputrain.metrics.named import check_metric_names
 from tputrain.optim.optimizer import OptimConfig
@@ -38,12 +39,16 @@ class TrainerConfig:
     """A gradient norm over so many times the median of the last 100 steps' counts like one that is NaN."""
     nonfinite_limit: int = 10
     """skip: so many such steps in a row, and rollback: so many in a run, are borne; then the run stops."""
+    recompile_budget: int | None = 16
+    """So many programs may steps compile after the first step; then a warning names what compiles them most.
+    None: never."""
     collect_garbage_every: int = 100
     """Steps between Python's garbage collections."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "accumulate", "evaluate_every", "evaluate_batches", "collect_garbage_every"):
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
+        expect_at_least("trainer.recompile_budget", self.recompile_budget, 0)
         expect_at_least("trainer.nonfinite_limit", self.nonfinite_limit, 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
         check_metric_names("trainer.metrics", self.metrics)
@@ -78,6 +83,7 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
+        expect_groups(self)
         expect(
             self.run_dir is None or "://" not in self.run_dir,
             "run_dir",

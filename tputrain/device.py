@@ -3,39 +3,19 @@
 Everything that asks "is this tpu?" is here; on any other device the same calls do what is natural there.
 """
 
+import os
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from tputrain.config_checks import expect_choice
 from tputrain.errors import UserError
 
 DEVICES = ("auto", "tpu", "cpu")
-MODES = ("debug", "strict", "fused")
-
-
-@dataclass(frozen=True)
-class ExecutionConfig:
-    """When the tpu device cuts its op stream: after each op and waiting (debug), after each op, or fused."""
-
-    train: str = "fused"
-    """Mode of training steps."""
-    validate: str = "fused"
-    """Mode of evaluations."""
-    autocast: str | None = None
-    """bfloat16: products of matrices in bfloat16, what needs more in float32, by PyTorch's autocast; weights,
-    their gradients and the optimizer's state stay float32. None: everything in the weights' own dtype."""
-
-    def __post_init__(self) -> None:
-        if self.autocast is not None:
-            expect_choice("execution.autocast", self.autocast, ("bfloat16",))
-        expect_choice("execution.train", self.train, MODES)
-        expect_choice("execution.validate", self.validate, MODES)
+EXECUTABLE_CACHE = "~/.cache/tputrain/executables"
 
 
 def find_device(name: str) -> torch.device:
@@ -48,6 +28,26 @@ def find_device(name: str) -> torch.device:
             "install it with `pip install .`, or set device=cpu"
         )
     return torch.device("tpu")
+
+
+def use_executable_cache(device: torch.device, chosen: str | None, default: str | None = None) -> None:
+    """Keep compiled programs in the directory `chosen`, or nowhere (none). Where neither it nor TPU_CACHE_DIR
+    says anything: in `default`, or as it was.
+    """
+    if chosen is None and "TPU_CACHE_DIR" not in os.environ:
+        chosen = default
+    if device.type == "tpu" and chosen is not None:
+        torch.tpu.set_executable_cache(None if chosen == "none" else chosen)  # type: ignore[attr-defined]
+
+
+def describe_programs(device: torch.device) -> str | None:
+    """How many programs this process compiled and how many it found; None where there is no such thing."""
+    if device.type != "tpu":
+        return None
+    stats = torch.tpu.compile_stats()  # type: ignore[attr-defined]
+    cache = torch.tpu.get_executable_cache()  # type: ignore[attr-defined]
+    compiled = f"{stats['compilations']:,} compiled in {stats['compile_seconds']:.1f} s"
+    return compiled if cache is None else f"{compiled}, {stats['disk_hits']:,} found in {cache}"
 
 
 def describe(device: torch.device) -> str:
@@ -93,9 +93,28 @@ def flush(device: torch.device) -> None:
         torch.tpu.flush()  # type: ignore[attr-defined]
 
 
+def wait(device: torch.device) -> None:
+    """Until all that was dispatched is computed."""
+    if device.type == "tpu":
+        torch.tpu.synchronize()  # type: ignore[attr-defined]
+
+
 def compilations(device: torch.device) -> int:
     """Programs compiled by this process so far."""
     return torch.tpu.compile_stats()["compilations"] if device.type == "tpu" else 0  # type: ignore[attr-defined]
+
+
+def causes_of_compilations(device: torch.device) -> dict[int, str]:
+    """Why the last 256 programs were compiled, by their numbers: what changed, and the Python line."""
+    if device.type != "tpu":
+        return {}
+    programs = torch.tpu.compilations()  # type: ignore[attr-defined]
+    return {program.number: str(program.cause) for program in programs}
+
+
+def disk_hits(device: torch.device) -> int:
+    """Programs that this process found in the executable cache so far."""
+    return torch.tpu.compile_stats()["disk_hits"] if device.type == "tpu" else 0  # type: ignore[attr-defined]
 
 
 def is_compiling(device: torch.device) -> bool:

@@ -152,7 +152,7 @@ class BadSteps:
         """Forward and backward of a step with every operation looked at; all is as before afterwards."""
         trainer = self.trainer
         with _Untouched(trainer.model, trainer.optimizer, trainer.device):
-            with devices.execution_mode(trainer.device, "debug"), looking_for_nonfinite() as looking:
+            with trainer.execution.in_form("debug"), looking_for_nonfinite() as looking:
                 trainer.compute_gradients(batches, [batch_of.weight(batch) for batch in batches])
         devices.flush(trainer.device)  # the next step's program must not hold any of this
         return looking.found

@@ -5,7 +5,7 @@ where it says trust_code=true.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from tputrain.batch_size import BatchConfig
 from tputrain.callbacks.sample_text import SampleConfig
 from tputrain.config import RunConfig
-from tputrain.config_checks import expect, nearest
+from tputrain.config_checks import expect, nearest, spelled
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
 from tputrain.models import LoraConfig, ModelConfig
@@ -141,7 +141,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         loaded = OmegaConf.load(path)
         values = OmegaConf.to_container(loaded, resolve=False)
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: {_describe_yaml_error(error)}") from None
+        raise UserError(f"{path}: {_describe_yaml_error(error, path)}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
@@ -150,6 +150,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {_first_line(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys and values, found a {type(values).__name__}")
+    if not values and not path.read_text(encoding="utf-8").split():
+        raise UserError(
+            f"{path}: empty; expected keys and values (`tputrain cp llama` gives a recipe to edit)"
+        )
     return values  # type: ignore[return-value]
 
 
@@ -327,20 +331,38 @@ def _leaves(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _nearest_key(key: str, known: dict[str, Any]) -> str:
-    """By the whole dotted key, else by its last part alone: `learning_rate` means `optim.learning_rate`."""
-    settable = [name for name, hint in known.items() if not is_dataclass(hint)]
-    last = {name.rpartition(".")[2]: name for name in settable}
-    by_whole = nearest(key, settable)
-    by_last = nearest(key.rpartition(".")[2], last)
-    if by_whole is not None:
-        return by_whole
+    """What `key` was most likely meant to be; one of the group that it names goes before one of another."""
+    group, _, name = key.rpartition(".")
+    prefix = f"{group}." if group else ""
+    below = [candidate for candidate in known if candidate.startswith(prefix)]
+    found = _same(name, below) or _same(name, known) or _alike(name, below)
+    if found is None and not below:
+        found = nearest(key, known)
+    if found is not None:
+        return found
+    children = dict.fromkeys(candidate[len(prefix) :].partition(".")[0] for candidate in below or known)
     return (
-        last[by_last] if by_last is not None else "none resembles it (known groups: " + _groups(known) + ")"
+        f"none resembles it (known {f'below {group}' if below and group else 'keys'}: {', '.join(children)})"
     )
 
 
-def _groups(known: dict[str, Any]) -> str:
-    return ", ".join(name for name, hint in known.items() if is_dataclass(hint))
+def _same(name: str, keys: Iterable[str]) -> str | None:
+    """The one key whose last part is `name`, or is abbreviated by it: `lr` is `learning_rate`."""
+    parts = {key: key.rpartition(".")[2] for key in keys}
+    matches = [
+        key for key, part in parts.items() if name == part or ("_" in part and name == _initials(part))
+    ]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
+
+
+def _alike(name: str, keys: Iterable[str]) -> str | None:
+    by_part = {key.rpartition(".")[2]: key for key in keys}
+    hint = nearest(name, by_part)
+    return None if hint is None else by_part[hint]
 
 
 def _first_below(key: str, known: dict[str, Any]) -> str:
@@ -368,10 +390,14 @@ def _describe_type(hint: Any) -> str:
     return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
 
 
-def _describe_yaml_error(error: yaml.YAMLError) -> str:
+def _describe_yaml_error(error: yaml.YAMLError, path: Path) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return f"{where}not valid YAML: {getattr(error, 'problem', None) or _first_line(error)}"
+    problem = getattr(error, "problem", None) or _first_line(error)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if mark and lines[mark.line : mark.line + 1] and lines[mark.line][mark.column :].startswith("\t"):
+        problem = "a tab; indent with spaces"
+    return f"{where}not valid YAML: {problem}"
 
 
 def _first_line(error: Exception) -> str:
@@ -379,5 +405,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = spelled(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

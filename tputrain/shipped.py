@@ -36,8 +36,17 @@ def find_recipe(name: str, expected: str = "file") -> Path:
     if shipped is not None:
         return shipped
     known = shipped_names("recipes")
+    if path.is_dir():
+        raise UserError(
+            f"{name}: a directory; expected a recipe (`tputrain resume {name}` goes on with a run)"
+        )
     hint = nearest(path.stem, known)
     suggestion = f"; did you mean {hint}?" if hint else ""
     raise UserError(
         f"{name}: no such {expected}, and no shipped recipe (there are: {', '.join(known)}){suggestion}"
     )
+
+
+def default_run_dir(recipe: Path) -> Path:
+    """Where the run of the recipe file `recipe` is, unless it says so itself."""
+    return Path("runs") / recipe.stem

@@ -43,7 +43,9 @@ class SignalWatch:
     grace = 15.0
     """Seconds that the main thread has to act on a signal; whoever stops machines gives about 30 in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
+        """`saves`: whether the main thread saves something before it leaves, which is said."""
+        self._saves = saves
         self.received: int | None = None
         self._before: dict[int, Any] = {}
         self._waiter: FrameType | None = None
@@ -141,10 +143,12 @@ class SignalWatch:
                     continue
                 name = signal.Signals(number).name
                 if first is not None:
-                    warn(f"{name} again: leaving at once, what came after the last checkpoint is lost")
+                    cost = ", what came after the last checkpoint is lost" if self._saves else ""
+                    warn(f"{name} again: leaving at once{cost}")
                     os._exit(128 + number)
                 first = number
-                warn(f"{name}: saving after this step, then leaving (again: leave at once)")
+                then = "saving after this step, then leaving" if self._saves else "leaving after this step"
+                warn(f"{name}: {then} (again: leave at once)")
 
     def _call_rescue(self, number: int) -> None:
         with self._rescue_lock:

@@ -20,13 +20,15 @@ from tputrain.batches import Batch
 from tputrain.callbacks.callback import Callback, Control, load_state_of, state_of
 from tputrain.callbacks.config import build_callbacks
 from tputrain.callbacks.events import EventLog
+from tputrain.callbacks.recompile_budget import RecompileBudget
 from tputrain.checkpoint import contents
-from tputrain.checkpoint.background import BackgroundWriter, Written, leaving_with
+from tputrain.checkpoint.background import BackgroundWriter, Written
 from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
+from tputrain.execution import Execution
 from tputrain.feed import Feed, feed_of
 from tputrain.garbage import ScheduledCollection
 from tputrain.loggers.config import build_loggers
@@ -47,6 +49,7 @@ from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
+from tputrain.trainer_arguments import check_arguments
 from tputrain.versions import versions
 from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import deaths_named
@@ -105,15 +108,18 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         tokenizer: Any = None,
     ):
+        check_arguments(model, cfg, loss_fn, optimizer, metrics, callbacks, loggers)
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
+        self.execution = Execution(self.model, self.device, cfg.execution)
         freeze(self.model, cfg.optim.freeze)
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
         self.val_loader = val_loader
         self.tokenizer = tokenizer
-        self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks)]
+        budget = RecompileBudget(cfg.trainer.recompile_budget)
+        self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks), budget]
         self.control = Control()
 
         self._scheduled_by_config = optimizer is None and lr_scheduler is None
@@ -123,9 +129,7 @@ class Trainer:
         check_ownership(self.model, self.optimizer, lr_scheduler)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         create_state(self.optimizer)
-        self.evaluation_weights = EvaluationWeights(
-            self.model, self.optimizer, cfg.optim.ema_decay, self.device
-        )
+        self.evaluation_weights = EvaluationWeights(model, self.optimizer, cfg.optim.ema_decay, self.device)
 
         self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
@@ -135,10 +139,8 @@ class Trainer:
             self.callbacks.append(EventLog(self.run_dir))
         self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
-        self.step = 0
-        self.num_done = 0
-        self.best = None
-        self.evaluated_at = None
+        self.step = self.num_done = 0
+        self.best = self.evaluated_at = None
         self.unit = "samples"
         self._resumed = False
         self._is_warm = False
@@ -146,7 +148,7 @@ class Trainer:
         self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
         self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn)
         self._step_log = StepLog(self.device, self._peak_flops)
-        self._signals = SignalWatch()
+        self._signals = SignalWatch(saves=self.store is not None)
         self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter()
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
@@ -174,9 +176,9 @@ class Trainer:
 
     def _advance(self) -> bool:
         """One step; False where a signal came while it waited for its data."""
-        self._expect_long_start()  # once more: an evaluation may have come since the start
-        batches = self._next_batches()
-        if batches is None:
+        self._is_warm &= not self.execution.before_step(self.step)
+        self._expect_compilation(not self._is_warm)  # once more: an evaluation may have come since the start
+        if (batches := self._next_batches()) is None:
             return False
         self._bad_steps.replay_if_due(batches)
         if self._is_warm:
@@ -184,13 +186,14 @@ class Trainer:
                 self._train_step(batches)
         else:
             self._first_step(batches)
+        self.execution.after_step(self.step)
         return True
 
     def _first_step(self, batches: list[Batch]) -> None:
-        """The first of a process is recorded and compiled, so it is announced and waited for."""
+        """The first of a process, or of a form: recorded and compiled, so it is announced and waited for."""
         compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
         with self._watchdog.phase(FIRST_STEP):
-            with announced(f"step {self.step + 1}, the first of this process,{compiled}"):
+            with announced(f"step {self.step + 1}, the first {self.execution.first_of},{compiled}"):
                 self._train_step(batches)
                 self._step_log.wait()
             if self._flops is not None and self._flops.problem is not None:
@@ -220,6 +223,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
+        self._writer.let_write()
         self._count_step(batches, loss, grad_norm, rates)
 
     def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
@@ -247,7 +251,7 @@ class Trainer:
         """The mean loss of a batch from the host, the model's output, and the target."""
         batch = batch_of.to_device(batch, self.device)
         with devices.autocast(self.device, self.cfg.execution.autocast):
-            output, target = batch_of.call(self.model, batch), batch_of.target_of(batch)
+            output, target = batch_of.call(self.execution.model, batch), batch_of.target_of(batch)
             return loss_of(output, target, self.loss_fn), output, target
 
     def _set_learning_rate(self) -> float:
@@ -262,9 +266,7 @@ class Trainer:
         set_learning_rate(self.optimizer, learning_rate)
         return learning_rate
 
-    def _count_step(
-        self, batches: list[Batch], loss: Tensor, grad_norm: Tensor, rates: dict[str, float]
-    ) -> None:
+    def _count_step(self, batches: list[Batch], loss: Tensor, norm: Tensor, rates: dict[str, float]) -> None:
         if isinstance(self.lr_scheduler, LRScheduler):
             self.lr_scheduler.step()
         num_done = sum(batch_of.size(batch) for batch in batches)
@@ -274,7 +276,7 @@ class Trainer:
         self._bad_steps.remember(self.step, batches)
         host = rates | {self.unit: self.num_done}
         num_flops = None if self._flops is None else self._flops.of_step(batches)
-        self._step_log.end(self.step, loss, grad_norm, num_done, host, num_flops)
+        self._step_log.end(self.step, loss, norm, num_done, host, num_flops)
         if self._is_warm:  # the first step is announced; a line in between would break that one
             for logger in self.loggers:
                 logger.after_step(self.step)
@@ -289,7 +291,9 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         if self._evaluation_is_due():
             self.control.evaluate = False
+            self._expect_compilation(self._is_warm and not self._watchdog.has_seen(EVALUATING))
             self._evaluate()
+            self._signals.rescue_by(None)
 
     def _save_if_due(self) -> None:
         if self._writer.has_ended:
@@ -310,9 +314,8 @@ class Trainer:
         return self.control.evaluate or self.step == 0 or self._is_due(self.cfg.trainer.evaluate_every)
 
     def _save_is_due(self) -> bool:
-        if self.store is None or self._saved_at == self.step:
-            return False
-        return self.control.save or self._is_due(self.cfg.checkpoint.every)
+        is_wanted = self.control.save or self._is_due(self.cfg.checkpoint.every)
+        return is_wanted and self.store is not None and self._saved_at != self.step
 
     def _should_end(self) -> bool:
         return self.step >= self.cfg.trainer.steps or self.control.stop or self._signals.received is not None
@@ -384,10 +387,9 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        mode = devices.execution_mode(self.device, self.cfg.execution.validate)
-        model = evaluated(self.model, with_logits=bool(self.metrics))
-        with model, torch.no_grad(), self.evaluation_weights.in_place(), mode:
-            yield
+        with evaluated(self.model, with_logits=bool(self.metrics)), self.execution.phase("validate"):
+            with torch.no_grad(), self.evaluation_weights.in_place():
+                yield
 
     # -- saving and resuming ---------------------------------------------------------------------------------
 
@@ -435,11 +437,12 @@ class Trainer:
             self.step, self.model, self.tokenizer, self.optimizer, self.evaluation_weights, self._state
         )
 
-    def _expect_long_start(self) -> None:
-        """Until the first step is done, have a thread act on signals where this one is too busy to."""
-        if self.store is not None and not self._is_warm:
+    def _expect_compilation(self, is_likely: bool) -> None:
+        """Have a thread act on signals where this one is too busy to, with the state as it is now."""
+        if is_likely and self.store is not None:
+            self._log()  # a step that is saved must not be missing from the log
             snapshot = None if self._saved_at == self.step else self._snapshot()
-            self._signals.rescue_by(leaving_with(self.store, snapshot))
+            self._signals.rescue_by(self._writer.leaving_with(self.store, snapshot))
 
     def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """All that a checkpoint holds beside tensors."""
@@ -456,6 +459,7 @@ class Trainer:
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
             "bad_steps": self._bad_steps.state(),
+            "execution": self.execution.state(),
             "config": asdict(self.cfg),
             "versions": versions(),
         }
@@ -499,8 +503,7 @@ class Trainer:
                 return False
             self.load(newest)
             return True
-        reason = damage(Path(path))
-        if reason is not None:
+        if (reason := damage(Path(path))) is not None:
             raise UserError(f"{path} cannot be used: {reason}")
         self.load(Path(path))
         return True
@@ -531,6 +534,7 @@ class Trainer:
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
+        self.execution.restore(state.get("execution"))
         self._saved_at = self.step
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
@@ -543,7 +547,7 @@ class Trainer:
     def _running(self) -> Iterator[ScheduledCollection]:
         """What holds while the loop runs: the device's mode, the garbage collector's schedule, loggers."""
         with ExitStack() as stack:
-            stack.enter_context(devices.execution_mode(self.device, self.cfg.execution.train))
+            stack.enter_context(self.execution.phase("train"))
             garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
             for logger in self.loggers:
                 stack.callback(logger.close)
@@ -563,13 +567,13 @@ class Trainer:
         self.model.train()
         devices.flush(self.device)
         self._tell("on_fit_start")
-        self._expect_long_start()
+        self._expect_compilation(not self._is_warm)
 
     def _resume_or_begin(self) -> None:
         if self._resumed:
             return
         if self.store is not None:
-            self.store.recover()
+            self.store.take_over()
         if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.has_any():
             raise UserError(
                 f"{self.run_dir} holds checkpoints and checkpoint.resume=never: choose another run_dir, or "

@@ -124,6 +124,7 @@ Variant& ProgramCache::variant_for(
   const auto start = std::chrono::steady_clock::now();
   py::dict description;
   description["tape"] = py::cast(segment.tape);
+  description["circumstances"] = py::cast(segment.circumstances);
   py::list input_layouts;
   for (int32_t local : segment.inputs) {
     input_layouts.append(py::make_tuple(
@@ -143,8 +144,12 @@ Variant& ProgramCache::variant_for(
   variant->execute = check(PyObject_GetAttrString(variant->executable, "execute")).ptr();
   variant->handlers = check(PyObject_GetAttrString(variant->executable, "handlers")).ptr();
   variant->has_offenders = py::len(py::handle(variant->executable).attr("demands")) > 0;
-  ++counters.compilations;
-  counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (py::cast<bool>(py::handle(variant->executable).attr("from_disk"))) {
+    ++counters.disk_hits;
+  } else {
+    ++counters.compilations;
+    counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
   program.variants.push_back(std::move(variant));
   return *program.variants.back();
 }

@@ -17,6 +17,7 @@ struct Segment {
   std::vector<uint32_t> tape;
   uint64_t hash{0};
   std::vector<const Signature*> entries;
+  std::vector<uint64_t> circumstances; // by entry, see EncodedCall; not part of the key
   std::vector<ValuePtr> values; // by local number
   std::vector<int32_t> inputs; // the locals that were there before
   std::vector<uint8_t> is_input; // by local

@@ -3,6 +3,7 @@
 #include "program.h"
 #include "python_error.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
@@ -467,6 +468,9 @@ void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto sizes = impl->sizes();
   const auto dtype = c10::typeMetaToScalarType(impl->dtype());
+  if (impl->requires_grad()) {
+    call.circumstances |= uint64_t{1} << std::min<size_t>(call.tensors.size(), 62);
+  }
   call.tensors.push_back({buffer, reads});
   if (impl->storage_offset() == 0 && impl->is_contiguous() && dtype == layout->dtype && sizes == layout->dims) {
     call.words.push_back(tagged(Tag::TensorWhole, layout->id));
@@ -497,6 +501,10 @@ void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call) {
 }
 
 void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceIndex device, EncodedCall& call) {
+  at::autocast::increment_nesting(); // the one way to ask how deep it is: an operator's own casts run with autocast off
+  if (at::autocast::decrement_nesting() > 0) {
+    call.circumstances |= kInAutocast;
+  }
   call.words.push_back(op.id);
   for (size_t i = 0; i < args.size(); ++i) {
     encode_value(op.args[i], args[i], device, call);

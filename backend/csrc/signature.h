@@ -87,6 +87,8 @@ struct RuntimeNumber {
   };
 };
 
+constexpr uint64_t kInAutocast = uint64_t{1} << 63; // recorded inside torch.autocast
+
 // One op call in flat form.  Reused from call to call.
 struct EncodedCall {
   c10::SmallVector<uint64_t, 64> words;
@@ -94,8 +96,12 @@ struct EncodedCall {
   c10::SmallVector<int64_t, 8> offsets; // of Box and General views, in order
   c10::SmallVector<RuntimeNumber, 8> numbers; // Runtime and Random, in order
   std::vector<at::Tensor> moved; // CPU tensors that had to be copied to the device
+  // Bit i: tensor i requires a gradient, in the last bit below kInAutocast all that follow.  It shapes no program by itself,
+  // and tells afterwards why there was another one.
+  uint64_t circumstances{0};
 
   void clear() {
+    circumstances = 0;
     words.clear();
     tensors.clear();
     offsets.clear();

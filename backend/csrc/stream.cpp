@@ -70,6 +70,7 @@ void Segment::clear() {
   tape.clear();
   hash = 0;
   entries.clear();
+  circumstances.clear();
   values.clear();
   inputs.clear();
   is_input.clear();
@@ -177,6 +178,7 @@ void Stream::append(
     segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});
   }
   segment_.entries.push_back(&signature);
+  segment_.circumstances.push_back(call.circumstances);
   for (const auto& tensor : call.tensors) {
     if (tensor.reads) {
       segment_.push(static_cast<uint32_t>(link(tensor.buffer)));

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpu_backend import _C, compiling, nan_check
+from tpu_backend import _C, compiling, executable_cache, nan_check
+
+if TYPE_CHECKING:
+    from tpu_backend.runtime.compile_log import Compilation
 
 _MODES = ("debug", "strict", "fused")
 
@@ -177,6 +181,7 @@ class eager_mode:  # noqa: N801 - reads as a function
         self._checked_before = nan_check.enabled()
         if is_initialized():
             flush()
+            _remember_line_of_mode()
         _C.set_mode(_MODES.index(mode))
         if check_nans is not None:
             nan_check.enable(check_nans)
@@ -188,9 +193,16 @@ class eager_mode:  # noqa: N801 - reads as a function
         try:
             if is_initialized():
                 flush()
+                _remember_line_of_mode()
         finally:
             _C.set_mode(self._before)
             nan_check.enable(self._checked_before)
+
+
+def _remember_line_of_mode() -> None:
+    from tpu_backend.runtime.user_line import remember_line_of_mode
+
+    remember_line_of_mode()
 
 
 def get_eager_mode() -> str:
@@ -199,9 +211,42 @@ def get_eager_mode() -> str:
 
 def compile_stats() -> dict[str, Any]:
     """Counters since the start: ops_recorded, segments_run, compilations, memory_hits, disk_hits,
-    compile_seconds, host_reads.
+    compile_seconds, host_reads.  A program comes of a compilation or of a disk hit (`set_executable_cache`).
     """
     return _C.compile_stats(_C.current_device())
+
+
+def compilations() -> list[Compilation]:
+    """The last 256 programs that were compiled, oldest first, each with its operations, its seconds and its
+    cause: what sets it apart from the nearest one before, and the Python line.  ``TPU_LOGS=compile`` prints
+    them.
+    """
+    if not is_initialized():
+        return []
+    from tpu_backend.runtime import compile_log
+
+    return compile_log.compilations()
+
+
+def set_executable_cache(
+    directory: str | os.PathLike[str] | None, *, max_bytes: int = executable_cache.MAX_BYTES
+) -> None:
+    """Keep compiled programs in a directory, where later processes find them; None: nowhere.
+
+    Holds for programs that are needed from now on.  The environment variable ``TPU_CACHE_DIR`` says what a
+    process starts with: a directory, or none (``none`` or unset).  Programs used least recently go first when
+    there are more than `max_bytes` of them.  Many processes and hosts may share one.
+
+    A directory that cannot be written, or that others could have written to, is said in one line on standard
+    error; programs are then compiled as if there were none.  Raises ValueError for `max_bytes` below 1.
+    """
+    executable_cache.use(None if directory is None else Path(directory), max_bytes)
+
+
+def get_executable_cache() -> Path | None:
+    """The directory of `set_executable_cache`, absolute; None: there is none."""
+    chosen = executable_cache.current()
+    return None if chosen is None else chosen.directory
 
 
 def is_compiling() -> bool:
@@ -437,6 +482,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 _first_mode = os.environ.get("TPU_EAGER_MODE", "fused")
 if _first_mode in _MODES:
     eager_mode(_first_mode)
+executable_cache.use_environment()
 
 
 def check_environment() -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 
 from tpu_backend import _C, views
-from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.dtypes import EQUIVALENTS, TORCH_DTYPES, jax_dtype
 from tpu_backend.runtime.platform import platform
 
 
@@ -70,8 +70,8 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     if array.is_deleted():
         raise ValueError("from_jax: the array is deleted: it was donated to a JAX function")
     _C.ensure_initialized()
-    number = _TORCH_NUMBERS.get(array.dtype)
-    if number is None:
+    dtype = EQUIVALENTS.get(array.dtype)
+    if dtype is None:
         raise TypeError(f"from_jax: PyTorch has no dtype for {array.dtype}; convert it first: array.astype")
     held_by = array.devices()
     places = [index for index, device in enumerate(platform().devices) if held_by == {device}]
@@ -80,10 +80,10 @@ def from_jax(array: jax.Array) -> torch.Tensor:
             f"from_jax: the array is on {', '.join(sorted(map(str, held_by)))}, tpu:0 is "
             f"{platform().devices[0]}; move it first: jax.device_put(array, device)"
         )
-    return _C.tensor_over(_row_major(array), array.shape, number, places[0])
+    return _C.tensor_over(_row_major(array), array.shape, _NUMBERS[dtype], places[0])
 
 
-_TORCH_NUMBERS: dict[Any, int] = {jax_dtype(dtype): number for number, dtype in TORCH_DTYPES.items()}
+_NUMBERS = {dtype: number for number, dtype in TORCH_DTYPES.items()}
 
 
 def _row_major(array: Any) -> jax.Array:

@@ -22,13 +22,12 @@ from torch.library import Library
 
 from tpu_backend import _C
 from tpu_backend.lowering.registry import lowering
-from tpu_backend.runtime.dtypes import TORCH_DTYPES, from_numpy, jax_dtype, to_numpy
+from tpu_backend.runtime.dtypes import EQUIVALENTS, from_numpy, jax_dtype, to_numpy
 from tpu_backend.untraced import untraced
 
 NAMESPACE = "tpu_jax"
 _library = Library(NAMESPACE, "FRAGMENT")
 _taken: set[str] = set()
-_TORCH_DTYPES = {jax_dtype(dtype): dtype for dtype in TORCH_DTYPES.values()}
 
 Static = tuple[tuple[str, Any], ...]
 
@@ -229,7 +228,7 @@ def _register(
     def infer(*tensors: torch.Tensor) -> Any:
         return returned(
             [
-                tensors[0].new_empty(shape.shape, dtype=_TORCH_DTYPES[shape.dtype])
+                tensors[0].new_empty(shape.shape, dtype=EQUIVALENTS[shape.dtype])
                 for shape in jax.tree.leaves(_shapes(run, tensors))
             ]
         )
@@ -240,7 +239,7 @@ def _register(
         arrays = [to_numpy(each.resolve_conj().resolve_neg()) for each in tensors]
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
             results = [np.array(each) for each in compiled(*arrays)]
-        return returned([from_numpy(each, _TORCH_DTYPES[each.dtype]) for each in results])
+        return returned([from_numpy(each, EQUIVALENTS[each.dtype]) for each in results])
 
     lowering(qualified)(leaves)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], 0)])

@@ -157,7 +157,7 @@ def full_disk(scene: Scene) -> Iterator[RecipeProcess]:
     newest = scene.run.run_dir / "checkpoints" / f"step-{scene.newest_step()}"
     needed = sum(path.stat().st_size for path in newest.glob("*"))
     # None at all; or room for the tensors, but not for the rest.
-    scene.disk.fill(free=scene.choice.choice([0, needed - 4096]))
+    scene.disk.fill(free=scene.choice.choice([0, max(0, needed - 4096)]))
     try:
         expect(process, lambda: "NOT SAVED" in process.output(), "a full disk was not noticed")
         yield process
@@ -170,7 +170,8 @@ def read_only(scene: Scene) -> Struck:
     process = scene.start()
     wait_for_step(scene, process, scene.some_step())
     last_good = scene.newest_step()
-    directories = [scene.run.run_dir, scene.run.run_dir / "checkpoints"]
+    # Before the first checkpoint there is only one of them.
+    directories = [path for path in (scene.run.run_dir, scene.run.run_dir / "checkpoints") if path.exists()]
     modes = [directory.stat().st_mode for directory in directories]
     for directory in directories:
         directory.chmod(0o555)
@@ -304,13 +305,8 @@ def wait_for_step(scene: Scene, process: RecipeProcess, step: int) -> None:
 
 def kill(scene: Scene, process: RecipeProcess, where: str) -> Struck:
     """SIGKILL to the process and its workers."""
-    saving = process.step_being_saved()
     process.kill()
-    struck = scene.struck(process, where, -signal.SIGKILL)
-    if saving is not None:
-        # Steps made while a checkpoint is being written are not in it.
-        struck.may_lose += max(0, struck.reached - saving)
-    return struck
+    return scene.struck(process, where, -signal.SIGKILL)
 
 
 def terminate(

@@ -112,10 +112,10 @@ def test_import_torch_imports_no_dynamo_and_both_backends_are_there_when_it_come
     script = """
 import sys, torch
 assert "torch._dynamo" not in sys.modules and "jax" not in sys.modules
-assert [finder._name for finder in sys.meta_path if type(finder).__name__ == "_AfterImport"]
+assert [finder.name for finder in sys.meta_path if type(finder).__name__ == "_AfterImport"]
 assert "tpu" in torch.compiler.list_backends()
 assert torch._dynamo.backends.registry.get_default_backend().__module__ == "tpu_backend.compiled.dispatch"
 import torch.nn.attention.flex_attention
-assert not [finder._name for finder in sys.meta_path if type(finder).__name__ == "_AfterImport"]
+assert not [finder.name for finder in sys.meta_path if type(finder).__name__ == "_AfterImport"]
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

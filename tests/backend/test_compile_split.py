@@ -138,4 +138,4 @@ def test_random_numbers_in_a_branch_are_drawn_as_in_eager_mode(caplog):
     with caplog.at_level(logging.INFO, "tpu_backend.compile"):
         result = torch.compile(branch, backend="tpu")(x)
     assert torch.equal(result.cpu(), expected)
-    assert "random numbers in cond: how many, the data decides" in caplog.text
+    assert "random numbers in a branch or body: how many, the data decides" in caplog.text

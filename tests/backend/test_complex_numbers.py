@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpu_backend import to_jax
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp": lambda x: x.logsumexp(1),
     "logcumsumexp": lambda x: x.logcumsumexp(1),
@@ -38,3 +40,28 @@ def test_both_parts_are_drawn_uniformly_and_by_themselves() -> None:
         assert 2.99 < part.max() < 3
         assert part.mean().item() == pytest.approx(1, abs=0.05)
     assert torch.corrcoef(torch.stack([drawn.real.flatten(), drawn.imag.flatten()]))[0, 1].abs() < 0.05
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_complex32_is_converted_viewed_written_and_differentiated_as_on_the_cpu() -> None:
+    values = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+
+    def run(device: str) -> list[Tensor]:
+        x = values.to(device, copy=True).requires_grad_()
+        half = x.chalf()
+        (half.to(torch.complex64) * values.to(device)).real.sum().backward()
+        with torch.no_grad():
+            written = half.clone()
+            written[1:, ::2] = half[0, :2]
+            parts = torch.view_as_real(written)
+            results = [half, written * 2j, written.conj().resolve_conj(), parts, written.imag, x.grad]
+        return [result.detach().cpu() for result in results]
+
+    for ours, theirs in zip(run("tpu"), run("cpu"), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(*(torch.view_as_real(x) if x.is_complex() else x for x in (ours, theirs)))
+
+
+def test_jax_refuses_complex32() -> None:
+    with pytest.raises(TypeError, match=r"JAX has no equivalent of torch\.complex32"):
+        to_jax(torch.zeros(2, dtype=torch.complex64, device="tpu").chalf())

@@ -15,7 +15,10 @@ BENCHMARKS = (
     "dispatch",
     "mlp_step",
     "llama_step",
+    "first_step",
     "memory",
+    "compile_step",
+    "epochs",
     "trainer",
 )
 

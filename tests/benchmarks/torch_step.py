@@ -14,7 +14,7 @@ LLAMA = LLAMA_CONFIGS["llama-5m"]
 LLAMA_BATCH, LLAMA_LENGTH = 8, 128
 
 Batch = tuple[np.ndarray, ...]
-Loss = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+Loss = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
 
 
 def learning_rate(step: int) -> float:
@@ -33,7 +33,7 @@ def mlp_batch(size: int = 128) -> Batch:
     return random.standard_normal((size, 784), dtype=np.float32), random.integers(0, 10, size)
 
 
-def mlp_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+def mlp_loss(model: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> Tensor:
     images, labels = batch
     return F.cross_entropy(model(images), labels)
 
@@ -63,25 +63,29 @@ def llama_batch(
     return text[:, :-1], labels, positions, documents
 
 
-def llama_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+def llama_loss(model: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> Tensor:
     return model(*batch)
 
 
 class TrainingStep:
-    """AdamW, clipping, a learning rate that changes at every step: what anybody would write, on `device`."""
+    """AdamW, clipping, a learning rate that changes at every step: what anybody would write, on `device`.
 
-    def __init__(self, model: nn.Module, loss: Loss, batch: Batch, device: str):
+    `compiled`: the model by `torch.compile` and AdamW's fused form.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, batch: Batch, device: str, compiled: bool = False):
         self.model = model.to(device)
         self.loss = loss
         self.batch = tuple(torch.from_numpy(array).to(device) for array in batch)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=compiled or None)
+        self.called: Callable[..., Tensor] = torch.compile(self.model) if compiled else self.model
         self.steps_done = 0
 
     def __call__(self) -> Tensor:
         """Do one step and return its loss, still on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.steps_done)
-        loss = self.loss(self.model, self.batch)
+        loss = self.loss(self.called, self.batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()

@@ -1,14 +1,17 @@
 """A run to be sent a signal: `python -m tests.tputrain.interrupted_run RUN_DIR WHERE`.
 
 It prints `here` and then waits for a minute. WHERE: data, evaluation-data (in Python, where a signal's
-handler runs), start, first-step (in C, as a compilation does), saving (until its standard
+handler runs), start, first-step, resumed (in C, as a compilation does), saving (until its standard
 input is closed).
 """
 
 import ctypes
+import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tputrain.hanging_run import hang
 from tputrain import CheckpointConfig, LogConfig, RunConfig, Trainer, TrainerConfig
+from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import contents
-from tputrain.signals import SignalWatch
+from tputrain.signals import Interrupted, SignalWatch
 
 STEPS = 9
 AT = 5
@@ -26,14 +30,16 @@ AT = 5
 
 
 class Model(nn.Module):
-    """Waits in its forward pass: in the first step, or in the evaluation before it (start)."""
+    """Waits in its forward pass: in the first step, or in the first evaluation of the process, which comes
+    before it (start) or a few steps after it (resumed).
+    """
 
     def __init__(self, where: str):
         super().__init__()
         self.net, self.where = nn.Linear(4, 3), where
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.where == ("first-step" if self.training else "start"):
+        if self.where in (("first-step",) if self.training else ("start", "resumed")):
             print("here", flush=True)
             hang(ctypes.CDLL(None))
         return self.net(inputs)
@@ -53,6 +59,14 @@ class Waiting:
                 threading.Event().wait(60)
             self.given += 1
             yield batch
+
+
+class TerminatesAfterFour(Callback):
+    """A run that ends in between two evaluations."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def build(run_dir: Path | str, where: str = "") -> Trainer:
@@ -77,6 +91,11 @@ def build(run_dir: Path | str, where: str = "") -> Trainer:
 
 if __name__ == "__main__":
     run_dir, where = sys.argv[1:]
+    if where == "resumed":
+        first = build(run_dir)
+        first.callbacks.append(TerminatesAfterFour())
+        with suppress(Interrupted):
+            first.fit()
     trainer = build(run_dir, where)
     SignalWatch.grace = 0.5
     if where == "saving":

@@ -2,7 +2,7 @@
 
 It has all that makes resuming hard: dropout, a shuffling DataLoader whose epochs end inside steps,
 accumulation with unequal weights, tied weights, momentum. MOMENT is where the process sends itself a signal
-at STEP: kill-step, kill-save, kill-evaluation, int-step, term-step, term-evaluation, term-start.
+at STEP: kill-step, kill-save, kill-seal, kill-evaluation, int-step, term-step, term-evaluation, term-start.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tputrain import CheckpointConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
-from tputrain.checkpoint import contents
+from tputrain.checkpoint import contents, store
 
 STEPS = 14
 NUM_SAMPLES, MICRO_BATCH = 22, 3
@@ -115,6 +115,14 @@ def _send_inside_saves(signals: SignalAt) -> None:
         write_state(text, directory)
 
     contents.write_state = write_state_or_die
+    seal = store.seal
+
+    def seal_or_die(directory: Path, *more: object) -> None:
+        # All files are written, none is hashed.
+        signals.send("seal", int(directory.name.rpartition("-")[2]))
+        seal(directory, *more)
+
+    store.seal = seal_or_die
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.file_modes import obey_file_modes
+from tputrain.cli.doctor import CHECKS, UnwellError
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = ROOT / "backend"
@@ -48,7 +49,8 @@ def test_a_machine_that_is_well(tmp_path):
     code, rows = doctor(tmp_path / "home", TPU_PLATFORM="cpu")
     assert code == 0, rows
     assert {verdict for verdict, _ in rows.values()} == {"ok"}
-    assert list(rows) == ["python", "torch", "jax", "extension", "chip", "program", "cache", "disk"]
+    names = ["python", "torch", "jax", "extension", "chip", "program", "cache", "programs", "disk"]
+    assert list(rows) == names
     assert rows["chip"][1] == "XLA on cpu (TPU_PLATFORM=cpu)"
 
 
@@ -136,6 +138,23 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     cache.chmod(0o555)
     code, rows = doctor(tmp_path / "home", obeys_modes=True)
     assert code == 1
-    assert failed(rows) == ["cache"]
+    assert failed(rows) == ["cache", "programs"]
     assert rows["cache"][1].startswith(f"{cache}/tputrain/data cannot be written (Permission denied)")
     assert rows["cache"][1].endswith("make it writable, or name another directory: data.cache_dir=DIR")
+    said = rows["programs"][1]
+    assert said.startswith(f"{cache}/tputrain/executables cannot be written (Permission denied)")
+    assert said.endswith("make it writable, or name another directory: execution.executable_cache=DIR")
+
+
+def test_programs_that_anybody_could_have_put_there_are_not_run(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("TPU_CACHE_DIR", str(shared))
+    (look,) = (check.look for check in CHECKS if check.name == "programs")
+    with pytest.raises(UnwellError, match=r"shared can be written by everybody \(chmod o-w it\)"):
+        look()
+    shared.chmod(0o755)
+    assert look() == f"{shared} can be written"
+    monkeypatch.setenv("TPU_CACHE_DIR", "none")
+    assert look() == "TPU_CACHE_DIR=none: compiled programs are not kept"

@@ -123,7 +123,7 @@ def test_a_recipe_names_a_directory_and_knows_its_limits(directory, tmp_path):
     [
         (
             {"name": "huggingface"},
-            r"^model\.path=None: expected a directory, a run or a name with model\.name=h",
+            r"^model\.path=null: expected a directory, a run or a name with model\.name=h",
         ),
         (
             {"name": "vit-digits", "path": "x"},
@@ -159,7 +159,7 @@ def test_a_mistake_in_the_model_is_one_line(fields, message):
         ),
         (
             {"n_embd": 8},
-            r"^model\.config\.model_type=None: expected one that transformers knows, such as gpt2",
+            r"^model\.config\.model_type=null: expected one that transformers knows, such as gpt2$",
         ),
         (
             {"model_type": "gpt2", "n_layrs": 2},

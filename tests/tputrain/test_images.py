@@ -6,6 +6,7 @@ import torch
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data import DataConfig, DataError, ImageBatches, ImageEvaluation, build_images
+from tputrain.errors import UserError
 from tputrain.models import ModelConfig, build_initialized
 
 DIGITS = DataConfig(source="digits", validation_fraction=0.2)
@@ -18,6 +19,22 @@ def test_the_split_does_not_depend_on_the_seed_and_the_order_does():
     assert (len(one.train), len(one.validation)) == (1438, 359)
     first, second = (data.train.batch_at(0, 8)["labels"] for data in (one, other))
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer", "runs/llama"),
+        ("vocab_size", 300),
+        ("layout", "padded"),
+        ("buckets", 2),
+        ("workers", 1),
+        ("prefetch", 3),
+    ],
+)
+def test_what_means_nothing_for_images_is_refused(key, value):
+    with pytest.raises(UserError, match=rf"^data\.{key}={value}: expected nothing with data\.source=digits"):
+        DataConfig(source="digits", **{key: value})
 
 
 def test_a_batch_is_a_function_of_the_step_and_an_epoch_takes_each_image_once():

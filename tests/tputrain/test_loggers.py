@@ -88,6 +88,23 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(tmp_path,
     assert "metrics.jsonl can be written again" in capfd.readouterr().err
 
 
+def test_after_a_sync_that_failed_nothing_is_promised(tmp_path, monkeypatch, capfd):
+    logger = JsonlLogger(tmp_path)
+    logger.start(0, 10, False)
+    with monkeypatch.context() as patched:
+
+        def fails(descriptor: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patched.setattr(os, "fsync", fails)
+        logger.log([{"step": 1}])
+        logger.sync()
+    logger.log([{"step": 2}])
+    logger.close()
+    said = capfd.readouterr().err
+    assert "metrics.jsonl can be written again, and what could not be synced may be missing in it" in said
+
+
 def test_lines_that_were_never_written_are_counted_at_the_end(tmp_path, monkeypatch, capfd):
     logger = JsonlLogger(tmp_path)
     logger.start(0, 10, False)

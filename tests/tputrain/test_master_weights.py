@@ -97,6 +97,23 @@ def test_an_update_too_small_for_bfloat16_is_not_lost():
     assert model.weight.item() == 1.0 - 64 * 2.0**-12
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_weights_that_are_bfloat16_already_have_masters_in_float32(name):
+    def weights_after(dtype: torch.dtype) -> torch.Tensor:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        cfg = OptimConfig(name=name, learning_rate=2.0**-12, weight_decay=0.0, master_weights=True)
+        optimizer = build_optimizer(model.to(dtype), cfg)
+        for _ in range(64):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        assert {tensor.dtype for tensor in optimizer.state[model.weight].values()} == {torch.float32}
+        assert model.weight.dtype == torch.bfloat16
+        return model.weight
+
+    assert weights_after(torch.bfloat16) == weights_after(torch.float32) < 1.0
+
+
 def test_the_learning_rate_and_frozen_weights_are_respected():
     model = Net()
     before = model.head.weight.detach().clone()
@@ -135,7 +152,7 @@ def test_lora_learns_with_the_frozen_model_in_bfloat16(tmp_path):
 
 @pytest.mark.parametrize("optim", [{"ema_decay": 0.9}, {"name": "schedulefree"}])
 def test_averages_of_weights_are_refused(optim):
-    with pytest.raises(UserError, match=r"^optim\.master_weights=True: expected false with optim\.ema_decay"):
+    with pytest.raises(UserError, match=r"^optim\.master_weights=true: expected false with optim\.ema_decay"):
         OptimConfig(master_weights=True, **optim)
 
 

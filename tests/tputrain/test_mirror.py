@@ -1,5 +1,6 @@
 """Checkpoints copied to other storage, and a run that goes on from there on a machine that has nothing."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -96,6 +97,49 @@ def test_a_mirror_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, mo
     monkeypatch.setattr(store.mirror.filesystem, "glob", fails)
     with pytest.raises(UserError, match=r"memory://there cannot be read \(TimeoutError: no answer\)"):
         store.newest(lambda *_: None)
+
+
+def spoil(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"spoilt")
+
+
+def test_what_is_damaged_here_is_taken_from_the_mirror(tmp_path, url, capsys):
+    first_half(tmp_path / "run", url)
+    store = CheckpointStore.of_run(tmp_path / "run", mirrored(url))
+    spoil(store.path(9))
+    assert store.newest(lambda *_: None) == store.path(9)
+    assert "step-9 was damaged (model.safetensors: 6 bytes" in capsys.readouterr().out
+    assert (store.directory / "refused-step-9-1").is_dir()
+    build(tmp_path / "run", checkpoint=mirrored(url)).fit()
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+def test_where_all_is_damaged_here_an_older_one_of_the_mirror_is_taken(tmp_path, url):
+    first_half(tmp_path / "run", url)
+    store = CheckpointStore.of_run(tmp_path / "run", mirrored(url))
+    shutil.rmtree(store.path(6))
+    spoil(store.path(9))
+    mirror = store.mirror
+    mirror.filesystem.rm(f"{mirror.root}/checkpoints/step-9", recursive=True)
+    refused: list[str] = []
+    assert store.newest(lambda path, *_: refused.append(path.name)) == store.path(6)
+    assert refused == ["step-9"]
+
+
+def test_a_full_disk_here_is_not_the_mirror_s_fault_and_nothing_half_fetched_stays(tmp_path, monkeypatch):
+    first_half(tmp_path / "first", "memory://there")
+    store = CheckpointStore.of_run(tmp_path / "second", mirrored("memory://there"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(store.mirror.filesystem, "get_file", full)
+        with pytest.raises(
+            UserError, match=r"second/checkpoints: no room .* \(No space left on device\): make"
+        ):
+            store.newest(lambda *_: None)
+    assert not list(store.directory.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -95,17 +95,28 @@ MISTAKES = [
     ),
     ("learning_rate: 0.1", "learning_rate=0.1: unknown key; nearest known key: optim.learning_rate"),
     ("zzzqqq: 1", "zzzqqq=1: unknown key; nearest known key: none resembles it"),
+    ("lr: 0.1", "lr=0.1: unknown key; nearest known key: optim.learning_rate"),
+    ("optim: {lr: 0.1}", "optim.lr=0.1: unknown key; nearest known key: optim.learning_rate"),
+    (
+        "trainer: {warmup_steps: 1}",
+        "trainer.warmup_steps=1: unknown key; nearest known key: schedule.warmup_steps",
+    ),
+    ("trianer: {steps: 1}", "trianer.steps=1: unknown key; nearest known key: trainer.steps"),
+    (
+        "lora: {zzz: 1}",
+        "lora.zzz=1: unknown key; nearest known key: none resembles it (known below lora: rank, ",
+    ),
     ("optim: {betas: {x: 1}}", "optim.betas.x=1: unknown key"),
     ("trainer: {steps: many}", "trainer.steps='many': expected a whole number"),
     ("trainer: {steps: 1.5}", "trainer.steps=1.5: expected a whole number"),
-    ("trainer: {steps: true}", "trainer.steps=True: expected a whole number"),
-    ("trainer: {steps: null}", "trainer.steps=None: expected a whole number"),
+    ("trainer: {steps: true}", "trainer.steps=true: expected a whole number"),
+    ("trainer: {steps: null}", "trainer.steps=null: expected a whole number"),
     ("trainer: {steps: [1, 2]}", "trainer.steps=[1, 2]: expected a whole number"),
     ("trainer: {steps: {a: 1}}", "trainer.steps.a=1: unknown key; nearest known key: trainer.steps"),
     ("trainer: {steps: -3}", "trainer.steps=-3: expected 1 or more"),
     ("trainer: {max_grad_norm: x}", "trainer.max_grad_norm='x': expected a number or null"),
     ("trainer: 3", "trainer=3: expected keys below it, such as trainer.steps"),
-    ("trainer:", "trainer=None: expected keys below it, such as trainer.steps"),
+    ("trainer:", "trainer=null: expected keys below it, such as trainer.steps"),
     ("optim: {learning_rate: .nan}", "optim.learning_rate=nan: expected a number above 0"),
     ("optim: {beta1: 1.0}", "optim.beta1=1.0: expected a number below 1"),
     (
@@ -119,7 +130,7 @@ MISTAKES = [
     ),
     (
         "execution: {train: fuse}",
-        "execution.train=fuse: expected one of debug, strict, fused; did you mean fused?",
+        "execution.train=fuse: expected one of debug, strict, fused, compile, auto; did you mean fused?",
     ),
     ("schedule: {warmup_steps: 9, steps: 5}", "schedule.warmup_steps=9: expected at most schedule.steps=5"),
     (
@@ -150,7 +161,7 @@ MISTAKES = [
     ("batch: {samples: 3}", "batch.samples=3: expected nothing (batch.tokens) with data.source=text"),
     (
         "model: {name: vit-digits}\ndata: {source: digits}",
-        "batch.samples=None: expected a number of images with data.source=digits",
+        "batch.samples=null: expected a number of images with data.source=digits",
     ),
     (
         "model: {name: vit-digits, hidden_size: 30}\ndata: {source: digits}\nbatch: {samples: 3}",
@@ -166,6 +177,8 @@ MISTAKES = [
     ("include: llama", "include='llama': expected a list of names such as [model/llama-5m]"),
     ("include: [model/llama-5]", "include=model/llama-5: no "),
     ("a: [1", "not valid YAML: "),
+    ("a:\n\tb: 1", "line 2, column 1: not valid YAML: a tab; indent with spaces"),
+    ("", "empty; expected keys and values (`tputrain cp llama` gives a recipe to edit)"),
     ("a: 1\na: 2", "line 2, column 1: not valid YAML: found duplicate key a"),
     ("a: !!python/object/apply:os.system ['true']", "not valid YAML: could not determine a constructor"),
     ("- 1\n- 2", "expected keys and values, found a list"),
@@ -222,6 +235,10 @@ def test_an_unknown_recipe_names_those_there_are():
         UserError, match=r"lama: no such file, and no shipped recipe \(there are: .*llama.*\); did you"
     ):
         find_recipe("lama")
+    with pytest.raises(
+        UserError, match=r"a directory; expected a recipe \(`tputrain resume .*` goes on with a run"
+    ):
+        find_recipe(str(ROOT))
     assert find_recipe("llama") == ROOT / "recipes" / "llama.yaml"
 
 

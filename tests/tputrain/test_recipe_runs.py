@@ -119,6 +119,20 @@ def test_a_run_begins_where_another_ended_in_our_own_model_and_in_that_of_transf
     assert "model.path=first: no such directory; expected one with *.safetensors" in capsys.readouterr().err
 
 
+def test_lora_says_where_what_it_freezes_has_learned_nothing(directory, monkeypatch, capsys):
+    monkeypatch.chdir(directory)
+    small = [*LLAMA, *TEXT, "data.files=notes.txt", "data.cache_dir=cache", "device=cpu", "log.progress=none"]
+    small += ["trainer.steps=1", "trainer.evaluate_batches=1", "sample.max_new_tokens=0"]
+    assert main(["run", "llama", *small, "run_dir=base"]) == 0
+    assert "learned nothing" not in capsys.readouterr().out
+    assert main(["run", "llama", *small, "lora.rank=2", "run_dir=noise"]) == 0
+    assert "note: lora.rank freezes a model that has learned nothing yet" in capsys.readouterr().out
+    with_it = [*small, "lora.rank=2", "model.path=base", "data.tokenizer=base", "run_dir=learned"]
+    assert main(["run", "llama", *with_it]) == 0
+    assert main(["run", "llama", *small, "lora.rank=2", "trainer.steps=2", "run_dir=noise"]) == 0
+    assert "learned nothing" not in capsys.readouterr().out  # nor again, once it trains
+
+
 def test_a_run_on_images_is_evaluated_and_writes_no_text(directory, monkeypatch, capsys):
     monkeypatch.chdir(directory)
     small = [*SMALLER["digits"], "device=cpu", "log.progress=none", "run_dir=images"]

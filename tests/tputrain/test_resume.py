@@ -55,7 +55,7 @@ def assert_same_run(run_dir: Path, uninterrupted: Path) -> None:
 def run_until_signal(run_dir: Path, moment: str, step: int) -> int:
     command = [sys.executable, "-m", "tests.tputrain.resumable_run", str(run_dir), moment, str(step)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=300).returncode
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,10 @@ def run_until_signal(run_dir: Path, moment: str, step: int) -> int:
         # Another step at every run of the tests; a failure names it.
         ("kill-step", random.randint(1, STEPS - 1)),
         ("kill-save", random.choice([3, 6, 9, 12])),
+        ("kill-seal", random.choice([3, 6, 9, 12])),
         ("kill-evaluation", random.choice([4, 8, 12])),
     ],
-    ids=["step", "save", "evaluation"],
+    ids=["step", "save", "seal", "evaluation"],
 )
 def test_after_sigkill_every_loss_is_the_uninterrupted_runs(tmp_path, uninterrupted, moment, step):
     assert run_until_signal(tmp_path, moment, step) == -signal.SIGKILL, (moment, step)

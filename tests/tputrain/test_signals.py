@@ -59,6 +59,12 @@ def start(script: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", script], text=True, env=environment, **pipes)
 
 
+def test_who_saves_nothing_does_not_say_so(capfd):
+    with SignalWatch(saves=False):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err.strip() == "SIGTERM: leaving after this step (again: leave at once)"
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_ends_a_process_whose_main_thread_hangs(number, code):
     with start(HANGS) as process:
@@ -113,7 +119,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("where", "step"),
-    [("data", AT), ("evaluation-data", AT + 1), ("start", 0), ("first-step", 0), ("saving", None)],
+    [
+        ("data", AT),
+        ("evaluation-data", AT + 1),
+        ("start", 0),
+        ("first-step", 0),
+        ("resumed", AT + 1),
+        ("saving", None),
+    ],
 )
 def test_sigterm_wherever_it_comes_ends_in_a_complete_checkpoint_and_loses_no_step(
     tmp_path, uninterrupted, where, step
@@ -122,7 +135,7 @@ def test_sigterm_wherever_it_comes_ends_in_a_complete_checkpoint_and_loses_no_st
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         try:
-            while "here" not in (line := process.stdout.readline()):
+            while not (line := process.stdout.readline()).endswith("here\n"):
                 assert line, process.stderr.read()
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)

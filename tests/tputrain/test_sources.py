@@ -126,7 +126,7 @@ def test_what_to_be_judged_by_can_be_named(directory, named):
             "row 0 .from 0., column id: 0: expected text",
         ),
         ({"source": "jsonl", "files": "broken.jsonl"}, "data.files='broken.jsonl': cannot be read: "),
-        ({"source": "jsonl", "files": "empty.jsonl"}, "data.files='empty.jsonl': "),
+        ({"source": "jsonl", "files": "empty.jsonl"}, "data.files='empty.jsonl': there is no row with text"),
         ({"source": "jsonl", "files": "blank.jsonl"}, "data.files='blank.jsonl': there is no row with text"),
         ({"source": "jsonl", "files": "one.jsonl"}, "one.jsonl: there is 1 row .* data.validation_files"),
         (
@@ -136,7 +136,7 @@ def test_what_to_be_judged_by_can_be_named(directory, named):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
-def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, streaming):
+def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, streaming, capfd):
     (directory / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n')
     (directory / "empty.jsonl").write_text("")
     (directory / "blank.jsonl").write_text('{"text": ""}\n{"text": null}\n')
@@ -145,6 +145,7 @@ def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, stre
     with pytest.raises(DataError, match=message) as caught:
         split(read_corpus(cfg), cfg.validation_fraction)
     assert "\n" not in str(caught.value)
+    assert "Failed to" not in capfd.readouterr().err  # what `datasets` logs beside what it raises
 
 
 def test_a_name_that_is_not_on_the_hub_is_one_clear_line(monkeypatch):
@@ -159,14 +160,20 @@ def test_a_name_that_is_not_on_the_hub_is_one_clear_line(monkeypatch):
     ("changes", "message"),
     [
         ({"source": "json"}, "data.source=json: expected one of .*did you mean jsonl"),
-        ({"source": "csv"}, "data.files=None: expected files to read, such as data.files='train/.*csv'"),
-        ({"source": "hub"}, "data.name=None: expected one, for data.source=hub"),
+        ({"source": "csv"}, "data.files=null: expected files to read, such as data.files='train/.*csv'"),
+        (
+            {"source": "hub"},
+            "data.name=null: expected the name of a dataset, or a directory, with data.source=hub",
+        ),
         ({"source": "csv", "files": "a.csv", "name": "x"}, "data.name=x: expected nothing"),
-        ({"source": "hub", "name": "x", "files": "a"}, "data.files=a: expected nothing with data.source=hub"),
-        ({"validation_files": "a"}, "data.validation_files=a: expected nothing"),
+        (
+            {"source": "hub", "name": "x", "files": "a"},
+            "data.files=a: expected null with data.source=hub",
+        ),
+        ({"validation_files": "a"}, "data.validation_files=a: expected null with data.source=text"),
         ({"source": "saved", "name": "x", "subset": "y"}, "data.subset=y: expected nothing"),
         ({"format": "messages"}, "data.format=messages: expected text with data.source=text"),
-        ({"streaming": True}, "data.streaming=True: expected false with data.source=text"),
+        ({"streaming": True}, "data.streaming=true: expected false with data.source=text"),
         ({"buckets": 0}, "data.buckets=0: expected 1 to data.sequence_length=16"),
     ],
 )

@@ -331,6 +331,11 @@ def ignored(count: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(count, 4), torch.full((count,), -100)
 
 
+class OfAnotherLibrary(Callback):
+    def on_evaluation_end(self, trainer, module):
+        pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -355,12 +360,54 @@ def ignored(count: int) -> tuple[Tensor, Tensor]:
             },
             "the optimizer holds a tensor that is no parameter of the model on cpu",
         ),
+        (
+            {"model": nn.Linear},
+            "Trainer: model is the class Linear, not an object of it: expected a torch.nn.M",
+        ),
+        ({"model": lambda x: x}, "Trainer: model is a function: expected a torch.nn.Module"),
+        ({"model": nn.ReLU()}, "the model has no parameter to train: it has none at all"),
+        ({"cfg": {"steps": 3}}, r"Trainer: cfg is a dict: expected a RunConfig, such as RunConfig\("),
+        ({"cfg": TrainerConfig()}, "Trainer: cfg is a TrainerConfig: expected a RunConfig"),
+        ({"loss_fn": "mse"}, "Trainer: loss_fn is 'mse': expected a function of .output, target."),
+        ({"loss_fn": nn.MSELoss}, "Trainer: loss_fn is the class MSELoss, not an object of it: expected"),
+        ({"optimizer": torch.optim.SGD}, "Trainer: optimizer is the class SGD, not an object of it"),
+        ({"metrics": ["accuracy"]}, "Trainer: metrics is a list: expected a mapping of names to functions"),
+        ({"metrics": {"accuracy": 3}}, r"Trainer: metrics\['accuracy'\] is 3: expected a function"),
+        ({"callbacks": Callback()}, "Trainer: callbacks is a Callback: expected a list of tputrain.Callback"),
+        ({"callbacks": [Callback]}, r"Trainer: callbacks\[0\] is the class Callback, not an object of it"),
+        (
+            {"callbacks": ["early_stopping"]},
+            r"Trainer: callbacks\[0\] is 'early_stopping': expected a tputrain.C",
+        ),
+        (
+            {"callbacks": [OfAnotherLibrary()]},
+            "OfAnotherLibrary: nothing calls its on_evaluation_end: expected one",
+        ),
+        ({"loggers": ["tensorboard"]}, r"Trainer: loggers\[0\] is 'tensorboard': expected a tputrain.Logger"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_was_expected(arguments, message):
     with pytest.raises(UserError, match=message) as caught:
-        Trainer(classifier(), config(), **arguments).fit()
+        Trainer(**{"model": classifier(), "cfg": config(), **arguments}).fit()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainerConfig(steps="ten"), "trainer.steps=ten: expected 1 or more"),
+        (lambda: TrainerConfig(max_grad_norm="1"), "trainer.max_grad_norm=1: expected a number above 0"),
+        (
+            lambda: RunConfig(trainer={"steps": 3}),
+            "trainer={'steps': 3}: expected a TrainerConfig, such as Tra",
+        ),
+        (lambda: RunConfig(optim=None), "optim=null: expected a OptimConfig, such as OptimConfig()"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_where_it_is_made(make, message):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
 
 
 def test_an_iterator_that_is_used_up_is_told_from_a_loader():

@@ -54,13 +54,14 @@ def test_ls_lists_runs_with_step_loss_and_state(capsys):
     with RunLock(Path("runs/tiny")):
         assert main(["ls"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "step", "loss", "state", "written"]
+    assert head.split() == ["run", "step", "loss", "evaluation", "state", "written"]
     found = {row.split()[0]: row.split()[1:] for row in rows}
     assert found.keys() == {"tiny", "deep/er/half"}
     evaluated = read_jsonl("runs/tiny/evaluations.jsonl")[-1]["loss"]
-    assert found["tiny"][:3] == ["4/4", f"{evaluated:.4f}", "running"]
+    trained = read_jsonl("runs/tiny/metrics.jsonl")[-1]["loss"]
+    assert found["tiny"][:4] == ["4/4", f"{trained:.4f}", f"{evaluated:.4f}", "running"]
     assert found["deep/er/half"][0] == "2/4"
-    assert found["deep/er/half"][2] == "stopped"
+    assert found["deep/er/half"][3] == "stopped"
 
 
 def test_ls_says_what_it_cannot_read_and_lists_the_rest(capsys):
@@ -77,7 +78,9 @@ def test_ls_says_what_it_cannot_read_and_lists_the_rest(capsys):
 
 
 def test_ls_of_nothing_is_a_mistake(capsys):
-    assert "none: no such directory" in refused(capsys, "ls", "none")
+    assert "none: no such directory; `tputrain run llama` makes one in runs/llama" in refused(
+        capsys, "ls", "none"
+    )
     assert "cache: no run in it; `tputrain run llama` makes one" in refused(capsys, "ls", "cache")
 
 
@@ -247,7 +250,7 @@ def test_an_imported_directory_gives_equal_logits_and_trains_further(capsys):
     assert (exported["step"], imported["step"]) == (4, 0)
     assert imported["loss"] == pytest.approx(exported["loss"], abs=1e-5)
     capsys.readouterr()
-    assert "data.files=None: runs/imported/checkpoints/step-2 was made with" in refused(
+    assert "data.files=null: runs/imported/checkpoints/step-2 was made with" in refused(
         capsys, "resume", "runs/imported", "data.files=null", "trainer.steps=3"
     )
 

@@ -7,7 +7,6 @@ from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.config_checks import expect_at_least
 from tputrain.data import Tokenizer
-from tputrain.device import execution_mode
 from tputrain.loggers.logger import Record
 from tputrain.sampling import generate
 
@@ -39,10 +38,9 @@ class SampleText(Callback):
         self.tokenizer, self.cfg, self.window = tokenizer, cfg, window
 
     def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
-        mode = execution_mode(trainer.device, trainer.cfg.execution.validate)
-        with trainer.evaluation_weights.in_place(), mode:
+        with trainer.evaluation_weights.in_place(), trainer.execution.phase("sample"):
             text = generate(
-                trainer.model,
+                trainer.execution.model,
                 self.tokenizer,
                 self.cfg.prompt,
                 self.cfg.max_new_tokens,

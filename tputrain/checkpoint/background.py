@@ -1,6 +1,5 @@
 """Checkpoints written by a thread, one at a time, while training goes on."""
 
-import functools
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 
 _LONGEST_REST = 60.0  # seconds by which a checkpoint may be late on the disk
+_LONGEST_WAIT = 0.1  # seconds that a step waits for the files
 
 
 class Written(NamedTuple):
@@ -32,8 +32,11 @@ class Written(NamedTuple):
 
 
 class BackgroundWriter:
-    """Writes snapshots into a store, at most one at a time. That takes its time, up to a quarter of what lies
-    between two checkpoints, until it is waited for.
+    """Writes snapshots into a store, at most one at a time.
+
+    The files are written at once: from then on they outlive this process (`tputrain.checkpoint.unsealed`).
+    Forcing them to the disk and hashing them takes its time, up to a quarter of what lies between two
+    checkpoints, until it is waited for.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,9 @@ class BackgroundWriter:
         self._pace = Pace(0.0)
         self._mirror: Mirror | None = None
         self._thread: threading.Thread | None = None
+        self._files_written: threading.Event | None = None
+        self._stored = threading.Event()  # the write in flight is, but for the mirror
+        self._stored.set()
         self._written: Written | None = None
         self._bug: BaseException | None = None
 
@@ -60,9 +66,22 @@ class BackgroundWriter:
         now = time.monotonic()
         self._pace, self._began_at = Pace(min((now - self._began_at) / 4, _LONGEST_REST)), now
         # No daemon: the interpreter waits for it, so that an exit does not cut a checkpoint off.
-        self._mirror = store.mirror
-        self._thread = threading.Thread(target=self._write, args=(store, snapshot), name="checkpoint")
+        self._mirror, self._files_written = store.mirror, threading.Event()
+        self._stored.clear()
+        self._thread = threading.Thread(
+            target=self._write, args=(store, snapshot, self._files_written), name="checkpoint"
+        )
         self._thread.start()
+
+    def let_write(self) -> None:
+        """Once after a `start`, wait until its files outlive this process, a tenth of a second at most.
+
+        Called while the device has a step to do and before that step counts: it is not idle meanwhile, and a
+        SIGKILL afterwards costs no more than that step.
+        """
+        if self._files_written is not None:
+            self._files_written.wait(_LONGEST_WAIT)
+            self._files_written = None
 
     def finish(self, is_alive: Callable[[], None] = no_rest) -> Written:
         """Wait for the write in flight, and say what became of it; `is_alive` as in `wait`.
@@ -98,29 +117,32 @@ class BackgroundWriter:
                 num_moved = self._mirror.num_moved
                 is_alive()
 
-    def _write(self, store: CheckpointStore, snapshot: Snapshot) -> None:
+    def leaving_with(self, store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
+        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk) and leave."""
+
+        def leave(number: int) -> NoReturn:
+            self._pace.hurry()
+            self._stored.wait()
+            if snapshot is not None:
+                store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+            warn("what is being prepared takes longer: leaving with the checkpoint of the state before it")
+            os._exit(128 + number)
+
+        return leave
+
+    def _write(self, store: CheckpointStore, snapshot: Snapshot, files_written: threading.Event) -> None:
         began, error, mirror_error = time.perf_counter(), None, None
         try:
-            fill = functools.partial(snapshot.fill, rest=self._pace.rest)
-            store.write(snapshot.step, fill, snapshot.num_bytes, self._pace.rest)
+            rest, written = self._pace.rest, files_written.set
+            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes, rest, written)
         except (OSError, SafetensorError) as failure:
             error = str(failure)
         except BaseException as bug:
             self._bug = bug
+        files_written.set()  # or there will be none
+        self._stored.set()
         seconds = time.perf_counter() - began
         path = store.path(snapshot.step)
         if store.mirror is not None and error is None and self._bug is None:
             mirror_error = store.mirror.push(path, store.keeps)
         self._written = Written(path, error, mirror_error, seconds)
-
-
-def leaving_with(store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
-    """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk already) and leave."""
-
-    def leave(number: int) -> NoReturn:
-        if snapshot is not None:
-            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
-        warn("the first step is still being prepared: leaving with the checkpoint of the state before it")
-        os._exit(128 + number)
-
-    return leave

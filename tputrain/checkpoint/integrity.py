@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tputrain.checkpoint.pace import no_rest
+from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 
 CHECKSUMS = "checksums.json"
 COMPLETE = "COMPLETE"
+_MARKS = (CHECKSUMS, COMPLETE, WRITTEN)  # the first two where an earlier process came so far
 _PIECE = 1 << 20  # bytes: a millisecond of work
 
 
@@ -26,9 +28,9 @@ class DamagedCheckpointError(Exception):
 
 def seal(directory: Path, rest: Callable[[], None] = no_rest) -> None:
     """Vouch for every file in `directory` (flat), and force everything to the disk; `rest` is called between
-    pieces of that.
+    pieces of that. Where a process was killed at it, another may do it again.
     """
-    names = sorted(path.name for path in directory.iterdir())
+    names = sorted(path.name for path in directory.iterdir() if path.name not in _MARKS)
     for name in names:
         _sync(directory / name)
         rest()

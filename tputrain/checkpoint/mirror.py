@@ -1,5 +1,6 @@
 """A copy of a run on other storage, for machines whose own disks go with them."""
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from tputrain.errors import UserError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem, Callback
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # which nobody gets for reading
 _LOGS = ("*.jsonl", "wandb-run.json")
 
 
@@ -64,20 +66,24 @@ class Mirror:
         self.filesystem.put_file(str(file), there, callback=_progress(self))
         self.num_moved += 1
 
-    def fetch(self, run_dir: Path, above: int) -> None:
-        """Bring the newest whole checkpoint of a step over `above`, if there is one, and the logs into a run
-        directory. Raises UserError where the storage cannot be read: nobody asked to begin anew.
-        """
-        for step in self.steps():
-            if step > above and self._fetch_step(step, run_dir):
-                return
+    def fetch(self, run_dir: Path, is_wanted: Callable[[int], bool]) -> int | None:
+        """Bring the newest whole checkpoint whose step `is_wanted`, and the logs, into a run directory.
 
-    def _fetch_step(self, step: int, run_dir: Path) -> bool:
+        Returns its step, None where there is none. Raises UserError where the storage cannot be read (nobody
+        asked to begin anew) or the run's own disk is full.
+        """
+        return next(
+            (step for step in self.steps() if is_wanted(step) and self.fetch_step(step, run_dir)), None
+        )
+
+    def fetch_step(self, step: int, run_dir: Path, set_aside: Callable[[Path], object] | None = None) -> bool:
+        """Bring this one, if it is whole there. Where there is one here already, `set_aside(its path)` is
+        called before the other takes its place.
+        """
         there, here = f"{self.root}/{CHECKPOINTS}/step-{step}", run_dir / CHECKPOINTS / f"step-{step}"
-        unfinished = here.with_name(f".unfinished-{here.name}")
+        unfinished = here.with_name(f".unfinished-fetched-{here.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        with announced(f"fetching checkpoint step-{step} from {self.url}"), self._reading():
+        with announced(f"fetching checkpoint step-{step} from {self.url}"), self._reading(into=unfinished):
             for file in self.filesystem.ls(there, detail=False):
                 self.filesystem.get_file(file, str(unfinished / file.split("/")[-1]))
         try:
@@ -86,22 +92,43 @@ class Mirror:
             say(f"checkpoint {self.url}/{CHECKPOINTS}/step-{step} refused: {error}")
             shutil.rmtree(unfinished)
             return False
-        with self._reading():
+        with self._reading(into=unfinished):
             for pattern in _LOGS:
                 for log in self.filesystem.glob(f"{self.root}/{pattern}"):
                     self.filesystem.get_file(log, str(run_dir / log.split("/")[-1]))
+        if here.exists() and set_aside is not None:
+            set_aside(here)
         unfinished.rename(here)  # last: whoever is killed before fetches again
         return True
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _reading(self, into: Path | None = None) -> Iterator[None]:
+        """`into`: a directory for what is read, which is made, and removed where not all of it comes."""
         try:
+            if into is not None:
+                _make(into)
             yield
         except Exception as error:
+            if into is not None:
+                shutil.rmtree(into, ignore_errors=True)
+            if isinstance(error, UserError):
+                raise
+            if into is not None and isinstance(error, OSError) and error.errno in _FULL:
+                raise UserError(
+                    f"{into.parent}: no room for what is fetched from checkpoint.mirror={self.url} "
+                    f"({error.strerror}): make room, or choose another run_dir"
+                ) from None
             raise UserError(
                 f"checkpoint.mirror={self.url} cannot be read ({type(error).__name__}: "
                 f"{' '.join(str(error).split())}): mend that, or set checkpoint.mirror=null to go without"
             ) from None
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory.parent}: cannot write there ({error.strerror}); mend that") from None
 
 
 def _progress(mirror: Mirror) -> "Callback":

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tputrain.announce import say
 from tputrain.checkpoint import CHECKPOINTS
-from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
 
 
 def model_directory(name: str, only: tuple[str, ...] = ()) -> Path | None:
@@ -19,12 +18,4 @@ def model_directory(name: str, only: tuple[str, ...] = ()) -> Path | None:
         return None
     if not (path / CHECKPOINTS).is_dir():
         return path
-    return CheckpointStore(path / CHECKPOINTS).newest(_say_nothing if only else _say_refused, only) or path
-
-
-def _say_nothing(path: Path, reason: str, used: Path) -> None:
-    pass  # who reads all of it will say it
-
-
-def _say_refused(path: Path, reason: str, used: Path) -> None:
-    say(f"checkpoint {path} refused: {reason}; {used.name} is used")
+    return CheckpointStore(path / CHECKPOINTS).newest(say_nothing if only else say_refused, only) or path

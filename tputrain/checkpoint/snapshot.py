@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tputrain.checkpoint import contents
-from tputrain.checkpoint.pace import no_rest
 from tputrain.optim.evaluation_weights import EvaluationWeights
 
 
@@ -34,13 +33,11 @@ class Snapshot:
         groups = (self.model_tensors, self.trained_tensors, self.optimizer_tensors)
         return sum(tensor.nbytes for group in groups for tensor in group.values()) + len(self.state)
 
-    def fill(self, directory: Path, rest: Callable[[], None] = no_rest) -> None:
-        """Write the files into an empty directory, from whatever thread; `rest` is called between them."""
+    def fill(self, directory: Path) -> None:
+        """Write the files into an empty directory, from whatever thread."""
         contents.write_model(self.model_tensors, self.model, self.tokenizer, directory)
-        rest()
         if self.trained_tensors:
             save_file(self.trained_tensors, directory / contents.TRAINED)
-            rest()
         save_file(self.optimizer_tensors, directory / contents.OPTIMIZER)
         contents.write_state(self.state, directory)
 

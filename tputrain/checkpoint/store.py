@@ -9,15 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tputrain.announce import announced
+from tputrain.announce import announced, say
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import no_rest
+from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
-
-"""Where below its directory a run keeps them."""
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
@@ -101,9 +100,12 @@ class CheckpointStore:
         fill: Callable[[Path], None],
         num_bytes: int = 0,
         rest: Callable[[], None] = no_rest,
+        written: Callable[[], None] | None = None,
     ) -> Path:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
-        `rest` is called between pieces of the work.
+
+        `written` is called as soon as a SIGKILL of this process costs nothing any more: `take_over` would
+        finish the rest, between whose pieces `rest` is called.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
         before, once `recover` has been called. Raises OSError where the disk fails, or has not `num_bytes`
@@ -117,10 +119,21 @@ class CheckpointStore:
         unfinished.mkdir()
         try:
             fill(unfinished)
-            seal(unfinished, rest)
+            mark_written(unfinished)
+            if written is not None:
+                written()
+            rest()
+            final = self._finish(unfinished, step, rest)
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
             raise
+        self._remove_old()
+        return final
+
+    def _finish(self, unfinished: Path, step: int, rest: Callable[[], None]) -> Path:
+        """Vouch for what is written, and put it in place."""
+        seal(unfinished, rest)
+        (unfinished / WRITTEN).unlink(missing_ok=True)
         final = self.path(step)
         if final.exists():
             # A directory cannot be renamed over another; killed before the next line, `recover` undoes this.
@@ -128,8 +141,27 @@ class CheckpointStore:
         os.rename(unfinished, final)
         sync_directory(self.directory)
         self.recover()
-        self._remove_old()
         return final
+
+    def take_over(self) -> None:
+        """Finish what an earlier process was killed at; for one that trains, and has the run to itself.
+
+        Nothing is removed: which are kept, such as the best, may not be known yet. Raises UserError where the
+        disk does not take it.
+        """
+        self.recover()
+        for unfinished in self.directory.glob(f"{_UNFINISHED}step-*"):
+            step = int(unfinished.name.rpartition("-")[2])
+            if self.path(step).exists() or not (is_written(unfinished) or damage(unfinished) is None):
+                continue  # the next `write` removes it
+            try:
+                finished = self._finish(unfinished, step, no_rest)
+            except OSError as error:
+                raise UserError(
+                    f"{unfinished}: the checkpoint that the process before was writing cannot be finished "
+                    f"({error.strerror}); make room or mend the disk, and run again"
+                ) from None
+            say(f"finished {finished}, which the process before was killed at")
 
     def recover(self) -> None:
         """Put back what a `write` that was killed had moved out of its way; for the process that trains.
@@ -146,21 +178,25 @@ class CheckpointStore:
     def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
         """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
 
-        What a mirror has that is newer is fetched first.
+        What a mirror has that is newer is fetched first, and what is damaged here in its place.
         `refused(path, reason, used)` hears of every newer one that is not whole, and which is used instead.
         Raises UserError where there are checkpoints, or some that were set aside, and none is whole: what
         was learned must not be lost by beginning anew unasked.
         """
         damaged: list[tuple[Path, str]] = []
         if self.mirror is not None:
-            self.mirror.fetch(self.directory.parent, above=max(self.steps(), default=-1))
+            newest_here = max(self.steps(), default=-1)
+            self.mirror.fetch(self.directory.parent, lambda step: step > newest_here)
         for step in self.steps():
             reason = damage(self.path(step), only)
-            if reason is None:
-                for path, why in damaged:
-                    refused(path, why, self.path(step))
-                return self.path(step)
+            if reason is None or self._is_fetched_anew(step, reason):
+                return self._used(step, damaged, refused)
             damaged.append((self.path(step), reason))
+        if self.mirror is not None:
+            here = self.steps()
+            fetched = self.mirror.fetch(self.directory.parent, lambda step: step not in here)
+            if fetched is not None:
+                return self._used(fetched, damaged, refused)
         if not self.has_any():
             return None
         found = "; ".join(f"{path.name}: {why}" for path, why in damaged) or "all were set aside before"
@@ -168,6 +204,25 @@ class CheckpointStore:
             f"{self.directory}: no whole checkpoint to go on from ({found}): restore one, or begin anew with "
             f"another run_dir or by removing {self.directory.parent}"
         )
+
+    def _used(self, step: int, damaged: list[tuple[Path, str]], refused: Refused) -> Path:
+        for path, why in damaged:
+            refused(path, why, self.path(step))
+        return self.path(step)
+
+    def _is_fetched_anew(self, step: int, reason: str) -> bool:
+        """Whether the checkpoint of `step`, which is damaged, was replaced by a whole one from the mirror."""
+        if self.mirror is None or step not in self.mirror.steps():
+            return False
+        if not self.mirror.fetch_step(step, self.directory.parent, self.set_aside):
+            return False
+        say(f"checkpoint {self.path(step)} was damaged ({reason}): taken from {self.mirror.url}")
+        return True
+
+    def may_change(self) -> bool:
+        """Whether `take_over` or `newest` may have something to do here, for which the run must be locked."""
+        left = (f"{_UNFINISHED}step-*", f"{_REPLACED}*")
+        return self.mirror is not None or any(any(self.directory.glob(pattern)) for pattern in left)
 
     def has_any(self) -> bool:
         """Whether a checkpoint was ever finished here or in the mirror, whole or not, set aside or not."""
@@ -208,6 +263,15 @@ class CheckpointStore:
         doomed = self.directory / f"{_UNFINISHED}old-{path.name}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)
+
+
+def say_refused(path: Path, reason: str, used: Path) -> None:
+    """For `CheckpointStore.newest`, where nothing is to be done about a damaged one: a line."""
+    say(f"checkpoint {path} refused: {reason}; {used.name} is used")
+
+
+def say_nothing(path: Path, reason: str, used: Path) -> None:
+    """For `CheckpointStore.newest`, where who reads all of it will say it."""
 
 
 def damage(path: Path, only: tuple[str, ...] = ()) -> str | None:

@@ -12,12 +12,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tputrain import signals
-from tputrain.announce import announced, say, warn
+from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.errors import UserError
 from tputrain.shipped import find_recipe
@@ -36,13 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _report(chosen.debug, _interrupted(chosen.verb), code=130)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone: nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 1  # the reader of our output (`| head`) has gone: nobody is left to tell
     except Exception as error:
         message = " ".join(str(error).split()) or "no message"
         return _report(chosen.debug, f"{type(error).__name__}: {message} (--debug shows where)", code=1)
     finally:
+        discard_unwritten()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -85,15 +84,20 @@ def _dispatch(chosen: argparse.Namespace) -> int:
             from tputrain.cli.hf_directory import export
 
             return export(chosen.target, chosen.out)
+        case "sample":
+            # Standard output is the text alone, for a pipe or a file; whoever waits for it reads the rest.
+            output = sys.stdout
+            with redirect_stdout(sys.stderr):
+                return _with_torch(chosen, output)
         case "doctor":
             from tputrain.cli.doctor import doctor
 
             return doctor()
         case _:
-            return _with_torch(chosen)
+            return _with_torch(chosen, sys.stdout)
 
 
-def _with_torch(chosen: argparse.Namespace) -> int:
+def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
     say(f"tputrain {chosen.verb} {chosen.target}")
     if chosen.verb in ("run", "lr-find"):
         find_recipe(chosen.target)  # before the seconds that the next line takes
@@ -119,9 +123,11 @@ def _with_torch(chosen: argparse.Namespace) -> int:
             from tputrain.cli.hf_import import import_directory
 
             return import_directory(chosen.target, chosen.out)
-    return verbs.sample(
+    text = verbs.sample(
         chosen.target, chosen.overrides, chosen.prompt, chosen.max_new_tokens, chosen.temperature, chosen.seed
     )
+    print(text, file=output, flush=True)
+    return 0
 
 
 def _report(debug: bool, message: str, code: int) -> int:

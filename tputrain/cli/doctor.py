@@ -120,14 +120,33 @@ def _cache() -> str:
     from tputrain.data.config import DataConfig
 
     directory = Path(DataConfig().cache_dir).expanduser()
+    return _written(directory, "tokenizers", "data.cache_dir=DIR")
+
+
+def _programs() -> str:
+    from tpu_backend.executable_cache import NONE, untrusted
+    from tputrain.device import EXECUTABLE_CACHE
+
+    named = os.environ.get("TPU_CACHE_DIR", EXECUTABLE_CACHE)
+    if named in (NONE, ""):
+        return f"TPU_CACHE_DIR={named}: compiled programs are not kept"
+    directory = Path(named).expanduser().absolute()
+    said = _written(directory, "compiled programs", "execution.executable_cache=DIR")
+    if (problem := untrusted(directory)) is not None:
+        raise UnwellError(f"{problem}, so the programs in it are not run; or name another: TPU_CACHE_DIR=DIR")
+    return said
+
+
+def _written(directory: Path, what: str, setting: str) -> str:
+    """What there is to say of a directory that can be written."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise UnwellError(
-            f"{directory} cannot be written ({error.strerror}), and tokenizers are kept there; "
-            "make it writable, or name another directory: data.cache_dir=DIR"
+            f"{directory} cannot be written ({error.strerror}), and {what} are kept there; "
+            f"make it writable, or name another directory: {setting}"
         ) from None
     return f"{directory} can be written"
 
@@ -148,5 +167,6 @@ CHECKS = (
     Check("chip", _chip, needs=("torch", "jax")),
     Check("program", _program, needs=("extension", "chip")),
     Check("cache", _cache, needs=("torch",)),
+    Check("programs", _programs, needs=("extension",)),
     Check("disk", _disk),
 )

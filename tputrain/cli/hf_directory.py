@@ -8,7 +8,7 @@ from tputrain.announce import say
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
 from tputrain.checkpoint.state import STATE
-from tputrain.checkpoint.store import CheckpointStore, damage
+from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.errors import UserError
 
 # What only going on with the training needs.
@@ -56,11 +56,7 @@ def _checkpoint(target: Path) -> Path:
         return target
     if not target.is_dir():
         raise UserError(f"{target}: no such directory; expected a run, such as runs/llama, or a checkpoint")
-    newest = CheckpointStore(target / CHECKPOINTS).newest(_say_refused)
+    newest = CheckpointStore(target / CHECKPOINTS).newest(say_refused)
     if newest is None:
         raise UserError(f"{target}: no checkpoint in it; expected a run, such as runs/llama, or a checkpoint")
     return newest
-
-
-def _say_refused(path: Path, reason: str, used: Path) -> None:
-    say(f"checkpoint {path} refused: {reason}; {used.name} is used")

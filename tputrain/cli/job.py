@@ -25,13 +25,18 @@ from tputrain.data import (
     check_vocabulary,
     load_tokenizer,
 )
-from tputrain.device import find_device
+from tputrain.device import EXECUTABLE_CACHE, find_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import Llama, add_lora, build_initialized
 from tputrain.models.hf_llama import load_weights
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
+
+_LORA_ON_NOISE = (
+    "note: lora.rank freezes a model that has learned nothing yet; begin with one that has: "
+    "model.path=runs/llama data.tokenizer=runs/llama"
+)
 
 Data = TextData | StreamedText | ImageData
 
@@ -49,7 +54,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 
     `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
     """
-    find_device(cfg.device)  # a device that is not there is reported before the tokenizer is trained
+    _device(cfg)  # a device that is not there is reported before the tokenizer is trained
     tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
     data = _build_data(cfg, tokenizer, fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
@@ -57,6 +62,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     description = [
         *data.describe(),
+        *([_LORA_ON_NOISE] if checkpoint is None and _is_lora_on_noise(cfg) else []),
         f"model: {cfg.model.name}, {num_parameters:,} parameters",
         cfg.batch.arithmetic(cfg.data.sequence_length),
         f"run: {cfg.trainer.steps} steps, {_how_much(cfg)}, in {cfg.run_dir}",
@@ -66,13 +72,25 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`."""
-    find_device(cfg.device)
+    _device(cfg)
     tokenizer, fingerprint = _started_with(cfg, checkpoint)
     data = _build_data(cfg, tokenizer, None)
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
     with announced(f"building {cfg.model.name}"):
         return Trainer(_build_model(cfg, checkpoint), cfg, val_loader=_validation_batches(cfg, data))
+
+
+def _is_lora_on_noise(cfg: RecipeConfig) -> bool:
+    has_weights = cfg.model.name == "import" or (cfg.model.path is not None and cfg.model.init == "weights")
+    return cfg.lora.rank > 0 and not has_weights
+
+
+def _device(cfg: RecipeConfig) -> torch.device:
+    """The device of a recipe, which from now on keeps its compiled programs for the next command."""
+    device = find_device(cfg.device)
+    use_executable_cache(device, cfg.execution.executable_cache, default=EXECUTABLE_CACHE)
+    return device
 
 
 def _how_much(cfg: RecipeConfig) -> str:
@@ -161,7 +179,7 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None) -> Tr
 
 def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
     """Losses over the learning rates that are `chosen`, from the recipe's initial values."""
-    find_device(cfg.device)
+    _device(cfg)
     data = _build_data(cfg, None, None)
     with announced(f"building {cfg.model.name}"):
         model = _build_model(cfg, None)
@@ -170,7 +188,7 @@ def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
 
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
     """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
-    device = find_device(cfg.device)
+    device = _device(cfg)
     if cfg.data.is_images:
         raise UserError(
             f"{checkpoint}: its model reads images and writes no text; `tputrain validate` judges it"

@@ -10,7 +10,7 @@ from tputrain.cli.job import build_sweep
 from tputrain.errors import UserError
 from tputrain.lr_finder import Sweep, SweepConfig
 from tputrain.recipe import load_recipe
-from tputrain.shipped import find_recipe
+from tputrain.shipped import default_run_dir, find_recipe
 
 _ROWS = 12
 _WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
@@ -20,7 +20,7 @@ def lr_find(recipe: str, overrides: list[str], chosen: SweepConfig) -> int:
     """Sweep from the recipe's initial values; the run itself, if there is one, is not looked at."""
     path = find_recipe(recipe)
     cfg = load_recipe(path, overrides)
-    directory = Path(cfg.run_dir or Path("runs") / path.stem)
+    directory = Path(cfg.run_dir or default_run_dir(path))
     _make(directory)
     sweep = build_sweep(cfg, chosen)
     _show(sweep)

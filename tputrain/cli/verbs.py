@@ -1,24 +1,27 @@
 """run, resume, validate and sample."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tputrain.announce import announced, say
-from tputrain.checkpoint import contents
-from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint import CHECKPOINTS, contents
+from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
 from tputrain.cli.job import build_evaluation, build_job, build_trained_model
-from tputrain.config_checks import expect
+from tputrain.config_checks import expect, expect_at_least, spelled
 from tputrain.config_differences import differences
 from tputrain.data import Tokenizer
-from tputrain.device import execution_mode
+from tputrain.device import describe_programs
 from tputrain.errors import UserError
+from tputrain.execution import Execution
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe, with_defaults
+from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
-from tputrain.shipped import find_recipe
+from tputrain.shipped import default_run_dir, find_recipe
 from tputrain.signals import Interrupted
 
 _FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "optim.master_weights", "seed")
@@ -34,7 +37,7 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
     path = find_recipe(recipe)
     cfg = load_recipe(path, overrides)
     if cfg.run_dir is None:
-        cfg = replace(cfg, run_dir=str(Path("runs") / path.stem))
+        cfg = replace(cfg, run_dir=str(default_run_dir(path)))
     assert cfg.run_dir is not None
     started = _started(cfg) if cfg.checkpoint.resume == "auto" else None
     return _train(cfg, started, f"tputrain run {shlex.quote(recipe)}", overrides)
@@ -45,7 +48,8 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
     for text in overrides:
         if text.startswith(("run_dir=", "checkpoint.resume=")):
             raise UserError(f"{COMMAND_LINE}: {text}: resume goes on in {run_dir}; leave that out")
-    checkpoint, state = _newest(run_dir, only=(contents.STATE, Tokenizer.FILE))
+    with _locked_where_changed(CheckpointStore(Path(run_dir) / CHECKPOINTS), run_dir):
+        checkpoint, state = _newest(run_dir, only=(contents.STATE, Tokenizer.FILE))
     saved = dict(state["config"])
     if isinstance(saved.get("trainer"), dict):
         # It follows from the batch, which may be asked to be another; that is spoken of below.
@@ -77,6 +81,8 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
             cfg, job.trainer.step, command + "".join(f" {shlex.quote(text)}" for text in overrides)
         )
         raise
+    if (programs := describe_programs(job.trainer.device)) is not None:
+        say(f"programs: {programs}")
     _say_what_next(cfg, job.trainer.step, f"{command}{kept} trainer.steps={2 * cfg.trainer.steps}")
     return 0
 
@@ -98,14 +104,16 @@ def validate(target: str, overrides: Sequence[str]) -> int:
 
 def sample(
     run_dir: str, overrides: Sequence[str], prompt: str, max_new_tokens: int, temperature: float, seed: int
-) -> int:
-    """Print text that the newest checkpoint of a run writes."""
+) -> str:
+    """Text that the newest checkpoint of a run writes."""
     expect(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "1 or more")
+    expect_at_least("--temperature", temperature, 0)
     checkpoint, cfg = _trained(run_dir, overrides)
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
-    with announced("writing"), execution_mode(device, cfg.execution.validate):
-        text = generate(
-            model,
+    execution = Execution(model, device, cfg.execution)
+    with announced("writing"), execution.phase("sample"):
+        return generate(
+            execution.model,
             tokenizer,
             prompt,
             max_new_tokens,
@@ -113,8 +121,6 @@ def sample(
             seed=seed,
             window=cfg.data.sequence_length,
         )
-    say(text)
-    return 0
 
 
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
@@ -127,10 +133,11 @@ def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, A
     """The newest whole checkpoint of a run (`only`: in these files), and its state."""
     if not Path(run_dir).is_dir():
         raise UserError(f"{run_dir}: no such directory; expected the directory of a run, such as runs/llama")
-    store = CheckpointStore(Path(run_dir) / "checkpoints")
-    checkpoint = store.newest(_say_nothing if only else _say_refused, only)
+    store = CheckpointStore(Path(run_dir) / CHECKPOINTS)
+    checkpoint = store.newest(say_nothing if only else say_refused, only)
     if checkpoint is None:
-        raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; expected a run directory")
+        expected = "the run has saved none yet" if is_run(Path(run_dir)) else "expected a run directory"
+        raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; {expected}")
     return checkpoint, contents.load_state(checkpoint)
 
 
@@ -140,7 +147,7 @@ def _started(cfg: RecipeConfig) -> Path | None:
     Only small files are looked into, so that a large checkpoint is read once, by whoever needs all of it; a
     damaged one is spoken of then.
     """
-    checkpoint = _store(cfg).newest(_say_nothing, only=(contents.STATE, Tokenizer.FILE))
+    checkpoint = _newest_to_go_on_from(cfg, only=(contents.STATE, Tokenizer.FILE))
     if checkpoint is not None:
         _check_same_run(cfg, contents.load_state(checkpoint), checkpoint)
     return checkpoint
@@ -150,15 +157,25 @@ def _is_finished(cfg: RecipeConfig, checkpoint: Path) -> bool:
     """Whether the run has nothing left to do, and what it came to is whole."""
     state = contents.load_state(checkpoint)
     is_finished = state["step"] >= cfg.trainer.steps and state["evaluated_at"] == state["step"]
-    return is_finished and _store(cfg).newest(_say_nothing) == checkpoint
+    return is_finished and _newest_to_go_on_from(cfg) == checkpoint
 
 
-def _store(cfg: RecipeConfig) -> CheckpointStore:
-    return CheckpointStore.of_run(str(cfg.run_dir), cfg.checkpoint)
+def _newest_to_go_on_from(cfg: RecipeConfig, only: tuple[str, ...] = ()) -> Path | None:
+    """As `CheckpointStore.newest`, after what an earlier process left was finished and the mirror asked."""
+    store = CheckpointStore.of_run(str(cfg.run_dir), cfg.checkpoint)
+    with _locked_where_changed(store, str(cfg.run_dir)):
+        return store.newest(say_nothing, only)
 
 
-def _say_nothing(path: Path, reason: str, used: Path) -> None:
-    pass
+@contextmanager
+def _locked_where_changed(store: CheckpointStore, run_dir: str) -> Iterator[None]:
+    """In here, the run is this process's alone if there is anything to finish or to fetch."""
+    if not store.may_change():
+        yield
+        return
+    with RunLock(Path(run_dir)):
+        store.take_over()
+        yield
 
 
 def _check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) -> None:
@@ -170,19 +187,16 @@ def _check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) 
     refused = [key for key in changes if key.startswith(fixed) and key not in _FREE]
     for key, (old, new) in changes.items():
         if key in refused:
-            say(f"refused: {key} would be {new}, it was {old}")
+            say(f"refused: {key} would be {spelled(new)}, it was {spelled(old)}")
         elif key != "run_dir" or Path(str(old)) != Path(str(new)):
-            say(f"note: {key} is {new} from here on, it was {old}")
+            say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
     if refused:
         key = refused[0]
         old, new = changes[key]
         raise UserError(
-            f"{key}={new}: {checkpoint} was made with {key}={old}; set it back, or choose another run_dir"
+            f"{key}={spelled(new)}: {checkpoint} was made with {key}={spelled(old)}; "
+            "set it back, or choose another run_dir"
         )
-
-
-def _say_refused(path: Path, reason: str, used: Path) -> None:
-    say(f"checkpoint {path} refused: {reason}; {used.name} is used")
 
 
 def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:
@@ -195,4 +209,9 @@ def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:
 
 def _quoted(prompt: str) -> str:
     """The prompt as a shell takes it, on one line."""
-    return f'"{prompt}"' if prompt.replace(" ", "").isalnum() else f"${prompt!r}"
+    if prompt.replace(" ", "").isalnum():
+        return f'"{prompt}"'
+    if prompt.isprintable():
+        return shlex.quote(prompt)
+    # Python's escapes are the shell's; of a text with both kinds of quotes it writes the single ones escaped.
+    return "$'" + repr('"' + prompt)[2:]

@@ -1,11 +1,12 @@
 """What the user may say about the data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
 
-SOURCES = ("text", "jsonl", "csv", "parquet", "saved", "hub", "docstrings", "digits")
+WITH_COLUMNS = ("jsonl", "csv", "parquet", "saved", "hub")
+SOURCES = ("text", *WITH_COLUMNS, "docstrings", "digits")
 FORMATS = ("text", "messages", "prompt")
 LAYOUTS = ("packed", "padded")
 
@@ -99,7 +100,8 @@ class DataConfig:
     def _check_where(self) -> None:
         by_name = self.source in ("saved", "hub")
         if by_name:
-            expect(self.name is not None, "data.name", self.name, f"one, for data.source={self.source}")
+            what = "a directory" if self.source == "saved" else "the name of a dataset, or a directory,"
+            expect(self.name is not None, "data.name", self.name, f"{what} with data.source={self.source}")
         elif self.source in ("jsonl", "csv", "parquet"):
             example = f"data.files='train/*.{self.source}'"
             expect(self.files is not None, "data.files", self.files, f"files to read, such as {example}")
@@ -109,7 +111,7 @@ class DataConfig:
         allowed = self.source in ("jsonl", "csv", "parquet")
         for key, value in (("files", self.files), ("validation_files", self.validation_files)):
             fits = allowed or value is None or (key == "files" and self.source == "text")
-            expect(fits, f"data.{key}", value, f"nothing with data.source={self.source}")
+            expect(fits, f"data.{key}", value, f"null with data.source={self.source}")
         expect(
             self.subset is None or self.source == "hub",
             "data.subset",
@@ -122,8 +124,15 @@ class DataConfig:
             self.format == "text" or (self.is_rows and not self.is_images),
             "data.format",
             self.format,
-            f"text with data.source={self.source}; columns come from {', '.join(SOURCES[1:6])}",
+            f"text with data.source={self.source}; columns come from {', '.join(WITH_COLUMNS)}",
         )
+        if self.is_images:
+            defaults = {key.name: key.default for key in fields(self)}
+            for name in ("tokenizer", "vocab_size", "layout", "buckets", "workers", "prefetch"):
+                value = getattr(self, name)
+                expect(
+                    value == defaults[name], f"data.{name}", value, f"nothing with data.source={self.source}"
+                )
         if self.source == "docstrings":
             is_messages = self.format == "messages"
             expect(is_messages, "data.format", self.format, "messages with data.source=docstrings")

@@ -13,6 +13,7 @@ from tputrain.data.rows import conversation
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
+_FORMAT = 1  # raise when what is kept, or how it is made, changes
 _SHORTEST_ANSWER = 15  # characters: less says nothing
 
 
@@ -23,7 +24,7 @@ def docstring_conversations(sources: list[tuple[str, str]], digest: str, cache_d
     answer is the docstring's first paragraph. Reading all that source takes seconds, so the result is kept in
     `cache_dir`.
     """
-    path = Path(cache_dir).expanduser() / f"docstrings-{digest}.json"
+    path = Path(cache_dir).expanduser() / f"docstrings-{_FORMAT}-{digest}.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

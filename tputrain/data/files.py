@@ -15,10 +15,9 @@ def find_files(patterns: str, key: str = "data.files") -> list[Path]:
         matches = [Path(match) for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
         files = [match.resolve() for match in matches if match.is_file()]
         if not files:
-            found = "only directories match" if matches else "no file matches"
-            raise DataError(
-                f"{key}={patterns!r}: {found} {pattern!r} (looked from {os.getcwd()}){_suggestion(pattern)}"
-            )
+            found = "no file matches" if not matches else "only directories match"
+            hint = _suggestion(pattern) if not matches else f"; all files below: {pattern.rstrip('/')}/**"
+            raise DataError(f"{key}={patterns!r}: {found} {pattern!r} (looked from {os.getcwd()}){hint}")
         paths.update(files)
     if not paths:
         raise DataError(f"{key}={patterns!r}: expected at least one glob, e.g. {key}='notes/*.txt'")

@@ -9,7 +9,7 @@ import torch
 
 from tputrain.batches import IGNORED_LABEL, Batch
 from tputrain.data.config import DataConfig, DataError
-from tputrain.data.packing import epoch_order
+from tputrain.data.packing import epoch_order, shuffled
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Images:
         Every epoch takes each image once, in an order of its own; a batch may hold the end of one epoch and
         the start of the next.
         """
-        epochs, within = np.divmod(step * size + np.arange(size), len(self))
-        orders = [epoch_order(self.seed, int(epoch), len(self)) for epoch in epochs]
-        return self.batch_of(np.array([order[place] for order, place in zip(orders, within)]))
+        return self.batch_of(shuffled(self.seed, step * size + np.arange(size), len(self)))
 
     def batch_of(self, indices: np.ndarray) -> Batch:
         """The images numbered `indices` (int64; -1: one that does not count), as a batch."""

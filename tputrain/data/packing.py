@@ -67,12 +67,7 @@ class PackedSequences:
         if not 0 <= micro < micros:
             raise ValueError(f"micro={micro}: expected 0 to {micros - 1}")
         places = (step * micros + micro) * sequences + np.arange(sequences)
-        epochs, within = np.divmod(places, self.num_sequences)
-        indices = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            indices[chosen] = epoch_order(self._seed, int(epoch), self.num_sequences)[within[chosen]]
-        return self.batch_of(indices)
+        return self.batch_of(shuffled(self._seed, places, self.num_sequences))
 
     def eval_batches(self, sequences: int, max_batches: int | None = None) -> Iterator[Batch]:
         """Batches of exactly `sequences`, always the same ones in the same order, whatever the seed.
@@ -142,6 +137,18 @@ def num_label_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
     """Bytes of text that a batch is trained on or judged by; `token_bytes`: `Tokenizer.token_bytes()`."""
     labels = batch["labels"].numpy()
     return int(token_bytes[labels[labels != IGNORED_LABEL]].sum())
+
+
+def shuffled(seed: int, places: np.ndarray, count: int) -> np.ndarray:
+    """Which of `count` items stand at `places` (int64, from 0) of an endless row of epochs, each of which has
+    every item once, in an order of its own.
+    """
+    epochs, within = np.divmod(places, count)
+    items = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        items[chosen] = epoch_order(seed, int(epoch), count)[within[chosen]]
+    return items
 
 
 @lru_cache(maxsize=8)

@@ -18,6 +18,15 @@ from tputrain.data.tokenizer import Tokenizer
 
 _MARK = "tputrain_tokenizer.json"
 """Tells a directory that `PretrainedTokenizer.save` wrote from one of `Tokenizer.save`."""
+_FILES = (
+    STATE,
+    _MARK,
+    Tokenizer.FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Of a checkpoint; the others may be large."""
 _ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -30,7 +39,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
 
 def find_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that data.tokenizer names. Raises DataError, one line, where there is none to use."""
-    directory = model_directory(name)
+    directory = model_directory(name, only=_FILES)
     try:
         if directory is not None and (directory / STATE).is_file():
             return load_tokenizer(directory)  # a checkpoint of our own

@@ -26,6 +26,8 @@ def open_rows(cfg: DataConfig, held_out: bool = False) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    # It logs what it raises as well, and what is raised becomes our one line.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         dataset = _saved(cfg, held_out) if cfg.source == "saved" else _loaded(cfg, held_out)
         # A stream's columns may only be known from its first row.
@@ -168,6 +170,8 @@ def _unreadable(cfg: DataConfig, error: Exception) -> DataError:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
+    if isinstance(cause, StopIteration):  # of a file without a line
+        return empty(cfg)
     reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
     expected = {
         "hub": "a name on the Hugging Face hub (and a network), or a directory with data files",

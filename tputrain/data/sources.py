@@ -113,7 +113,7 @@ def text_files(patterns: str) -> Corpus:
         Document(path.relative_to(root).as_posix(), text) for path in paths if (text := _read_utf8(path))
     )
     if not found:
-        raise DataError(f"data.files={patterns!r}: {len(paths)} files match and all of them are empty")
+        raise DataError(f"data.files={patterns!r}: all files that match are empty ({len(paths)})")
     return Corpus(patterns, found)
 
 

@@ -17,6 +17,7 @@ class AppendedLines:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._waiting = b""
         self._is_refused = False
+        self._may_lack_some = False  # what a failed sync should have written, the system forgets
 
     def add(self, text: str) -> None:
         """Write whole lines, or keep them."""
@@ -30,7 +31,9 @@ class AppendedLines:
             return
         if self._is_refused:
             self._is_refused = False
-            warn(f"{self.path} can be written again, and nothing is missing in it")
+            whole = "what could not be synced may be missing" if self._may_lack_some else "nothing is missing"
+            warn(f"{self.path} can be written again, and {whole} in it")
+            self._may_lack_some = False
 
     def sync(self) -> None:
         """Force to the disk what it has taken."""
@@ -38,6 +41,7 @@ class AppendedLines:
         try:
             os.fsync(self._descriptor)
         except OSError as error:
+            self._may_lack_some = True
             self._refused(error)
 
     def close(self) -> None:

@@ -35,9 +35,9 @@ class StepLog:
     read included, and time spent between steps (evaluating, saving) is not counted.
 
     For the percentiles (`step_seconds_p50`, `_p90`, `_p99`) a step took its own time on the host and an equal
-    share of the wait for the read. They are of the last 1,000 steps of this process that compiled nothing;
-    where there is none yet, they are not given. `mfu` is the share of `peak_flops` (FLOP/s) that the model's
-    own operations come to.
+    share of the wait for the read. They are of the last 1,000 steps of this process that compiled nothing and
+    loaded nothing from the executable cache; where there is none yet, they are not given. `mfu` is the share
+    of `peak_flops` (FLOP/s) that the model's own operations come to.
     """
 
     def __init__(self, device: torch.device, peak_flops: float | None = None):
@@ -49,11 +49,13 @@ class StepLog:
         self._waited_seconds = 0.0
         self._began_at = 0.0
         self._compilations = 0
+        self._disk_hits = 0
 
     def begin(self) -> None:
         """A step begins: it waits for its data."""
         # Here and not at the last step's end: what an evaluation compiled in between is not a step's.
         self._compilations = devices.compilations(self.device)
+        self._disk_hits = devices.disk_hits(self.device)
         self._began_at = time.perf_counter()
 
     def data_ready(self) -> None:
@@ -73,7 +75,9 @@ class StepLog:
         host_seconds = time.perf_counter() - self._began_at
         self._busy_seconds += host_seconds
         compilations = devices.compilations(self.device) - self._compilations
-        record = host | {"host_seconds": host_seconds, "compilations": compilations}
+        disk_hits = devices.disk_hits(self.device) - self._disk_hits
+        counted = {"host_seconds": host_seconds, "compilations": compilations, "disk_hits": disk_hits}
+        record = host | counted
         self._pending.append(_Step(step, loss, grad_norm, record, num_done, num_flops))
 
     def wait(self) -> None:
@@ -93,7 +97,7 @@ class StepLog:
         self._recent.extend(
             step.host["host_seconds"] + read_seconds / len(self._pending)
             for step in self._pending
-            if step.host["compilations"] == 0
+            if step.host["compilations"] == step.host["disk_hits"] == 0
         )
         shared: dict[str, Any] = {
             "step_seconds": seconds / max(1, len(self._pending)),

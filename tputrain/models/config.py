@@ -1,13 +1,12 @@
 """Choosing a model by name, with changes, from a configuration file."""
 
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
-from tputrain.config_checks import expect, expect_choice
+from tputrain.config_checks import expect, expect_choice, nearest
 from tputrain.errors import UserError
 from tputrain.models.huggingface import (
     INITS,
@@ -112,10 +111,9 @@ class ModelConfig:
         shape = (LLAMA_CONFIGS | VIT_CONFIGS).get(self.name)
         if shape is None:
             names = [*LLAMA_CONFIGS, *VIT_CONFIGS, *_ELSEWHERE]
-            nearest = get_close_matches(self.name, names, n=1, cutoff=0.0)[0]
-            raise UserError(
-                f"model.name={self.name}: no such model, did you mean {nearest}? (known: {', '.join(names)})"
-            )
+            hint = nearest(self.name, names)
+            suggestion = f", did you mean {hint}?" if hint else ""
+            raise UserError(f"model.name={self.name}: no such model{suggestion} (known: {', '.join(names)})")
         sizes = self._sizes()
         for key, value in sizes.items():
             expect(hasattr(shape, key), f"model.{key}", value, f"nothing with model.name={self.name}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tputrain.checkpoint.named_directory import model_directory
-from tputrain.config_checks import nearest
+from tputrain.config_checks import nearest, spelled
 from tputrain.errors import UserError
 from tputrain.models.llama import attention_bias, next_token_loss
 from tputrain.models.recompute import recomputed_call
@@ -58,10 +58,11 @@ def build_huggingface(
     try:
         known = transformers.AutoConfig.for_model(kind)
     except ValueError:
-        hint = nearest(str(kind), list(transformers.CONFIG_MAPPING))
+        hint = None if kind is None else nearest(str(kind), list(transformers.CONFIG_MAPPING))
         suggestion = f"; did you mean {hint}?" if hint else ""
         raise UserError(
-            f"model.config.model_type={kind}: expected one that transformers knows, such as gpt2{suggestion}"
+            f"model.config.model_type={spelled(kind)}: expected one that transformers knows, "
+            f"such as gpt2{suggestion}"
         ) from None
     names = [*known.to_dict(), *known.attribute_map]
     for name, value in settings.items():

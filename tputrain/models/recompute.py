@@ -19,6 +19,8 @@ def recomputed(layer: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return layer(hidden, *others)
+    if torch.compiler.is_compiling():  # which knows checkpoint(), and keeps both computations apart by itself
+        return checkpoint(layer, hidden, *others, use_reentrant=False)
     trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     return _Recomputed.apply(lambda values: layer(values, *others), hidden, *trainable)
 

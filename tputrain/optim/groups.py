@@ -45,7 +45,8 @@ def parameter_groups(
     in_norms = _parameters_in_norms(model)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
-        raise UserError("the model has no parameter to train: all are frozen (optim.freeze)")
+        why = "all are frozen (optim.freeze)" if names else "it has none at all"
+        raise UserError(f"the model has no parameter to train: {why}")
     members: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for decays in (True, False):
         for name, parameter in trainable:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 MASTER = "master"
 """The key of a parameter's float32 copy in the optimizer's state, and so in optimizer.safetensors."""
@@ -77,15 +77,23 @@ def round_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> MasterW
     """Make the float32 parameters of `model` bfloat16, in place, and have `optimizer`, built on them and with
     its state made, step float32 copies instead.
 
-    Frozen parameters become bfloat16 too and need no copy; buffers stay.
+    Parameters that are bfloat16 already have float32 copies of what they hold. Frozen parameters become
+    bfloat16 too and need no copy; buffers stay.
     """
     trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    masters = {p: nn.Parameter(p.detach().clone()) for p in trained.values()}
+    masters = {p: nn.Parameter(_at_least_float32(p.detach().clone())) for p in trained.values()}
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.bfloat16()
     for group in optimizer.param_groups:
         group["params"] = [masters[parameter] for parameter in group["params"]]
     for parameter, master in masters.items():
-        optimizer.state[master] = optimizer.state.pop(parameter, {})
+        state = optimizer.state.pop(parameter, {})
+        optimizer.state[master] = {key: _at_least_float32(value) for key, value in state.items()}
     return MasterWeights(optimizer, masters)
+
+
+def _at_least_float32(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value

@@ -37,13 +37,17 @@ STEP_MEASURES = (
     Measure("host_seconds", "Host time of a step", "recording and dispatch", form=seconds_text, log=True),
     Measure("data_wait", "Data wait", "share of the step time", form=share),
     Measure("peak_memory_bytes", "Peak memory", form=bytes_text),
+    Measure("memory_bytes", "Memory", "at the end of a logging interval", form=bytes_text),
+    Measure("step_seconds_p50", "Step time, median", "of the last steps", form=seconds_text),
+    Measure("step_seconds_p90", "Step time, 90th percentile", "of the last steps", form=seconds_text),
+    Measure("step_seconds_p99", "Step time, 99th percentile", "of the last steps", form=seconds_text),
 )
 EVALUATION_MEASURES = (
     Measure("perplexity", "Perplexity", "evaluations", log=True),
     Measure("bits_per_byte", "Bits per byte", "evaluations"),
 )
 # Drawn elsewhere, or no measure: what a run has counted, and how long an evaluation took.
-_NOT_DRAWN = {"step", "tokens", "samples", "compilations", "seconds", "loss", "time"}
+_NOT_DRAWN = {"step", "tokens", "samples", "compilations", "disk_hits", "seconds", "loss", "time"}
 
 
 def measures(runs: Sequence[Run]) -> tuple[list[Measure], list[Measure]]:

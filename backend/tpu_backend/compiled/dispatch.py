@@ -57,9 +57,8 @@ by_device.__name__ = "inductor"  # under which Dynamo's logs and repro scripts k
 
 def _is_on_tpu(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
     values = [*inputs, *module.parameters(), *module.buffers()]
-    values += [
-        node.meta.get("example_value") for node in module.graph.nodes
-    ]  # without inputs, too: torch.ones
+    # A graph may have no inputs: torch.ones(3, device="tpu").
+    values += [node.meta.get("example_value") for node in module.graph.nodes]
     return any(isinstance(value, torch.Tensor) and value.device.type == "tpu" for value in values)
 
 
@@ -84,24 +83,23 @@ def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds one module, once, as everybody does, and acts when it is there."""
+    """Finds one module as everybody does, and acts once that was executed."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]):
-        self._name, self._action = name, action
+        self.name, self.action = name, action
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenAct(spec.loader, self._action)
+            spec.loader = _ThenAct(spec.loader, self)
         return spec
 
 
 class _ThenAct(Loader):
-    def __init__(self, loader: Loader, action: Callable[[ModuleType], None]):
-        self._loader, self._action = loader, action
+    def __init__(self, loader: Loader, finder: _AfterImport):
+        self._loader, self._finder = loader, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -109,4 +107,5 @@ class _ThenAct(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         self._loader.exec_module(module)
-        self._action(module)
+        sys.meta_path.remove(self._finder)
+        self._finder.action(module)

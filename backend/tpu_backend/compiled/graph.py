@@ -23,7 +23,7 @@ from tpu_backend.compiled import control_flow, flex_attention
 from tpu_backend.lowering import factory, registry
 from tpu_backend.lowering.bounds import collect_demands
 from tpu_backend.lowering.names import functional_name
-from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.dtypes import EQUIVALENTS, jax_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import result_type
 
@@ -34,7 +34,6 @@ _ARITHMETIC = frozenset(
     for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "truediv", "pow", "getitem")
 ) | {torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, max, min}
 
-_TORCH_DTYPES = {jax_dtype(dtype): dtype for dtype in TORCH_DTYPES.values()}
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -216,6 +215,8 @@ def _check_value(node: fx.Node) -> None:
         for value in jax.tree.leaves(each.meta.get("val")):
             if isinstance(value, torch.Tensor) and value.device.type != "tpu":
                 raise UnsupportedGraphError(f"{each.name} is on {value.device}")
+            if isinstance(value, torch.Tensor) and value.dtype is torch.complex32:
+                raise UnsupportedGraphError(f"{each.name} is {value.dtype}, which JAX lacks")
             if each.op == "placeholder" and not isinstance(value, (torch.Tensor, torch.SymInt, int)):
                 raise UnsupportedGraphError(f"input {each.name} is a {type(value).__name__}")
     target = node.target
@@ -464,7 +465,7 @@ def _examples(args: Any) -> list[Any]:
 
 def _stand_in(base: jax.Array) -> torch.Tensor:
     """A contiguous tensor of the shape and dtype of an array, without values."""
-    return torch.empty(base.shape, dtype=_TORCH_DTYPES[base.dtype], device="meta")
+    return torch.empty(base.shape, dtype=EQUIVALENTS[base.dtype], device="meta")
 
 
 def _geometry(shown: torch.Tensor) -> views.Geometry:

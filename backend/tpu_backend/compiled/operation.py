@@ -9,28 +9,34 @@ from typing import Any
 import jax
 import torch
 from torch import fx
+from torch._dynamo.utils import get_metrics_context
 from torch.library import Library
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tpu_backend import _C
 from tpu_backend.compiled.graph import Graph, Symbols, concrete
 from tpu_backend.lowering.registry import lowering
+from tpu_backend.runtime.causes import graph_reasons
 from tpu_backend.untraced import untraced
 
 NAMESPACE = "tpu_graph"
 _library = Library(NAMESPACE, "FRAGMENT")
 _numbers = itertools.count()
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callable[..., list[torch.Tensor]]:
     """An operator (tensors, sizes) -> the values of the nodes `wanted`, for the placeholders of `graph`.
 
-    Registered for the life of the process, as compiled programs are.
+    Registered for the life of the process, as compiled programs are. What the graph computes again, under
+    activation checkpointing, XLA must not take for what it computed before: that would be kept instead.
     """
     numbered = f"{name}_{next(_numbers)}"
     qualified = f"{NAMESPACE}::{numbered}"
     _library.define(f"{numbered}(Tensor[] tensors, int[] sizes) -> Tensor[]")
     is_tensor = [isinstance(node.meta["val"], torch.Tensor) for node in graph.placeholders]
     values = [node.meta["val"] for node in wanted]
+    recomputes = name == "backward" and any(node.meta.get("recompute") in _AGAIN for node in graph.nodes)
 
     def placed(tensors: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         """Tensors and sizes in the order of the placeholders."""
@@ -40,6 +46,8 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
     def compute(
         tensors: list[jax.Array], sizes: Sequence[int], *, key: jax.Array | None = None
     ) -> list[jax.Array]:
+        if recomputes:
+            tensors = jax.lax.optimization_barrier(tensors)
         inputs = placed(tensors, sizes)
         return graph.evaluate(wanted, inputs, graph.bind(inputs), key)
 
@@ -47,10 +55,18 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
         symbols = graph.bind(placed(tensors, sizes))
         return [_like(value, symbols) for value in values]
 
+    if (reason := _why_again()) is not None:
+        graph_reasons[qualified] = reason
     lowering(qualified, draws=graph.num_draws)(compute)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws)])
     _library.impl(numbered, untraced(infer), "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), numbered).default
+
+
+def _why_again() -> str | None:
+    """What Dynamo says of compiling a function again, which it does right now; None: it does so first."""
+    reason = get_metrics_context()._metrics.get("recompile_reason")
+    return None if reason is None else f"no longer true: {reason.partition(':')[2].strip() or reason}"
 
 
 def _like(value: torch.Tensor, symbols: Symbols) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,75 +22,107 @@ def _unnormalized(coordinate, size, align_corners):
 
 
 def _padded(position, size, padding_mode, align_corners):
-    """A position outside the image moved inside, as the padding mode says."""
+    """A position outside the image moved inside, as the padding mode says, and how fast it moves then."""
+    slope = jnp.ones_like(position)
     if padding_mode == _REFLECTION:
         low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
         if span == 0:
-            position = jnp.zeros_like(position)
-        else:
-            distance = jnp.abs(position - low)
-            flips, extra = jnp.floor(distance / span), jnp.mod(distance, span)
-            position = jnp.where(flips % 2 == 0, extra + low, span - extra + low)
+            return jnp.zeros_like(position), jnp.zeros_like(position)
+        distance = jnp.abs(position - low)
+        flips, extra = jnp.floor(distance / span), jnp.mod(distance, span)
+        turned = jnp.where(position < low, -1, 1)
+        slope = jnp.where(flips % 2 == 0, turned, -turned).astype(position.dtype)
+        position = jnp.where(flips % 2 == 0, extra + low, span - extra + low)
     if padding_mode in (_BORDER, _REFLECTION):
+        slope = jnp.where((position > 0) & (position < size - 1), slope, 0)
         position = jnp.clip(position, 0, size - 1)
-    return position
+    return position, slope
 
 
 def _taps(positions, plane, interpolation_mode, padding_mode, align_corners):
-    """Which elements count at each grid point: pairs of (place along each dim, weight)."""
+    """Which elements count at each grid point: triples of lists with one item for each dim of the image,
+    the place, its weight, and how the weight grows with the position.
+    """
 
-    def pad(position, size):
-        return _padded(position, size, padding_mode, align_corners)
+    def pad(positions):
+        padded = [_padded(*each, padding_mode, align_corners) for each in zip(positions, plane, strict=True)]
+        return zip(*padded, strict=True)
 
     if interpolation_mode == _BICUBIC:  # each tap is padded, the point between them is not
         corners = [jnp.floor(position) for position in positions]
         for tap in np.ndindex(*(4,) * len(plane)):
             places = [corner + (side - 1) for corner, side in zip(corners, tap, strict=True)]
-            kernels = (
-                cubic_kernel(position - place, CUBIC_A)
-                for position, place in zip(positions, places, strict=True)
-            )
-            yield [pad(place, size) for place, size in zip(places, plane, strict=True)], math.prod(kernels)
+            offsets = [position - place for position, place in zip(positions, places, strict=True)]
+            weights = [cubic_kernel(offset, CUBIC_A) for offset in offsets]
+            yield next(iter(pad(places))), weights, [_cubic_slope(offset) for offset in offsets]
         return
-    positions = [pad(position, size) for position, size in zip(positions, plane, strict=True)]
+    positions, speeds = pad(positions)
     if interpolation_mode == _NEAREST:
-        yield [jnp.round(position) for position in positions], 1
+        still = [jnp.zeros_like(position) for position in positions]
+        yield [jnp.round(position) for position in positions], [jnp.ones_like(each) for each in still], still
         return
     for corner in np.ndindex(*(2,) * len(plane)):
         places = [jnp.floor(position) + side for position, side in zip(positions, corner, strict=True)]
-        distances = (1 - jnp.abs(position - place) for position, place in zip(positions, places, strict=True))
-        yield places, math.prod(distances)
+        weights = [1 - jnp.abs(position - place) for position, place in zip(positions, places, strict=True)]
+        yield places, weights, [speed * (2 * side - 1) for speed, side in zip(speeds, corner, strict=True)]
 
 
-def _sample(input, grid, interpolation_mode, padding_mode, align_corners):
-    plane = input.shape[2:]
-    positions = [  # the grid lists x (the last dim) first
-        _unnormalized(grid[..., -1 - i], size, align_corners) for i, size in enumerate(plane)
-    ]
-    batch = jnp.arange(input.shape[0]).reshape((-1,) + (1,) * len(plane))
-    channels_last = jnp.moveaxis(input, 1, -1)
-    total = 0
-    for places, weight in _taps(positions, plane, interpolation_mode, padding_mode, align_corners):
-        inside = math.prod(
-            (place >= 0) & (place <= size - 1) for place, size in zip(places, plane, strict=True)
-        )
-        index = tuple(
-            jnp.clip(place, 0, size - 1).astype(jnp.int32) for place, size in zip(places, plane, strict=True)
-        )
-        total = total + jnp.where(inside, weight, 0)[..., None] * channels_last[(batch, *index)]
-    return jnp.moveaxis(total, -1, 1)
+def _cubic_slope(offset):
+    """The derivative of `cubic_kernel`, by polynomials of its own: JAX's differentiation of that function
+    loses digits that the taps, which nearly cancel in a slope, do not have to spare.
+    """
+    a, distance = CUBIC_A, jnp.abs(offset)
+    near = (3 * (a + 2) * distance - 2 * (a + 3)) * distance
+    far = (3 * a * distance - 10 * a) * distance + 8 * a
+    return jnp.sign(offset) * jnp.where(distance <= 1, near, jnp.where(distance < 2, far, 0))
+
+
+def _positions(grid, plane, align_corners):
+    """Where the grid points lie along each dim of the image; the grid lists x, the last dim, first."""
+    return [_unnormalized(grid[..., -1 - i], size, align_corners) for i, size in enumerate(plane)]
+
+
+def _index(places, plane, num_images):
+    """Where the elements lie in an image with channels last, and whether they are inside of it."""
+    inside = math.prod((place >= 0) & (place <= size - 1) for place, size in zip(places, plane, strict=True))
+    batch = jnp.arange(num_images).reshape((-1,) + (1,) * len(plane))
+    clipped = (jnp.clip(place, 0, size - 1) for place, size in zip(places, plane, strict=True))
+    return (batch, *(place.astype(jnp.int32) for place in clipped)), inside[..., None]
 
 
 @lowering("grid_sampler_2d", "grid_sampler_3d", promote="opmath")
 def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
-    return _sample(input, grid, interpolation_mode, padding_mode, align_corners)
+    plane, channels_last = input.shape[2:], jnp.moveaxis(input, 1, -1)
+    positions = _positions(grid, plane, align_corners)
+    total = 0
+    for places, weights, _ in _taps(positions, plane, interpolation_mode, padding_mode, align_corners):
+        index, inside = _index(places, plane, input.shape[0])
+        total = total + jnp.where(inside, math.prod(weights)[..., None], 0) * channels_last[index]
+    return jnp.moveaxis(total, -1, 1)
 
 
 @lowering("grid_sampler_2d_backward", "grid_sampler_3d_backward", promote="opmath")
 def grid_sampler_backward(
     grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask
 ):
-    options = (interpolation_mode, padding_mode, align_corners)
-    _, transpose = jax.vjp(lambda image, places: _sample(image, places, *options), input, grid)
-    grad_input, grad_grid = transpose(grad_output)
-    return grad_input if output_mask[0] else None, grad_grid
+    """Slopes are summed over the taps of each channel first, as in PyTorch's kernel: those nearly cancel."""
+    plane, channels_last = input.shape[2:], jnp.moveaxis(input, 1, -1)
+    grads = jnp.moveaxis(grad_output, 1, -1)
+    positions = _positions(grid, plane, align_corners)
+    grad_input, slopes = jnp.zeros_like(channels_last), [0] * len(plane)
+    for places, weights, growth in _taps(positions, plane, interpolation_mode, padding_mode, align_corners):
+        index, inside = _index(places, plane, input.shape[0])
+        if output_mask[0]:
+            weight = jnp.where(inside, math.prod(weights)[..., None], 0)
+            grad_input = grad_input.at[index].add(weight * grads)
+        if output_mask[1]:
+            values = jnp.where(inside, channels_last[index], 0)
+            for dim in range(len(plane)):
+                factors = [*weights[:dim], growth[dim], *weights[dim + 1 :]]
+                slopes[dim] = slopes[dim] + math.prod(factors)[..., None] * values
+    grad_grid = None
+    if output_mask[1]:
+        spacing = [(size - 1 if align_corners else size) / 2 for size in plane]
+        along = [jnp.sum(slope * grads, -1) * each for slope, each in zip(slopes, spacing, strict=True)]
+        grad_grid = jnp.stack(along[::-1], -1)
+    return jnp.moveaxis(grad_input, -1, 1) if output_mask[0] else None, grad_grid

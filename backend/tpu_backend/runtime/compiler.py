@@ -1,21 +1,36 @@
-"""The one place that talks to XLA: a segment's function becomes a loaded executable."""
+"""The one place that talks to XLA: a segment's function becomes a loaded executable, or is found on disk."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from tpu_backend import device_module, executable_cache
 from tpu_backend.compiling import compiling
+from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
-from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime import compile_log, known_forms
+from tpu_backend.runtime.causes import cause_of
+from tpu_backend.runtime.dtypes import stored_dtype
 from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.program_key import environment, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import entries
+from tpu_backend.runtime.stored_executable import (
+    are_storable,
+    compiled_by_xla,
+    demands_of,
+    deserialize,
+    header_of,
+    serialize,
+)
 
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
@@ -38,7 +53,8 @@ class Executable(NamedTuple):
     execute: Callable[[list[jax.Array]], Any]
     handlers: list[Any]  # one an output: makes a jax.Array of a device buffer
     demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
-    compiled: jax.stages.Compiled  # holds what a program's host callbacks need
+    compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk
+    from_disk: bool
 
 
 def lower_segment(
@@ -52,7 +68,7 @@ def lower_segment(
     demands: list[Demand] = []
     function = segment_function(description, demands)
     shapes = [
-        jax.ShapeDtypeStruct(tuple(dims), jax_dtype(dtype), sharding=sharding)
+        jax.ShapeDtypeStruct(tuple(dims), stored_dtype(dtype), sharding=sharding)
         for dtype, dims in description["input_layouts"]
     ]
     num_integers = description["num_integers"] + sum(description["offset_is_input"])
@@ -71,29 +87,77 @@ def lower_segment(
 
 
 def compile_segment(description: dict[str, Any]) -> Executable:
-    """Compile a segment for the device of this process (`lower_segment` says what the program takes)."""
-    names = [entry.overload for entry, _, _ in entries(description["tape"])]
+    """The executable of a segment for the device of this process (`lower_segment` says what it takes): from
+    the executable cache if it is there, else compiled, and kept there.
+    """
+    names = tuple(entry.overload for entry, _, _ in entries(description["tape"]))
+    cause = cause_of(description, device_module.get_eager_mode())
+    cache = executable_cache.current()
+    key = None if cache is None else key_of_tape(description)
+    if cache is not None and key is not None and (found := _load(cache, key, names)) is not None:
+        return found
+    start = time.perf_counter()
     with compiling(len(names)):
         lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", lowered.as_text())
-        with jax.enable_x64(True):
+        if cache is not None and key is None:
+            key = key_of_text(lowered, demands)
+            if (found := _load(cache, key, names)) is not None:
+                return found
+        with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
             compiled = lowered.compile()
     memory = compiled.memory_analysis()
-    if memory is not None:
-        global _largest_temporary
-        _largest_temporary = max(_largest_temporary, memory.temp_size_in_bytes)
-    if log.isEnabledFor(logging.INFO):
-        log.info(
-            "compiled %d ops: %s", len(names), ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        )
+    temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
+    _remember_temporary(temporary_bytes)
+    compile_log.record(names, time.perf_counter() - start, cause)
+    if cache is not None and key is not None and are_storable(demands):
+        _keep(cache, key, compiled, header_of(jax.tree.leaves(lowered.out_info), demands, temporary_bytes))
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     return Executable(
         replicated.xla_executable.execute_sharded,
         list(replicated.out_handler.handlers),
         demands,
         compiled,
+        from_disk=False,
     )
+
+
+def _load(cache: ExecutableCache, key: str, names: Sequence[str]) -> Executable | None:
+    found = cache.read(key)
+    if found is None:
+        return None
+    header, payload = found
+    try:
+        loaded, handlers = deserialize(header, payload)
+    except jax.errors.JaxRuntimeError as error:
+        cache.discard(key, f"XLA refuses it ({str(error).splitlines()[0]})")
+        return None
+    _remember_temporary(header["temporary_bytes"])
+    log.info("loaded %d ops from %s: %s", len(names), cache.directory, _first_of(names))
+    return Executable(loaded.execute_sharded, handlers, demands_of(header), None, from_disk=True)
+
+
+def _keep(cache: ExecutableCache, key: str, compiled: jax.stages.Compiled, header: dict[str, Any]) -> None:
+    replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
+    if replicated.has_host_callbacks or replicated.keepalive:
+        return  # it calls functions of this process
+    try:
+        payload = serialize(compiled.runtime_executable())
+    except jax.errors.JaxRuntimeError as error:
+        log.info("not kept on disk: %s", str(error).splitlines()[0])
+        return
+    cache.write(key, header | {"environment": environment()}, payload)
+    known_forms.keep()
+
+
+def _remember_temporary(num_bytes: int) -> None:
+    global _largest_temporary
+    _largest_temporary = max(_largest_temporary, num_bytes)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def configure_logging() -> None:

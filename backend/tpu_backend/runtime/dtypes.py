@@ -16,6 +16,7 @@ TORCH_DTYPES: dict[int, torch.dtype] = {
     5: torch.float16,
     6: torch.float32,
     7: torch.float64,
+    8: torch.complex32,
     9: torch.complex64,
     10: torch.complex128,
     11: torch.bool,
@@ -32,11 +33,16 @@ TORCH_DTYPES: dict[int, torch.dtype] = {
 _JAX_DTYPES: dict[torch.dtype, np.dtype] = {
     dtype: np.dtype(getattr(jnp, "bool_" if dtype is torch.bool else str(dtype).removeprefix("torch.")))
     for dtype in TORCH_DTYPES.values()
+    if dtype is not torch.complex32
 }
+
+# And back.
+EQUIVALENTS: dict[np.dtype, torch.dtype] = {equivalent: dtype for dtype, equivalent in _JAX_DTYPES.items()}
 
 # Dtypes that NumPy has no name for cross the border as integers of the same width.
 _CARRIERS: dict[torch.dtype, torch.dtype] = {
     torch.bfloat16: torch.int16,
+    torch.complex32: torch.int32,
     torch.float8_e5m2: torch.uint8,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2fnuz: torch.uint8,
@@ -50,17 +56,27 @@ def jax_dtype(dtype: torch.dtype | int) -> np.dtype:
     found = _JAX_DTYPES.get(torch_dtype) if torch_dtype is not None else None
     if found is None:
         raise TypeError(
-            f"tpu tensors cannot hold {torch_dtype or f'ScalarType {dtype}'}; convert it on the CPU first"
+            f"JAX has no equivalent of {torch_dtype or f'ScalarType {dtype}'}; convert the tensor first"
         )
     return found
 
 
+def stored_dtype(dtype: torch.dtype | int) -> np.dtype:
+    """The dtype of the array of a buffer: the JAX dtype, but of complex32 its bits."""
+    return np.dtype(np.uint32) if dtype in (torch.complex32, 8) else jax_dtype(dtype)
+
+
+def lowered_dtype(dtype: torch.dtype | int) -> np.dtype:
+    """The dtype that lowerings see: the JAX dtype, but complex64 of complex32 (complex_half.py)."""
+    return np.dtype(np.complex64) if dtype in (torch.complex32, 8) else jax_dtype(dtype)
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's memory as a NumPy array of the matching JAX dtype, without a copy."""
+    """A CPU tensor's memory as a NumPy array of the dtype that the device stores, without a copy."""
     carrier = _CARRIERS.get(tensor.dtype)
     if carrier is None:
         return tensor.detach().numpy()
-    return tensor.detach().view(carrier).numpy().view(jax_dtype(tensor.dtype))
+    return tensor.detach().view(carrier).numpy().view(stored_dtype(tensor.dtype))
 
 
 def from_numpy(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_backend import views
+from tpu_backend.complex_half import decode, encode
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import Demand, collect_demands
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
-from tpu_backend.runtime.dtypes import jax_dtype
+from tpu_backend.runtime import known_forms
+from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
+from tpu_backend.runtime.known_forms import Answer
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import (
     ConstantArg,
@@ -96,12 +99,13 @@ def replay(
         if not value.reads:
             return None
         base = values[next(links)]
-        return base if geometry is None else views.read(base, geometry, traced)
+        array = base if geometry is None else views.read(base, geometry, traced)
+        return decode(array, TORCH_DTYPES[value.dtype])
 
     evaluated = [(argument, evaluate(argument.value, i)) for i, argument in enumerate(entry.arguments)]
     first = entry.outputs[0]
     if entry.overload == "zeros":
-        return [jnp.zeros(first.layout_dims, jax_dtype(first.layout_dtype))]
+        return [jnp.zeros(first.layout_dims, stored_dtype(first.layout_dtype))]
     if entry.overload == "resize":
         return [_resize(evaluated[0][1], first.layout_dims[0])]
 
@@ -124,7 +128,7 @@ def replay(
     for output, result in zip(entry.outputs, results, strict=True):
         if output.skip or result is None:
             continue
-        value = result.astype(jax_dtype(output.dtype))
+        value = encode(result.astype(lowered_dtype(output.dtype)), TORCH_DTYPES[output.dtype])
         if value.shape != output.sizes:
             value = jnp.broadcast_to(value, output.sizes)
         if output.partial:
@@ -138,26 +142,41 @@ def replay(
     return new_values
 
 
-def trace_form(number: int) -> tuple[bool, bool, bool]:
+_NOT_LOWERED = Answer(is_lowered=False, makes_demands=False, reads_precision=False)
+
+
+def trace_form(number: int) -> Answer:
     """Whether the lowering can express this form of an op; if so, whether it demands something of its
     indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
-    alone.  On a real TPU its compiler must take it as well.
+    alone, unless an earlier process did.  On a real TPU its compiler must take it as well.
 
     Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: on wrong
     arguments, or a bug, named where it is met and not where the segment is cut.
     """
     remember_first_line(number)
     entry = signature(number)
+    answer = known_forms.recall(entry)
+    if answer is None:
+        answer = _traced(entry)
+        known_forms.learn(entry, answer)
+    if answer.reads_precision:
+        precision_readers.add(number)
+    return answer
+
+
+def _traced(entry: Signature) -> Answer:
     if platform().name == "tpu" and not _compiles_on_tpu(entry):
-        return False, False, False
+        return _NOT_LOWERED
     shapes = [
-        jax.ShapeDtypeStruct(leaf.base_dims, jax_dtype(leaf.base_dtype))
+        jax.ShapeDtypeStruct(leaf.base_dims, stored_dtype(leaf.base_dtype))
         for argument in entry.arguments
         for leaf in leaves(argument.value)
         if isinstance(leaf, TensorArg) and leaf.reads
     ]
     partial = [output for output in entry.outputs if output.partial and not output.skip]
-    shapes += [jax.ShapeDtypeStruct(output.layout_dims, jax_dtype(output.layout_dtype)) for output in partial]
+    shapes += [
+        jax.ShapeDtypeStruct(output.layout_dims, stored_dtype(output.layout_dtype)) for output in partial
+    ]
 
     def trace(*bases: jax.Array) -> list[jax.Array]:
         many = 2 + sum(1 for argument in entry.arguments for _ in leaves(argument.value))
@@ -170,19 +189,17 @@ def trace_form(number: int) -> tuple[bool, bool, bool]:
         with jax.enable_x64(True), collect_demands() as demands, recorded_settings() as settings:
             jax.eval_shape(trace, *shapes)
     except registry.NotLoweredError:
-        return False, False, False
+        return _NOT_LOWERED
     except Exception as error:
         raise RuntimeError(
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
-    if settings.was_read:
-        precision_readers.add(number)
-    return True, bool(demands.made), settings.was_read
+    return Answer(True, bool(demands.made), settings.was_read)
 
 
 def _compiles_on_tpu(entry: Signature) -> bool:
     dtypes = [
-        jax_dtype(leaf.dtype)
+        lowered_dtype(leaf.dtype)
         for argument in entry.arguments
         for leaf in leaves(argument.value)
         if isinstance(leaf, TensorArg)

@@ -6,6 +6,7 @@ Signatures are decoded once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ import jax
 import torch
 
 from tpu_backend import _C, views
-from tpu_backend.runtime.dtypes import TORCH_DTYPES, jax_dtype
+from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Output:
 class Signature:
     """One form of one op, decoded."""
 
+    number: int
     overload: str
     name: str
     arguments: tuple[Argument, ...]
@@ -84,6 +86,7 @@ class Signature:
     wide: bool
     random: bool
     compute_dtype: Any
+    digest: str  # of all of it: the same in every process
 
     def described(self) -> str:
         """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
@@ -113,7 +116,7 @@ def _decode(item: tuple[Any, ...], schema_type: str) -> Any:
     dims = tuple(dims)
     if form == "whole":
         return TensorArg(reads, dims, base_dtype, None, False, dtype, dims)
-    geometry = views.Geometry(tuple(sizes), tuple(strides), 0, jax_dtype(dtype))
+    geometry = views.Geometry(tuple(sizes), tuple(strides), 0, stored_dtype(dtype))
     return TensorArg(reads, dims, base_dtype, geometry, form != "dense", dtype, tuple(sizes))
 
 
@@ -151,14 +154,14 @@ def result_type(examples: Sequence[torch.Tensor | complex]) -> Any:
     tensors = [item for item in examples if isinstance(item, torch.Tensor)]
     numbers: list[Any] = [item for item in examples if not isinstance(item, torch.Tensor)]
     if not tensors:
-        return jax_dtype(torch.result_type(numbers[0], numbers[0]))
+        return lowered_dtype(torch.result_type(numbers[0], numbers[0]))
     total = tensors[0]
     rest: list[Any] = [*tensors[1:], *numbers]
     for item in rest:
         promoted = torch.result_type(total, item)
         dims = max(total.dim(), item.dim() if isinstance(item, torch.Tensor) else 0)
         total = torch.empty((1,) * dims, dtype=promoted)
-    return jax_dtype(total.dtype)
+    return lowered_dtype(total.dtype)
 
 
 def _output(item: dict[str, Any]) -> Output:
@@ -175,7 +178,7 @@ def _output(item: dict[str, Any]) -> Output:
         item["dtype"],
         tuple(item["layout_dims"]),
         item["layout_dtype"],
-        jax.ShapeDtypeStruct(tuple(item["computed_sizes"]), jax_dtype(item["computed_dtype"])),
+        jax.ShapeDtypeStruct(tuple(item["computed_sizes"]), lowered_dtype(item["computed_dtype"])),
     )
 
 
@@ -194,7 +197,15 @@ def signature(number: int) -> Signature:
         )
     outputs = tuple(_output(item) for item in raw["outputs"])
     return Signature(
-        raw["overload"], raw["name"], arguments, outputs, raw["wide"], raw["random"], _result_type(arguments)
+        number,
+        raw["overload"],
+        raw["name"],
+        arguments,
+        outputs,
+        raw["wide"],
+        raw["random"],
+        _result_type(arguments),
+        hashlib.sha256(repr(raw).encode()).hexdigest(),
     )
 
 

@@ -6,7 +6,7 @@ import linecache
 import sys
 import traceback
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -27,12 +27,30 @@ def user_line() -> str:
 _first_places: dict[int, tuple[CodeType | None, int]] = {}  # by signature
 
 
+_place_of_mode: tuple[CodeType | None, int] = (None, 0)
+
+
+def _place() -> tuple[CodeType | None, int]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+
+
 def remember_first_line(number: int) -> None:
     """Keep the line that is running as the one where a signature was first met."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
-        frame = frame.f_back  # type: ignore[assignment]
-    _first_places[number] = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+    _first_places[number] = _place()
+
+
+def remember_line_of_mode() -> None:
+    """Keep the line that is running as the one that changed the eager mode."""
+    global _place_of_mode
+    _place_of_mode = _place()
+
+
+def line_of_mode() -> str:
+    """Where the eager mode was changed last."""
+    return line_of(*_place_of_mode)
 
 
 def first_line(number: int) -> str:

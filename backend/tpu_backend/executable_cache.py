@@ -1,0 +1,192 @@
+"""Compiled programs on disk, so that the next process need not compile them: files, and no idea of XLA.
+
+One file a program, named after its key (`runtime/program_key.py`): a line that names the format, a SHA-256 of
+all that follows, a JSON header, and XLA's own bytes. Files appear whole or not at all (written beside and
+renamed), so processes and hosts may share a directory without locks; whatever is not as it was written is
+taken for missing, and removed. Loading an executable runs what is in it, so a directory that others could
+have written to is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+NONE = "none"
+MAX_BYTES = 4 * 2**30
+
+_FORMAT = b"tputrain executable 1\n"
+_SUFFIX = ".executable"
+_UNFINISHED = ".unfinished"  # of a writer that is at work, or was killed
+_UNFINISHED_FOR = 3600.0  # seconds, after which its writer is taken for dead
+
+log = logging.getLogger("tpu_backend.compile")
+
+
+class ExecutableCache:
+    """The programs in `directory`, at most about `max_bytes` of them; those used least recently go first.
+
+    The directory is made at the first write, for its owner alone. Nothing here raises for what is wrong with
+    files: what cannot be read is missing, what cannot be written is left, with one line on standard error.
+    """
+
+    def __init__(self, directory: str | Path, max_bytes: int = MAX_BYTES):
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes={max_bytes}: expected 1 or more bytes for the executable cache")
+        self.directory = Path(directory).expanduser().absolute()
+        self.max_bytes = max_bytes
+        self._writes = True
+        self._is_trusted: bool | None = None  # not looked at yet
+
+    def read(self, key: str) -> tuple[dict[str, Any], bytes] | None:
+        """Header and payload of a program; None where there is none that is whole."""
+        path = self._path(key)
+        if not self._trusted():
+            return None
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("executable cache: %s cannot be read (%s): compiling", path, error.strerror)
+            return None
+        try:
+            header, payload = _unpacked(content)
+            if header["key"] != key:
+                raise ValueError("it is another program's")
+        except (ValueError, KeyError) as error:
+            self.discard(key, str(error))
+            return None
+        with suppress(OSError):  # in a directory that is only read nothing is removed either
+            os.utime(path)
+        return header, payload
+
+    def write(self, key: str, header: dict[str, Any], payload: bytes) -> None:
+        """Keep a program. `header` is anything that JSON can hold."""
+        if not self._writes or not self._trusted():
+            return
+        content = _packed({"key": key} | header, payload)
+        if len(content) > self.max_bytes:
+            log.warning(
+                "executable cache: a program of %d bytes is not kept: there is room for %d",
+                len(content),
+                self.max_bytes,
+            )
+            return
+        unfinished = self.directory / f"{secrets.token_hex(8)}{_UNFINISHED}"
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                unfinished.write_bytes(content)
+                os.replace(unfinished, self._path(key))
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+            self._remove_oldest()
+        except OSError as error:
+            self._writes = False
+            _warn(
+                f"{self.directory} cannot be written ({error.strerror}): "
+                "programs compiled from here on are not kept; make it writable or name another directory"
+            )
+
+    def discard(self, key: str, why: str) -> None:
+        """Remove a program that turned out to be unusable."""
+        log.warning("executable cache: %s is not used: %s; compiling", self._path(key), why)
+        with suppress(OSError):
+            self._path(key).unlink()
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}{_SUFFIX}"
+
+    def _trusted(self) -> bool:
+        """Whether nobody else could have put a program there. What does not exist yet may be made."""
+        if self._is_trusted is None:
+            problem = untrusted(self.directory)
+            if problem is not None:
+                _warn(f"{problem}, and the programs in it would be run: it is not used")
+            self._is_trusted = problem is None
+        return self._is_trusted
+
+    def _remove_oldest(self) -> None:
+        entries = sorted(self._entries())
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in entries:
+            if total <= self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """When each program was used last, its bytes and its file; what killed writers left is removed."""
+        for entry in os.scandir(self.directory):
+            with suppress(FileNotFoundError):  # another process was faster
+                found = entry.stat()
+                if entry.name.endswith(_SUFFIX):
+                    yield found.st_mtime, found.st_size, Path(entry.path)
+                elif entry.name.endswith(_UNFINISHED) and found.st_mtime < time.time() - _UNFINISHED_FOR:
+                    os.unlink(entry.path)
+
+
+def untrusted(directory: Path) -> str | None:
+    """Why programs found in a directory had better not be run; None where all is well."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None  # whoever makes it owns it, and whoever cannot look into it finds nothing
+    if found.st_mode & 0o002:
+        return f"{directory} can be written by everybody (chmod o-w it)"
+    if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
+        return f"{directory} belongs to another user, number {found.st_uid} (take one of your own)"
+    return None
+
+
+def _packed(header: dict[str, Any], payload: bytes) -> bytes:
+    text = json.dumps(header, sort_keys=True).encode()
+    body = len(text).to_bytes(8, "little") + text + payload
+    return _FORMAT + hashlib.sha256(body).digest() + body
+
+
+def _unpacked(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Raises ValueError where the content is not what was written."""
+    if not content.startswith(_FORMAT):
+        raise ValueError("it is not an executable in this format")
+    start = len(_FORMAT) + hashlib.sha256().digest_size
+    body = memoryview(content)[start:]
+    if hashlib.sha256(body).digest() != content[len(_FORMAT) : start]:
+        raise ValueError("it is damaged (its checksum does not hold)")
+    end = 8 + int.from_bytes(body[:8], "little")
+    return json.loads(bytes(body[8:end])), bytes(body[end:])
+
+
+def _warn(line: str) -> None:
+    print(f"tpu: executable cache: {line}", file=sys.stderr, flush=True)
+
+
+_current: ExecutableCache | None = None
+
+
+def current() -> ExecutableCache | None:
+    """The one in use; None: programs live as long as their process."""
+    return _current
+
+
+def use(directory: str | Path | None, max_bytes: int = MAX_BYTES) -> None:
+    """Choose it for the programs that are needed from now on; None: none."""
+    global _current
+    _current = None if directory is None else ExecutableCache(directory, max_bytes)
+
+
+def use_environment() -> None:
+    """As ``TPU_CACHE_DIR`` says: a directory; ``none``, empty or unset: none."""
+    named = os.environ.get("TPU_CACHE_DIR", NONE)
+    use(None if named in (NONE, "") else named)

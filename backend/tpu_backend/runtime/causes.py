@@ -1,0 +1,264 @@
+"""Why a program was compiled: what sets it apart from the nearest one that was compiled before.
+
+Cold path: asked once a compilation, which takes at least a thousand times as long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from tpu_backend.runtime.dtypes import TORCH_DTYPES
+from tpu_backend.runtime.signature import (
+    Argument,
+    ConstantArg,
+    ListArg,
+    RuntimeArg,
+    Signature,
+    TensorArg,
+    entries,
+    leaves,
+)
+from tpu_backend.runtime.user_line import first_line, line_of_mode
+
+_KEPT = 256  # programs to compare with
+_ALIKE = 0.6  # the share of operations that two programs must have in common to be told apart by one cause
+_IN_AUTOCAST = 1 << 63  # as in csrc/signature.h
+_LAST_TENSOR = 62
+
+
+class Cause(NamedTuple):
+    """`kind` is one of KINDS, `text` says what changed, from what to what, `line` where in the program."""
+
+    kind: str
+    text: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}, at {self.line}"
+
+
+KINDS = (
+    "first",  # nothing like it was compiled before
+    "shape",
+    "dtype",
+    "static number",  # a number that is part of the program
+    "argument",  # another constant that is, or an argument given or not
+    "strides",
+    "requires_grad",
+    "autocast",
+    "mode",
+    "precision",  # torch.set_float32_matmul_precision
+    "graph",  # torch.compile made another graph
+    "operations",
+    "results",  # others stay alive
+    "slice",  # where a slice starts has become an input
+    "memory",  # an input's memory can be used again, or cannot any more
+)
+
+
+class _Program(NamedTuple):
+    mode: str
+    tape: tuple[int, ...]
+    entries: tuple[Signature, ...]
+    precisions: tuple[int | None, ...]
+    circumstances: tuple[int, ...]
+    outputs: frozenset[int]
+    offsets: tuple[bool, ...]
+    names: tuple[str, ...]  # of the operations, graphs of torch.compile without their number
+
+
+_compiled: deque[_Program] = deque(maxlen=_KEPT)
+graph_reasons: dict[str, str] = {}  # by operator: what Dynamo says of a graph that it made again
+
+
+def cause_of(description: dict[str, Any], mode: str) -> Cause:
+    """Why the program of this segment is compiled; remembers the program for those that come after it."""
+    new = _program(description, mode)
+    # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
+    cause = _mode_changed(new) if len(new.entries) == 1 else None
+    cause = cause or _difference_from_nearest(new) or _mode_changed(new)
+    if cause is None:
+        first = new.entries[0]
+        cause = Cause("first", f"{first.overload} begins it", first_line(first.number))
+    _compiled.append(new)
+    return cause
+
+
+def _difference_from_nearest(new: _Program) -> Cause | None:
+    alike = [(old, _likeness(new, old)) for old in _compiled if old.mode == new.mode]
+    best = max((likeness for _, likeness in alike), default=(0.0, 0.0))
+    if best[0] < _ALIKE:
+        return None
+    return _difference(new, next(old for old, likeness in reversed(alike) if likeness == best))
+
+
+def _program(description: dict[str, Any], mode: str) -> _Program:
+    tape = tuple(description["tape"])
+    decoded = [(entry, precision) for entry, precision, _ in entries(tape)]
+    signatures = tuple(entry for entry, _ in decoded)
+    return _Program(
+        mode,
+        tape,
+        signatures,
+        tuple(precision for _, precision in decoded),
+        tuple(description["circumstances"]),
+        frozenset(description["outputs"]),
+        tuple(description["offset_is_input"]),
+        tuple(re.sub(r"^(tpu_graph::[a-z]+)_\d+$", r"\1", entry.overload) for entry in signatures),
+    )
+
+
+def _likeness(new: _Program, old: _Program) -> tuple[float, float]:
+    """The share of operators that both have, then the share of their forms; 0 where both are a single one of
+    different lines.
+    """
+    if new.tape == old.tape:
+        return 2.0, 2.0
+    if len(new.names) == len(old.names) == 1:
+        same_line = first_line(new.entries[0].number) == first_line(old.entries[0].number)
+        return float(new.names == old.names and same_line), 0.0
+    numbers = [[entry.number for entry in program.entries] for program in (new, old)]
+    return _share(new.names, old.names), _share(*numbers)
+
+
+def _share(some: Sequence[Any], others: Sequence[Any]) -> float:
+    """Of two lists: how much of them both have, from 0 to 1."""
+    return 2 * sum((Counter(some) & Counter(others)).values()) / (len(some) + len(others))
+
+
+def _difference(new: _Program, old: _Program) -> Cause | None:
+    if new.tape == old.tape:
+        return _other_variant(new, old)
+    if (autocast := _autocast_changed(new, old)) is not None:
+        return autocast
+    for place, (entry, before) in enumerate(zip(new.entries, old.entries)):
+        line = first_line(entry.number)
+        if new.names[place] != old.names[place]:
+            was = f"{before.overload} was, at {first_line(before.number)}"
+            return Cause("operations", f"{entry.overload} is where {was}", line)
+        if entry.number != before.number:
+            return Cause(*_form_changed(entry, before), line)
+        if new.precisions[place] != old.precisions[place]:
+            return Cause(
+                "precision", f"torch.set_float32_matmul_precision was called before {entry.overload}", line
+            )
+        if (
+            text := _requires_grad_changed(entry, new.circumstances[place], old.circumstances[place])
+        ) is not None:
+            return Cause("requires_grad", text, line)
+    longer, is_new = (new, True) if len(new.entries) > len(old.entries) else (old, False)
+    if len(new.entries) != len(old.entries):
+        entry = longer.entries[min(len(new.entries), len(old.entries))]
+        text = f"{entry.overload} and what follows {'is new' if is_new else 'is no longer there'}"
+        return Cause("operations", text, first_line(entry.number))
+    last = new.entries[-1]
+    return Cause("operations", "the same ones read other values", first_line(last.number))
+
+
+def _other_variant(new: _Program, old: _Program) -> Cause:
+    """The same operations, and a program that returns other results or takes its inputs in another way."""
+    for entry, now, before in zip(new.entries, new.circumstances, old.circumstances):
+        if (text := _requires_grad_changed(entry, now, before)) is not None:
+            return Cause("requires_grad", text, first_line(entry.number))
+    last = new.entries[-1]
+    line = first_line(last.number)
+    if new.offsets != old.offsets:
+        return Cause("slice", "it starts somewhere else, which is an input of the program from now on", line)
+    if new.outputs != old.outputs:
+        count = len(new.outputs) - len(old.outputs)
+        what = f"{abs(count)} {'more' if count > 0 else 'fewer'}" if count else "others"
+        return Cause("results", f"of its results {what} are kept after {last.overload}", line)
+    return Cause("memory", "its inputs are used by somebody else, or no longer are", line)
+
+
+def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
+    now, before = (any(each & _IN_AUTOCAST for each in program.circumstances) for program in (new, old))
+    if now == before:
+        return None
+    # Of the operations it may have changed, one that was first met here: its line is the one that runs now.
+    candidates = [
+        entry
+        for entry, circumstances in zip(new.entries, new.circumstances)
+        if not now or circumstances & _IN_AUTOCAST
+    ]
+    known = {entry.number for program in _compiled for entry in program.entries}
+    entry = next((entry for entry in candidates if entry.number not in known), candidates[0])
+    state = "on, and was off" if now else "off, and was on"
+    return Cause("autocast", f"it is {state}: {entry.described()}", first_line(entry.number))
+
+
+def _mode_changed(new: _Program) -> Cause | None:
+    """Where the first operation is known from a program of another mode."""
+    first = new.entries[0]
+    for old in reversed(_compiled):
+        if old.mode != new.mode and first in old.entries:
+            return Cause("mode", f"it is {new.mode}, and was {old.mode}: {first.described()}", line_of_mode())
+    return None
+
+
+def _requires_grad_changed(entry: Signature, now: int, before: int) -> str | None:
+    changed = (now ^ before) & ~_IN_AUTOCAST
+    if not changed:
+        return None
+    place = (changed & -changed).bit_length() - 1
+    names = [name for name, leaf in _named_leaves(entry.arguments) if isinstance(leaf, TensorArg)]
+    name = names[min(place, len(names) - 1)] if place < _LAST_TENSOR else "a tensor"
+    verb = "requires a gradient, and did not" if now >> place & 1 else "requires no gradient, and did"
+    return f"{name} of {entry.overload} {verb}"
+
+
+def _form_changed(now: Signature, before: Signature) -> tuple[str, str]:
+    """The kind of a difference between two forms of one operator, and what it is."""
+    pairs = zip_longest(_named_leaves(now.arguments), _named_leaves(before.arguments))
+    for named, named_before in pairs:
+        if named is None or named_before is None:
+            count = [sum(1 for _ in _named_leaves(each.arguments)) for each in (now, before)]
+            return "argument", f"{now.overload} has {count[0]} arguments, and had {count[1]}"
+        (name, leaf), (_, leaf_before) = named, named_before
+        if leaf != leaf_before:
+            kind = _kind_of_difference(leaf, leaf_before)
+            form, form_before = _form(leaf, kind), _form(leaf_before, kind)
+            return kind, f"{name} of {now.overload} is {form}, was {form_before}"
+    if now.overload != before.overload:  # graphs of torch.compile
+        reason = graph_reasons.get(now.overload, "TORCH_LOGS=recompiles says why")
+        return "graph", f"torch.compile made {now.overload} ({reason})"
+    return "strides", f"what {now.overload} writes to has other strides"
+
+
+def _kind_of_difference(leaf: Any, before: Any) -> str:
+    if isinstance(leaf, TensorArg) and isinstance(before, TensorArg):
+        if leaf.dtype != before.dtype:
+            return "dtype"
+        return "shape" if leaf.sizes != before.sizes else "strides"
+    if isinstance(leaf, RuntimeArg) and isinstance(before, RuntimeArg):
+        return "dtype"
+    values = [each.value for each in (leaf, before) if isinstance(each, ConstantArg)]
+    is_number = len(values) == 2 and all(isinstance(value, int | float) for value in values)
+    return "static number" if is_number else "argument"
+
+
+def _form(leaf: Any, kind: str) -> str:
+    if isinstance(leaf, TensorArg):
+        text = f"{_dtype(leaf.dtype)}{list(leaf.sizes)}"
+        if kind != "strides":
+            return text
+        strides = "those of its memory" if leaf.geometry is None else list(leaf.geometry.strides)
+        return f"{text} with strides {strides} in a buffer of {list(leaf.base_dims)}"
+    if isinstance(leaf, RuntimeArg):
+        return f"a number of {_dtype(leaf.dtype)}"
+    return repr(leaf.value) if isinstance(leaf, ConstantArg) else "nothing"
+
+
+def _dtype(number: int) -> str:
+    return str(TORCH_DTYPES[number]).removeprefix("torch.")
+
+
+def _named_leaves(arguments: Sequence[Argument]) -> Iterator[tuple[str, Any]]:
+    for argument in arguments:
+        is_list = isinstance(argument.value, ListArg)
+        for position, leaf in enumerate(leaves(argument.value)):
+            yield f"{argument.name}[{position}]" if is_list else argument.name, leaf

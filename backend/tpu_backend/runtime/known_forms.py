@@ -1,0 +1,73 @@
+"""What tracing said of each form of an op (`trace_form` in segment.py), kept beside the programs.
+
+A new process records the same forms again, and would trace each of them before it can look its program up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tpu_backend import executable_cache
+from tpu_backend.executable_cache import ExecutableCache
+from tpu_backend.runtime.program_key import key_of_forms, settled_by_version
+from tpu_backend.runtime.signature import Signature
+
+
+class Answer(NamedTuple):
+    """What is known of a form."""
+
+    is_lowered: bool
+    makes_demands: bool
+    reads_precision: bool
+
+
+class _KnownForms:
+    """Those of one environment, by the digests of their signatures."""
+
+    def __init__(self, cache: ExecutableCache, key: str):
+        self.cache, self.key = cache, key
+        self.answers: dict[str, Answer] = self._read()
+        self.has_news = False
+
+    def _read(self) -> dict[str, Answer]:
+        found = self.cache.read(self.key)
+        return {} if found is None else {form: Answer(*said) for form, said in found[0]["forms"].items()}
+
+    def write(self) -> None:
+        self.answers = self._read() | self.answers  # another process may have learnt others
+        self.cache.write(self.key, {"forms": self.answers}, b"")
+        self.has_news = False
+
+
+_known: _KnownForms | None = None
+
+
+def _current() -> _KnownForms | None:
+    global _known
+    cache = executable_cache.current()
+    if cache is None:
+        return None
+    key = key_of_forms()
+    if _known is None or _known.cache is not cache or _known.key != key:
+        _known = _KnownForms(cache, key)
+    return _known
+
+
+def recall(entry: Signature) -> Answer | None:
+    """What an earlier process found out about a form, if there is an executable cache and one did."""
+    if not settled_by_version(entry.name) or (known := _current()) is None:
+        return None
+    return known.answers.get(entry.digest)
+
+
+def learn(entry: Signature, answer: Answer) -> None:
+    """A form was traced."""
+    if settled_by_version(entry.name) and (known := _current()) is not None:
+        known.answers[entry.digest] = answer
+        known.has_news = True
+
+
+def keep() -> None:
+    """Write down what is new: to be called now and then, as when a program is written."""
+    if _known is not None and _known.has_news and _known.cache is executable_cache.current():
+        _known.write()

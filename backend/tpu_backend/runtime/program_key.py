@@ -1,0 +1,157 @@
+"""What a compiled program is found by in another process: all that it was made of, and nothing of this one.
+
+A segment is described by its tape. Where each of its entries is lowered by this package, the tape decides the
+program, and nothing need be traced to look it up. An entry that somebody's own function lowers (`jax_op`, a
+compiled graph) has only a number and a name; there the traced program's text is the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxlib import xla_client
+
+from tpu_backend.lowering import registry
+from tpu_backend.lowering.bounds import Demand
+from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.signature import entries
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_OWN = "tpu_backend.lowering."
+_SETTLED_BY_VERSION = (_OWN, "jax.")  # modules whose functions lower alike in the same environment
+
+# Where a compiler, or what it links, is a package of its own.
+_COMPILERS = {
+    "tpu": ("libtpu",),
+    "cuda": (
+        *(f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("pjrt", "plugin")),
+        "nvidia-cudnn-cu12",
+        "nvidia-cudnn-cu13",
+        "nvidia-cublas-cu12",
+        "nvidia-cublas",
+    ),
+    "cpu": (),
+}
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Of a segment's description: what the key has in other words, and what shapes no program.
+_SAID_OTHERWISE = ("tape", "offsets", "circumstances")
+# JAX's settings that say where something is written, and change no program.
+_NO_PART_OF_A_PROGRAM = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")
+
+
+def environment() -> dict[str, Any]:
+    """All that decides, beside the program itself, what XLA makes of it and where that runs, as JSON."""
+    return _fixed_environment() | {
+        "flags": {name: sorted(os.environ.get(name, "").split()) for name in _FLAGS},
+        "jax_settings": _jax_settings(),
+    }
+
+
+@cache
+def _fixed_environment() -> dict[str, Any]:
+    chosen = platform()
+    device = chosen.devices[0]
+    versions = {name: version(name) for name in ("torch", "jax", "jaxlib")}
+    for name in _COMPILERS[chosen.name]:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "versions": versions,
+        "sources": _source_digest(),
+        "platform": [chosen.name, device.client.platform_version],
+        "device": device.device_kind,
+        "topology": _topology(device),
+        "host": _host_cpu() if chosen.name == "cpu" else {},
+    }
+
+
+def _source_digest() -> str:
+    """Of this package: its lowerings, and what stands around them."""
+    digest = hashlib.sha256()
+    for file in sorted([*_PACKAGE.rglob("*.py"), _PACKAGE / "_build_info.json"]):
+        digest.update(f"{file.relative_to(_PACKAGE)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _topology(device: Any) -> str:
+    """How the chips of a slice are arranged, as XLA's own digest of it; not every platform has one."""
+    try:
+        return f"{xla_client.get_topology_for_devices([device]).fingerprint():016x}"
+    except jax.errors.JaxRuntimeError:
+        return ""
+
+
+def _host_cpu() -> dict[str, Any]:
+    """XLA on the CPU compiles for the instructions of this one, and for as many threads as may run."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = dict(line.replace("\t", "").split(":", 1) for line in reversed(lines) if ":" in line)
+    features = found.get("flags", found.get("Features", "")).split()
+    return {
+        "model": found.get("model name", "").strip(),
+        "features": hashlib.sha256(" ".join(sorted(features)).encode()).hexdigest(),
+        "threads": len(os.sched_getaffinity(0)),
+    }
+
+
+def _jax_settings() -> str:
+    """A digest of JAX's, as they are on this thread."""
+    with jax.enable_x64(True):  # as programs are lowered
+        values = jax.config.values
+    return _digest(
+        {name: str(value) for name, value in values.items() if not name.startswith(_NO_PART_OF_A_PROGRAM)}
+    )
+
+
+def key_of_tape(description: dict[str, Any]) -> str | None:
+    """The key of a segment by what was recorded; None where its text must decide (`key_of_text`)."""
+    words: list[Any] = []
+    for entry, precision, links in entries(description["tape"]):
+        if not settled_by_version(entry.name):
+            return None
+        words.append([entry.digest, precision, list(links)])
+    offsets: Sequence[int | None] = [
+        None if is_input else offset
+        for offset, is_input in zip(description["offsets"], description["offset_is_input"], strict=True)
+    ]
+    rest = {name: value for name, value in description.items() if name not in _SAID_OTHERWISE}
+    return _key({"entries": words, "offsets": offsets} | rest)
+
+
+def key_of_text(lowered: jax.stages.Lowered, demands: Sequence[Demand]) -> str:
+    """The key of a traced program: its StableHLO, which says what is donated too, and what it demands."""
+    return _key({"text": lowered.as_text(), "demands": [_described(demand) for demand in demands]})
+
+
+def key_of_forms() -> str:
+    """The key of what was found out about forms of ops, see `known_forms.py`."""
+    return _key({"forms": True})
+
+
+def settled_by_version(name: str) -> bool:
+    """Whether an op is lowered by a function that is the same wherever the environment is."""
+    lowering = registry.TABLE.get(name)  # the device's own entries are in no table
+    module = _OWN if lowering is None else getattr(lowering.function, "__module__", None)
+    return isinstance(module, str) and module.startswith(_SETTLED_BY_VERSION)
+
+
+def _described(demand: Demand) -> dict[str, Any]:
+    return asdict(demand) | {"error": demand.error.__name__}
+
+
+def _key(program: dict[str, Any]) -> str:
+    return _digest({"environment": environment(), "program": program})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

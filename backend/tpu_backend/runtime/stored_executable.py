@@ -1,0 +1,90 @@
+"""A loaded executable as bytes, and back: XLA's own serialisation, and what the stream must know beside it.
+
+The one place that makes an executable by other means than `jax.jit`, and so knows how JAX makes arrays of
+what a device returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import SingleDeviceSharding
+from jaxlib import xla_client
+
+from tpu_backend.lowering.bounds import Demand
+from tpu_backend.runtime.platform import platform
+
+_ERRORS = {
+    error.__name__: error
+    for error in (IndexError, RuntimeError, ValueError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+}
+
+
+def are_storable(demands: Sequence[Demand]) -> bool:
+    """Whether each raises an error that has a name here."""
+    return all(_ERRORS.get(demand.error.__name__) is demand.error for demand in demands)
+
+
+def header_of(
+    outputs: Sequence[jax.ShapeDtypeStruct], demands: Sequence[Demand], temporary_bytes: int
+) -> dict[str, Any]:
+    """What must be known of a program beside XLA's bytes, as JSON holds it: its outputs in order (dtype,
+    shape, whether JAX's promotion takes it for a mere number), its demands (error, text, entry) and the bytes
+    of memory that it needs while it runs.
+    """
+    return {
+        "outputs": [
+            [jnp.dtype(output.dtype).name, list(output.shape), bool(output.weak_type)] for output in outputs
+        ],
+        "demands": [[demand.error.__name__, demand.text, demand.entry] for demand in demands],
+        "temporary_bytes": temporary_bytes,
+    }
+
+
+def demands_of(header: dict[str, Any]) -> tuple[Demand, ...]:
+    return tuple(Demand(_ERRORS[error], text, entry) for error, text, entry in header["demands"])
+
+
+@contextmanager
+def compiled_by_xla() -> Iterator[None]:
+    """In here JAX compiles, and takes nothing from a cache of its own: what was loaded from there would
+    serialise, but without its functions.
+    """
+    if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):  # type: ignore[attr-defined]
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX asks for the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        reset_cache()
+
+
+def serialize(loaded: Any) -> bytes:
+    """XLA's bytes of a loaded executable."""
+    return loaded.client.serialize_executable(loaded)
+
+
+def deserialize(header: dict[str, Any], payload: bytes) -> tuple[Any, list[Any]]:
+    """A loaded executable for the device of this process, and what makes arrays of its outputs."""
+    device = platform().devices[0]
+    loaded = device.client.deserialize_executable(payload, (device,))
+    sharding = SingleDeviceSharding(device)
+    handlers = [
+        xla_client.array_result_handler(
+            jax.core.ShapedArray(tuple(dims), jnp.dtype(dtype), weak_type=is_weak),
+            sharding,
+            committed=True,
+            _skip_checks=True,
+        )
+        for dtype, dims, is_weak in header["outputs"]
+    ]
+    return loaded, handlers

@@ -1,0 +1,169 @@
+"""Each compilation is logged with its cause: what changed, of which argument, at which Python line."""
+
+import itertools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+LINE_OF_MODEL = "return self.down(torch.relu(self.up(x)))"
+
+
+class Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.fixture
+def causes(caplog) -> Callable[[Callable[[], object]], list[str]]:
+    """What the log says of the compilations that a call needs."""
+
+    def of(run: Callable[[], object]) -> list[str]:
+        torch.tpu.flush()
+        caplog.clear()
+        before = torch.tpu.compile_stats()["compilations"]
+        with caplog.at_level(logging.INFO, "tpu_backend.compile"):
+            run()
+            torch.tpu.synchronize()
+        lines = [record.getMessage() for record in caplog.records if record.name == "tpu_backend.compile"]
+        assert len(lines) == torch.tpu.compile_stats()["compilations"] - before
+        assert lines == [str(each) for each in torch.tpu.compilations()[-len(lines) :]] or not lines
+        return lines
+
+    return of
+
+
+_widths = itertools.count(10)  # another one for each test: what is met there was not met before
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model(next(_widths)).to("tpu")
+
+
+def train(model: Model, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    torch.tpu.flush()
+
+
+def test_shape(model, causes):
+    x = torch.randn(8, 6, device="tpu")
+    causes(lambda: train(model, x))
+    part = x[:5].clone()
+    torch.tpu.flush()
+    (line,) = causes(lambda: train(model, part))
+    assert "because of shape: " in line
+    assert "is float32[5, 6], was float32[8, 6]" in line
+    assert line.endswith(LINE_OF_MODEL)
+    assert f"{__file__}:" in line
+    assert not causes(lambda: train(model, x))
+
+
+def test_dtype(model, causes):
+    x = torch.randn(8, 6, device="tpu")
+    causes(lambda: train(model, x))
+    model.bfloat16()
+    half = x.bfloat16()
+    torch.tpu.flush()
+    (line,) = causes(lambda: train(model, half))
+    assert "because of dtype: " in line
+    assert f"self of aten::addmm is bfloat16[{len(model.up.bias)}], was float32[" in line
+    assert line.endswith(LINE_OF_MODEL)
+
+
+def test_static_number(causes):
+    x, kept = torch.rand(8, 6, device="tpu"), []
+
+    def power(exponent: float) -> None:
+        torch.tpu.flush()
+        kept.append(x.pow(exponent).sum())
+        torch.tpu.flush()
+
+    causes(lambda: power(2.0))
+    (line,) = causes(lambda: power(3.0))
+    assert "because of static number: exponent of aten::pow.Tensor_Scalar is 3.0, was 2.0, at " in line
+    assert line.endswith("kept.append(x.pow(exponent).sum())")
+
+
+def test_requires_grad(model, causes):
+    x = torch.randn(8, 6, device="tpu")
+    causes(lambda: train(model, x))
+    model.up.weight.requires_grad_(False)
+    (line,) = causes(lambda: train(model, x))
+    assert "because of requires_grad: " in line
+    assert "requires no gradient, and did" in line
+    assert line.endswith(LINE_OF_MODEL)
+
+
+def test_autocast(model, causes):
+    x = torch.randn(8, 6, device="tpu")
+    causes(lambda: train(model, x))
+
+    def under_autocast() -> None:
+        with torch.autocast("tpu"):
+            train(model, x)
+
+    (line,) = causes(under_autocast)
+    assert "because of autocast: it is on, and was off: " in line
+    assert line.endswith(LINE_OF_MODEL)
+
+
+def test_mode(model, causes):
+    x = torch.randn(8, 6, device="tpu")
+    causes(lambda: train(model, x))
+
+    def strictly() -> None:
+        with torch.tpu.eager_mode("strict"):
+            train(model, x)
+
+    lines = causes(strictly)
+    assert lines
+    for line in lines:
+        assert "because of mode: it is strict, and was fused: aten::" in line
+        assert line.endswith('with torch.tpu.eager_mode("strict"):')
+
+
+def test_the_first_program_of_its_kind_says_so(causes):
+    x = torch.randn(3, 7, 5, device="tpu")
+    torch.tpu.flush()
+    (line,) = causes(lambda: x.cumsum(-1).erfc().tolist())
+    assert "because of first: " in line
+
+
+def test_results_that_somebody_keeps(causes):
+    x = torch.rand(9, 4, device="tpu")
+    kept = []
+
+    def logistic(keep: bool) -> None:
+        torch.tpu.flush()
+        inner = x.neg().exp() + 1
+        result = inner.reciprocal()
+        if keep:
+            kept.append(inner)
+        del inner
+        torch.tpu.flush()
+        del result
+
+    causes(lambda: logistic(False))
+    (line,) = causes(lambda: logistic(True))
+    assert "because of results: of its results 1 more are kept" in line
+
+
+def test_a_graph_that_torch_compile_made_again(causes):
+    def scaled(x: Tensor, name: str) -> Tensor:
+        return x.sin() * (3 if name == "three" else 2)
+
+    fast = torch.compile(scaled)
+    x = torch.rand(4, 11, device="tpu")
+    causes(lambda: fast(x, "two").tolist())
+    (line,) = causes(lambda: fast(x, "three").tolist())
+    torch._dynamo.reset()
+    assert "because of graph: torch.compile made tpu_graph::inference_" in line
+    assert "(no longer true: name == 'two'" in line

@@ -1,0 +1,169 @@
+"""`execution.*`: in which form each phase runs, how `auto` chooses, and what compiles too often."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tputrain import (
+    CheckpointConfig,
+    ExecutionConfig,
+    LogConfig,
+    RunConfig,
+    ScheduleConfig,
+    Trainer,
+    TrainerConfig,
+    UserError,
+)
+from tputrain.execution_trial import LENGTH
+from tputrain.loggers.logger import Logger
+
+
+class Records(Logger):
+    def __init__(self) -> None:
+        self.steps: list[dict] = []
+        self.evaluations: list[dict] = []
+
+    def log(self, records):
+        self.steps += records
+
+    def log_evaluation(self, record):
+        self.evaluations.append(record)
+
+    def losses(self) -> dict[int, str]:
+        return {record["step"]: record["loss_hex"] for record in self.steps}
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.dropout, self.down = nn.Linear(4, 8), nn.Dropout(0.25), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(torch.relu(self.up(x))))
+
+
+def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
+        for size in sizes
+    ]
+
+
+def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> Records:
+    sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
+    records = Records()
+    Trainer(
+        model or Classifier(),
+        RunConfig(
+            run_dir=None if run_dir is None else str(run_dir),
+            device="tpu",
+            trainer=TrainerConfig(steps=steps, **{"evaluate_every": 4} | changes),
+            execution=execution,
+            schedule=ScheduleConfig(name="constant", warmup_steps=0),  # not of how many steps there are
+            checkpoint=CheckpointConfig(every=4),
+            log=LogConfig(every=2, progress="none"),
+        ),
+        train_loader=batches(sizes),
+        val_loader=batches([6, 6]),
+        loss_fn=F.cross_entropy,
+        loggers=[records],
+    ).fit()
+    torch._dynamo.reset()
+    return records
+
+
+def test_phases_in_every_form_compute_the_same():
+    fused = fit(ExecutionConfig(), 6)
+    for form in ("debug", "strict", "compile"):
+        other = fit(ExecutionConfig(train=form, validate=form), 6)
+        for kind in ("steps", "evaluations"):
+            losses = [[record["loss"] for record in getattr(run, kind)] for run in (fused, other)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert any("tpu_graph" in call for call, _ in torch.tpu.recent_ops()) == (form == "compile")
+
+
+def test_a_compiled_run_resumes_to_the_bit(tmp_path):
+    compiled = ExecutionConfig(train="compile", validate="compile")
+    whole = fit(compiled, 8)
+    first = fit(compiled, 4, run_dir=tmp_path, sizes=[6] * 8)
+    second = fit(compiled, 8, run_dir=tmp_path)
+    assert first.losses() | second.losses() == whole.losses()
+    assert min(second.losses()) == 5
+
+
+@torch.compiler.disable
+def dawdle() -> None:
+    time.sleep(0.03)
+
+
+class SlowWhere(Classifier):
+    def __init__(self, compiled: bool):
+        super().__init__()
+        self.slow_where_compiled = compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.compiler.is_compiling() == self.slow_where_compiled:
+            dawdle()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("slow_where_compiled", "line"),
+    [
+        (False, f"compile from step {LENGTH + 1} on; a compiled step takes"),
+        (True, "stays fused; a compiled step takes"),
+    ],
+)
+def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tmp_path, capsys):
+    steps = LENGTH + 2
+    auto = ExecutionConfig(train="auto", validate="auto")
+    changes = {"run_dir": tmp_path, "evaluate_every": None}
+    fit(auto, steps, SlowWhere(slow_where_compiled), **changes)
+    said = [each for each in capsys.readouterr().out.splitlines() if "execution.train=auto" in each]
+    assert len(said) == 1
+    assert line in said[0]
+    newest = tmp_path / "checkpoints" / f"step-{steps}" / "state.json"
+    state = json.loads(newest.read_text())["execution"]
+    assert state["chosen"] == ("fused" if slow_where_compiled else "compile")
+    # What the checkpoint says holds, whatever would be measured now.
+    torch.tpu.flush()
+    fit(auto, steps + 2, SlowWhere(not slow_where_compiled), **changes, sizes=[6] * (steps + 2))
+    assert "execution.train=auto" not in capsys.readouterr().out
+    assert (
+        json.loads((newest.parents[1] / f"step-{steps + 2}" / "state.json").read_text())["execution"] == state
+    )
+
+
+def test_random_numbers_do_not_change_by_switching():
+    fused, auto = (
+        fit(ExecutionConfig(train=form), LENGTH + 2, evaluate_every=None) for form in ("fused", "auto")
+    )
+    losses = [[record["loss"] for record in run.steps] for run in (fused, auto)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(
+        UserError, match=r"execution.train=fast: expected one of debug, strict, fused, compile, auto"
+    ):
+        ExecutionConfig(train="fast")
+
+
+def test_the_recompile_budget_names_what_compiles(capsys):
+    fit(ExecutionConfig(), 8, sizes=[6, 6, 6, 7, 8, 9, 10, 11], recompile_budget=3, evaluate_every=None)
+    said = [each for each in capsys.readouterr().out.splitlines() if each.startswith("warning")]
+    assert len(said) == 1
+    assert "steps up to 8 have compiled 5 programs, the first step left out" in said[0]
+    assert "because of shape: " in said[0]
+    assert "test_execution.py:" in said[0]
+
+
+def test_within_the_budget_nothing_is_said(capsys):
+    fit(ExecutionConfig(), 6, sizes=[6, 6, 6, 7, 8, 6], recompile_budget=2, evaluate_every=None)
+    assert "warning" not in capsys.readouterr().out

@@ -1,0 +1,42 @@
+"""`trainer.recompile_budget`: how many programs steps may compile before it is said what compiles them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tputrain import device as devices
+from tputrain.announce import say
+from tputrain.callbacks.callback import Callback
+from tputrain.loggers.logger import Record
+
+if TYPE_CHECKING:
+    from tputrain.trainer import Trainer
+
+
+class RecompileBudget(Callback):
+    """Counts what steps compile after the first one of a process."""
+
+    def __init__(self, budget: int | None):
+        """`budget`: programs; None: any number."""
+        self._budget = self._limit = budget
+        self._count = 0
+        self._known: set[int] | None = None  # the programs that were compiled with the first step or before
+
+    def on_log(self, trainer: "Trainer", records: Sequence[Record]) -> None:
+        """Warn where the budget is spent, and again each time twice as much is."""
+        if self._limit is None:
+            return
+        if self._known is None:  # the first step compiles, and is logged by itself
+            self._known = set(devices.causes_of_compilations(trainer.device))
+            return
+        self._count += sum(record["compilations"] for record in records)
+        if self._count <= self._limit:
+            return
+        programs = devices.causes_of_compilations(trainer.device)
+        causes = Counter(cause for number, cause in programs.items() if number not in self._known)
+        cause, times = max(causes.items(), key=lambda item: item[1], default=("causes no longer known", 0))
+        say(
+            f"warning: steps up to {records[-1]['step']} have compiled {self._count} programs, the first step"
+            f" left out (trainer.recompile_budget={self._budget}); {times} of the programs because of {cause}"
+        )
+        self._limit = 2 * self._count

@@ -1,0 +1,120 @@
+"""How the phases of a run execute: the mode of the device, and the model as it is or compiled."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from tputrain import device as devices
+from tputrain.config_checks import expect, expect_choice
+from tputrain.execution_trial import Trial
+
+FORMS = ("debug", "strict", "fused", "compile", "auto")
+_RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, training and evaluation
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """How each phase executes on the tpu device: debug (waits after each operation), strict (a program an
+    operation), fused (a program a step), compile (the same through torch.compile, at less cost for the host)
+    or auto (fused, and compile once it was measured to be faster)."""
+
+    train: str = "fused"
+    """Training steps."""
+    validate: str = "fused"
+    """Evaluations; auto: what training does."""
+    sample: str = "fused"
+    """Text from the model; auto: what training does."""
+    autocast: str | None = None
+    """bfloat16: products of matrices in bfloat16, what needs more in float32, by PyTorch's autocast; weights,
+    their gradients and the optimizer's state stay float32. None: everything in the weights' own dtype."""
+
+    executable_cache: str | None = None
+    """Directory where later processes find the programs that this one compiles; none: they are not kept.
+    None: as TPU_CACHE_DIR says, and where that says nothing the commands of `tputrain` take
+    ~/.cache/tputrain/executables."""
+
+    def __post_init__(self) -> None:
+        expect(
+            self.executable_cache not in ("", "False", "True", "off", "on"),
+            "execution.executable_cache",
+            self.executable_cache,
+            f"a directory, or none; left out, commands take {devices.EXECUTABLE_CACHE}",
+        )
+        if self.autocast is not None:
+            expect_choice("execution.autocast", self.autocast, ("bfloat16",))
+        for phase in ("train", "validate", "sample"):
+            expect_choice(f"execution.{phase}", getattr(self, phase), FORMS)
+
+
+class Execution:
+    """Says in which form each phase runs, and where its programs are kept. On another device than tpu, debug,
+    strict and fused are one.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, cfg: ExecutionConfig):
+        devices.use_executable_cache(device, cfg.executable_cache)
+        self._model, self._device, self._cfg = model, device, cfg
+        self._trial = Trial(device) if cfg.train == "auto" else None
+        self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as the current phase calls it."""
+        return self._compiled if self._form == "compile" else self._model
+
+    @property
+    def first_of(self) -> str:
+        """What a first step is the first of, for people."""
+        return "of this process" if self._trial is None or self._form == "fused" else "by torch.compile"
+
+    @cached_property
+    def _compiled(self) -> Any:
+        # Each size has a program of its own whatever was seen before: a resumed run runs the same programs.
+        options: dict[str, Any] = {"dynamic": False, "recompile_limit": _RECOMPILE_LIMIT}
+        return torch.compile(self._model, **options)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """In here train, validate or sample goes on."""
+        form = self._form_of_training if name == "train" else getattr(self._cfg, name)
+        with self.in_form(self._form_of_training if form == "auto" else form):
+            yield
+
+    @contextmanager
+    def in_form(self, form: str) -> Iterator[None]:
+        """In here the model runs in one of FORMS but auto."""
+        outer, self._form = self._form, form
+        try:
+            with devices.execution_mode(self._device, "fused" if form == "compile" else form):
+                yield
+        finally:
+            self._form = outer
+
+    # -- auto: training, step by step
+
+    def before_step(self, step: int) -> bool:
+        """Take the form for the step after `step`; whether it is one that this process has not run."""
+        if self._trial is None:
+            return False
+        form = self._trial.before_step(step)
+        is_new = form == "compile" and "_compiled" not in self.__dict__
+        self._form = self._form_of_training = form
+        return is_new
+
+    def after_step(self, step: int) -> None:
+        """Step number `step` was dispatched."""
+        if self._trial is not None:
+            self._trial.after_step(step)
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint holds of it."""
+        return None if self._trial is None else self._trial.state()
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        if self._trial is not None and state is not None:
+            self._trial = Trial(self._device, **state)

@@ -1,0 +1,94 @@
+"""`execution.train: auto`: a run measures both forms of its step, once, and goes on with the faster one."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tputrain import device as devices
+from tputrain.announce import say
+
+WARM_STEPS = 4  # of each form, before it is measured
+BLOCKS, BLOCK_STEPS = 3, 4  # a form is measured in so many blocks of so many steps; the fastest one counts
+NEEDED = 0.98  # the compiled step must take at most this share of the fused one's time
+
+_MEASURED = BLOCKS * BLOCK_STEPS
+_COMPILED_FROM = WARM_STEPS + _MEASURED
+LENGTH = 2 * _COMPILED_FROM
+"""Steps from the beginning of a run to the choice."""
+
+
+@dataclass
+class _Record:
+    begun_at: int | None = None  # the step after which the trial began
+    seconds: dict[str, float] = field(default_factory=dict)  # a step's, by form: the fastest block
+    chosen: str | None = None
+
+
+class Trial:
+    """First fused steps, then compiled ones; then one of both, for good.
+
+    Which form a step has follows from its number alone, until the choice. The choice is made from the seconds
+    in the record, which checkpoints hold; so a resumed run does what its checkpoint says. Where blocks begin
+    and end the host waits for the device.
+    """
+
+    def __init__(self, device: torch.device, **record: Any):
+        self._device = device
+        self._record = _Record(**record)
+        self._block_began = 0.0
+        self._in_block = False
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self._record)
+
+    def before_step(self, step: int) -> str:
+        """The form of the step after `step`."""
+        record = self._record
+        if record.chosen is not None:
+            return record.chosen
+        if record.begun_at is None:
+            record.begun_at = step
+        place = step - record.begun_at
+        if self._is_measured(place) and self._place_in_block(place) == 0:
+            devices.wait(self._device)
+            self._block_began, self._in_block = time.perf_counter(), True
+        return "fused" if place < _COMPILED_FROM else "compile"
+
+    def after_step(self, step: int) -> None:
+        """Step number `step` was dispatched."""
+        record = self._record
+        if record.chosen is not None or record.begun_at is None:
+            return
+        place = step - 1 - record.begun_at
+        if self._in_block and self._place_in_block(place) == BLOCK_STEPS - 1:
+            devices.wait(self._device)
+            seconds = (time.perf_counter() - self._block_began) / BLOCK_STEPS
+            form = "fused" if place < _COMPILED_FROM else "compile"
+            record.seconds[form] = min(seconds, record.seconds.get(form, seconds))
+            self._in_block = False
+        if place == LENGTH - 1:
+            self._choose(step)
+
+    def _choose(self, step: int) -> None:
+        fused, compiled = (self._record.seconds.get(form) for form in ("fused", "compile"))
+        if fused is None or compiled is None:  # interrupted in every block of one of them
+            self._record.chosen = "fused"
+            say("execution.train=auto: stays fused, the other form could not be measured")
+            return
+        is_faster = compiled <= NEEDED * fused
+        self._record.chosen = "compile" if is_faster else "fused"
+        choice = f"compile from step {step + 1} on" if is_faster else "stays fused"
+        say(
+            f"execution.train=auto: {choice}; a compiled step takes {1e3 * compiled:.1f} ms, a fused one "
+            f"{1e3 * fused:.1f} ms"
+        )
+
+    @staticmethod
+    def _is_measured(place: int) -> bool:
+        return place % _COMPILED_FROM >= WARM_STEPS
+
+    @staticmethod
+    def _place_in_block(place: int) -> int:
+        return (place % _COMPILED_FROM - WARM_STEPS) % BLOCK_STEPS

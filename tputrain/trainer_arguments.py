@@ -1,0 +1,81 @@
+"""Whether what the Trainer was given is of the kinds that it takes, said before anything is done with it."""
+
+from collections.abc import Iterable, Mapping
+from inspect import isclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tputrain.callbacks.callback import Callback
+from tputrain.config import RunConfig
+from tputrain.config_checks import nearest
+from tputrain.errors import UserError
+from tputrain.loggers.logger import Logger
+
+_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+
+
+def check_arguments(
+    model: Any, cfg: Any, loss_fn: Any, optimizer: Any, metrics: Any, callbacks: Any, loggers: Any
+) -> None:
+    """Raise UserError, one line, for the first of the Trainer's arguments that is of another kind."""
+    _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
+    _expect(
+        isinstance(cfg, RunConfig),
+        "cfg",
+        cfg,
+        "a RunConfig, such as RunConfig(run_dir='runs/mine', trainer=TrainerConfig(steps=300))",
+    )
+    is_loss = loss_fn is None or (callable(loss_fn) and not isclass(loss_fn))
+    _expect(
+        is_loss, "loss_fn", loss_fn, "a function of (output, target), such as torch.nn.functional.mse_loss"
+    )
+    is_optimizer = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    _expect(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer on model.parameters()")
+    _check_metrics(metrics)
+    for callback in _each("callbacks", callbacks, Callback):
+        _check_hooks(callback)
+    _each("loggers", loggers, Logger)
+
+
+def _check_metrics(metrics: Any) -> None:
+    expected = (
+        "a mapping of names to functions of (output, target); TrainerConfig(metrics=[...]) takes known names"
+    )
+    _expect(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, expected)
+    for name, function in (metrics or {}).items():
+        _expect(callable(function), f"metrics[{name!r}]", function, "a function of (output, target)")
+
+
+def _each(name: str, given: Any, kind: type) -> list[Any]:
+    """The elements of `given`, all of which are of `kind`."""
+    is_many = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    _expect(is_many, name, given, f"a list of tputrain.{kind.__name__}")
+    elements = list(given)
+    for index, element in enumerate(elements):
+        _expect(isinstance(element, kind), f"{name}[{index}]", element, f"a tputrain.{kind.__name__}")
+    return elements
+
+
+def _check_hooks(callback: Callback) -> None:
+    """A hook by another library's name would never be called, and nobody would know."""
+    for name in dir(callback):
+        if name.startswith("on_") and name not in _HOOKS and callable(getattr(callback, name)):
+            hint = nearest(name, _HOOKS)
+            suggestion = f"; did you mean {hint}?" if hint else ""
+            raise UserError(
+                f"callback {type(callback).__name__}: nothing calls its {name}: "
+                f"expected one of {', '.join(_HOOKS)}{suggestion}"
+            )
+
+
+def _expect(holds: bool, name: str, given: Any, expected: str) -> None:
+    if not holds:
+        raise UserError(f"Trainer: {name} is {_describe(given)}: expected {expected}")
+
+
+def _describe(given: Any) -> str:
+    if isclass(given):
+        return f"the class {given.__name__}, not an object of it"
+    return repr(given) if isinstance(given, str | int | float) else f"a {type(given).__name__}"
