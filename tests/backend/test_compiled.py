@@ -198,6 +198,29 @@ def test_buffers_autocast_and_checkpointing():
     torch.testing.assert_close(twin.norm.running_mean.cpu(), model.norm.running_mean.cpu())
 
 
+def test_dropout_that_is_computed_again_in_backward_is_the_same_bit_for_bit():
+    from torch.utils.checkpoint import checkpoint
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return F.dropout(x, 0.5)
+
+    torch.manual_seed(2)
+    model = Layers().to("tpu")
+    x = torch.randn(4, 6, device="tpu")
+    loss, gradients = step(model, list(model.parameters()), x)
+    its_loss, its_gradients = step(compiled(model), list(model.parameters()), x)
+    assert torch.equal(its_loss.cpu(), loss.cpu())
+    for ours, theirs in zip(its_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.cpu())
+
+
 def test_another_size_is_another_program_of_the_same_graph():
     def mean(x: Tensor) -> Tensor:
         return (x.reshape(-1, 2) * x.shape[0]).mean(0)

@@ -28,6 +28,7 @@ import tpu_backend
 from tpu_backend.compiled.constants import lift_constants
 from tpu_backend.compiled.graph import Graph, concrete
 from tpu_backend.compiled.operation import make_operator
+from tpu_backend.compiled.sizes import Sizes
 from tpu_backend.compiled.split import Boxed, OperationByOperation, Split
 from tpu_backend.lowering.names import functional_name
 
@@ -115,7 +116,7 @@ class _Compiled:
         self.tensors = [
             place for place, node in enumerate(placeholders) if isinstance(node.meta["val"], torch.Tensor)
         ]
-        self.sizes = [
+        self.numbers = [
             place for place, node in enumerate(placeholders) if not isinstance(node.meta["val"], torch.Tensor)
         ]
         wanted: dict[fx.Node, int] = {}
@@ -123,17 +124,23 @@ class _Compiled:
         self.operator = None
         if wanted:
             self.operator = make_operator(name, self.graph, list(wanted))
+        # Where forward and backward are one segment, backward's own sizes would make a program a size anyway.
+        self.sizes = Sizes(name, graph, list(wanted), may_pad=name == "inference")
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         given = tuple(inputs)
         inputs.clear()  # the caller's references go, so that what nobody needs is freed
         results: Sequence[torch.Tensor] = ()
         if self.operator is not None:
-            tensors = [given[place] for place in self.tensors]
-            if not tensors:  # something must tell the dispatcher the device
-                tensors = [torch.empty(0, device="tpu")]
-            results = self.operator(tensors, [given[place] for place in self.sizes])
+            results = self.sizes.call(self._run, given)
         return [output(given, results) for output in self.outputs]
+
+    def _run(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
+        tensors = [given[place] for place in self.tensors]
+        if not tensors:  # something must tell the dispatcher the device
+            tensors = [torch.empty(0, device="tpu")]
+        assert self.operator is not None
+        return self.operator(tensors, [given[place] for place in self.numbers])
 
     def _output(self, node: Any, wanted: dict[fx.Node, int]) -> Callable[[Any, Any], Any]:
         """What makes one output: (inputs, results of the operator) -> value."""

@@ -278,7 +278,7 @@ class _Call:
     def _number(self, name: str, kind: str, value: Any, wide: bool) -> Any:
         """A number that is an input of the program where it is recorded arrives as an array here too."""
         if isinstance(value, bool | int | float):
-            is_scalar = kind == "number" and name not in self.entry.static
+            is_scalar = kind in ("number", "Tensor") and name not in self.entry.static
             if name in ("alpha", "beta") and value in (0, 1):
                 return value
             if is_scalar or name in self.entry.runtime:
