@@ -14,6 +14,7 @@ from tests.acceptance.recipe_process import RecipeProcess, RecipeRun
 from tests.acceptance.small_disk import SmallDisk
 from tests.file_modes import obey_file_modes
 from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint.unsealed import is_written
 
 INTERVAL = 20  # steps between checkpoints
 FURTHEST = 30  # steps that a process makes at most before its fault comes
@@ -61,7 +62,7 @@ class Scene:
 
     def start(self, *program: str, compiles: bool = False) -> RecipeProcess:
         environment = {} if compiles else self.compiled_before
-        self.base = self.newest_step()
+        self.base = self.next_begins_at()
         return self.run.start(program or ("tputrain.cli",), environment, preexec=obey_file_modes)
 
     @property
@@ -72,6 +73,12 @@ class Scene:
         """The step of the newest whole checkpoint; 0 where there is none."""
         newest = self.checkpoints.newest(lambda *_: None)
         return 0 if newest is None else int(newest.name.rpartition("-")[2])
+
+    def next_begins_at(self) -> int:
+        """The step that the next process goes on from: it finishes a checkpoint whose files are written."""
+        unsealed = self.checkpoints.directory.glob(".unfinished-step-*")
+        written = [int(path.name.rpartition("-")[2]) for path in unsealed if is_written(path)]
+        return max(self.newest_step(), *written, 0)
 
     def some_step(self) -> int:
         """One that the process just started will come to."""
@@ -244,7 +251,7 @@ def workers_of(pid: int) -> list[int]:
 
 def stuck(scene: Scene) -> Struck:
     """A step that never returns: the watchdog reports it and ends the process."""
-    scene.base = scene.newest_step()
+    scene.base = scene.next_begins_at()
     step = scene.base + scene.choice.randint(8, FURTHEST)  # the step time must have been learnt
     process = scene.start("tests.acceptance.faulty_process", "stuck", str(step))
     if not process.wait_for(lambda: process.has_reached(step - 3), may_fail=True):
@@ -263,7 +270,7 @@ def not_a_number(policy: str) -> Inflict:
     """A batch whose loss is NaN, in a run whose `on_nonfinite` is `policy`."""
 
     def inflict(scene: Scene) -> Struck:
-        scene.base = scene.newest_step()
+        scene.base = scene.next_begins_at()
         # After a checkpoint: the operation is found by going back to one.
         step = max(scene.base, INTERVAL) + scene.choice.randint(3, FURTHEST)
         process = scene.start("tests.acceptance.faulty_process", "nan", str(step))
