@@ -159,16 +159,19 @@ def is_full_for_a_while(scene: Scene) -> Struck:
 @contextmanager
 def full_disk(scene: Scene) -> Iterator[RecipeProcess]:
     """A process that found the disk full when it saved."""
+    newest = scene.run.run_dir / "checkpoints" / f"step-{scene.newest_step()}"
+    needed = sum(path.stat().st_size for path in newest.glob("*"))
     process = scene.start()
     wait_for_step(scene, process, scene.some_step())
     # What an earlier fault left is removed by the next save, and a save that is nearly done removes an old
     # checkpoint: either would make room.
     unfinished = (scene.run.run_dir / "checkpoints").glob
     expect(process, lambda: not any(unfinished(".unfinished-*")), "a save does not end")
-    newest = scene.run.run_dir / "checkpoints" / f"step-{scene.newest_step()}"
-    needed = sum(path.stat().st_size for path in newest.glob("*"))
     # None at all; or room for the tensors, but not for the rest.
     scene.disk.fill(free=scene.choice.choice([0, max(0, needed - 4096)]))
+    if process.process.poll() is not None:
+        scene.disk.make_room()
+        raise MissedError(process.last_line())
     try:
         expect(process, lambda: "NOT SAVED" in process.output(), "a full disk was not noticed")
         yield process
