@@ -74,6 +74,7 @@ def test_rows_that_do_not_meet_are_padded():
         (lambda x: 7 // (x > -9).long(), True),  # a row of zeros would divide by zero
         (lambda x: (x @ x.new_ones(3, 2)).bmm(x.new_ones(1, 2, 2)) if x.dim() == 3 else x.exp(), True),
         (lambda x: x.sum(0), False),
+        (lambda x: x.sum([]).expand(x.shape[0]) * 2, False),
         (lambda x: x / x.shape[0], False),
         (lambda x: x.cumsum(0), False),
         (lambda x: x.softmax(0), False),

@@ -134,12 +134,11 @@ def _reduces(dims: Callable[[fx.Node], Any]) -> Callable[[fx.Node, sympy.Symbol]
 
     def rule(node: fx.Node, symbol: sympy.Symbol) -> bool:
         exprs = _exprs(node.args[0].meta["val"])  # type: ignore[union-attr]
-        reduced = dims(node)
-        if reduced is None or symbol not in exprs:
+        named = dims(node)
+        reduced = [named] if isinstance(named, int) else named
+        if not reduced or symbol not in exprs:  # none named: all
             return False
-        return exprs.index(symbol) not in [
-            dim % len(exprs) for dim in ([reduced] if isinstance(reduced, int) else reduced)
-        ]
+        return exprs.index(symbol) not in [dim % len(exprs) for dim in reduced]
 
     return rule
 
