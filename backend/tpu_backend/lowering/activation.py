@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import lowering, stored
 
 _SQRT_HALF = math.sqrt(0.5)
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -215,7 +215,7 @@ def glu(self, dim=-1):
 
 
 @lowering("glu_backward", promote="result")
-def glu_backward(grad_output, self, dim):
+def glu_backward(grad_output, self, dim, *, out):
     value, gate = jnp.split(self, 2, axis=dim)
-    sigmoid = jax.nn.sigmoid(gate)
+    sigmoid = stored(jax.nn.sigmoid(gate), out[0].dtype)
     return jnp.concatenate([grad_output * sigmoid, grad_output * value * sigmoid * (1 - sigmoid)], axis=dim)

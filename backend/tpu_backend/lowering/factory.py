@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpu_backend.lowering.registry import lowering, opmath
+from tpu_backend.lowering.registry import lowering, opmath, stored
 
 
 @lowering("fill.Scalar", "fill.Tensor")
@@ -75,8 +75,10 @@ _OVERLOADS = [
 ]
 
 
-def _spaced(start, end, steps, dtype):
-    """Counted from both ends, so that start and end are met exactly."""
+def _spaced(start, end, steps, dtype, kept=None):
+    """Counted from both ends, so that start and end are met exactly; ``kept``: the dtype that each step on
+    the way is rounded to, in 16 bit.
+    """
     compute = opmath(dtype)
     start, end = (jnp.asarray(value).astype(compute) for value in (start, end))
     positions = lax.iota(compute, steps)
@@ -84,14 +86,23 @@ def _spaced(start, end, steps, dtype):
         positions, start, end = (value.astype(jnp.float64) for value in (positions, start, end))
     if steps < 2:
         return jnp.broadcast_to(start, (steps,))
+    start, end = stored(start, dtype), stored(end, dtype)
+    kept = compute if kept is None else kept
+
+    def along(step, count):
+        return stored(step * stored(count, kept), kept)
+
     # Behind the barrier: XLA multiplies by the inverse of a constant, which is not exact.
-    step = (end - start) / lax.optimization_barrier(jnp.asarray(steps - 1, start.dtype))
-    return jnp.where(positions < steps // 2, start + step * positions, end - step * (steps - 1 - positions))
+    last = lax.optimization_barrier(stored(jnp.asarray(steps - 1, start.dtype), kept))
+    step = stored(stored(end - start, kept) / last, kept)
+    return jnp.where(
+        positions < steps // 2, start + along(step, positions), end - along(step, steps - 1 - positions)
+    )
 
 
 @lowering(*(name for pair in _OVERLOADS for name in pair))
 def linspace(start, end, steps, *, out=None, **options):
-    return _spaced(start, end, steps, out[0].dtype)
+    return _spaced(start, end, steps, out[0].dtype, kept=out[0].dtype)
 
 
 @lowering(*(name.replace("linspace", "logspace") for pair in _OVERLOADS for name in pair))

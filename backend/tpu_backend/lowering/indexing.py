@@ -251,7 +251,8 @@ def unsafe_masked_index(self, mask, indices, fill):
 
 @lowering("_unsafe_masked_index_put_accumulate")
 def unsafe_masked_index_put_accumulate(self, mask, indices, values):
-    return _accumulate(self, _clamped_indices(self, indices), jnp.where(mask, values, 0))
+    """Added up in the dtype of the tensor, as on the CPU."""
+    return _write(self, _clamped_indices(self, indices))("add", jnp.where(mask, values, 0).astype(self.dtype))
 
 
 def _clamped_indices(self, indices):
@@ -312,7 +313,8 @@ def index_fill(self, dim, index, value):
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
     base, source = at_least_1d(self), at_least_1d(source)
     _require_from_front(index, base.shape[wrap_dim(dim, self.ndim)])
-    result = _reduce_into(base, _rows(base, dim, index), source, reduce, include_self)
+    # In 16 bit PyTorch's CPU works in the dtype of the tensor, where scatter_reduce is in float32.
+    result = _reduce_into(base, _rows(base, dim, index), source, reduce, include_self, base.dtype)
     return result.reshape(self.shape)
 
 
@@ -429,9 +431,10 @@ def _limits(dtype):
     return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
 
-def _reduce_into(self, index, src, reduce, include_self):
+def _reduce_into(self, index, src, reduce, include_self, dtype=None):
+    """``dtype`` is the one to work in."""
     method, neutral = _REDUCERS[reduce]
-    dtype = _sum_dtype(self.dtype)
+    dtype = _sum_dtype(self.dtype) if dtype is None else dtype
     base = self.astype(dtype)
     if not include_self:
         base = _write(base, index)("set", jnp.asarray(neutral(dtype), dtype))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_all, require_in_range
 from tpu_backend.lowering.dims import at_least_1d
-from tpu_backend.lowering.registry import NotLoweredError, lowering
+from tpu_backend.lowering.registry import NotLoweredError, is_16_bit, lowering, stored
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
@@ -72,16 +74,32 @@ def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index
     return jnp.where(classes == jnp.expand_dims(safe, axis), jnp.expand_dims(grad, axis), 0)
 
 
+def _rounded_to(spec):
+    """Rounds to what the output's dtype holds: PyTorch makes such a loss of several 16-bit steps."""
+    return functools.partial(stored, dtype=spec.dtype)
+
+
+def _scaled_grad(grad_output, slopes, factor, reduction, rounded):
+    """The gradient through elements whose losses have ``factor * slopes`` for derivatives."""
+    if reduction == _MEAN:
+        factor = rounded(jnp.asarray(factor / slopes.size, slopes.dtype))
+    return rounded(factor * slopes) * grad_output
+
+
 # ---- distances
 
 
 @lowering("mse_loss", promote="result")
-def mse_loss(self, target, reduction=_MEAN):
-    return _reduced(jnp.square(self - target), reduction)
+def mse_loss(self, target, reduction=_MEAN, *, out):
+    rounded = _rounded_to(out[0])
+    return _reduced(rounded(jnp.square(rounded(self - target))), reduction)
 
 
 @lowering("mse_loss_backward", promote="result")
-def mse_loss_backward(grad_output, self, target, reduction):
+def mse_loss_backward(grad_output, self, target, reduction, *, out):
+    if is_16_bit(out[0].dtype):
+        rounded = _rounded_to(out[0])
+        return _scaled_grad(grad_output, rounded(self - target), 2, reduction, rounded)
     difference = self - target
     return 2 * difference * _per_element(grad_output, difference, reduction)
 
@@ -113,7 +131,11 @@ def huber_loss(self, target, reduction=_MEAN, delta=1.0):
 
 
 @lowering("huber_loss_backward", promote="result", runtime=("delta",))
-def huber_loss_backward(grad_output, self, target, reduction, delta):
+def huber_loss_backward(grad_output, self, target, reduction, delta, *, out):
+    if is_16_bit(out[0].dtype):
+        rounded = _rounded_to(out[0])
+        slopes = jnp.clip(rounded(self - target), -delta, delta)
+        return _scaled_grad(grad_output, slopes, 1, reduction, rounded)
     difference = self - target
     return jnp.clip(difference, -delta, delta) * _per_element(grad_output, difference, reduction)
 
@@ -140,12 +162,13 @@ def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduct
 
 
 @lowering("binary_cross_entropy_with_logits", promote="result")
-def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=_MEAN):
-    if pos_weight is None:
-        losses = (1 - target) * self - jax.nn.log_sigmoid(self)
-    else:
-        losses = (1 - target) * self - ((pos_weight - 1) * target + 1) * jax.nn.log_sigmoid(self)
-    return _reduced(losses if weight is None else losses * weight, reduction)
+def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=_MEAN, *, out):
+    rounded = _rounded_to(out[0])
+    of_ones = rounded(jax.nn.log_sigmoid(self))
+    if pos_weight is not None:
+        of_ones = rounded(rounded(rounded(rounded(pos_weight - 1) * target) + 1) * of_ones)
+    losses = rounded(rounded(rounded(1 - target) * self) - of_ones)
+    return _reduced(losses if weight is None else rounded(losses * weight), reduction)
 
 
 @lowering("soft_margin_loss", promote="result")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath, stored
 from tpu_backend.lowering.settings import float32_matmul_precision
 
 NO_INT64_PRODUCTS = CannotCompile(
@@ -104,8 +104,15 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
 
 
 @lowering("addr", promote="result")
-def addr(self, vec1, vec2, *, beta=1, alpha=1):
-    return _add_product(self, vec1[:, None] * vec2[None, :], beta, alpha)
+def addr(self, vec1, vec2, *, beta=1, alpha=1, out):
+    dtype = out[0].dtype
+    beta, alpha = (
+        factor if isinstance(factor, (int, float)) else stored(factor, dtype) for factor in (beta, alpha)
+    )
+    product = stored(stored(scaled(vec1, alpha), dtype)[:, None] * vec2[None, :], dtype)
+    if isinstance(beta, (int, float)) and beta == 0:
+        return product
+    return stored(scaled(self, beta), dtype) + product
 
 
 @lowering("_grouped_mm")

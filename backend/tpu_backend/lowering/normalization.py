@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
-from tpu_backend.lowering.registry import NotLoweredError, lowering
+from tpu_backend.lowering.registry import NotLoweredError, lowering, stored
 
 # ---- softmax
 
@@ -46,12 +46,15 @@ def safe_softmax(self, dim, dtype=None):
 
 
 @lowering("_log_softmax", promote="opmath")
-def log_softmax(self, dim, half_to_float):
+def log_softmax(self, dim, half_to_float, *, out):
     _expect_floats(self)
     if self.ndim == 0 or self.size == 0:
         return jnp.zeros_like(self)
     shifted = self - jnp.max(self, dim, keepdims=True)
-    return shifted - jnp.log(jnp.sum(jnp.exp(shifted), dim, keepdims=True))
+    total = jnp.sum(jnp.exp(shifted), dim, keepdims=True)
+    if dim in (-1, self.ndim - 1):  # along the last dim, PyTorch's CPU keeps what it subtracts in 16 bit
+        return shifted - stored(jnp.log(stored(total, out[0].dtype)), out[0].dtype)
+    return shifted - jnp.log(total)
 
 
 @lowering("_softmax_backward_data", promote="opmath")

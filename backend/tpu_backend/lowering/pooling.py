@@ -5,6 +5,7 @@ Indices are PyTorch's: positions in the flattened spatial plane of each channel.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_in_range
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import is_16_bit, lowering, opmath, stored
 
 
 def _each_dim(values: int | Sequence[int], rank: int) -> tuple[int, ...]:
@@ -126,9 +127,10 @@ def _max_backward(rank):
 
 
 for _rank in (2, 3):
-    lowering(
-        f"max_pool{_rank}d_with_indices_backward", f"adaptive_max_pool{_rank}d_backward", promote="opmath"
-    )(_max_backward(_rank))
+    # Not in float32: where windows overlap, PyTorch's CPU adds up in the dtype of the gradient.
+    lowering(f"max_pool{_rank}d_with_indices_backward", f"adaptive_max_pool{_rank}d_backward")(
+        _max_backward(_rank)
+    )
 
 
 @lowering("max_unpool2d")
@@ -150,23 +152,67 @@ def max_unpool3d(self, indices, output_size, stride, padding):
 # ---- average
 
 
-def _average(self, outputs, kernel_size, stride, padding, count_include_pad, divisor_override):
-    rank, plane = len(outputs), self.shape[-len(outputs) :]
-    kernel, padding = _each_dim(kernel_size, rank), _each_dim(padding, rank)
-    stride = _each_dim(stride or kernel, rank)
-    lead = (1,) * (self.ndim - rank)
-    pairs, divisor = [(0, 0)] * (self.ndim - rank), np.ones((), np.int64)
-    for size, count, k, s, p in zip(plane, outputs, kernel, stride, padding, strict=True):
-        pairs.append((p, max((count - 1) * s + k - size - p, 0)))
-        starts = np.arange(count) * s - p
-        ends = np.minimum(starts + k, size + p)
-        covered = ends - starts if count_include_pad else ends.clip(max=size) - starts.clip(min=0)
-        divisor = divisor[..., None] * covered
-    sums = lax.reduce_window(
-        self, np.zeros((), self.dtype), lax.add, (*lead, *kernel), (*lead, *stride), pairs
-    )
-    sums = sums[(..., *(slice(count) for count in outputs))]
-    return sums / jnp.asarray(divisor_override or divisor, self.dtype)
+@dataclass(frozen=True)
+class _AveragePool:
+    """The windows of an average pool over planes: one entry a dim."""
+
+    plane: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    @staticmethod
+    def of(plane, outputs, kernel_size, stride, padding):
+        rank = len(outputs)
+        kernel = _each_dim(kernel_size, rank)
+        return _AveragePool(
+            tuple(plane), tuple(outputs), kernel, _each_dim(stride or kernel, rank), _each_dim(padding, rank)
+        )
+
+    def dims(self):
+        return zip(self.plane, self.outputs, self.kernel, self.stride, self.padding, strict=True)
+
+    def pads(self):
+        """What the planes are padded by: the last window may end behind the padding."""
+        return [(p, max((count - 1) * s + k - size - p, 0)) for size, count, k, s, p in self.dims()]
+
+    def divisor(self, count_include_pad):
+        """How many elements each window averages: (*outputs)."""
+        divisor = np.ones((), np.int64)
+        for size, count, k, s, p in self.dims():
+            starts = np.arange(count) * s - p
+            ends = np.minimum(starts + k, size + p)
+            covered = ends - starts if count_include_pad else ends.clip(max=size) - starts.clip(min=0)
+            divisor = divisor[..., None] * covered
+        return divisor
+
+
+def _average(self, pool, divisor):
+    lead = self.ndim - len(pool.outputs)
+    windows = [(1,) * lead + each for each in (pool.kernel, pool.stride)]
+    sums = lax.reduce_window(self, np.zeros((), self.dtype), lax.add, *windows, [(0, 0)] * lead + pool.pads())
+    sums = sums[(..., *(slice(count) for count in pool.outputs))]
+    return sums / jnp.asarray(divisor, self.dtype)
+
+
+def _average_transposed(grad_output, pool, divisor, dtype):
+    """Each window's share added to its elements, one window after the other and rounded to 16 bit each time,
+    as in PyTorch's CPU kernel. An element lies further behind in an earlier window: offsets go down.
+    """
+    lead = grad_output.ndim - len(pool.outputs)
+    shares = stored(grad_output / jnp.asarray(divisor, grad_output.dtype), dtype)
+    sizes = [size + before + behind for size, (before, behind) in zip(pool.plane, pool.pads(), strict=True)]
+    total = jnp.zeros((*grad_output.shape[:lead], *sizes), grad_output.dtype)
+    for offsets in itertools.product(*(range(k - 1, -1, -1) for k in pool.kernel)):
+        spread = [
+            (offset, size - offset - (count - 1) * s - 1, s - 1)
+            for offset, size, count, s in zip(offsets, sizes, pool.outputs, pool.stride, strict=True)
+        ]
+        placed = lax.pad(shares, np.zeros((), shares.dtype), [(0, 0, 0)] * lead + spread)
+        total = stored(total + placed, dtype)
+    inner = (slice(p, p + size) for size, p in zip(pool.plane, pool.padding, strict=True))
+    return total[(..., *inner)]
 
 
 @lowering("avg_pool2d", "avg_pool3d", promote="opmath")
@@ -180,17 +226,29 @@ def avg_pool(
     divisor_override=None,
     out=None,
 ):
-    outputs = out[0].shape[-len(kernel_size) :] if len(kernel_size) > 1 else out[0].shape[-2:]
-    return _average(self, outputs, kernel_size, stride, padding, count_include_pad, divisor_override)
+    rank = len(kernel_size) if len(kernel_size) > 1 else 2
+    pool = _AveragePool.of(self.shape[-rank:], out[0].shape[-rank:], kernel_size, stride, padding)
+    return _average(self, pool, divisor_override or pool.divisor(count_include_pad))
 
 
 def _avg_pool_backward(rank):
     def backward(
-        grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+        grad_output,
+        self,
+        kernel_size,
+        stride,
+        padding,
+        ceil_mode,
+        count_include_pad,
+        divisor_override,
+        *,
+        out,
     ):
-        outputs = grad_output.shape[-rank:]
-        options = (outputs, kernel_size, stride, padding, count_include_pad, divisor_override)
-        return jax.vjp(lambda value: _average(value, *options), self)[1](grad_output)[0]
+        pool = _AveragePool.of(self.shape[-rank:], grad_output.shape[-rank:], kernel_size, stride, padding)
+        divisor = divisor_override or pool.divisor(count_include_pad)
+        if is_16_bit(out[0].dtype):
+            return _average_transposed(grad_output, pool, divisor, out[0].dtype)
+        return jax.vjp(lambda value: _average(value, pool, divisor), self)[1](grad_output)[0]
 
     return backward
 
@@ -222,13 +280,39 @@ def adaptive_avg_pool(self, output_size):
     return _adaptive_average(self, tuple(output_size))
 
 
+def _adaptive_average_transposed(grad_output, windows, plane):
+    """As `_average_transposed`, where windows differ in size: in the dtype of the gradient, as on the CPU."""
+    rank = len(plane)
+    outputs, shares = np.arange(math.prod(grad_output.shape[-rank:])), grad_output
+    places, inside = np.zeros((1,) * (2 * rank), int), np.ones((1,) * (2 * rank), bool)
+    for i, (window, size) in enumerate(zip(windows, plane, strict=True)):
+        shape = [1] * (2 * rank)
+        positions, valid = window.positions(size)
+        shape[i], shape[rank + i] = positions.shape
+        places, inside = places * size + positions.reshape(shape), inside & valid.reshape(shape)
+        lengths = window.lengths.reshape((-1,) + (1,) * (rank - 1 - i))
+        shares = (shares.astype(jnp.float32) / lengths.astype(np.float32)).astype(grad_output.dtype)
+    inside = inside.reshape(outputs.size, -1)
+    sources = np.broadcast_to(outputs[:, None], inside.shape)[inside]  # in the order of outputs
+    shares = shares.reshape(*grad_output.shape[:-rank], outputs.size)[..., sources]
+    planes = jnp.zeros((*grad_output.shape[:-rank], math.prod(plane)), grad_output.dtype)
+    return (
+        planes.at[..., places.reshape(inside.shape)[inside]].add(shares).reshape(*planes.shape[:-1], *plane)
+    )
+
+
 def _adaptive_avg_pool_backward(rank):
     def backward(grad_output, self):
-        outputs = grad_output.shape[-rank:]
+        outputs, plane = grad_output.shape[-rank:], self.shape[-rank:]
+        windows = [_adaptive_windows(count, size) for count, size in zip(outputs, plane, strict=True)]
+        overlap = any(size % count for count, size in zip(outputs, plane, strict=True))
+        if is_16_bit(self.dtype) and overlap:
+            return _adaptive_average_transposed(grad_output, windows, plane)
+        grad_output, self = (value.astype(opmath(value.dtype)) for value in (grad_output, self))
         return jax.vjp(lambda value: _adaptive_average(value, outputs), self)[1](grad_output)[0]
 
     return backward
 
 
 for _rank in (2, 3):
-    lowering(f"_adaptive_avg_pool{_rank}d_backward", promote="opmath")(_adaptive_avg_pool_backward(_rank))
+    lowering(f"_adaptive_avg_pool{_rank}d_backward")(_adaptive_avg_pool_backward(_rank))

@@ -143,12 +143,17 @@ def opmath(dtype: Any) -> Any:
     return _WIDE.get(jnp.dtype(dtype), jnp.dtype(dtype))
 
 
+def is_16_bit(dtype: Any) -> bool:
+    """Whether PyTorch computes in float32 for this dtype."""
+    return jnp.dtype(dtype) in _WIDE
+
+
 def stored(value: jax.Array, dtype: Any) -> jax.Array:
     """What a 16-bit tensor holds of a float32 value, still in float32; wider dtypes hold all of it.
 
     For kernels of PyTorch's that round on their way. No cast there and back, which XLA may leave out.
     """
-    if jnp.dtype(dtype) not in _WIDE:
+    if not is_16_bit(dtype):
         return value
     bits = jnp.finfo(dtype)
     return jax.lax.reduce_precision(value, bits.nexp, bits.nmant)

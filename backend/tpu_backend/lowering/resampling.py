@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import is_16_bit, lowering
 
 CUBIC_A = -0.75  # PyTorch's choice of the cubic convolution kernel
 _ANTIALIASED_CUBIC_A = -0.5  # and its other choice, the one of Pillow
@@ -42,19 +42,26 @@ def _nearest(self, output_size, scales, exact):
 # ---- linear and cubic: a matrix a dim
 
 
-def _linear_weights(size, count, scale, align_corners, dtype):
+def _held(weights, kept):
+    """Weights as a 16-bit dtype holds them, in which PyTorch's CPU keeps most of them; None: as they are."""
+    if kept is None or not is_16_bit(kept):
+        return weights
+    return np.asarray(weights, np.float32).astype(kept).astype(np.float32)
+
+
+def _linear_weights(size, count, scale, align_corners, dtype, kept=None):
     ratio = dtype.type(_ratio(size, count, scale, align_corners))
     source = np.arange(count, dtype=dtype) * ratio
     if not align_corners:
         source = ((np.arange(count, dtype=dtype) + 0.5) * ratio - 0.5).clip(min=0)
     left = np.floor(source).astype(int).clip(max=size - 1)
-    weights = np.zeros((count, size))
-    np.add.at(weights, (np.arange(count), left), 1 - (source - left))
-    np.add.at(weights, (np.arange(count), (left + 1).clip(max=size - 1)), source - left)
+    weights, behind = np.zeros((count, size)), _held(source - left, kept)
+    np.add.at(weights, (np.arange(count), left), _held(1 - behind, kept))
+    np.add.at(weights, (np.arange(count), (left + 1).clip(max=size - 1)), behind)
     return weights
 
 
-def _cubic_weights(size, count, scale, align_corners, dtype):
+def _cubic_weights(size, count, scale, align_corners, dtype, kept=None):
     ratio = dtype.type(_ratio(size, count, scale, align_corners))
     source = np.arange(count, dtype=dtype) * ratio
     if not align_corners:
@@ -65,7 +72,7 @@ def _cubic_weights(size, count, scale, align_corners, dtype):
         np.add.at(
             weights,
             (np.arange(count), (left + tap).clip(0, size - 1)),
-            cubic_kernel(source - (left + tap), CUBIC_A, np),
+            _held(cubic_kernel(source - (left + tap), CUBIC_A, np), kept),
         )
     return weights
 
@@ -93,7 +100,7 @@ _ANTIALIASED = {  # name: (kernel, how far it reaches)
 
 
 def _antialiased_weights(kernel, reach):
-    def weights_of(size, count, scale, align_corners, dtype):
+    def weights_of(size, count, scale, align_corners, dtype, kept=None):
         ratio = dtype.type(_ratio(size, count, scale, align_corners))
         widened = np.maximum(ratio, dtype.type(1))
         centre = (ratio * (np.arange(count, dtype=dtype) + dtype.type(0.5)))[:, None]
@@ -106,29 +113,36 @@ def _antialiased_weights(kernel, reach):
     return weights_of
 
 
-def _interpolate(self, output_size, align_corners, scales, weights_of):
+def _interpolate(self, output_size, align_corners, scales, kept, weights_of):
     for axis, count, scale in zip(range(2, self.ndim), output_size, scales, strict=True):
-        weights = jnp.asarray(
-            weights_of(self.shape[axis], count, scale, align_corners, self.dtype), self.dtype
-        )
+        weights = weights_of(self.shape[axis], count, scale, align_corners, self.dtype, kept)
+        weights = jnp.asarray(weights, self.dtype)
         self = jnp.moveaxis(jnp.tensordot(weights, self, (1, axis), precision=lax.Precision.HIGHEST), 0, axis)
     return self
 
 
-def _register(name: str, rank: int, resample: Callable, takes_align: bool) -> None:
-    """``resample(self, output_size, align_corners, scales)`` and its transpose under PyTorch's signatures."""
+def _register(
+    name: str, rank: int, resample: Callable, takes_align: bool, rounds_weights: bool = False
+) -> None:
+    """``resample(self, output_size, align_corners, scales, kept)`` and its transpose under PyTorch's names.
+
+    ``kept`` is the dtype that the weights are rounded to; ``rounds_weights``: to that of the result, but not
+    on the way back.
+    """
 
     def options(rest: Sequence) -> tuple:
         align = rest[0] if takes_align else False
         scales = rest[1:] if takes_align else rest
         return align, scales or (None,) * rank
 
-    def forward(self, output_size, *rest):
-        return resample(self, output_size, *options(rest))
+    def forward(self, output_size, *rest, out):
+        return resample(self, output_size, *options(rest), out[0].dtype if rounds_weights else None)
 
     def backward(grad_output, output_size, input_size, *rest):
         image = jax.ShapeDtypeStruct(tuple(input_size), grad_output.dtype)
-        transpose = jax.linear_transpose(lambda value: resample(value, output_size, *options(rest)), image)
+        transpose = jax.linear_transpose(
+            lambda value: resample(value, output_size, *options(rest), None), image
+        )
         return transpose(grad_output)[0]
 
     lowering(name, promote="opmath")(forward)
@@ -140,29 +154,29 @@ for _rank in (1, 2, 3):
         _register(
             f"{_name}{_rank}d",
             _rank,
-            lambda self, size, align, scales, exact=_exact: _nearest(self, size, scales, exact),
+            lambda self, size, align, scales, kept, exact=_exact: _nearest(self, size, scales, exact),
             takes_align=False,
         )
 for _rank, _name in {1: "linear1d", 2: "bilinear2d", 3: "trilinear3d"}.items():
     _register(
         f"upsample_{_name}",
         _rank,
-        lambda self, size, align, scales: _interpolate(self, size, align, scales, _linear_weights),
+        lambda *options: _interpolate(*options, _linear_weights),
+        rounds_weights=_rank != 2,  # the CPU has a kernel of its own for images
         takes_align=True,
     )
 _register(
     "upsample_bicubic2d",
     2,
-    lambda self, size, align, scales: _interpolate(self, size, align, scales, _cubic_weights),
+    lambda *options: _interpolate(*options, _cubic_weights),
     takes_align=True,
+    rounds_weights=True,
 )
 for _name, _kernel in _ANTIALIASED.items():
     _weights_of = _antialiased_weights(*_kernel)
     _register(
         f"_upsample_{_name}_aa",
         2,
-        lambda self, size, align, scales, weights_of=_weights_of: _interpolate(
-            self, size, align, scales, weights_of
-        ),
+        lambda *options, weights_of=_weights_of: _interpolate(*options, weights_of),
         takes_align=True,
     )

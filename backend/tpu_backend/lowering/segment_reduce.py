@@ -7,16 +7,16 @@ import math
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import lowering, opmath
 
 _START = {"sum": 0, "mean": 0, "prod": 1, "max": -math.inf, "min": math.inf}
-_REDUCE = {
-    "sum": jax.ops.segment_sum,
-    "mean": jax.ops.segment_sum,
-    "prod": jax.ops.segment_prod,
-    "max": jax.ops.segment_max,
-    "min": jax.ops.segment_min,
-}
+_METHOD = {
+    "sum": "add",
+    "mean": "add",
+    "prod": "multiply",
+    "max": "max",
+    "min": "min",
+}  # of an indexed update
 
 
 def _rows(value: jax.Array, axis: int) -> jax.Array:
@@ -42,7 +42,7 @@ def _start(reduce, initial, dtype):
     return jnp.asarray(_START[reduce] if initial is None else initial).astype(dtype)
 
 
-@lowering("segment_reduce", promote="opmath")
+@lowering("segment_reduce")  # in the dtype of the data, also in 16 bit, as on the CPU
 def segment_reduce(
     data, reduce, *, lengths=None, indices=None, offsets=None, axis=0, unsafe=False, initial=None, out
 ):
@@ -50,14 +50,16 @@ def segment_reduce(
     rows = _rows(data, axis)
     segments, sizes = _segments(lengths, offsets, axis, data.shape[axis])
     count = sizes.shape[-1]
-    result = jax.vmap(lambda row, segment: _REDUCE[reduce](row, segment, count))(rows, segments)
     start = _start(reduce, initial, data.dtype)
-    combine = {"prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}.get(reduce, jnp.add)
-    result = combine(result, start)
+    begun = jnp.full((count, rows.shape[-1]), start)
+    result = jax.vmap(lambda row, segment: getattr(begun.at[segment], _METHOD[reduce])(row, mode="drop"))(
+        rows, segments
+    )
     if reduce == "mean":
         sizes = sizes[..., None]
         empty = jnp.nan if initial is None else start
-        result = jnp.where(sizes > 0, result / jnp.maximum(sizes, 1).astype(data.dtype), empty)
+        wide = opmath(data.dtype)
+        result = jnp.where(sizes > 0, result.astype(wide) / jnp.maximum(sizes, 1).astype(wide), empty)
     return result.reshape(out[0].shape)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from tpu_backend.lowering.dims import wrap_dim
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import is_16_bit, lowering, stored
 
 
 @lowering("cat")
@@ -132,6 +132,10 @@ def _border_pad(pad_pairs):
         return pad_pairs(self, _pad_pairs(padding, self.ndim))
 
     def pad_backward(grad_output, self, padding):
+        if is_16_bit(self.dtype):  # added up in the dtype of the gradient, as on the CPU
+            sources = pad_(jnp.arange(self.size).reshape(self.shape), padding)
+            total = jnp.zeros(self.size, self.dtype).at[sources.reshape(-1)].add(grad_output.reshape(-1))
+            return total.reshape(self.shape)
         return jax.vjp(lambda value: pad_(value, padding), self)[1](grad_output)[0]
 
     return pad_, pad_backward
@@ -141,7 +145,7 @@ for _mode, _function in {"reflection": _reflect_pad, "replication": _edge_pad}.i
     _pad, _pad_backward = _border_pad(_function)
     for _rank in (1, 2, 3):
         lowering(f"{_mode}_pad{_rank}d")(_pad)
-        lowering(f"{_mode}_pad{_rank}d_backward", promote="opmath")(_pad_backward)
+        lowering(f"{_mode}_pad{_rank}d_backward")(_pad_backward)
 
 # ---- sliding windows
 
@@ -181,14 +185,22 @@ def im2col(self, kernel_size, dilation, padding, stride):
 
 
 @lowering("col2im", promote="opmath")
-def col2im(self, output_size, kernel_size, dilation, padding, stride):
-    columns = self if self.ndim == 3 else self[None]
-    channels = columns.shape[1] // (kernel_size[0] * kernel_size[1])
-    image = jax.ShapeDtypeStruct((columns.shape[0], channels, *output_size), self.dtype)
-    transpose = jax.linear_transpose(
-        lambda value: _im2col(value, kernel_size, dilation, padding, stride), image
+def col2im(self, output_size, kernel_size, dilation, padding, stride, *, out):
+    """The windows added up, one offset inside the kernel after the other, rounded to 16 bit each time."""
+    (kh, kw), (dh, dw), (ph, pw), (sh, sw) = kernel_size, dilation, padding, stride
+    height, width = (size + 2 * p for size, p in zip(output_size, padding, strict=True))
+    rows, columns = (height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1
+    patches = (self if self.ndim == 3 else self[None]).reshape(
+        -1, self.shape[-2] // (kh * kw), kh, kw, rows, columns
     )
-    (result,) = transpose(columns)
+    total = jnp.zeros((*patches.shape[:2], height, width), self.dtype)
+    for i, j in itertools.product(range(kh), range(kw)):
+        below = height - i * dh - (rows - 1) * sh - 1
+        right = width - j * dw - (columns - 1) * sw - 1
+        spread = [(0, 0, 0), (0, 0, 0), (i * dh, below, sh - 1), (j * dw, right, sw - 1)]
+        placed = lax.pad(patches[:, :, i, j], np.zeros((), self.dtype), spread)
+        total = stored(total + placed, out[0].dtype)
+    result = total[:, :, ph : height - ph, pw : width - pw]
     return result if self.ndim == 3 else result[0]
 
 

@@ -57,10 +57,11 @@ def entr(self):
 
 
 @lowering("logit", promote="result")
-def logit(self, eps=None):
+def logit(self, eps=None, *, out):
     if eps is not None:
         self = jnp.clip(self, eps, 1 - eps)
-    return jnp.log(self / (1 - self))
+    dtype = out[0].dtype
+    return jnp.log(stored(self / stored(1 - self, dtype), dtype))
 
 
 @lowering("logit_backward", promote="result")
