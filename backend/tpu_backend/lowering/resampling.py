@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -161,22 +162,21 @@ for _rank, _name in {1: "linear1d", 2: "bilinear2d", 3: "trilinear3d"}.items():
     _register(
         f"upsample_{_name}",
         _rank,
-        lambda *options: _interpolate(*options, _linear_weights),
+        functools.partial(_interpolate, weights_of=_linear_weights),
         rounds_weights=_rank != 2,  # the CPU has a kernel of its own for images
         takes_align=True,
     )
 _register(
     "upsample_bicubic2d",
     2,
-    lambda *options: _interpolate(*options, _cubic_weights),
+    functools.partial(_interpolate, weights_of=_cubic_weights),
     takes_align=True,
     rounds_weights=True,
 )
 for _name, _kernel in _ANTIALIASED.items():
-    _weights_of = _antialiased_weights(*_kernel)
     _register(
         f"_upsample_{_name}_aa",
         2,
-        lambda *options, weights_of=_weights_of: _interpolate(*options, weights_of),
+        functools.partial(_interpolate, weights_of=_antialiased_weights(*_kernel)),
         takes_align=True,
     )
