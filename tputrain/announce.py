@@ -1,4 +1,4 @@
-"""Lines for the person who waits: what starts now, and how long it took."""
+"""Lines for the person who waits, each of them whole: what starts now, and how long it took."""
 
 import errno
 import os
@@ -24,15 +24,26 @@ def warn(line: str) -> None:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """`what ...` before, and its duration after, so that a silence always says what it is."""
-    _print(f"{what} ...", end=" ")
+    """`what ...` before, and its duration after, so that a silence always says what it is.
+
+    On a terminal that is one line, completed at the end. In a file or a pipe, and above a progress bar, where
+    nothing can be known of who writes in between, it is two.
+    """
+    completes = _is_terminal()
+    _print(f"{what} ...", end=" " if completes else "\n")
+    beginning = "" if completes else f"{what} ... "
     started = time.perf_counter()
     try:
         yield
     except BaseException:
-        say("not finished")
+        say(f"{beginning}not finished")
         raise
-    say(f"{time.perf_counter() - started:.1f} s")
+    say(f"{beginning}{time.perf_counter() - started:.1f} s")
+
+
+def _is_terminal() -> bool:
+    """Whether standard output is one that nobody, such as a progress bar, has put something in front of."""
+    return sys.stdout.isatty() and sys.stdout in (sys.__stdout__, sys.__stderr__)
 
 
 def discard_unwritten() -> None:

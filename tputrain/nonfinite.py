@@ -62,8 +62,9 @@ class BadSteps:
 
     def replay_if_due(self, batches: list[Batch]) -> None:
         """Before a step: find out why it went bad when it was done before, from the very same state."""
-        if self.trainer.step + 1 in self._to_replay:
-            self._replay_and_report(batches)
+        step = self.trainer.step + 1
+        if step in self._to_replay:
+            say(f"step {step}: {in_one_line(self._replay_and_report(batches))}")
 
     def withheld_update(self) -> WithheldUpdate | None:
         """At the beginning of a step: what takes its update back on the device, where that is wanted."""
@@ -145,7 +146,6 @@ class BadSteps:
         self._to_replay.discard(step)
         found = self._replay(batches)
         add_replay(bad_step_directory(run_dir, step), found, "from the state that the step had")
-        say(f"step {step}: {in_one_line(found)}")
         return found
 
     def _replay(self, batches: list[Batch]) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def mistakes(err: str, arguments: list[str]) -> str:
     """Standard error without what `sample` says there while it works: its output is the text alone."""
     if arguments[0] != "sample":
         return err
-    said = re.compile(r"tputrain sample .*\n|loading PyTorch \.\.\. [\d.]+ s\n")
+    said = re.compile(r"tputrain sample .*\n|loading PyTorch \.\.\.( [\d.]+ s)?\n")
     return said.sub("", err)
 
 

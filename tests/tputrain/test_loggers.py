@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -129,6 +130,21 @@ def test_a_line_for_a_standard_output_on_a_full_disk_ends_no_run(monkeypatch):
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             stream.close()
+
+
+def test_what_others_write_meanwhile_stands_in_no_line_of_a_log(tmp_path, monkeypatch):
+    with (tmp_path / "log").open("w+") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        with announced("that"):
+            os.write(log.fileno(), b"a warning\n")
+        with contextlib.suppress(KeyError), announced("this"):
+            raise KeyError
+        monkeypatch.undo()
+        log.seek(0)
+        beginning, *lines = log.read().splitlines()
+    assert [beginning, lines[0]] == ["that ...", "a warning"]
+    assert re.fullmatch(r"that \.\.\. \d\.\d s", lines[1])
+    assert lines[2:] == ["this ...", "this ... not finished"]
 
 
 def test_a_logger_that_was_never_started_writes_nothing(tmp_path):

@@ -25,7 +25,7 @@ from tputrain.data import (
     check_vocabulary,
     load_tokenizer,
 )
-from tputrain.device import EXECUTABLE_CACHE, find_device, use_executable_cache
+from tputrain.device import EXECUTABLE_CACHE, find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import Llama, add_lora, build_initialized
@@ -87,9 +87,10 @@ def _is_lora_on_noise(cfg: RecipeConfig) -> bool:
 
 
 def _device(cfg: RecipeConfig) -> torch.device:
-    """The device of a recipe, which from now on keeps its compiled programs for the next command."""
+    """The device of a recipe, open; from now on it keeps its compiled programs for the next command."""
     device = find_device(cfg.device)
     use_executable_cache(device, cfg.execution.executable_cache, default=EXECUTABLE_CACHE)
+    open_device(device)
     return device
 
 
