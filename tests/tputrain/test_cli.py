@@ -1,6 +1,7 @@
 """The command line: verbs, exit codes, and how soon it speaks."""
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint import integrity
+from tputrain.checkpoint.store import CheckpointStore
 from tputrain.cli import main
 from tputrain.cli.verbs import _quoted
 from tputrain.loggers.jsonl import read_jsonl
@@ -237,6 +239,33 @@ def test_a_failure_is_exit_code_1_and_a_traceback_only_with_debug(capsys, monkey
     assert capsys.readouterr().err == "tputrain: RuntimeError: the disk is full (--debug shows where)\n"
     assert main(["run", "tiny.yaml", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_in_a_run_is_a_failure_in_words(workplace, capsys, monkeypatch):
+    def write(store, *_: object):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.directory))
+
+    monkeypatch.setattr(CheckpointStore, "write", write)
+    assert main(["run", "tiny.yaml", "run_dir=runs/full"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "runs/full/checkpoints/step-4 cannot be saved (No space left on device): " in line
+
+
+def test_a_run_directory_that_takes_nothing_at_the_start_is_a_mistake(workplace, capsys):
+    (workplace / "in-the-way").write_text("a file")
+    assert main(["run", "tiny.yaml", "run_dir=in-the-way/run"]) == 2
+    assert capsys.readouterr().err == (
+        "tputrain: run_dir=in-the-way/run: cannot write there (Not a directory); mend that or take another\n"
+    )
+
+
+def test_what_the_system_refuses_is_said_in_words(capsys, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "some/file")
+
+    monkeypatch.setattr("tputrain.cli.verbs.load_recipe", fail)
+    assert main(["run", "tiny.yaml"]) == 1
+    assert capsys.readouterr().err == "tputrain: some/file: Input/output error (--debug shows where)\n"
 
 
 @pytest.mark.parametrize(

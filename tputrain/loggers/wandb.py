@@ -12,7 +12,7 @@ from urllib.request import getproxies
 
 from tputrain.announce import say
 from tputrain.config_checks import expect_choice
-from tputrain.errors import UserError
+from tputrain.errors import UserError, in_words
 from tputrain.loggers.jsonl import EVALUATIONS, STEPS, read_jsonl
 from tputrain.loggers.logger import Logger, Record, expect_run_dir, numbers_of
 
@@ -160,6 +160,6 @@ def _mode(asked: str) -> str:
     try:
         socket.create_connection((url.hostname or "", port), timeout=_PATIENCE).close()
     except OSError as error:
-        say(f"wandb: {url.hostname} cannot be reached ({error}); this process logs offline")
+        say(f"wandb: {url.hostname} cannot be reached ({in_words(error)}); this process logs offline")
         return "offline"
     return asked
