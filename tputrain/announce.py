@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+_is_open = False  # a line that `announced` has begun, and is to complete
+
 
 def say(line: str) -> None:
     """Print one line at once, also where standard output is a pipe."""
@@ -26,19 +28,17 @@ def warn(line: str) -> None:
 def announced(what: str) -> Iterator[None]:
     """`what ...` before, and its duration after, so that a silence always says what it is.
 
-    On a terminal that is one line, completed at the end. In a file or a pipe, and above a progress bar, where
-    nothing can be known of who writes in between, it is two.
+    On a terminal that is one line, completed at the end unless something was said in between. In a file or a
+    pipe, and above a progress bar, where nothing can be known of who else writes, it is two.
     """
-    completes = _is_terminal()
-    _print(f"{what} ...", end=" " if completes else "\n")
-    beginning = "" if completes else f"{what} ... "
+    _print(f"{what} ...", end=" " if _is_terminal() else "\n")
     started = time.perf_counter()
     try:
         yield
     except BaseException:
-        say(f"{beginning}not finished")
+        _complete(what, "not finished")
         raise
-    say(f"{beginning}{time.perf_counter() - started:.1f} s")
+    _complete(what, f"{time.perf_counter() - started:.1f} s")
 
 
 def _is_terminal() -> bool:
@@ -54,9 +54,19 @@ def discard_unwritten() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _complete(what: str, end: str) -> None:
+    global _is_open
+    line = end if _is_open else f"{what} ... {end}"
+    _is_open = False
+    _print(line, end="\n")
+
+
 def _print(text: str, end: str) -> None:
+    global _is_open
+    beginning = "\n" if _is_open else ""
+    _is_open = not end.endswith("\n")
     try:
-        print(text, end=end, flush=True)
+        print(f"{beginning}{text}", end=end, flush=True)
     except OSError as error:
         # Redirected to a file on a disk that is full: what is said there is not worth a run.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

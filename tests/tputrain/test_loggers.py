@@ -147,6 +147,24 @@ def test_what_others_write_meanwhile_stands_in_no_line_of_a_log(tmp_path, monkey
     assert lines[2:] == ["this ...", "this ... not finished"]
 
 
+def test_on_a_terminal_a_line_is_completed_unless_something_is_said_in_between(monkeypatch, capsys):
+    monkeypatch.setattr("tputrain.announce._is_terminal", lambda: True)
+    with announced("this"):
+        pass
+    with announced("that"):
+        say("something")
+        with announced("a part"):
+            pass
+    said = re.sub(r"\d\.\d", "0.1", capsys.readouterr().out)
+    assert said.splitlines() == [
+        "this ... 0.1 s",
+        "that ... ",
+        "something",
+        "a part ... 0.1 s",
+        "that ... 0.1 s",
+    ]
+
+
 def test_a_logger_that_was_never_started_writes_nothing(tmp_path):
     logger = JsonlLogger(tmp_path)
     logger.log([{"step": 1}])
