@@ -259,6 +259,26 @@ def test_a_run_directory_that_takes_nothing_at_the_start_is_a_mistake(workplace,
     )
 
 
+def test_a_batch_larger_than_the_text_and_a_small_vocabulary_are_noted_once(capsys):
+    large = ["run_dir=runs/large", "batch.tokens=2048", "batch.sequences=128", "data.vocab_size=4096"]
+    command = ["run", "tiny.yaml", *large, "model.vocab_size=4096", "sample.max_new_tokens=0"]
+    assert main([*command, "trainer.steps=1"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert re.fullmatch(
+        r"note: the tokenizer found 2\d\d entries in this text, data.vocab_size=4096 asks for 4,096: .*; give "
+        r"more text, or lower data.vocab_size and model.vocab_size",
+        notes[0],
+    )
+    assert re.fullmatch(
+        r"note: a step takes 128 sequences, and there are \d\d to train on: an epoch is less than a step; "
+        r"lower batch.tokens, or give more data",
+        notes[1],
+    )
+    assert len(notes) == 2
+    assert main([*command, "trainer.steps=2"]) == 0
+    assert "note: the tokenizer" not in capsys.readouterr().out
+
+
 def test_what_the_system_refuses_is_said_in_words(capsys, monkeypatch):
     def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "some/file")
