@@ -265,8 +265,8 @@ def test_a_batch_larger_than_the_text_and_a_small_vocabulary_are_noted_once(caps
     assert main([*command, "trainer.steps=1"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert re.fullmatch(
-        r"note: the tokenizer found 2\d\d entries in this text, data.vocab_size=4096 asks for 4,096: .*; give "
-        r"more text, or lower data.vocab_size and model.vocab_size",
+        r"note: the tokenizer found 2\d\d entries in this text, data.vocab_size=4096 asks for 4,096: .*; "
+        r"give more text, or lower data.vocab_size and model.vocab_size",
         notes[0],
     )
     assert re.fullmatch(
