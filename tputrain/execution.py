@@ -1,6 +1,6 @@
 """How the phases of a run execute: the mode of the device, and the model as it is or compiled."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +61,7 @@ class Execution:
         self._model, self._device, self._cfg = model, device, cfg
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
+        self._seen: set[Hashable] = set()
 
     @property
     def model(self) -> nn.Module:
@@ -81,9 +82,12 @@ class Execution:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """In here train, validate or sample goes on."""
-        form = self._form_of_training if name == "train" else getattr(self._cfg, name)
-        with self.in_form(self._form_of_training if form == "auto" else form):
+        with self.in_form(self._form_of(name)):
             yield
+
+    def _form_of(self, name: str) -> str:
+        form = self._form_of_training if name == "train" else getattr(self._cfg, name)
+        return self._form_of_training if form == "auto" else form
 
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:
@@ -94,6 +98,18 @@ class Execution:
                 yield
         finally:
             self._form = outer
+
+    @property
+    def compiles(self) -> bool:
+        """Whether what the current phase runs for the first time is compiled."""
+        return self._device.type == "tpu" or self._form == "compile"
+
+    def is_new(self, name: str, batches: Hashable = None) -> bool:
+        """Whether phase `name` has not been asked for in its present form, with `batches` of this form."""
+        asked = (name, self._form_of(name), batches)
+        is_new = asked not in self._seen
+        self._seen.add(asked)
+        return is_new
 
     # -- auto: training, step by step
 

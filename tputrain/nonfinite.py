@@ -133,7 +133,7 @@ class BadSteps:
         with announced(f"{why}: on from step {trainer.step} to it again, to see why"):
             while trainer.step < step - 1:
                 trainer.repeat_step()
-            found = in_one_line(self._replay_and_report(trainer.batches_of_next_step()))
+            found = in_one_line(self._replay_and_report(trainer.batches_of_next_step().host))
         raise self._stopped(why, f"{kept}; {found}")
 
     def _stopped(self, why: str, cause: str = "") -> UserError:

@@ -102,10 +102,6 @@ class Watchdog:
             self._longest[name] = max(self._longest.get(name, 0.0), self._clock - began)
             self._phase = _Phase(outer, self._clock)
 
-    def has_seen(self, name: str) -> bool:
-        """Whether phase `name` was ever done in this process: the first time, programs are compiled in it."""
-        return name in self._longest
-
     def go_on(self) -> None:
         """The phase is alive: its time starts anew."""
         self._phase = _Phase(self._phase.name, self._clock)
