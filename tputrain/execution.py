@@ -126,11 +126,14 @@ class Execution:
         """Step number `step` was dispatched."""
         if self._trial is not None:
             self._trial.after_step(step)
+            self._form = self._form_of_training = self._trial.form  # which may have been chosen now
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint holds of it."""
         return None if self._trial is None else self._trial.state()
 
     def restore(self, state: dict[str, Any] | None) -> None:
+        """Take what `state` gave; an evaluation that comes before the next step runs as it would have."""
         if self._trial is not None and state is not None:
             self._trial = Trial(self._device, **state)
+            self._form = self._form_of_training = self._trial.form

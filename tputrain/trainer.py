@@ -25,7 +25,7 @@ from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
-from tputrain.errors import UserError
+from tputrain.errors import RunFailedError, UserError
 from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
 from tputrain.feed import feed_of
@@ -382,7 +382,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path once it is
-        complete. Raises UserError where it cannot be written.
+        complete. Raises RunFailedError where it cannot be written.
         """
         if self.store is None:
             raise UserError("save: no run_dir was given, so there is nowhere to save to")
@@ -390,7 +390,7 @@ class Trainer:
         written = self._end_save()
         assert written is not None
         if written.error is not None:
-            raise UserError(
+            raise RunFailedError(
                 f"{written.path} cannot be saved ({written.error}): what came after the checkpoint before is "
                 "lost; make room or mend the disk, and run again: it goes on from there"
             )

@@ -161,7 +161,8 @@ class Watchdog:
     def _end_the_process(self, name: str, taken: float, limit: float) -> None:
         reason = (
             f"tputrain: hangs at step {self.step()} in phase {name!r}: {taken:.1f} s, expected at most "
-            f"{limit:.1f} s (watchdog.* sets that); it is ended, and goes on from its newest checkpoint"
+            f"{limit:.1f} s (watchdog.* sets that); it is ended: run again, it goes on from the newest "
+            "checkpoint, if there is one"
         )
         try:
             report_hang(self.run_dir, self.device, reason)

@@ -18,6 +18,7 @@ from tputrain import (
     TrainerConfig,
     UserError,
 )
+from tputrain.execution import Execution
 from tputrain.execution_trial import LENGTH
 from tputrain.loggers.logger import Logger
 
@@ -138,6 +139,39 @@ def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tm
     assert (
         json.loads((newest.parents[1] / f"step-{steps + 2}" / "state.json").read_text())["execution"] == state
     )
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"begun_at": 0, "seconds": {}, "chosen": "compile"}, "compile"),
+        ({"begun_at": 0, "form": "compile", "chosen": "fused"}, "fused"),
+        ({"begun_at": 0, "form": "compile", "chosen": None}, "compile"),  # in the middle of the trial
+        ({"begun_at": None}, "fused"),
+    ],
+)
+def test_before_the_first_step_of_a_resumed_run_evaluations_run_as_they_did(record, form):
+    model = Classifier()
+    cfg = ExecutionConfig(train="auto", validate="auto", sample="auto")
+    execution = Execution(model, torch.device("tpu"), cfg)
+    execution.restore(record)
+    for phase in ("train", "validate", "sample"):
+        with execution.phase(phase):
+            assert (execution.model is not model) == (form == "compile")
+
+
+def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
+    model = Classifier()
+    execution = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
+    for step in range(LENGTH):
+        execution.before_step(step)
+        execution.after_step(step + 1)
+        with execution.phase("validate"):
+            live = execution.model
+        resumed = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
+        resumed.restore(execution.state())
+        with resumed.phase("validate"):
+            assert (live is model) == (resumed.model is model)
 
 
 def test_random_numbers_do_not_change_by_switching():

@@ -447,10 +447,18 @@ def test_a_run_that_diverges_stops_and_its_good_checkpoints_stay(tmp_path, poiso
     with pytest.raises(UserError, match=r"step 10: loss is (nan|inf); the run stops") as caught:
         Trainer(classifier(), cfg, train_loader=PoisonedFrom(10, poison)).fit()
     assert "\n" not in str(caught.value)
+    assert "run again, it goes on from the newest checkpoint; " in str(caught.value)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4", "step-8"]
     trainer = Trainer(classifier(), cfg, train_loader=PoisonedFrom(99, 0.0))
     trainer.fit()
     assert trainer.step == 50
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_a_run_that_diverges_before_its_first_checkpoint_says_that_it_begins_anew(tmp_path, policy):
+    cfg = config(steps=9, run_dir=str(tmp_path), checkpoint=CheckpointConfig(every=4), on_nonfinite=policy)
+    with pytest.raises(UserError, match="run again, there is no checkpoint yet, so it begins anew; "):
+        Trainer(classifier(), cfg, train_loader=PoisonedFrom(2, math.nan)).fit()
 
 
 def test_gradients_and_evaluations_that_are_no_numbers_stop_a_run_too():

@@ -14,6 +14,7 @@ from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import Pace, no_rest
 from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
+from tputrain.errors import in_words
 
 _LONGEST_REST = 60.0  # seconds by which a checkpoint may be late on the disk
 _LONGEST_WAIT = 0.1  # seconds that a step waits for the files
@@ -136,7 +137,7 @@ class BackgroundWriter:
             rest, written = self._pace.rest, files_written.set
             store.write(snapshot.step, snapshot.fill, snapshot.num_bytes, rest, written)
         except (OSError, SafetensorError) as failure:
-            error = str(failure)
+            error = in_words(failure)
         except BaseException as bug:
             self._bug = bug
         files_written.set()  # or there will be none
