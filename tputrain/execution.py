@@ -61,6 +61,7 @@ class Execution:
         self._model, self._device, self._cfg = model, device, cfg
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
+        self._forms_trained: set[str] = set()  # of a trial
         self._seen: set[Hashable] = set()
 
     @property
@@ -71,7 +72,9 @@ class Execution:
     @property
     def first_of(self) -> str:
         """What a first step is the first of, for people."""
-        return "of this process" if self._trial is None or self._form == "fused" else "by torch.compile"
+        if len(self._forms_trained) <= 1:
+            return "of this process"
+        return "by torch.compile" if self._form == "compile" else f"that is {self._form}"
 
     @cached_property
     def _compiled(self) -> Any:
@@ -118,7 +121,8 @@ class Execution:
         if self._trial is None:
             return False
         form = self._trial.before_step(step)
-        is_new = form == "compile" and "_compiled" not in self.__dict__
+        is_new = form not in self._forms_trained
+        self._forms_trained.add(form)
         self._form = self._form_of_training = form
         return is_new
 

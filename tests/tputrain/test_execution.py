@@ -149,6 +149,20 @@ def test_before_the_first_step_of_a_resumed_run_evaluations_run_as_they_did(reco
             assert (execution.model is not model) == (form == "compile")
 
 
+def test_the_first_step_of_each_form_is_one_whatever_an_evaluation_has_compiled():
+    execution = Execution(
+        Classifier(), torch.device("tpu"), ExecutionConfig(train="auto", validate="compile")
+    )
+    with execution.phase("validate"):
+        assert execution.model is not None  # the compiled one
+    firsts = {}
+    for step in range(LENGTH):
+        if execution.before_step(step):
+            firsts[step] = execution.first_of
+        execution.after_step(step + 1)
+    assert firsts == {0: "of this process", LENGTH // 2: "by torch.compile"}
+
+
 def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
     model = Classifier()
     execution = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
