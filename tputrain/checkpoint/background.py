@@ -119,13 +119,20 @@ class BackgroundWriter:
                 is_alive()
 
     def leaving_with(self, store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
-        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk) and leave."""
+        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk) and leave, with
+        exit code 1 where the disk does not take it.
+        """
 
         def leave(number: int) -> NoReturn:
             self._pace.hurry()
             self._stored.wait()
             if snapshot is not None:
-                store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+                try:
+                    store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+                except (OSError, SafetensorError) as error:
+                    path = store.path(snapshot.step)
+                    warn(f"tputrain: {path} cannot be saved ({in_words(error)}): leaving without it")
+                    os._exit(1)
             warn("what is being prepared takes longer: leaving with the checkpoint of the state before it")
             os._exit(128 + number)
 
