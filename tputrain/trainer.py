@@ -196,10 +196,10 @@ class Trainer:
         return True
 
     def _first_step(self, batches: StepBatches) -> None:
-        """The first of a process, or of a form: recorded and compiled, so it is announced and waited for."""
-        compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
+        """The first of a process, or of a form: it gets its program, so it is announced and waited for."""
+        program = " is recorded, and its program compiled or found" if self.device.type == "tpu" else ""
         with self._watchdog.phase(FIRST_STEP):
-            with announced(f"step {self.step + 1}, the first {self.execution.first_of},{compiled}"):
+            with announced(f"step {self.step + 1}, the first {self.execution.first_of},{program}"):
                 self._train_step(batches)
                 self._step_log.wait()
             if self._flops is not None and self._flops.problem is not None:

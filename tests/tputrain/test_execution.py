@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
     CheckpointConfig,
     ExecutionConfig,
@@ -20,22 +21,6 @@ from tputrain import (
 )
 from tputrain.execution import Execution
 from tputrain.execution_trial import LENGTH
-from tputrain.loggers.logger import Logger
-
-
-class Records(Logger):
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
-        self.evaluations: list[dict] = []
-
-    def log(self, records):
-        self.steps += records
-
-    def log_evaluation(self, record):
-        self.evaluations.append(record)
-
-    def losses(self) -> dict[int, str]:
-        return {record["step"]: record["loss_hex"] for record in self.steps}
 
 
 class Classifier(nn.Module):
@@ -56,9 +41,9 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> Records:
+def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> KeptRecords:
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
-    records = Records()
+    records = KeptRecords()
     Trainer(
         model or Classifier(),
         RunConfig(
@@ -79,6 +64,10 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
     return records
 
 
+def losses(records: KeptRecords) -> dict[int, str]:
+    return {record["step"]: record["loss_hex"] for record in records.steps}
+
+
 def test_phases_in_every_form_compute_the_same():
     fused = fit(ExecutionConfig(), 6)
     for form in ("debug", "strict", "compile"):
@@ -94,8 +83,8 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
     whole = fit(compiled, 8)
     first = fit(compiled, 4, run_dir=tmp_path, sizes=[6] * 8)
     second = fit(compiled, 8, run_dir=tmp_path)
-    assert first.losses() | second.losses() == whole.losses()
-    assert min(second.losses()) == 5
+    assert losses(first) | losses(second) == losses(whole)
+    assert min(losses(second)) == 5
 
 
 @torch.compiler.disable

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.tputrain.kept_records import KeptRecords
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.callbacks.callback import Callback
-from tputrain.loggers.logger import Logger
 from tputrain.metrics.flops import count_flops
 from tputrain.metrics.named import (
     accuracy,
@@ -35,20 +35,8 @@ def samples(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
 
 
-class Records(Logger):
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
-        self.evaluations: list[dict] = []
-
-    def log(self, records):
-        self.steps += records
-
-    def log_evaluation(self, record):
-        self.evaluations.append(record)
-
-
-def fit(model: nn.Module, cfg: RunConfig, **arguments) -> Records:
-    records = Records()
+def fit(model: nn.Module, cfg: RunConfig, **arguments) -> KeptRecords:
+    records = KeptRecords()
     Trainer(model, cfg, loggers=[records], **arguments).fit()
     return records
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
     CheckpointConfig,
     LogConfig,
@@ -21,7 +22,6 @@ from tputrain import (
     UserError,
 )
 from tputrain.callbacks.callback import Callback
-from tputrain.loggers.logger import Logger
 from tputrain.signals import Interrupted
 
 QUIET = LogConfig(every=3, progress="none")
@@ -43,27 +43,13 @@ def config(steps: int = 5, **changes) -> RunConfig:
     return RunConfig(**(settings | changes))
 
 
-class Records(Logger):
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
-        self.evaluations: list[dict] = []
-        self.drains: list[int] = []
-
-    def log(self, records):
-        self.steps += records
-        self.drains.append(len(records))
-
-    def log_evaluation(self, record):
-        self.evaluations.append(record)
-
-
-def fit(model, cfg, **arguments) -> Records:
-    records = Records()
+def fit(model, cfg, **arguments) -> KeptRecords:
+    records = KeptRecords()
     Trainer(model, cfg, loggers=[records], **arguments).fit()
     return records
 
 
-def losses(records: Records) -> list[float]:
+def losses(records: KeptRecords) -> list[float]:
     return [record["loss"] for record in records.steps]
 
 
