@@ -20,7 +20,7 @@ from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import announced, say
 from tputrain.batches import Batch
-from tputrain.errors import UserError
+from tputrain.errors import UserError, in_words
 from tputrain.first_nonfinite import looking_for_nonfinite
 from tputrain.loggers.logger import Record
 from tputrain.nonfinite_report import (
@@ -50,6 +50,11 @@ class BadSteps:
         self._recent: dict[int, list[Batch]] = {}  # on the host, of steps whose values were not read yet
         self._in_a_row = 0
         self._spike_limit = SpikeLimit(trainer.cfg.trainer.spike_factor)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether it may ask for an earlier state of the run."""
+        return self.policy in ("stop", "rollback")
 
     def state(self) -> dict[str, Any]:
         """What of this a checkpoint holds."""
@@ -122,7 +127,7 @@ class BadSteps:
                 found = f"; {self._replay_where_it_is(batches, directory)}"
             say(f"{why}: its update was not made{kept}{found}")
             return
-        if (self.policy == "stop" and is_spike) or trainer.is_interrupted or not trainer.go_back():
+        if (self.policy == "stop" and is_spike) or trainer.is_interrupted or not self._went_back():
             raise self._stopped(why, kept)
         if not is_spike:
             self._to_replay.add(step)
@@ -147,6 +152,13 @@ class BadSteps:
             f"trainer.max_grad_norm) and run again, {again}; "
             "trainer.on_nonfinite=skip or rollback leaves such batches out"
         )
+
+    def _went_back(self) -> bool:
+        try:
+            return self.trainer.go_back()
+        except OSError as error:
+            say(f"the run cannot go back to its beginning: {in_words(error)}")
+            return False
 
     def _replay_where_it_is(self, batches: list[Batch], directory: Path | None) -> str:
         """Steps after the bad one were done already: what a replay with their weights finds, in one line."""

@@ -147,6 +147,7 @@ class Trainer:
         self._resumed = False
         self._is_warm = False
         self._saved_at: int | None = None
+        self._beginning: Snapshot | None = None  # until there is a checkpoint
         self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
         self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn)
         self._step_log = StepLog(self.device, self._peak_flops)
@@ -414,6 +415,7 @@ class Trainer:
         with self._watchdog.phase(SAVING):
             written = self._writer.finish(self._watchdog.go_on)
         if written.error is None:
+            self._beginning = None
             self._tell("on_save", written.path)
         else:
             self._saved_at = None  # tried again at the next occasion, and at the latest at the end
@@ -431,6 +433,8 @@ class Trainer:
             with nullcontext() if self._data is None else self._data.as_not_drawn():
                 snapshot = None if self._saved_at == self.step else self._snapshot()
             self._signals.rescue_by(self._writer.leaving_with(self.store, snapshot))
+            if self._bad_steps.goes_back and not self.store.has_any():
+                self._beginning = snapshot
 
     def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """All that a checkpoint holds beside tensors."""
@@ -453,11 +457,18 @@ class Trainer:
         }
 
     def go_back(self) -> bool:
-        """To the newest checkpoint; False where there is none. The loggers forget what came after it."""
+        """To the newest checkpoint, or the beginning; False if there is neither. Loggers forget the rest."""
         self._end_save()
-        if self.store is None or not self.store.has_any():
+        if self.store is None or self.run_dir is None:
             return False
-        self.resume()
+        if self.store.has_any():
+            self.resume()
+        elif self._beginning is not None:
+            with self._beginning.written_in(self.run_dir) as directory:
+                self.load(directory)
+            self._saved_at = None
+        else:
+            return False
         self._step_log = StepLog(self.device, self._peak_flops)
         for logger in self.loggers:
             logger.close()

@@ -442,7 +442,7 @@ def test_a_run_that_diverges_stops_and_its_good_checkpoints_stay(tmp_path, poiso
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
 def test_a_run_that_diverges_before_its_first_checkpoint_says_that_it_begins_anew(tmp_path, policy):
-    cfg = config(steps=9, run_dir=str(tmp_path), checkpoint=CheckpointConfig(every=4), on_nonfinite=policy)
+    cfg = config(steps=30, run_dir=str(tmp_path), checkpoint=CheckpointConfig(every=50), on_nonfinite=policy)
     with pytest.raises(UserError, match="run again, there is no checkpoint yet, so it begins anew; "):
         Trainer(classifier(), cfg, train_loader=PoisonedFrom(2, math.nan)).fit()
 
