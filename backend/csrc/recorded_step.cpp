@@ -188,12 +188,6 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
   for (int32_t local : run_.inputs) {
     is_donated_.push_back(static_cast<uint8_t>(std::binary_search(donated.begin(), donated.end(), local)));
   }
-  for (const auto& target : targets_) {
-    if (Buffer* buffer = target.buffer->buffer.load(); buffer != nullptr && target.storage < 0) {
-      written_.push_back(buffer->address);
-    }
-  }
-  std::sort(written_.begin(), written_.end());
   return std::nullopt;
 }
 
@@ -230,6 +224,18 @@ void RecordedStep::make_replayable(
   recorded_numbers_ = std::move(numbers);
   may_change_ = std::move(may_change);
   bindings_ = std::move(bindings);
+  std::vector<uintptr_t> written;
+  for (const auto& target : targets_) {
+    if (const Buffer* buffer = target.buffer->buffer.load(); buffer != nullptr && target.storage < 0) {
+      written.push_back(buffer->address);
+    }
+  }
+  std::sort(written.begin(), written.end());
+  for (auto& tensor : watches_->tensors_on(written)) {
+    if (!tensor.is_inference()) {
+      versioned_.push_back(std::move(tensor));
+    }
+  }
 }
 
 // ---- replaying ----
@@ -438,7 +444,9 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
       stream.assign(buffer, value);
     }
   }
-  watches_->bump_versions(written_);
+  for (const auto& tensor : versioned_) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
   py::list results;
   for (const auto& [geometry, storage] : results_) {
     results.append(make_result(storages[storage], geometry.dtype, geometry.sizes, geometry.strides, geometry.offset));

@@ -141,12 +141,12 @@ class RecordedStep {
   std::vector<Result> results_;
   size_t num_storages_{0};
   std::vector<uint8_t> is_donated_; // by input
-  std::vector<uintptr_t> written_;  // addresses of the buffers that stay and are written, ascending
 
   std::optional<Watches> watches_;
   std::vector<double> recorded_numbers_; // of the host
   std::vector<uint8_t> may_change_;      // by number of the host
   std::vector<Binding> bindings_;
+  std::vector<at::Tensor> versioned_; // of those watched: what is written
 };
 
 } // namespace tpu

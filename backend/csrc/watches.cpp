@@ -105,15 +105,14 @@ bool Watches::read_numbers(std::vector<double>& values) const {
   return true;
 }
 
-void Watches::bump_versions(const std::vector<uintptr_t>& written) const {
+std::vector<at::Tensor> Watches::tensors_on(const std::vector<uintptr_t>& addresses) const {
+  std::vector<at::Tensor> tensors;
   for (const auto& entry : entries_) {
-    if (entry.address != 0 && std::binary_search(written.begin(), written.end(), entry.address)) {
-      const at::Tensor& tensor = THPVariable_Unpack(entry.value.get());
-      if (!tensor.is_inference()) {
-        tensor.unsafeGetTensorImpl()->bump_version();
-      }
+    if (entry.address != 0 && std::binary_search(addresses.begin(), addresses.end(), entry.address)) {
+      tensors.push_back(THPVariable_Unpack(entry.value.get()));
     }
   }
+  return tensors;
 }
 
 } // namespace tpu

@@ -1,6 +1,7 @@
 // The Python state that a captured step depends on and a replay does not see, looked at before each replay.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -24,8 +25,8 @@ class Watches {
   int first_changed() const;
   // What the numbers are now, in order; false where one is no longer a number.
   bool read_numbers(std::vector<double>& values) const;
-  // A replay has written to the tensors on these storages, by their addresses, ascending.
-  void bump_versions(const std::vector<uintptr_t>& written) const;
+  // The tensors on these storages, which are given by their addresses, ascending.
+  std::vector<at::Tensor> tensors_on(const std::vector<uintptr_t>& addresses) const;
 
  private:
   using Reference = std::shared_ptr<PyObject>;

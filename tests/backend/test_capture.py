@@ -85,7 +85,7 @@ def check_same(story, least_replays: int = 1, **options) -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured.state(), plain.state(), strict=True))
 
 
-@pytest.mark.parametrize(("form", "optimizer"), [("fused", "adamw"), ("fused", "sgd"), ("compile", "adamw")])
+@pytest.mark.parametrize(("form", "optimizer"), [("fused", "adamw"), ("compile", "sgd")])
 def test_losses_weights_and_random_numbers_are_those_of_the_step_itself(form, optimizer):
     check_same(
         lambda setup, step: run(setup, step, range(8)), least_replays=4, form=form, optimizer=optimizer
@@ -326,7 +326,7 @@ def _makes_a_tensor(setup):
 
 
 def _has_state_on_the_host(setup):
-    setup.optimizer = torch.optim.AdamW(setup.model.parameters())
+    setup.optimizer = torch.optim.AdamW([setup.model[4].bias])
     return setup.step
 
 
