@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tputrain.callbacks.time_limit import TimeLimit
     from tputrain.checkpoint.store import CheckpointConfig
     from tputrain.config import RunConfig, TrainerConfig
-    from tputrain.errors import UserError
+    from tputrain.errors import RunFailedError, UserError
     from tputrain.execution import ExecutionConfig
     from tputrain.loggers.config import LogConfig
     from tputrain.loggers.logger import Logger
@@ -39,6 +39,7 @@ __all__ = [
     "OptimConfig",
     "ProfileSteps",
     "RunConfig",
+    "RunFailedError",
     "ScheduleConfig",
     "TimeLimit",
     "Trainer",
@@ -59,6 +60,7 @@ _HOME = {
     "OptimConfig": "tputrain.optim.optimizer",
     "ProfileSteps": "tputrain.callbacks.profile_steps",
     "RunConfig": "tputrain.config",
+    "RunFailedError": "tputrain.errors",
     "ScheduleConfig": "tputrain.optim.schedule",
     "TimeLimit": "tputrain.callbacks.time_limit",
     "Trainer": "tputrain.trainer",

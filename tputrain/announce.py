@@ -1,4 +1,4 @@
-"""Lines for the person who waits: what starts now, and how long it took."""
+"""Lines for the person who waits, each of them whole: what starts now, and how long it took."""
 
 import errno
 import os
@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+_is_open = False  # a line that `announced` has begun, and is to complete
 
 
 def say(line: str) -> None:
@@ -24,15 +26,24 @@ def warn(line: str) -> None:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """`what ...` before, and its duration after, so that a silence always says what it is."""
-    _print(f"{what} ...", end=" ")
+    """`what ...` before, and its duration after, so that a silence always says what it is.
+
+    On a terminal that is one line, completed at the end unless something was said in between. In a file or a
+    pipe, and above a progress bar, where nothing can be known of who else writes, it is two.
+    """
+    _print(f"{what} ...", end=" " if _is_terminal() else "\n")
     started = time.perf_counter()
     try:
         yield
     except BaseException:
-        say("not finished")
+        _complete(what, "not finished")
         raise
-    say(f"{time.perf_counter() - started:.1f} s")
+    _complete(what, f"{time.perf_counter() - started:.1f} s")
+
+
+def _is_terminal() -> bool:
+    """Whether standard output is one that nobody, such as a progress bar, has put something in front of."""
+    return sys.stdout.isatty() and sys.stdout in (sys.__stdout__, sys.__stderr__)
 
 
 def discard_unwritten() -> None:
@@ -43,9 +54,19 @@ def discard_unwritten() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _complete(what: str, end: str) -> None:
+    global _is_open
+    line = end if _is_open else f"{what} ... {end}"
+    _is_open = False
+    _print(line, end="\n")
+
+
 def _print(text: str, end: str) -> None:
+    global _is_open
+    beginning = "\n" if _is_open else ""
+    _is_open = not end.endswith("\n")
     try:
-        print(text, end=end, flush=True)
+        print(f"{beginning}{text}", end=end, flush=True)
     except OSError as error:
         # Redirected to a file on a disk that is full: what is said there is not worth a run.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

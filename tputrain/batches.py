@@ -7,7 +7,7 @@ tensor      -> model(batch)
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +34,17 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, tuple | list):
         return [to_device(value, device) for value in batch]
     return batch
+
+
+def form(batch: Batch) -> Hashable:
+    """Keys, shapes and dtypes: the same for batches that one program can take."""
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple((key, form(value)) for key, value in batch.items())
+    if isinstance(batch, tuple | list):
+        return tuple(form(value) for value in batch)
+    return None
 
 
 def call(model: nn.Module, batch: Batch) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tputrain.announce import say
 from tputrain.errors import UserError
 
 DEVICES = ("auto", "tpu", "cpu")
@@ -28,6 +29,13 @@ def find_device(name: str) -> torch.device:
             "install it with `pip install .`, or set device=cpu"
         )
     return torch.device("tpu")
+
+
+def open_device(device: torch.device) -> None:
+    """Open it now rather than at its first use, so that what it says, or refuses, is said by itself."""
+    if device.type == "tpu" and not torch.tpu.is_initialized():  # type: ignore[attr-defined]
+        say("opening the device")
+        torch.tpu.init()  # type: ignore[attr-defined]
 
 
 def use_executable_cache(device: torch.device, chosen: str | None, default: str | None = None) -> None:

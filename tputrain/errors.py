@@ -1,15 +1,33 @@
-"""The error that stands for a mistake its reader can mend."""
+"""Errors of one line: a mistake that the user can mend, or a failure of what a run needs."""
+
+import re
 
 _LONGEST = 900  # characters
+_NUMBER = re.compile(r"^\[Errno -?\d+\] | \(os error \d+\)")  # as Python, and as Rust writes it
 
 
-class UserError(Exception):
-    """A mistake of the user: one line that says what was wrong, where, what was expected and what to do.
-
-    It stays one line, of a length that can be read, whatever the value is that it quotes.
-    """
+class _OneLineError(Exception):
+    """It stays one line, of a length that can be read, whatever the value is that it quotes."""
 
     def __init__(self, message: str):
         line = " ".join(part.strip() for part in message.splitlines())
         # What was wrong stands at the beginning, what to do at the end.
         super().__init__(line if len(line) <= _LONGEST else f"{line[:600]} ... {line[-250:]}")
+
+
+class UserError(_OneLineError):
+    """A mistake of the user: one line that says what was wrong, where, what was expected and what to do.
+    A command ends with exit code 2.
+    """
+
+
+class RunFailedError(_OneLineError):
+    """What a run needs failed it, such as a disk that filled up: one line that says what, where and what to
+    do. A command ends with exit code 1.
+    """
+
+
+def in_words(error: Exception) -> str:
+    """What the system, or a library, said of a file: `No space left on device`, without the number."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return " ".join(_NUMBER.sub("", said or str(error)).split()) or type(error).__name__

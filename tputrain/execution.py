@@ -1,6 +1,6 @@
 """How the phases of a run execute: the mode of the device, and the model as it is or compiled."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +61,8 @@ class Execution:
         self._model, self._device, self._cfg = model, device, cfg
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
+        self._forms_trained: set[str] = set()  # of a trial
+        self._seen: set[Hashable] = set()
 
     @property
     def model(self) -> nn.Module:
@@ -70,7 +72,9 @@ class Execution:
     @property
     def first_of(self) -> str:
         """What a first step is the first of, for people."""
-        return "of this process" if self._trial is None or self._form == "fused" else "by torch.compile"
+        if len(self._forms_trained) <= 1:
+            return "of this process"
+        return "by torch.compile" if self._form == "compile" else f"that is {self._form}"
 
     @cached_property
     def _compiled(self) -> Any:
@@ -81,9 +85,12 @@ class Execution:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """In here train, validate or sample goes on."""
-        form = self._form_of_training if name == "train" else getattr(self._cfg, name)
-        with self.in_form(self._form_of_training if form == "auto" else form):
+        with self.in_form(self._form_of(name)):
             yield
+
+    def _form_of(self, name: str) -> str:
+        form = self._form_of_training if name == "train" else getattr(self._cfg, name)
+        return self._form_of_training if form == "auto" else form
 
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:
@@ -95,6 +102,18 @@ class Execution:
         finally:
             self._form = outer
 
+    @property
+    def compiles(self) -> bool:
+        """Whether what the current phase runs for the first time is compiled."""
+        return self._device.type == "tpu" or self._form == "compile"
+
+    def is_new(self, name: str, batches: Hashable = None) -> bool:
+        """Whether phase `name` has not been asked for in its present form, with `batches` of this form."""
+        asked = (name, self._form_of(name), batches)
+        is_new = asked not in self._seen
+        self._seen.add(asked)
+        return is_new
+
     # -- auto: training, step by step
 
     def before_step(self, step: int) -> bool:
@@ -102,7 +121,8 @@ class Execution:
         if self._trial is None:
             return False
         form = self._trial.before_step(step)
-        is_new = form == "compile" and "_compiled" not in self.__dict__
+        is_new = form not in self._forms_trained
+        self._forms_trained.add(form)
         self._form = self._form_of_training = form
         return is_new
 
@@ -110,11 +130,14 @@ class Execution:
         """Step number `step` was dispatched."""
         if self._trial is not None:
             self._trial.after_step(step)
+            self._form = self._form_of_training = self._trial.form  # which may have been chosen now
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint holds of it."""
         return None if self._trial is None else self._trial.state()
 
     def restore(self, state: dict[str, Any] | None) -> None:
+        """Take what `state` gave; an evaluation that comes before the next step runs as it would have."""
         if self._trial is not None and state is not None:
             self._trial = Trial(self._device, **state)
+            self._form = self._form_of_training = self._trial.form

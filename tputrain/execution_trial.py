@@ -22,6 +22,7 @@ LENGTH = 2 * _COMPILED_FROM
 @dataclass
 class _Record:
     begun_at: int | None = None  # the step after which the trial began
+    form: str = "fused"  # of the last step
     seconds: dict[str, float] = field(default_factory=dict)  # a step's, by form: the fastest block
     chosen: str | None = None
 
@@ -43,6 +44,11 @@ class Trial:
     def state(self) -> dict[str, Any]:
         return asdict(self._record)
 
+    @property
+    def form(self) -> str:
+        """The one chosen; before that, that of the last step."""
+        return self._record.chosen or self._record.form
+
     def before_step(self, step: int) -> str:
         """The form of the step after `step`."""
         record = self._record
@@ -54,7 +60,7 @@ class Trial:
         if self._is_measured(place) and self._place_in_block(place) == 0:
             devices.wait(self._device)
             self._block_began, self._in_block = time.perf_counter(), True
-        return "fused" if place < _COMPILED_FROM else "compile"
+        return self._form_at(place)
 
     def after_step(self, step: int) -> None:
         """Step number `step` was dispatched."""
@@ -62,11 +68,11 @@ class Trial:
         if record.chosen is not None or record.begun_at is None:
             return
         place = step - 1 - record.begun_at
+        record.form = self._form_at(place)
         if self._in_block and self._place_in_block(place) == BLOCK_STEPS - 1:
             devices.wait(self._device)
             seconds = (time.perf_counter() - self._block_began) / BLOCK_STEPS
-            form = "fused" if place < _COMPILED_FROM else "compile"
-            record.seconds[form] = min(seconds, record.seconds.get(form, seconds))
+            record.seconds[record.form] = min(seconds, record.seconds.get(record.form, seconds))
             self._in_block = False
         if place == LENGTH - 1:
             self._choose(step)
@@ -84,6 +90,10 @@ class Trial:
             f"execution.train=auto: {choice}; a compiled step takes {1e3 * compiled:.1f} ms, a fused one "
             f"{1e3 * fused:.1f} ms"
         )
+
+    @staticmethod
+    def _form_at(place: int) -> str:
+        return "fused" if place < _COMPILED_FROM else "compile"
 
     @staticmethod
     def _is_measured(place: int) -> bool:

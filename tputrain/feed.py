@@ -1,17 +1,17 @@
 """Training batches by step, and the position in them that a checkpoint remembers."""
 
-import json
+import copy
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from tputrain import rng
 from tputrain.announce import say
 from tputrain.batches import Batch
 from tputrain.errors import UserError
-from tputrain.signals import WaitBrokenError
 
 
 @runtime_checkable
@@ -30,7 +30,8 @@ class StatefulLoader(Protocol):
     """An iterable of batches that knows its own position: a stream, torchdata's StatefulDataLoader.
 
     One that has `set_epoch(epoch)` is told each epoch, from 0; one that has a `fingerprint` is asked for the
-    same at a resume.
+    same at a resume. One that has `can_read_ahead = True` is asked for batches a step early: it draws from no
+    generator of the process.
     """
 
     def __iter__(self) -> Iterator[Batch]:
@@ -47,16 +48,16 @@ class Feed(Protocol):
     """What the training loop asks for data."""
 
     def batches(self, step: int, count: int) -> list[Batch]:
-        """The `count` micro-batches of step `step` (from 0), on the host.
+        """The `count` micro-batches of step `step` (from 0), on the host."""
 
-        A signal breaks the wait for them by a WaitBrokenError: then the position must be what it was before.
-        """
+    def can_draw_ahead(self, count: int) -> bool:
+        """Whether the next `count` batches, and all random numbers, are the same if they are drawn now."""
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batches given, as JSON."""
+        """The position after the last batches given."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to a position that `state` gave."""
+        """Go to a position that `state` gave, also after something broke off `batches`."""
 
 
 def feed_of(loader: Any, device: torch.device) -> Feed:
@@ -82,6 +83,9 @@ class IndexedFeed:
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self.loader.batch_at(step, micro) for micro in range(count)]
 
+    def can_draw_ahead(self, count: int) -> bool:
+        return True
+
     def state(self) -> dict[str, Any]:
         return {"kind": "indexed", "fingerprint": _fingerprint(self.loader)}
 
@@ -100,6 +104,9 @@ class StatefulFeed:
 
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self._next() for _ in range(count)]
+
+    def can_draw_ahead(self, count: int) -> bool:
+        return getattr(self.loader, "can_read_ahead", False) is True
 
     def _next(self) -> Batch:
         batch = next(self._iterator, None)
@@ -120,24 +127,20 @@ class StatefulFeed:
         self._iterator, self.epoch = iter(self.loader), epoch
 
     def state(self) -> dict[str, Any]:
-        position = self.loader.state_dict()
-        try:
-            json.dumps(position)
-        except TypeError as error:
-            raise UserError(
-                f"train_loader.state_dict() of {type(self.loader).__name__}: {error}: a checkpoint holds "
-                "numbers, text, lists and dicts"
-            ) from None
+        position = copy.deepcopy(self.loader.state_dict())
         fingerprint = _fingerprint(self.loader)
         return {"kind": "stateful", "epoch": self.epoch, "loader": position, "fingerprint": fingerprint}
 
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "stateful")
         _expect_same_data(state, self.loader)
-        if state["epoch"] < 0:
-            return
+        if state["epoch"] < 0 and self.epoch < 0:
+            return  # nothing was given then, nor since
         self.loader.load_state_dict(state["loader"])
-        self._start_epoch(state["epoch"])
+        if state["epoch"] < 0:
+            self._iterator, self.epoch = iter(()), -1
+        else:
+            self._start_epoch(state["epoch"])
 
 
 class IterableFeed:
@@ -154,21 +157,17 @@ class IterableFeed:
         self.taken = 0  # batches of this epoch
         self._iterator: Iterator[Batch] = iter(())
         self._rng_at_epoch: dict[str, Any] | None = None
-        self._is_broken = False
 
     def batches(self, step: int, count: int) -> list[Batch]:
-        if self._is_broken:
-            self._is_broken = False
-            self.restore(self.state())
-        position, generators = (self.epoch, self.taken, self._rng_at_epoch), rng.snapshot()
-        try:
-            return [self._next() for _ in range(count)]
-        except WaitBrokenError:
-            # As if this step had not been asked for: the checkpoint that follows is of the one before.
-            self.epoch, self.taken, self._rng_at_epoch = position
-            rng.put_back(generators)
-            self._is_broken = True
-            raise
+        return [self._next() for _ in range(count)]
+
+    def can_draw_ahead(self, count: int) -> bool:
+        # Within an epoch: an order is drawn where one starts.
+        return (
+            _is_put_together_by_workers(self.loader)
+            and self.epoch >= 0
+            and self.taken + count <= len(self.loader)  # type: ignore[arg-type]
+        )
 
     def _next(self) -> Batch:
         batch = next(self._iterator, None)
@@ -201,6 +200,7 @@ class IterableFeed:
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "iterable")
         if state["epoch"] < 0:
+            self._iterator, self.epoch, self.taken = iter(()), -1, 0
             return
         now = rng.capture(self.device)
         rng.restore(self.device, state["rng_at_epoch"])
@@ -220,6 +220,17 @@ class IterableFeed:
                 say(f"resuming: skipped {done + 1:,} of {count:,} batches")
                 said_at = time.monotonic()
         self.taken = count
+
+
+def _is_put_together_by_workers(loader: Any) -> bool:
+    """Whether a batch of `loader` costs this process no random number, and how many there are is known."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.num_workers > 0
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler).__module__.startswith("torch.utils.data")  # draws once, in the beginning
+    )
 
 
 def _fingerprint(loader: Any) -> str | None:

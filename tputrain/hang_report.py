@@ -18,29 +18,25 @@ def report_hang(run_dir: Path | None, device: torch.device, reason: str) -> None
     """Every thread's stack, the device's last operations and its counters, to `run_dir/hang-<time>.txt`, or
     to standard error where there is no file.
     """
-    try:
-        path = _path(run_dir)
-    except OSError as error:
-        path = None
-        warn(f"no file for the stacks in {run_dir} ({error.strerror}); they follow")
-    if path is None:
-        warn(reason)
-        _write(2, reason, device)
-        return
+    if run_dir is not None:
+        path = run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
+        try:
+            _write_file(path, reason, device)
+        except OSError as error:
+            warn(f"{path}: the stacks cannot be written there ({error.strerror}); they follow")
+        else:
+            warn(f"{reason}; every thread's stack is in {path}")
+            return
+    warn(reason)
+    _write(2, reason, device)
+
+
+def _write_file(path: Path, reason: str, device: torch.device) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         _write(descriptor, reason, device)
     finally:
         os.close(descriptor)
-    warn(f"{reason}; every thread's stack is in {path}")
-
-
-def _path(run_dir: Path | None) -> Path | None:
-    if run_dir is None:
-        return None
-    path = run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
-    path.touch()
-    return path
 
 
 def _write(descriptor: int, reason: str, device: torch.device) -> None:

@@ -20,9 +20,9 @@ from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import announced, say
 from tputrain.batches import Batch
+from tputrain.errors import UserError, in_words
 from tputrain.first_nonfinite import looking_for_nonfinite
 from tputrain.loggers.logger import Record
-from tputrain.metrics.finite import check_finite, stopped
 from tputrain.nonfinite_report import (
     add_replay,
     bad_step_directory,
@@ -51,6 +51,11 @@ class BadSteps:
         self._in_a_row = 0
         self._spike_limit = SpikeLimit(trainer.cfg.trainer.spike_factor)
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether it may ask for an earlier state of the run."""
+        return self.policy in ("stop", "rollback")
+
     def state(self) -> dict[str, Any]:
         """What of this a checkpoint holds."""
         return {"left_out": sorted(self.left_out), "spikes": self._spike_limit.state()}
@@ -62,8 +67,9 @@ class BadSteps:
 
     def replay_if_due(self, batches: list[Batch]) -> None:
         """Before a step: find out why it went bad when it was done before, from the very same state."""
-        if self.trainer.step + 1 in self._to_replay:
-            self._replay_and_report(batches)
+        step = self.trainer.step + 1
+        if step in self._to_replay:
+            say(f"step {step}: {in_one_line(self._replay_and_report(batches))}")
 
     def withheld_update(self) -> WithheldUpdate | None:
         """At the beginning of a step: what takes its update back on the device, where that is wanted."""
@@ -81,8 +87,11 @@ class BadSteps:
 
     def judge_evaluation(self, record: Record) -> None:
         """Raises UserError where a loss of an evaluation is not finite, and that is to stop the run."""
-        if self.policy == "stop":
-            check_finite([record], [name for name in record if name.rpartition("/")[2] == "loss"])
+        if self.policy != "stop":
+            return
+        for name, value in record.items():
+            if name.rpartition("/")[2] == "loss" and not math.isfinite(value):
+                raise self._stopped(f"step {record['step']}: {name} is {value}")
 
     def judge(self, records: Sequence[Record]) -> None:
         """After values were read: see to the first bad step among `records`. Raises UserError to stop."""
@@ -111,15 +120,15 @@ class BadSteps:
         kept = "" if directory is None else f"; its batch is in {directory}"
         is_spike = is_finite(record)
         if self._in_a_row > self.limit or len(self.left_out) >= self.limit:
-            raise stopped(why, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
+            raise self._stopped(why, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
         if self.policy == "skip":
             found = ""
             if not is_spike:
                 found = f"; {self._replay_where_it_is(batches, directory)}"
             say(f"{why}: its update was not made{kept}{found}")
             return
-        if (self.policy == "stop" and is_spike) or trainer.is_interrupted or not trainer.go_back():
-            raise stopped(why, kept)
+        if (self.policy == "stop" and is_spike) or trainer.is_interrupted or not self._went_back():
+            raise self._stopped(why, kept)
         if not is_spike:
             self._to_replay.add(step)
         if self.policy == "rollback":
@@ -129,8 +138,27 @@ class BadSteps:
         with announced(f"{why}: on from step {trainer.step} to it again, to see why"):
             while trainer.step < step - 1:
                 trainer.repeat_step()
-            found = in_one_line(self._replay_and_report(trainer.batches_of_next_step()))
-        raise stopped(why, f"{kept}; {found}")
+            found = in_one_line(self._replay_and_report(trainer.batches_of_next_step().host))
+        raise self._stopped(why, f"{kept}; {found}")
+
+    def _stopped(self, why: str, cause: str = "") -> UserError:
+        """The error, one line, that ends the run; `cause`: what is known of where it came from."""
+        store = self.trainer.store
+        again = "there is no checkpoint yet, so it begins anew"
+        if store is not None and store.steps():
+            again = "it goes on from the newest checkpoint"
+        return UserError(
+            f"{why}; the run stops, so that no checkpoint holds this{cause}; lower optim.learning_rate (or "
+            f"trainer.max_grad_norm) and run again, {again}; "
+            "trainer.on_nonfinite=skip or rollback leaves such batches out"
+        )
+
+    def _went_back(self) -> bool:
+        try:
+            return self.trainer.go_back()
+        except OSError as error:
+            say(f"the run cannot go back to its beginning: {in_words(error)}")
+            return False
 
     def _replay_where_it_is(self, batches: list[Batch], directory: Path | None) -> str:
         """Steps after the bad one were done already: what a replay with their weights finds, in one line."""
@@ -145,7 +173,6 @@ class BadSteps:
         self._to_replay.discard(step)
         found = self._replay(batches)
         add_replay(bad_step_directory(run_dir, step), found, "from the state that the step had")
-        say(f"step {step}: {in_one_line(found)}")
         return found
 
     def _replay(self, batches: list[Batch]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tputrain.announce import warn
 from tputrain.batches import Batch
+from tputrain.errors import in_words
 from tputrain.first_nonfinite import describe
 from tputrain.loggers.logger import Record
 
@@ -56,7 +57,7 @@ def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path 
         directory.mkdir(parents=True, exist_ok=True)
         _save(directory, record, batches)
     except (OSError, SafetensorError) as error:
-        warn(f"{directory}: the batch of a bad step cannot be kept ({error})")
+        warn(f"{directory}: the batch of a bad step cannot be kept ({in_words(error)})")
         return None
     return directory
 
@@ -85,7 +86,7 @@ def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
         report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
         _write(directory, report | {"replay": {"note": note} | found})
     except (OSError, ValueError) as error:
-        warn(f"{directory}: what the replay of a bad step found cannot be kept ({error})")
+        warn(f"{directory}: what the replay of a bad step found cannot be kept ({in_words(error)})")
 
 
 def in_one_line(found: dict[str, Any]) -> str:

@@ -49,6 +49,8 @@ class RunLock:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
+            # Said, and not left to the closing: a data worker, forked meanwhile, holds the file open as well.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
 

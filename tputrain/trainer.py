@@ -1,10 +1,8 @@
 """The Trainer: a model, its data and a configuration, and the loop that brings them together."""
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +25,19 @@ from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
-from tputrain.errors import UserError
+from tputrain.errors import RunFailedError, UserError
+from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
-from tputrain.feed import Feed, feed_of
+from tputrain.feed import feed_of
 from tputrain.garbage import ScheduledCollection
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
-from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
 from tputrain.metrics.flops import FlopCount
-from tputrain.metrics.named import PERPLEXITY, Metric, metric_functions
+from tputrain.metrics.named import Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
+from tputrain.next_batches import NextBatches, StepBatches
 from tputrain.nonfinite import BadSteps
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.evaluation_weights import EvaluationWeights
@@ -51,7 +50,7 @@ from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.trainer_arguments import check_arguments
 from tputrain.versions import versions
-from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, SAVING, STEP, Watchdog
+from tputrain.watchdog import DATA, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import deaths_named
 
 
@@ -131,7 +130,10 @@ class Trainer:
         create_state(self.optimizer)
         self.evaluation_weights = EvaluationWeights(model, self.optimizer, cfg.optim.ema_decay, self.device)
 
-        self._feed: Feed | None = None if train_loader is None else feed_of(train_loader, self.device)
+        self._data: NextBatches | None = None
+        if train_loader is not None:
+            feed = feed_of(train_loader, self.device)
+            self._data = NextBatches(feed, self.device, cfg.trainer.accumulate)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
         self.store: CheckpointStore | None = None
         if self.run_dir is not None:
@@ -145,6 +147,7 @@ class Trainer:
         self._resumed = False
         self._is_warm = False
         self._saved_at: int | None = None
+        self._beginning: Snapshot | None = None  # until there is a checkpoint
         self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
         self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn)
         self._step_log = StepLog(self.device, self._peak_flops)
@@ -152,6 +155,7 @@ class Trainer:
         self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter()
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
+        self._evaluator = Evaluator(self, self._signals, self._watchdog)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -178,22 +182,24 @@ class Trainer:
         """One step; False where a signal came while it waited for its data."""
         self._is_warm &= not self.execution.before_step(self.step)
         self._expect_compilation(not self._is_warm)  # once more: an evaluation may have come since the start
-        if (batches := self._next_batches()) is None:
+        if (batches := self._drawn()) is None:
             return False
-        self._bad_steps.replay_if_due(batches)
+        self._bad_steps.replay_if_due(batches.host)
         if self._is_warm:
             with self._watchdog.phase(STEP):
                 self._train_step(batches)
+            self._signals.rescue_by(None)
         else:
             self._first_step(batches)
         self.execution.after_step(self.step)
+        self._draw_ahead()
         return True
 
-    def _first_step(self, batches: list[Batch]) -> None:
-        """The first of a process, or of a form: recorded and compiled, so it is announced and waited for."""
-        compiled = " is recorded and compiled" if self.device.type == "tpu" else ""
+    def _first_step(self, batches: StepBatches) -> None:
+        """The first of a process, or of a form: it gets its program, so it is announced and waited for."""
+        program = " is recorded, and its program compiled or found" if self.device.type == "tpu" else ""
         with self._watchdog.phase(FIRST_STEP):
-            with announced(f"step {self.step + 1}, the first {self.execution.first_of},{compiled}"):
+            with announced(f"step {self.step + 1}, the first {self.execution.first_of},{program}"):
                 self._train_step(batches)
                 self._step_log.wait()
             if self._flops is not None and self._flops.problem is not None:
@@ -202,29 +208,44 @@ class Trainer:
             self._log()
         self._signals.rescue_by(None)
 
-    def _next_batches(self) -> list[Batch] | None:
+    def _drawn(self) -> StepBatches | None:
+        """The batches of the next step; None where a signal came while it waited for them."""
+        assert self._data is not None
         self._step_log.begin()
-        with self._watchdog.phase(DATA):
-            batches = self._signals.wait_for(self.batches_of_next_step)
-        self._step_log.data_ready()
+        batches = self._wait_for_data(self._data.draw)
+        if batches is not None and self.execution.is_new("train", batches.form) and self._is_warm:
+            self._expect_compilation(self.execution.compiles)
+            batches = self._wait_for_data(self._data.draw)  # others, where what was read took the run back
         return batches
 
-    def _train_step(self, batches: list[Batch]) -> None:
+    def _draw_ahead(self) -> None:
+        """The next step's batches, unless more than a read of values comes before it."""
+        assert self._data is not None
+        if not (self._should_end() or self._evaluation_is_due() or self._save_is_due()):
+            self._wait_for_data(self._data.draw_ahead)
+
+    def _wait_for_data(self, draw: Callable[[int], StepBatches | None]) -> StepBatches | None:
+        with self._watchdog.phase(DATA), self._step_log.waiting():
+            return self._signals.wait_for(lambda: draw(self.step))
+
+    def _train_step(self, batches: StepBatches) -> None:
         """Forward, backward and update, dispatched as one program; nothing is read back."""
-        weights = [batch_of.weight(batch) for batch in batches]
+        assert self._data is not None
+        self._data.take()
+        weights = batches.weights
         if sum(weights) == 0:
             raise UserError(
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
         withheld = self._bad_steps.withheld_update()
-        loss, grad_norm = self.compute_gradients(batches, weights)
+        loss, grad_norm = self.compute_gradients(batches.device, weights)
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
         with withheld.where_bad(loss, grad_norm) if withheld else nullcontext():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
         self._writer.let_write()
-        self._count_step(batches, loss, grad_norm, rates)
+        self._count_step(batches.host, loss, grad_norm, rates)
 
     def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping."""
@@ -239,7 +260,7 @@ class Trainer:
         for batch, weight in zip(batches, weights, strict=True):
             if weight == 0:
                 continue  # the mean over no labels is not a number
-            loss = self._forward(batch)[0]
+            loss = self.forward(batch)[0]
             if weight != total:
                 loss = loss * (weight / total)
             loss.backward()
@@ -247,8 +268,8 @@ class Trainer:
         assert step_loss is not None
         return step_loss
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Any, Any]:
-        """The mean loss of a batch from the host, the model's output, and the target."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Any, Any]:
+        """The mean loss of a batch, the model's output, and the target."""
         batch = batch_of.to_device(batch, self.device)
         with devices.autocast(self.device, self.cfg.execution.autocast):
             output, target = batch_of.call(self.execution.model, batch), batch_of.target_of(batch)
@@ -291,7 +312,7 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         if self._evaluation_is_due():
             self.control.evaluate = False
-            self._expect_compilation(self._is_warm and not self._watchdog.has_seen(EVALUATING))
+            self._expect_compilation(self._is_warm and self.execution.is_new("validate"))
             self._evaluate()
             self._signals.rescue_by(None)
 
@@ -332,7 +353,7 @@ class Trainer:
             self._bad_steps.judge(records)
 
     def _evaluate(self) -> None:
-        result = self._measure()
+        result = self._evaluator.measure()
         if result is None:  # broken off by a signal
             return
         self.evaluated_at = self.step
@@ -354,48 +375,15 @@ class Trainer:
         """Evaluate the model as it is: loss, metrics, seconds; of text, perplexity and bits per byte."""
         if self.val_loader is None:
             raise UserError("validate: the Trainer was given no val_loader")
-        result = self._measure()
+        result = self._evaluator.measure()
         assert result is not None, "only fit() watches for signals"
         return result
-
-    def _measure(self) -> dict[str, float] | None:
-        """The results of all evaluation sets as one; None where a signal came in between."""
-        started, results, generators = time.perf_counter(), {}, rng.snapshot()
-        for name, loader in evaluation_sets(self.val_loader).items():
-            what = f"evaluating {name}{' ' * bool(name)}at step {self.step}"
-            with self._watchdog.phase(EVALUATING), self._evaluating(), announced(what):
-                result = self._measure_set(loader)
-            if result is None:
-                rng.put_back(generators)  # what it drew, it draws again when the run goes on
-                return None
-            results[name] = result
-        return merged(results) | {"seconds": time.perf_counter() - started}
-
-    def _measure_set(self, loader: Iterable[Batch]) -> dict[str, float] | None:
-        """Means over the batches of one set; None where a signal came in between."""
-        means = WeightedMeans(getattr(loader, "bytes_of", None))
-        for batch in islice(self._signals.until_received(loader), self.cfg.trainer.evaluate_batches):
-            self._watchdog.go_on()
-            if weight := batch_of.weight(batch):
-                loss, output, target = self._forward(batch)
-                values = {name: metric(output, target) for name, metric in self.metrics.items()}
-                means.add({"loss": loss} | values, weight, batch)
-                devices.flush(self.device)
-        if self._signals.received is not None:
-            return None
-        return means.result(with_perplexity=PERPLEXITY in self.cfg.trainer.metrics)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with evaluated(self.model, with_logits=bool(self.metrics)), self.execution.phase("validate"):
-            with torch.no_grad(), self.evaluation_weights.in_place():
-                yield
 
     # -- saving and resuming ---------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path once it is
-        complete. Raises UserError where it cannot be written.
+        complete. Raises RunFailedError where it cannot be written.
         """
         if self.store is None:
             raise UserError("save: no run_dir was given, so there is nowhere to save to")
@@ -403,7 +391,7 @@ class Trainer:
         written = self._end_save()
         assert written is not None
         if written.error is not None:
-            raise UserError(
+            raise RunFailedError(
                 f"{written.path} cannot be saved ({written.error}): what came after the checkpoint before is "
                 "lost; make room or mend the disk, and run again: it goes on from there"
             )
@@ -427,6 +415,7 @@ class Trainer:
         with self._watchdog.phase(SAVING):
             written = self._writer.finish(self._watchdog.go_on)
         if written.error is None:
+            self._beginning = None
             self._tell("on_save", written.path)
         else:
             self._saved_at = None  # tried again at the next occasion, and at the latest at the end
@@ -441,8 +430,11 @@ class Trainer:
         """Have a thread act on signals where this one is too busy to, with the state as it is now."""
         if is_likely and self.store is not None:
             self._log()  # a step that is saved must not be missing from the log
-            snapshot = None if self._saved_at == self.step else self._snapshot()
+            with nullcontext() if self._data is None else self._data.as_not_drawn():
+                snapshot = None if self._saved_at == self.step else self._snapshot()
             self._signals.rescue_by(self._writer.leaving_with(self.store, snapshot))
+            if self._bad_steps.goes_back and not self.store.has_any():
+                self._beginning = snapshot
 
     def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """All that a checkpoint holds beside tensors."""
@@ -454,7 +446,7 @@ class Trainer:
             "best": self.best,
             "evaluated_at": self.evaluated_at,
             "rng": rng.capture(self.device),
-            "data": None if self._feed is None else self._feed.state(),
+            "data": None if self._data is None else self._data.state(),
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
@@ -465,21 +457,28 @@ class Trainer:
         }
 
     def go_back(self) -> bool:
-        """To the newest checkpoint; False where there is none. The loggers forget what came after it."""
+        """To the newest checkpoint, or the beginning; False if there is neither. Loggers forget the rest."""
         self._end_save()
-        if self.store is None or not self.store.has_any():
+        if self.store is None or self.run_dir is None:
             return False
-        self.resume()
+        if self.store.has_any():
+            self.resume()
+        elif self._beginning is not None:
+            with self._beginning.written_in(self.run_dir) as directory:
+                self.load(directory)
+            self._saved_at = None
+        else:
+            return False
         self._step_log = StepLog(self.device, self._peak_flops)
         for logger in self.loggers:
             logger.close()
             logger.start(self.step, self.cfg.trainer.steps, True)
         return True
 
-    def batches_of_next_step(self) -> list[Batch]:
-        """The micro-batches of step `step + 1`, which count as given out from here on."""
-        assert self._feed is not None
-        return self._feed.batches(self.step, self.cfg.trainer.accumulate)
+    def batches_of_next_step(self) -> StepBatches:
+        """The micro-batches of step `step + 1`."""
+        assert self._data is not None
+        return self._data.draw(self.step)
 
     def repeat_step(self) -> None:
         """A step that was done before `go_back`; it is not logged again."""
@@ -526,8 +525,8 @@ class Trainer:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         for kind in load_state_of(self.callbacks, state["callbacks"]):
             say(f"note: {path} holds state of a callback {kind}, which this run has not")
-        if self._feed is not None and state["data"] is not None:
-            self._feed.restore(state["data"])
+        if self._data is not None and state["data"] is not None:
+            self._data.restore(state["data"])
         rng.restore(self.device, state["rng"])
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
@@ -557,7 +556,7 @@ class Trainer:
             yield garbage
 
     def _start(self) -> None:
-        if self._feed is None:
+        if self._data is None:
             raise UserError("fit: the Trainer was given no train_loader")
         self._resume_or_begin()
         if self.step >= (steps := self.cfg.trainer.steps):

@@ -102,10 +102,6 @@ class Watchdog:
             self._longest[name] = max(self._longest.get(name, 0.0), self._clock - began)
             self._phase = _Phase(outer, self._clock)
 
-    def has_seen(self, name: str) -> bool:
-        """Whether phase `name` was ever done in this process: the first time, programs are compiled in it."""
-        return name in self._longest
-
     def go_on(self) -> None:
         """The phase is alive: its time starts anew."""
         self._phase = _Phase(self._phase.name, self._clock)
@@ -165,7 +161,8 @@ class Watchdog:
     def _end_the_process(self, name: str, taken: float, limit: float) -> None:
         reason = (
             f"tputrain: hangs at step {self.step()} in phase {name!r}: {taken:.1f} s, expected at most "
-            f"{limit:.1f} s (watchdog.* sets that); it is ended, and goes on from its newest checkpoint"
+            f"{limit:.1f} s (watchdog.* sets that); it is ended: run again, it goes on from the newest "
+            "checkpoint, if there is one"
         )
         try:
             report_hang(self.run_dir, self.device, reason)

@@ -47,6 +47,6 @@ def _line(found: re.Match[str]) -> str:
         how = f"ended with exit code {found['code']}"
     return (
         f"data worker (pid {found['pids']}) {how}, so no more batches come: the machine may be out of memory "
-        "(fewer workers, smaller batches); run again to go on from the newest checkpoint, with 0 workers to "
-        "see an error of the data's own"
+        "(fewer workers, smaller batches); run again to go on from the newest checkpoint, if there is one; "
+        "with 0 workers you see an error of the data's own"
     )

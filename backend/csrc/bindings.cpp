@@ -1,4 +1,6 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
+#include "recorded_step.h"
+
 #include "device.h"
 
 #include <c10/util/strides.h>
@@ -71,6 +73,7 @@ py::dict compile_stats(c10::DeviceIndex device) {
   stats["disk_hits"] = counters.disk_hits;
   stats["compile_seconds"] = counters.compile_seconds;
   stats["host_reads"] = counters.host_reads;
+  stats["replays"] = counters.replays;
   return stats;
 }
 
@@ -98,6 +101,50 @@ at::Tensor tensor_over(const py::object& array, const std::vector<int64_t>& size
   stream.overwrite(buffer, tpu::intern_layout(sizes, scalar_type), py::object(array).release().ptr());
   buffer->value->leased = true;
   return tensor;
+}
+
+py::object described(const std::optional<tpu::Problem>& problem) {
+  return problem.has_value() ? py::object(py::make_tuple(problem->text, problem->signature)) : py::object(py::none());
+}
+
+// Of each number of a recorded step its kind (0 float, 1 double, 2 integer), its place among these, its value (None where it is
+// part of a draw), and the signature of the entry that takes it (-1: it is the start of a slice).
+py::list numbers_of(const tpu::RecordedStep& step) {
+  py::list all;
+  const auto add = [&](int kind, const auto& values, const std::vector<uint32_t>& takers) {
+    for (size_t place = 0; place < values.size(); ++place) {
+      const int64_t taker = place < takers.size() ? takers[place] : -1;
+      all.append(py::make_tuple(kind, place, py::cast(values[place]), taker));
+    }
+  };
+  const auto& numbers = step.run().numbers;
+  add(0, numbers.floats, step.notes().float_takers);
+  add(1, numbers.doubles, step.notes().double_takers);
+  const auto first_integer = all.size();
+  add(2, numbers.integers, step.notes().integer_takers);
+  for (const auto& draw : step.run().draws) {
+    for (size_t place : {draw.place, draw.place + 1}) {
+      all[first_integer + place] = py::make_tuple(2, place, py::none(), -1);
+    }
+  }
+  return all;
+}
+
+using Bound = std::tuple<int, size_t, std::vector<std::pair<size_t, bool>>>; // kind, place, sources
+
+void make_replayable(
+    tpu::RecordedStep& step,
+    const py::list& entries,
+    const py::list& numbers,
+    std::vector<double> values,
+    const std::vector<bool>& may_change,
+    const std::vector<Bound>& bound) {
+  std::vector<tpu::Binding> bindings;
+  for (const auto& [kind, place, sources] : bound) {
+    bindings.push_back({static_cast<tpu::Binding::Kind>(kind), place, sources});
+  }
+  step.make_replayable(
+      tpu::Watches(entries, numbers), std::move(values), {may_change.begin(), may_change.end()}, std::move(bindings));
 }
 
 } // namespace
@@ -174,4 +221,15 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("lease_array", [](const at::Tensor& tensor) { return lease_array(tensor); });
   m.def("tensor_over", &tensor_over);
+  // See recorded_step.h and tpu_backend/captured/step.py.
+  py::class_<tpu::RecordedStep>(m, "RecordedStep")
+      .def(py::init([](int device) { return std::make_unique<tpu::RecordedStep>(static_cast<c10::DeviceIndex>(device)); }))
+      .def("finish", [](tpu::RecordedStep& step, const py::list& arguments, const std::vector<at::Tensor>& results) {
+        return described(step.finish(arguments, results));
+      })
+      .def("abandon", &tpu::RecordedStep::abandon)
+      .def("difference", &tpu::RecordedStep::difference)
+      .def("numbers", &numbers_of)
+      .def("make_replayable", &make_replayable)
+      .def("replay", &tpu::RecordedStep::replay);
 }

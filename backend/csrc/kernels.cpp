@@ -208,13 +208,13 @@ bool share_value(const at::Tensor& source, const at::Tensor& target) {
   Buffer* from = buffer_of(source);
   Buffer* to = buffer_of(target);
   const auto nbytes = static_cast<size_t>(source.numel()) * source.element_size();
-  StreamLock lock(Device::get().stream(from->device).mutex());
+  auto& stream = Device::get().stream(from->device);
+  StreamLock lock(stream.mutex());
   if (from->device != to->device || !from->value || from->layout->nbytes() != nbytes || to->layout->nbytes() != nbytes ||
       !memory_order(source.sizes(), source.strides()).dense) {
     return false;
   }
-  to->value = from->value;
-  to->layout = from->layout;
+  stream.assign(to, from->value);
   return true;
 }
 

@@ -44,12 +44,15 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   return array;
 }
 
-// Nobody but its value can see this memory.
-bool is_exclusive(const Value& value) {
-  return !value.leased && Py_REFCNT(value.array) == 1;
-}
-
 } // namespace
+
+PyObject* argument_of(const Value& value, bool is_donated, bool is_shared) {
+  const bool is_exclusive = !is_shared && !value.leased && Py_REFCNT(value.array) == 1;
+  if (!is_donated || is_exclusive) {
+    return Py_NewRef(value.array);
+  }
+  return check(PyObject_CallOneArg(runtime().copy, value.array)).ptr();
+}
 
 Runtime& runtime() {
   static auto* instance = new Runtime;
@@ -137,9 +140,9 @@ Variant& ProgramCache::variant_for(
   description["offsets"] = py::cast(segment.offsets);
   description["offset_is_input"] =
       py::cast(std::vector<bool>(variant->offset_is_input.begin(), variant->offset_is_input.end()));
-  description["num_floats"] = segment.floats.size();
-  description["num_doubles"] = segment.doubles.size();
-  description["num_integers"] = segment.integers.size();
+  description["num_floats"] = segment.numbers.floats.size();
+  description["num_doubles"] = segment.numbers.doubles.size();
+  description["num_integers"] = segment.numbers.integers.size();
   variant->executable = check(PyObject_CallOneArg(runtime().compile, description.ptr())).ptr();
   variant->execute = check(PyObject_GetAttrString(variant->executable, "execute")).ptr();
   variant->handlers = check(PyObject_GetAttrString(variant->executable, "handlers")).ptr();
@@ -154,65 +157,70 @@ Variant& ProgramCache::variant_for(
   return *program.variants.back();
 }
 
-void ProgramCache::execute(Variant& variant, Segment& segment) {
-  for (size_t i = 0; i < segment.offsets.size(); ++i) {
-    if (variant.offset_is_input[i] != 0) {
-      segment.integers.push_back(segment.offsets[i]);
+PyObject* ProgramCache::launch(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers) {
+  const auto add = [&](PyObject* array) {
+    if (PyList_Append(arguments, array) != 0) {
+      throw py::error_already_set();
     }
+  };
+  if (!numbers.floats.empty()) {
+    add(packed(numbers.floats, variant.last_floats, variant.float_array));
   }
-  std::array<PyObject*, 3> packed_numbers{};
-  size_t num_packed = 0;
-  if (!segment.floats.empty()) {
-    packed_numbers[num_packed++] = packed(segment.floats, variant.last_floats, variant.float_array);
+  if (!numbers.doubles.empty()) {
+    add(packed(numbers.doubles, variant.last_doubles, variant.double_array));
   }
-  if (!segment.doubles.empty()) {
-    packed_numbers[num_packed++] = packed(segment.doubles, variant.last_doubles, variant.double_array);
-  }
-  if (!segment.integers.empty()) {
-    packed_numbers[num_packed++] = packed(segment.integers, variant.last_integers, variant.integer_array);
-  }
-  py::list arguments(segment.inputs.size() + num_packed);
-  Py_ssize_t place = 0;
-  size_t num_donated = 0;
-  for (int32_t local : segment.inputs) { // ascending, as the donated ones are
-    const Value& value = *segment.values[local];
-    const bool is_donated = num_donated < variant.donated.size() && variant.donated[num_donated] == local;
-    num_donated += is_donated ? 1 : 0;
-    // What somebody else may look at is copied and the copy donated: the program is the same either way.
-    PyObject* array = is_donated && !is_exclusive(value) ? check(PyObject_CallOneArg(runtime().copy, value.array)).ptr()
-                                                         : Py_NewRef(value.array);
-    PyList_SET_ITEM(arguments.ptr(), place++, array);
-  }
-  for (size_t i = 0; i < num_packed; ++i) {
-    PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(packed_numbers[i]));
+  if (!numbers.integers.empty()) {
+    add(packed(numbers.integers, variant.last_integers, variant.integer_array));
   }
   static PyObject* const consume = PyUnicode_InternFromString("consume_with_handlers");
   static PyObject* const consume_token = PyUnicode_InternFromString("consume_token");
   static PyObject* const keywords = py::make_tuple("with_tokens").release().ptr();
-  PyObject* const call[] = {arguments.ptr(), Py_True};
+  PyObject* const call[] = {arguments, Py_True};
   auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(variant.execute, call, 1, keywords)));
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
   Launch launch{shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr()), c10::weak_intrusive_ptr<Value>(ValuePtr())};
-  for (size_t i = 0; i < variant.outputs.size(); ++i) {
-    Value& value = *segment.values[variant.outputs[i]];
-    PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
-    Py_INCREF(array);
-    value.array = array;
-    value.launch = num_launched_ + 1;
-  }
-  if (!variant.outputs.empty()) {
-    launch.output = c10::weak_intrusive_ptr<Value>(segment.values[variant.outputs[0]]);
-  }
   if (launched_.size() < kRememberedLaunches) {
     launched_.push_back(std::move(launch));
   } else {
     launched_[num_launched_ % kRememberedLaunches] = std::move(launch);
   }
   ++num_launched_;
+  return arrays.release().ptr();
+}
+
+void ProgramCache::remember_output(const ValuePtr& first) {
+  launched_[(num_launched_ - 1) % kRememberedLaunches].output = c10::weak_intrusive_ptr<Value>(first);
+}
+
+void ProgramCache::execute(Variant& variant, Segment& segment) {
+  for (size_t i = 0; i < segment.offsets.size(); ++i) {
+    if (variant.offset_is_input[i] != 0) {
+      segment.numbers.integers.push_back(segment.offsets[i]);
+    }
+  }
+  py::list arguments(segment.inputs.size());
+  Py_ssize_t place = 0;
+  size_t num_donated = 0;
+  for (int32_t local : segment.inputs) { // ascending, as the donated ones are
+    const Value& value = *segment.values[local];
+    const bool is_donated = num_donated < variant.donated.size() && variant.donated[num_donated] == local;
+    num_donated += is_donated ? 1 : 0;
+    PyList_SET_ITEM(arguments.ptr(), place++, argument_of(value, is_donated, /*is_shared=*/false));
+  }
+  const auto arrays = py::reinterpret_steal<py::object>(launch(variant, arguments.ptr(), segment.numbers));
+  for (size_t i = 0; i < variant.outputs.size(); ++i) {
+    Value& value = *segment.values[variant.outputs[i]];
+    PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
+    Py_INCREF(array);
+    value.array = array;
+    value.launch = num_launched_;
+  }
+  if (!variant.outputs.empty()) {
+    remember_output(segment.values[variant.outputs[0]]);
+  }
   if (variant.has_offenders) {
     segment.offenders = Py_NewRef(check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(variant.outputs.size()))).ptr());
-    segment.executable = variant.executable;
   }
 }
 
@@ -245,15 +253,16 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
     }
   }
   std::sort(donations.begin(), donations.end());
-  const auto num_integers = segment.integers.size();
+  const auto num_integers = segment.numbers.integers.size();
   try {
     Program& program = find(segment);
     Variant& variant = variant_for(program, segment, live, donations, counters);
     execute(variant, segment);
+    segment.variant = &variant;
     ++counters.segments_run;
   } catch (py::error_already_set& error) {
     if (is_interrupt(error)) {
-      segment.integers.resize(num_integers); // as it was: it may be run again
+      segment.numbers.integers.resize(num_integers); // as it was: it may be run again
       throw;
     }
     const std::string message = error.what();

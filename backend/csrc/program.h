@@ -10,6 +10,21 @@
 namespace tpu {
 
 struct Counters;
+struct Variant;
+
+// The inputs of a program that are not tensors, in the order in which they were recorded.
+struct RuntimeNumbers {
+  std::vector<float> floats;
+  std::vector<double> doubles;
+  std::vector<int64_t> integers;
+};
+
+// Of a random op: where its seed is among the integers, its offset behind it; and what they were taken from.
+struct Draw {
+  size_t place;
+  at::Generator generator;
+  int count;
+};
 
 struct Segment {
   uint64_t serial{0};
@@ -24,12 +39,11 @@ struct Segment {
   std::vector<int32_t> origin; // by local: the input whose buffer it has taken over, or -1
   // What is not part of the key: starts of slices and runtime numbers.
   std::vector<int64_t> offsets;
-  std::vector<float> floats;
-  std::vector<double> doubles;
-  std::vector<int64_t> integers;
+  RuntimeNumbers numbers;
+  std::vector<Draw> draws;
   std::vector<CheckedEntry> checked; // entries that make demands of their indices
   PyObject* offenders{nullptr}; // what came out of them when the segment was run, owned
-  PyObject* executable{nullptr}; // what it was run by
+  Variant* variant{nullptr}; // what it was run by
 
   void clear();
   void fail(const std::string& message); // what was to be computed carries this error
@@ -72,11 +86,21 @@ struct Launch {
   c10::weak_intrusive_ptr<Value> output; // the first; may be gone
 };
 
+// A value's array as an argument of a program, a new reference.  What is donated and somebody else may look at is copied, and
+// the copy donated: the program is the same either way.  `is_shared`: other buffers than the one it is taken from hold it.
+PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
+
 class ProgramCache {
  public:
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
   // error_already_set for an interrupt, and the segment may then be run again.
   void run(Segment& segment, Counters& counters);
+
+  // Hands a list of arrays, to which the numbers are added, and what a variant donates of them to XLA.  Returns the list of
+  // arrays that come out.  Raises error_already_set.
+  PyObject* launch(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers);
+  // The first of what the last launch computes: tells whether it is done.
+  void remember_output(const ValuePtr& first);
 
   // Those of the first `count` launches that may still be running.
   std::vector<Launch> launched(size_t count) const;

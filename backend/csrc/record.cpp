@@ -22,7 +22,7 @@ c10::DeviceIndex device_of(c10::ArrayRef<c10::IValue> args) {
   return Device::get().current();
 }
 
-GeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> args, c10::DeviceIndex device) {
+at::Generator generator_of(c10::ArrayRef<c10::IValue> args, c10::DeviceIndex device) {
   for (const auto& value : args) {
     if (value.isGenerator()) {
       auto generator = value.toGenerator();
@@ -31,10 +31,10 @@ GeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> args, c10::DeviceIndex de
           "Expected a 'tpu' device type for generator but found '",
           generator.device().type(),
           "'; make one with torch.Generator(\"tpu\")");
-      return *generator.get<GeneratorImpl>();
+      return generator;
     }
   }
-  return *Device::get().default_generator(device).get<GeneratorImpl>();
+  return Device::get().default_generator(device);
 }
 
 at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device, uint32_t signature) {
@@ -176,7 +176,8 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     check_partial_overlap(*signature, arguments);
   }
   if (op.num_draws > 0) {
-    auto& generator = generator_of(arguments, device);
+    call.generator = generator_of(arguments, device);
+    auto& generator = *call.generator.get<GeneratorImpl>();
     std::lock_guard<std::mutex> guard(generator.mutex_);
     call.numbers.push_back({.is_integer = true, .integer = static_cast<int64_t>(generator.current_seed())});
     call.numbers.push_back({.is_integer = true, .integer = static_cast<int64_t>(generator.take_offsets(op.num_draws))});

@@ -5,6 +5,7 @@
 #include "op.h"
 #include "value.h"
 
+#include <ATen/core/Generator.h>
 #include <c10/util/SmallVector.h>
 
 namespace tpu {
@@ -96,6 +97,7 @@ struct EncodedCall {
   c10::SmallVector<int64_t, 8> offsets; // of Box and General views, in order
   c10::SmallVector<RuntimeNumber, 8> numbers; // Runtime and Random, in order
   std::vector<at::Tensor> moved; // CPU tensors that had to be copied to the device
+  at::Generator generator; // of a random op: its seed and offset are the last two numbers
   // Bit i: tensor i requires a gradient, in the last bit below kInAutocast all that follow.  It shapes no program by itself,
   // and tells afterwards why there was another one.
   uint64_t circumstances{0};
@@ -107,6 +109,7 @@ struct EncodedCall {
     offsets.clear();
     numbers.clear();
     moved.clear();
+    generator = {};
   }
 };
 

@@ -1,5 +1,6 @@
 #include "stream.h"
 
+#include "notes.h"
 #include "python_error.h"
 
 #include <ATen/Context.h>
@@ -76,10 +77,12 @@ void Segment::clear() {
   is_input.clear();
   origin.clear();
   offsets.clear();
-  floats.clear();
-  doubles.clear();
-  integers.clear();
+  numbers.floats.clear();
+  numbers.doubles.clear();
+  numbers.integers.clear();
+  draws.clear();
   checked.clear();
+  variant = nullptr;
 }
 
 void Segment::fail(const std::string& message) {
@@ -115,12 +118,16 @@ const Value& Stream::readable(Buffer* buffer) {
 
 int32_t Stream::link(Buffer* buffer) {
   const Value& value = readable(buffer);
-  if (value.segment == segment_.serial) {
-    return value.local;
+  int32_t local = value.local;
+  if (value.segment != segment_.serial) {
+    local = static_cast<int32_t>(segment_.values.size());
+    segment_.inputs.push_back(local);
+    number(buffer->value, true, local);
   }
-  const auto local = static_cast<int32_t>(segment_.values.size());
-  segment_.inputs.push_back(local);
-  return number(buffer->value, true, local);
+  if (notes != nullptr && segment_.is_input[local] != 0) {
+    notes->reads.emplace_back(local, buffer->address);
+  }
+  return local;
 }
 
 bool Stream::belongs_to_ended_step(const EncodedCall& call) const {
@@ -190,14 +197,24 @@ void Stream::append(
     }
   }
   segment_.offsets.insert(segment_.offsets.end(), call.offsets.begin(), call.offsets.end());
+  auto& numbers = segment_.numbers;
   for (const auto& number : call.numbers) {
     if (number.is_integer) {
-      segment_.integers.push_back(number.integer);
+      numbers.integers.push_back(number.integer);
     } else if (signature.wide) {
-      segment_.doubles.push_back(number.real);
+      numbers.doubles.push_back(number.real);
     } else {
-      segment_.floats.push_back(static_cast<float>(number.real));
+      numbers.floats.push_back(static_cast<float>(number.real));
     }
+  }
+  if (call.generator.defined()) {
+    segment_.draws.push_back({numbers.integers.size() - 2, call.generator, signature.op->num_draws});
+  }
+  if (notes != nullptr) {
+    notes->readers.resize(segment_.inputs.size(), signature.id);
+    notes->float_takers.resize(numbers.floats.size(), signature.id);
+    notes->double_takers.resize(numbers.doubles.size(), signature.id);
+    notes->integer_takers.resize(numbers.integers.size(), signature.id);
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
     const auto& output = signature.outputs[i];
@@ -245,12 +262,16 @@ void Stream::cut() {
       throw;
     }
     recent.launched();
+    if (notes != nullptr) {
+      note_run(running);
+    }
     PyObject* offenders = std::exchange(running.offenders, nullptr);
     auto checked = std::move(running.checked);
+    PyObject* executable = running.variant == nullptr ? nullptr : running.variant->executable;
     running.clear();
     spare_ = std::move(running);
     if (offenders != nullptr) {
-      range_checks_.add(programs_.num_launched(), offenders, spare_.executable, std::move(checked));
+      range_checks_.add(programs_.num_launched(), offenders, executable, std::move(checked));
     }
   }
 }
@@ -338,8 +359,58 @@ PyObject* Stream::concrete(Buffer* buffer) {
 }
 
 void Stream::overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array) {
-  buffer->value = c10::make_intrusive<Value>(layout, owned_array);
-  buffer->layout = layout;
+  assign(buffer, c10::make_intrusive<Value>(layout, owned_array));
+}
+
+void Stream::assign(Buffer* buffer, ValuePtr value) {
+  buffer->layout = value->layout;
+  buffer->value = std::move(value);
+  if (notes != nullptr && notes->thread == std::this_thread::get_id()) {
+    notes->written.push_back(buffer->address);
+  }
+}
+
+void Stream::note_run(const Segment& segment) {
+  ++notes->num_cuts;
+  SegmentRun run{
+      .variant = segment.variant,
+      .serial = segment.serial,
+      .entries = segment.entries,
+      .inputs = segment.inputs,
+      .layouts = {},
+      .is_input = segment.is_input,
+      .offsets = segment.offsets,
+      .numbers = segment.numbers,
+      .draws = segment.draws,
+      .checked = segment.checked};
+  for (const auto& value : segment.values) {
+    run.layouts.push_back(value->layout);
+  }
+  notes->run = std::move(run);
+}
+
+PyObject* Stream::launch_again(
+    Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers, const std::vector<const Signature*>& entries) {
+  PyObject* arrays = programs_.launch(variant, arguments, numbers);
+  for (const auto* signature : entries) {
+    recent.add(*signature);
+  }
+  recent.launched();
+  ++counters.segments_run;
+  ++counters.memory_hits;
+  ++counters.replays;
+  if (notes != nullptr) { // a replay inside a step that is being recorded is a program of its own
+    ++notes->num_cuts;
+  }
+  return arrays;
+}
+
+void Stream::end_launch(Variant& variant, const ValuePtr& first, PyObject* arrays, const std::vector<CheckedEntry>& checked) {
+  programs_.remember_output(first);
+  if (variant.has_offenders) {
+    PyObject* offenders = PyList_GET_ITEM(arrays, static_cast<Py_ssize_t>(variant.outputs.size()));
+    range_checks_.add(programs_.num_launched(), Py_NewRef(offenders), variant.executable, checked);
+  }
 }
 
 } // namespace tpu

@@ -10,6 +10,8 @@
 
 namespace tpu {
 
+struct Notes;
+
 // A mode is only a rule for when the stream is cut.
 enum class Mode : uint8_t {
   Debug, // after each op, and wait for it
@@ -25,6 +27,7 @@ struct Counters {
   uint64_t disk_hits{0};
   double compile_seconds{0};
   uint64_t host_reads{0};
+  uint64_t replays{0}; // of captured steps
 };
 
 // The entries recorded last, for a report on a process that hangs: read by any thread without the lock, which the thread that
@@ -88,6 +91,7 @@ class Stream {
   // The buffer's value as a borrowed jax.Array, computed if need be; null if it was never written.
   PyObject* concrete(Buffer* buffer);
   void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
+  void assign(Buffer* buffer, ValuePtr value); // not by an entry
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
 
   // Programs launched so far.
@@ -108,14 +112,25 @@ class Stream {
     step_ended_ = !segment_.entries.empty();
   }
 
+  // A program that was run before, on other arrays (see ProgramCache::launch), for these entries; wants the GIL.  It ends with
+  // `end_launch`, when its outputs are where they belong: that raises what an earlier launch found out of range.
+  PyObject* launch_again(
+      Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers, const std::vector<const Signature*>& entries);
+  void end_launch(Variant& variant, const ValuePtr& first, PyObject* arrays, const std::vector<CheckedEntry>& checked);
+  bool is_empty() const {
+    return segment_.entries.empty();
+  }
+
   Counters counters; // guarded by the lock
   RecentEntries recent;
+  Notes* notes{nullptr}; // where what is recorded is noted, if anywhere; guarded by the lock
 
  private:
   int32_t link(Buffer* buffer);
   int32_t number(const ValuePtr& value, bool is_input, int32_t origin);
   const Value& readable(Buffer* buffer);
   bool belongs_to_ended_step(const EncodedCall& call) const;
+  void note_run(const Segment& segment);
 
   c10::DeviceIndex device_;
   std::recursive_mutex mutex_;

@@ -65,6 +65,9 @@ void free_buffer(void* context) {
       buffer->next->previous = buffer->previous;
     }
   }
+  if (buffer->handle) {
+    buffer->handle->buffer.store(nullptr, std::memory_order_release);
+  }
   delete buffer;
 }
 
@@ -148,6 +151,27 @@ std::vector<LiveBuffer> live_buffers(c10::DeviceIndex device) {
   return buffers;
 }
 
+void for_each_live_buffer(c10::DeviceIndex device, const std::function<void(Buffer&)>& visit) {
+  auto& list = live_list();
+  std::lock_guard<std::mutex> guard(list.mutex);
+  for (Buffer* buffer = list.first; buffer != nullptr; buffer = buffer->next) {
+    if (buffer->device == device) {
+      visit(*buffer);
+    }
+  }
+}
+
+std::shared_ptr<BufferHandle> handle_of(Buffer& buffer) {
+  if (!buffer.handle) {
+    buffer.handle = std::make_shared<BufferHandle>(&buffer);
+  }
+  return buffer.handle;
+}
+
+uintptr_t next_address() {
+  return g_next_address.load(std::memory_order_relaxed);
+}
+
 c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex device, uint32_t maker) {
   auto& counters = g_counters.at(device);
   const int64_t now = counters.current.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed) +
@@ -157,7 +181,7 @@ c10::DataPtr make_buffer(size_t nbytes, const Layout* layout, c10::DeviceIndex d
   while (now > peak && !counters.peak.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
   }
   const uintptr_t address = g_next_address.fetch_add((nbytes + 511) / 512 * 512 + 512, std::memory_order_relaxed);
-  auto* buffer = new Buffer{{}, layout, nbytes, address, device, maker, 0, nullptr, nullptr};
+  auto* buffer = new Buffer{{}, layout, nbytes, address, device, maker, 0, nullptr, nullptr, nullptr};
   {
     auto& list = live_list();
     std::lock_guard<std::mutex> guard(list.mutex);

@@ -8,6 +8,8 @@
 
 #include <Python.h>
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,6 +34,12 @@ struct Value final : c10::intrusive_ptr_target {
 };
 using ValuePtr = c10::intrusive_ptr<Value>;
 
+struct Buffer;
+// Tells whether a buffer lives, and does not keep it alive.
+struct BufferHandle {
+  std::atomic<Buffer*> buffer; // null once it was freed
+};
+
 struct Buffer {
   ValuePtr value; // null until first written
   const Layout* layout; // of `value`, or how a first write is expected
@@ -42,6 +50,7 @@ struct Buffer {
   uint64_t mark; // of the call that last asked whether it is written twice
   Buffer* previous; // in the list of all that live
   Buffer* next;
+  std::shared_ptr<BufferHandle> handle; // made when somebody asks for it
 };
 constexpr uint32_t kNoMaker = 0xffffffff; // nothing was written yet, or by the host
 
@@ -75,6 +84,12 @@ struct LiveBuffer {
   uint32_t maker;
 };
 std::vector<LiveBuffer> live_buffers(c10::DeviceIndex device);
+// Nobody makes or frees a buffer while this goes through them.
+void for_each_live_buffer(c10::DeviceIndex device, const std::function<void(Buffer&)>& visit);
+// With the lock of the buffer's stream held.
+std::shared_ptr<BufferHandle> handle_of(Buffer& buffer);
+// Buffers made from now on have this address or one above it.
+uintptr_t next_address();
 c10::Allocator* allocator();
 
 // A tensor over a new buffer.  Strides must be dense or the storage is padded to what they span.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,7 +211,8 @@ def get_eager_mode() -> str:
 
 def compile_stats() -> dict[str, Any]:
     """Counters since the start: ops_recorded, segments_run, compilations, memory_hits, disk_hits,
-    compile_seconds, host_reads.  A program comes of a compilation or of a disk hit (`set_executable_cache`).
+    compile_seconds, host_reads, replays (of captured steps).  A program comes of a compilation or of a disk
+    hit (`set_executable_cache`).
     """
     return _C.compile_stats(_C.current_device())
 
@@ -247,6 +248,32 @@ def get_executable_cache() -> Path | None:
     """The directory of `set_executable_cache`, absolute; None: there is none."""
     chosen = executable_cache.current()
     return None if chosen is None else chosen.directory
+
+
+def capture(
+    function: Callable[..., Any] | None = None,
+    *,
+    modules: Sequence[torch.nn.Module] = (),
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Any:
+    """A function of tensors, a whole training step say, whose Python is run until two calls were recorded
+    alike; later calls launch the same program, from C++. Also a decorator.
+
+    New in each call are tensors and floats among the arguments (in tuples, lists and dictionaries), the
+    contents of every tensor it reads, its random numbers, and the numbers in an optimizer's `param_groups`.
+    Tensors it returns never require a gradient. It is recorded again when an argument has another shape,
+    dtype or constant value, when a mode of PyTorch's changes, or a module or optimizer that it can reach does
+    (`training`, parameters, buffers, hooks, settings, state); `modules` and `optimizers` name those that its
+    closure, globals and `self` do not lead to. Whatever else its Python does is the caller's promise, as with
+    `torch.cuda.graph`. What cannot be captured (``docs/compile.md``) is run by Python each time, which a
+    warning says; `problem`, an attribute of what is returned, says why the last call was no replay.
+
+    Raises TypeError for an argument that is a tensor elsewhere than on the device.
+    """
+    init()
+    from tpu_backend.captured.step import capture as captured
+
+    return captured(function, modules=modules, optimizers=optimizers)
 
 
 def is_compiling() -> bool:

@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import torch
 from torch.library import Library
 
 from tpu_backend import _C
+from tpu_backend.after_import import after_import
 from tpu_backend.lowering.registry import lowering
 from tpu_backend.runtime.dtypes import EQUIVALENTS, from_numpy, jax_dtype, to_numpy
 from tpu_backend.untraced import untraced
@@ -48,7 +50,8 @@ def jax_op(function: Callable[..., Any], *, name: str | None = None) -> Callable
     On tpu tensors a call is one operation of the op stream, on CPU tensors JAX computes it on the CPU.
     `backward` calls ``jax.vjp`` of the function, which computes the forward values again where they are not
     in the same program; a `jax.custom_vjp` is respected.  Double backward, forward-mode differentiation and
-    `torch.func` (grad, vmap, jacrev, jacfwd) work; under `torch.compile` a call breaks the graph.
+    `torch.func` (grad, vmap, jacrev, jacfwd) work. `torch.compile` keeps a call in its graph where the static
+    values are numbers, text, None or tuples of them, and breaks the graph for others.
 
     JAX's rules for dtypes hold inside: without its x64 switch an int64 tensor arrives as int32.  Where an
     input is float64 or complex128, or the switch is on, the function runs with 64-bit types.
@@ -88,12 +91,17 @@ class _JaxOp:
         self._forms: dict[Any, _Form] = {}
         self._operators: dict[Any, _Operator] = {}
         self._derived: dict[str, _JaxOp] = {}
+        self._number = len(_made)
+        _made.append(self)
 
     def __repr__(self) -> str:
         return f"<jax_op {self.name}>"
 
-    @torch.compiler.disable  # Dynamo would trace into JAX
     def __call__(self, *tensors: torch.Tensor, **static: Any) -> Any:
+        return _call(self._number, tensors, static)
+
+    def call(self, tensors: tuple[torch.Tensor, ...], static: dict[str, Any]) -> Any:
+        """What `__call__` does, out of Dynamo's sight."""
         for place, value in enumerate(tensors):
             if not isinstance(value, torch.Tensor):
                 raise TypeError(
@@ -105,7 +113,11 @@ class _JaxOp:
         on_device = next((each.device for each in tensors if each.device.type == "tpu"), None)
         if on_device is not None:  # as in PyTorch, a number may be a 0-d CPU tensor
             tensors = tuple(each.to(on_device) if each.dim() == 0 else each for each in tensors)
-        form = self._form(tensors, tuple(sorted(static.items())))
+        # torch.compile may hold a size open: a static value has its number.
+        values = (
+            (key, int(each) if isinstance(each, torch.SymInt) else each) for key, each in static.items()
+        )
+        form = self._form(tensors, tuple(sorted(values)))
         return jax.tree.unflatten(form.tree, _Differentiable.apply(form.operator, *tensors))
 
     def derived(self, kind: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> _JaxOp:
@@ -118,7 +130,8 @@ class _JaxOp:
         wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64 or any(
             each.dtype in (torch.float64, torch.complex128) for each in tensors
         )
-        key = (wide, static, *((each.shape, each.dtype) for each in tensors))
+        # As numbers: a graph with a call in it is compiled anew for each size.
+        key = (wide, static, *((*map(int, each.shape), each.dtype) for each in tensors))
         try:
             found = self._forms.get(key)
         except TypeError as error:
@@ -132,6 +145,23 @@ class _JaxOp:
                 self._operators[wide, static, counts] = _Operator(self, static, *counts, compute)
             found = self._forms[key] = _Form(self._operators[wide, static, counts], tree)
         return found
+
+
+_made: list[_JaxOp] = []  # registered for the life of the process, as their operators are
+
+
+@untraced  # and what it calls, behind a graph break: Dynamo would trace JAX
+def _call(number: int, tensors: tuple[torch.Tensor, ...], static: dict[str, Any]) -> Any:
+    return _made[number].call(tensors, static)
+
+
+def _keep_in_graphs(decorators: ModuleType) -> None:
+    """A call is one node of Dynamo's graphs, which AOTAutograd looks into, instead of Python to be traced."""
+    global _call
+    _call = decorators.nonstrict_trace(_call)
+
+
+after_import("torch._dynamo.decorators", _keep_in_graphs)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -204,7 +234,8 @@ def _shapes(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
     """Shapes and dtypes of what the function makes of such tensors, in its own arrangement."""
     with jax.enable_x64(True):
         return jax.eval_shape(
-            run, *(jax.ShapeDtypeStruct(tuple(each.shape), jax_dtype(each.dtype)) for each in tensors)
+            run,
+            *(jax.ShapeDtypeStruct(tuple(map(int, each.shape)), jax_dtype(each.dtype)) for each in tensors),
         )
 
 

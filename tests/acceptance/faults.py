@@ -141,7 +141,7 @@ def stays_full(scene: Scene) -> Struck:
     """The disk is full until after the end, which SIGTERM brings."""
     with full_disk(scene) as process:
         last_good = scene.newest_step()
-        struck, _ = terminate(scene, process, "while saving and after", expected_code=2)
+        struck, _ = terminate(scene, process, "while saving and after", expected_code=1)
     struck.may_lose = struck.reached - last_good  # the disk took nothing that came after
     return struck
 
@@ -191,7 +191,7 @@ def read_only(scene: Scene) -> Struck:
         directory.chmod(0o555)
     try:
         expect(process, lambda: "NOT SAVED" in process.output(), "a read-only directory was not noticed")
-        struck, _ = terminate(scene, process, "while saving and after", expected_code=2)
+        struck, _ = terminate(scene, process, "while saving and after", expected_code=1)
         again = scene.start()
         if (code := again.process.wait(timeout=60)) != 2:
             struck.problems.append(f"started again, still read-only: exit code {code}, {again.last_line()}")

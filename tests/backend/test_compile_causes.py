@@ -53,24 +53,28 @@ def train(model: Model, x: Tensor) -> None:
     torch.tpu.flush()
 
 
-def test_shape(model, causes):
+@pytest.fixture
+def seen(model, causes) -> Tensor:
+    """A batch that the model was trained on."""
     x = torch.randn(8, 6, device="tpu")
     causes(lambda: train(model, x))
-    part = x[:5].clone()
+    return x
+
+
+def test_shape(model, causes, seen):
+    part = seen[:5].clone()
     torch.tpu.flush()
     (line,) = causes(lambda: train(model, part))
     assert "because of shape: " in line
     assert "is float32[5, 6], was float32[8, 6]" in line
     assert line.endswith(LINE_OF_MODEL)
     assert f"{__file__}:" in line
-    assert not causes(lambda: train(model, x))
+    assert not causes(lambda: train(model, seen))
 
 
-def test_dtype(model, causes):
-    x = torch.randn(8, 6, device="tpu")
-    causes(lambda: train(model, x))
+def test_dtype(model, causes, seen):
     model.bfloat16()
-    half = x.bfloat16()
+    half = seen.bfloat16()
     torch.tpu.flush()
     (line,) = causes(lambda: train(model, half))
     assert "because of dtype: " in line
@@ -92,36 +96,28 @@ def test_static_number(causes):
     assert line.endswith("kept.append(x.pow(exponent).sum())")
 
 
-def test_requires_grad(model, causes):
-    x = torch.randn(8, 6, device="tpu")
-    causes(lambda: train(model, x))
+def test_requires_grad(model, causes, seen):
     model.up.weight.requires_grad_(False)
-    (line,) = causes(lambda: train(model, x))
+    (line,) = causes(lambda: train(model, seen))
     assert "because of requires_grad: " in line
     assert "requires no gradient, and did" in line
     assert line.endswith(LINE_OF_MODEL)
 
 
-def test_autocast(model, causes):
-    x = torch.randn(8, 6, device="tpu")
-    causes(lambda: train(model, x))
-
+def test_autocast(model, causes, seen):
     def under_autocast() -> None:
         with torch.autocast("tpu"):
-            train(model, x)
+            train(model, seen)
 
     (line,) = causes(under_autocast)
     assert "because of autocast: it is on, and was off: " in line
     assert line.endswith(LINE_OF_MODEL)
 
 
-def test_mode(model, causes):
-    x = torch.randn(8, 6, device="tpu")
-    causes(lambda: train(model, x))
-
+def test_mode(model, causes, seen):
     def strictly() -> None:
         with torch.tpu.eager_mode("strict"):
-            train(model, x)
+            train(model, seen)
 
     lines = causes(strictly)
     assert lines

@@ -25,9 +25,13 @@ class JaxSteps:
 
     def __call__(self, calls: int) -> None:
         for _ in range(calls):
-            self.state, loss = self.step(self.state, np.float32(learning_rate(self.steps_done)), self.batch)
-            self.steps_done += 1
-        jax.block_until_ready((self.state, loss))
+            self.dispatch()
+        jax.block_until_ready((self.state, self.loss))
+
+    def dispatch(self) -> None:
+        """One step, not waited for."""
+        self.state, self.loss = self.step(self.state, np.float32(learning_rate(self.steps_done)), self.batch)
+        self.steps_done += 1
 
     def memory(self) -> int:
         """Bytes of the program's arguments, results and temporaries; what it updates in place counts once."""

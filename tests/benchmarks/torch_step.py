@@ -70,27 +70,41 @@ def llama_loss(model: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> Tenso
 class TrainingStep:
     """AdamW, clipping, a learning rate that changes at every step: what anybody would write, on `device`.
 
-    `compiled`: the model by `torch.compile` and AdamW's fused form.
+    `compiled`: the model by `torch.compile` and AdamW's fused form. `captured`: that, and the whole of it by
+    `torch.tpu.capture`.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, batch: Batch, device: str, compiled: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batch: Batch,
+        device: str,
+        compiled: bool = False,
+        captured: bool = False,
+    ):
+        compiled |= captured
         self.model = model.to(device)
         self.loss = loss
         self.batch = tuple(torch.from_numpy(array).to(device) for array in batch)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=compiled or None)
         self.called: Callable[..., Tensor] = torch.compile(self.model) if compiled else self.model
+        self.step: Callable[..., Tensor] = torch.tpu.capture(self._step) if captured else self._step
         self.steps_done = 0
 
     def __call__(self) -> Tensor:
         """Do one step and return its loss, still on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.steps_done)
-        loss = self.loss(self.called, self.batch)
+        self.steps_done += 1
+        return self.step(*self.batch)
+
+    def _step(self, *batch: Tensor) -> Tensor:
+        loss = self.loss(self.called, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.steps_done += 1
         return loss.detach()
 
 
@@ -104,6 +118,10 @@ class DeviceSteps:
     def __call__(self, calls: int) -> None:
         with torch.tpu.eager_mode(self.mode):
             for _ in range(calls):
-                self.step()
-                torch.tpu.flush()
+                self.dispatch()
             torch.tpu.synchronize()
+
+    def dispatch(self) -> None:
+        """One step, not waited for."""
+        self.step()
+        torch.tpu.flush()

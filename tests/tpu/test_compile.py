@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -27,20 +28,32 @@ _OPERATORS = """
 """
 
 
-@needs_compiler
-def test_training_steps_compile_for_every_chip():
+def printed_by(module: str) -> Any:
+    """The JSON that a module prints, run as a process with the TPU compiler."""
     paths = [str(ROOT / "backend"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tpu.training_steps"],
+        [sys.executable, "-m", module],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    steps = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_compiler
+@pytest.mark.sweep
+def test_activation_checkpointing_saves_memory_on_a_tpu():
+    temporaries = printed_by("tests.tpu.recomputed_layers")
+    assert temporaries["recomputed"] < 0.4 * temporaries["kept"]
+
+
+@needs_compiler
+def test_training_steps_compile_for_every_chip():
+    steps = printed_by("tests.tpu.training_steps")
     assert {(step["step"], step["chip"]) for step in steps} == {
         (name, chip) for name in ("mlp", "llama") for chip in TOPOLOGIES
     }

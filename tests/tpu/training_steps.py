@@ -39,6 +39,11 @@ def _record(description: dict[str, Any]) -> compiler.Executable:
     return _compile_here(description)
 
 
+def record_segments() -> None:
+    """Before the device's first use, which hands the compiler to the recorder."""
+    compiler.compile_segment = _record
+
+
 def largest_segment(model: nn.Module, loss: torch_step.Loss, batch: torch_step.Batch) -> dict[str, Any]:
     """The segment of a whole training step with AdamW, once its state is there."""
     step = torch_step.TrainingStep(model, loss, batch, "tpu")
@@ -50,7 +55,7 @@ def largest_segment(model: nn.Module, loss: torch_step.Loss, batch: torch_step.B
 
 
 def main() -> None:
-    compiler.compile_segment = _record  # before the device's first use, which hands it to the recorder
+    record_segments()
     steps = {
         "mlp": largest_segment(torch_step.mlp(), torch_step.mlp_loss, torch_step.mlp_batch()),
         "llama": largest_segment(

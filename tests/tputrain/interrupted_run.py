@@ -1,8 +1,8 @@
 """A run to be sent a signal: `python -m tests.tputrain.interrupted_run RUN_DIR WHERE`.
 
 It prints `here` and then waits for a minute. WHERE: data, evaluation-data (in Python, where a signal's
-handler runs), start, first-step, resumed (in C, as a compilation does), saving (until its standard
-input is closed).
+handler runs), start, first-step, new-size, resumed (in C, as a compilation does), saving (until its
+standard input is closed).
 """
 
 import ctypes
@@ -30,8 +30,8 @@ AT = 5
 
 
 class Model(nn.Module):
-    """Waits in its forward pass: in the first step, or in the first evaluation of the process, which comes
-    before it (start) or a few steps after it (resumed).
+    """Waits in its forward pass: in the first step; in the first evaluation of the process, which comes
+    before that (start) or a few steps later (resumed); in training on the first batch of another size.
     """
 
     def __init__(self, where: str):
@@ -39,7 +39,8 @@ class Model(nn.Module):
         self.net, self.where = nn.Linear(4, 3), where
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.where in (("first-step",) if self.training else ("start", "resumed")):
+        in_training = ("first-step", "new-size") if len(inputs) == 1 else ("first-step",)
+        if self.where in (in_training if self.training else ("start", "resumed")):
             print("here", flush=True)
             hang(ctypes.CDLL(None))
         return self.net(inputs)
@@ -69,18 +70,24 @@ class TerminatesAfterFour(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def build(run_dir: Path | str, where: str = "") -> Trainer:
+def device_of(where: str) -> str:
+    """Where such a run trains: on the cpu nothing is compiled for a size of batches."""
+    return "tpu" if where == "new-size" else "cpu"
+
+
+def build(run_dir: Path | str, where: str = "", device: str = "cpu") -> Trainer:
     """The trainer of the run; it goes wherever `where` does not make it wait."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
     model = Model(where)
-    samples = TensorDataset(torch.randn(10, 4), torch.randint(3, (10,)))
+    samples = TensorDataset(torch.randn(9, 4), torch.randint(3, (9,)))
     # Two batches a step and five an epoch: the wait is in the middle of a step, or of an epoch's beginning.
+    # The last batch of an epoch is a smaller one: it comes in step 3 first.
     train = Waiting(DataLoader(samples, batch_size=2, shuffle=True), 2 * AT + 1 if where == "data" else -1)
     # Two batches an evaluation: the wait is in the middle of the third one, at step AT + 1.
     evaluation = Waiting(DataLoader(samples, batch_size=5), 5 if where == "evaluation-data" else -1)
     cfg = RunConfig(
-        device="cpu",
+        device=device,
         run_dir=str(run_dir),
         trainer=TrainerConfig(steps=STEPS, accumulate=2, evaluate_every=3),
         checkpoint=CheckpointConfig(every=4),
@@ -96,7 +103,7 @@ if __name__ == "__main__":
         first.callbacks.append(TerminatesAfterFour())
         with suppress(Interrupted):
             first.fit()
-    trainer = build(run_dir, where)
+    trainer = build(run_dir, where, device_of(where))
     SignalWatch.grace = 0.5
     if where == "saving":
         write_state = contents.write_state

@@ -168,6 +168,12 @@ def test_the_profile_holds_the_steps_that_were_asked_for(tmp_path, device):
     assert any(event["name"] == "aten::linear" for event in events)
 
 
+def test_a_profile_that_the_disk_does_not_take_ends_no_run(tmp_path, capfd):
+    (tmp_path / "profile").write_text("in the way")
+    assert trainer_with_scores([0.0] * 4, tmp_path, ProfileSteps(active=1, wait=0)).fit() is None
+    assert "the profile cannot be written (File exists); training goes on" in capfd.readouterr().err
+
+
 def test_a_profiler_is_switched_off_when_a_run_fails(tmp_path):
     class Fails(Callback):
         def on_step_end(self, trainer: Trainer) -> None:

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from tests.tputrain.resumable_run import build
-from tputrain import CheckpointConfig, RunConfig, Trainer, TrainerConfig, UserError
+from tputrain import CheckpointConfig, RunConfig, RunFailedError, Trainer, TrainerConfig, UserError
 from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import contents
+from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, verify
+from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.data import Tokenizer
 from tputrain.loggers.jsonl import read_jsonl
@@ -307,17 +309,38 @@ def test_a_full_disk_stops_no_training_and_costs_no_checkpoint(tmp_path, monkeyp
         verify(trainer.store.path(step))
     assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
     said = capfd.readouterr().err
-    assert "step-6 NOT SAVED: [Errno 28] No space left on device; training goes on" in said
+    assert "step-6 NOT SAVED: No space left on device; training goes on" in said
 
 
 def test_the_last_checkpoint_is_tried_twice_and_then_its_loss_is_an_error(tmp_path, monkeypatch):
     Disk(monkeypatch, {14: 1})
     build(tmp_path / "once").fit()
     disk = Disk(monkeypatch, {14: 99})
-    with pytest.raises(UserError, match=r"step-14 cannot be saved \(\[Errno 28\] No space"):
+    with pytest.raises(RunFailedError, match=r"step-14 cannot be saved \(No space left on device\): "):
         build(tmp_path / "always").fit()
     assert disk.tried[-3:] == [12, 14, 14]
     assert max(CheckpointStore(tmp_path / "always" / "checkpoints").steps()) == 12
+
+
+def test_a_process_that_leaves_in_the_middle_says_where_the_disk_does_not_take_its_state(
+    tmp_path, monkeypatch, capfd
+):
+    class Left(BaseException):
+        """Stands for os._exit."""
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    Disk(monkeypatch, {3: 1})
+    snapshot = Snapshot(3, nn.Linear(1, 1), None, {"weight": torch.ones(1)}, {}, {}, "{}")
+    rescue = BackgroundWriter().leaving_with(CheckpointStore(tmp_path / "checkpoints"), snapshot)
+    with pytest.raises(Left, match="1"):
+        rescue(15)
+    assert "step-3 cannot be saved (No space left on device): leaving without it" in capfd.readouterr().err
+    with pytest.raises(Left, match="143"):
+        rescue(15)
+    verify(tmp_path / "checkpoints" / "step-3")
 
 
 def test_room_is_looked_for_before_anything_is_written(tmp_path):

@@ -1,6 +1,7 @@
 """The command line: verbs, exit codes, and how soon it speaks."""
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint import integrity
+from tputrain.checkpoint.store import CheckpointStore
 from tputrain.cli import main
 from tputrain.cli.verbs import _quoted
 from tputrain.loggers.jsonl import read_jsonl
@@ -196,7 +198,7 @@ def mistakes(err: str, arguments: list[str]) -> str:
     """Standard error without what `sample` says there while it works: its output is the text alone."""
     if arguments[0] != "sample":
         return err
-    said = re.compile(r"tputrain sample .*\n|loading PyTorch \.\.\. [\d.]+ s\n")
+    said = re.compile(r"tputrain sample .*\n|loading PyTorch \.\.\.( [\d.]+ s)?\n")
     return said.sub("", err)
 
 
@@ -237,6 +239,53 @@ def test_a_failure_is_exit_code_1_and_a_traceback_only_with_debug(capsys, monkey
     assert capsys.readouterr().err == "tputrain: RuntimeError: the disk is full (--debug shows where)\n"
     assert main(["run", "tiny.yaml", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_in_a_run_is_a_failure_in_words(workplace, capsys, monkeypatch):
+    def write(store, *_: object):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.directory))
+
+    monkeypatch.setattr(CheckpointStore, "write", write)
+    assert main(["run", "tiny.yaml", "run_dir=runs/full"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "runs/full/checkpoints/step-4 cannot be saved (No space left on device): " in line
+
+
+def test_a_run_directory_that_takes_nothing_at_the_start_is_a_mistake(workplace, capsys):
+    (workplace / "in-the-way").write_text("a file")
+    assert main(["run", "tiny.yaml", "run_dir=in-the-way/run"]) == 2
+    assert capsys.readouterr().err == (
+        "tputrain: run_dir=in-the-way/run: cannot write there (Not a directory); mend that or take another\n"
+    )
+
+
+def test_a_batch_larger_than_the_text_and_a_small_vocabulary_are_noted_once(capsys):
+    large = ["run_dir=runs/large", "batch.tokens=2048", "batch.sequences=128", "data.vocab_size=4096"]
+    command = ["run", "tiny.yaml", *large, "model.vocab_size=4096", "sample.max_new_tokens=0"]
+    assert main([*command, "trainer.steps=1"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert re.fullmatch(
+        r"note: the tokenizer found 2\d\d entries in this text, data.vocab_size=4096 asks for 4,096: .*; "
+        r"give more text, or lower data.vocab_size and model.vocab_size",
+        notes[0],
+    )
+    assert re.fullmatch(
+        r"note: a step takes 128 sequences, and there are \d\d to train on: an epoch is less than a step; "
+        r"lower batch.tokens, or give more data",
+        notes[1],
+    )
+    assert len(notes) == 2
+    assert main([*command, "trainer.steps=2"]) == 0
+    assert "note: the tokenizer" not in capsys.readouterr().out
+
+
+def test_what_the_system_refuses_is_said_in_words(capsys, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "some/file")
+
+    monkeypatch.setattr("tputrain.cli.verbs.load_recipe", fail)
+    assert main(["run", "tiny.yaml"]) == 1
+    assert capsys.readouterr().err == "tputrain: some/file: Input/output error (--debug shows where)\n"
 
 
 @pytest.mark.parametrize(

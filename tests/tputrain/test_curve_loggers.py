@@ -200,7 +200,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
     server = Server()
     monkeypatch.setattr(wandb, "init", lambda **settings: server)
-    monkeypatch.setattr("tputrain.loggers.wandb.getproxies", lambda: {"https": "a proxy"})
+    monkeypatch.setattr("tputrain.loggers.wandb.why_unreachable", lambda url: None)
     return server
 
 
@@ -247,8 +247,8 @@ def test_wandb_without_a_network_is_offline_and_says_so(tmp_path, monkeypatch, c
 
     settings = SimpleNamespace(settings=SimpleNamespace(base_url="http://wandb.invalid:8080"))
     monkeypatch.setattr("wandb.setup", lambda: settings)
-    monkeypatch.setattr(ours, "getproxies", dict)
-    monkeypatch.setattr(ours.socket, "create_connection", refuse)
+    monkeypatch.setattr("tputrain.reachable.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", refuse)
     assert ours._mode("online") == "offline"
     said = capsys.readouterr().out
     assert said == "wandb: wandb.invalid cannot be reached (no route to host); this process logs offline\n"
@@ -261,7 +261,7 @@ def test_wandb_refusing_a_run_is_one_line(tmp_path, monkeypatch):
         raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    monkeypatch.setattr("tputrain.loggers.wandb.getproxies", lambda: {"https": "a proxy"})
+    monkeypatch.setattr("tputrain.loggers.wandb.why_unreachable", lambda url: None)
     with pytest.raises(UserError, match=r"log.wandb.mode=online: No API key configured.; log in") as caught:
         WandbLogger(WandbConfig(mode="online"), tmp_path, {}).start(0, 1, resumed=False)
     assert "\n" not in str(caught.value)

@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(directory: Path, run: str, hash_seed: int) -> str:
-    """Train the tiny recipe on the tpu device in a new process, at home in `directory`; what it says."""
+    """Train the tiny recipe on the tpu device in a new process, at home in `directory`; what it says, errors
+    and all.
+    """
     paths = [str(ROOT / "backend"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     kept = {name: value for name, value in os.environ.items() if name != "TPU_CACHE_DIR"}
     home = {"HOME": str(directory), "PYTHONHASHSEED": str(hash_seed), "TPU_PLATFORM": "cpu"}
@@ -30,10 +32,11 @@ def train(directory: Path, run: str, hash_seed: int) -> str:
         [sys.executable, "-m", "tputrain.cli", "run", "tiny.yaml", *settings],
         cwd=directory,
         env=kept | home,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -44,6 +47,7 @@ def test_the_second_run_of_a_recipe_compiles_nothing_and_is_the_same(tmp_path):
     num_compiled = re.search(r"^programs: (\d+) compiled in [\d.]+ s, 0 found in (.*)$", first, re.MULTILINE)
     assert num_compiled is not None, first
     assert num_compiled[2] == str(tmp_path / ".cache" / "tputrain" / "executables")
+    assert "device tpu → XLA:CPU (TPU_PLATFORM=cpu)" in first.splitlines()
     second = train(tmp_path, "second", hash_seed=2)
     assert f"programs: 0 compiled in 0.0 s, {num_compiled[1]} found in " in second
     cold, warm = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("first", "second"))

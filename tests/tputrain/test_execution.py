@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
     CheckpointConfig,
     ExecutionConfig,
@@ -18,23 +19,8 @@ from tputrain import (
     TrainerConfig,
     UserError,
 )
+from tputrain.execution import Execution
 from tputrain.execution_trial import LENGTH
-from tputrain.loggers.logger import Logger
-
-
-class Records(Logger):
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
-        self.evaluations: list[dict] = []
-
-    def log(self, records):
-        self.steps += records
-
-    def log_evaluation(self, record):
-        self.evaluations.append(record)
-
-    def losses(self) -> dict[int, str]:
-        return {record["step"]: record["loss_hex"] for record in self.steps}
 
 
 class Classifier(nn.Module):
@@ -55,9 +41,9 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> Records:
+def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> KeptRecords:
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
-    records = Records()
+    records = KeptRecords()
     Trainer(
         model or Classifier(),
         RunConfig(
@@ -78,6 +64,10 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
     return records
 
 
+def losses(records: KeptRecords) -> dict[int, str]:
+    return {record["step"]: record["loss_hex"] for record in records.steps}
+
+
 def test_phases_in_every_form_compute_the_same():
     fused = fit(ExecutionConfig(), 6)
     for form in ("debug", "strict", "compile"):
@@ -93,8 +83,8 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
     whole = fit(compiled, 8)
     first = fit(compiled, 4, run_dir=tmp_path, sizes=[6] * 8)
     second = fit(compiled, 8, run_dir=tmp_path)
-    assert first.losses() | second.losses() == whole.losses()
-    assert min(second.losses()) == 5
+    assert losses(first) | losses(second) == losses(whole)
+    assert min(losses(second)) == 5
 
 
 @torch.compiler.disable
@@ -138,6 +128,53 @@ def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tm
     assert (
         json.loads((newest.parents[1] / f"step-{steps + 2}" / "state.json").read_text())["execution"] == state
     )
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"begun_at": 0, "seconds": {}, "chosen": "compile"}, "compile"),
+        ({"begun_at": 0, "form": "compile", "chosen": "fused"}, "fused"),
+        ({"begun_at": 0, "form": "compile", "chosen": None}, "compile"),  # in the middle of the trial
+        ({"begun_at": None}, "fused"),
+    ],
+)
+def test_before_the_first_step_of_a_resumed_run_evaluations_run_as_they_did(record, form):
+    model = Classifier()
+    cfg = ExecutionConfig(train="auto", validate="auto", sample="auto")
+    execution = Execution(model, torch.device("tpu"), cfg)
+    execution.restore(record)
+    for phase in ("train", "validate", "sample"):
+        with execution.phase(phase):
+            assert (execution.model is not model) == (form == "compile")
+
+
+def test_the_first_step_of_each_form_is_one_whatever_an_evaluation_has_compiled():
+    execution = Execution(
+        Classifier(), torch.device("tpu"), ExecutionConfig(train="auto", validate="compile")
+    )
+    with execution.phase("validate"):
+        assert execution.model is not None  # the compiled one
+    firsts = {}
+    for step in range(LENGTH):
+        if execution.before_step(step):
+            firsts[step] = execution.first_of
+        execution.after_step(step + 1)
+    assert firsts == {0: "of this process", LENGTH // 2: "by torch.compile"}
+
+
+def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
+    model = Classifier()
+    execution = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
+    for step in range(LENGTH):
+        execution.before_step(step)
+        execution.after_step(step + 1)
+        with execution.phase("validate"):
+            live = execution.model
+        resumed = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
+        resumed.restore(execution.state())
+        with resumed.phase("validate"):
+            assert (live is model) == (resumed.model is model)
 
 
 def test_random_numbers_do_not_change_by_switching():

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -129,6 +130,39 @@ def test_a_line_for_a_standard_output_on_a_full_disk_ends_no_run(monkeypatch):
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             stream.close()
+
+
+def test_what_others_write_meanwhile_stands_in_no_line_of_a_log(tmp_path, monkeypatch):
+    with (tmp_path / "log").open("w+") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        with announced("that"):
+            os.write(log.fileno(), b"a warning\n")
+        with contextlib.suppress(KeyError), announced("this"):
+            raise KeyError
+        monkeypatch.undo()
+        log.seek(0)
+        beginning, *lines = log.read().splitlines()
+    assert [beginning, lines[0]] == ["that ...", "a warning"]
+    assert re.fullmatch(r"that \.\.\. \d\.\d s", lines[1])
+    assert lines[2:] == ["this ...", "this ... not finished"]
+
+
+def test_on_a_terminal_a_line_is_completed_unless_something_is_said_in_between(monkeypatch, capsys):
+    monkeypatch.setattr("tputrain.announce._is_terminal", lambda: True)
+    with announced("this"):
+        pass
+    with announced("that"):
+        say("something")
+        with announced("a part"):
+            pass
+    said = re.sub(r"\d\.\d", "0.1", capsys.readouterr().out)
+    assert said.splitlines() == [
+        "this ... 0.1 s",
+        "that ... ",
+        "something",
+        "a part ... 0.1 s",
+        "that ... 0.1 s",
+    ]
 
 
 def test_a_logger_that_was_never_started_writes_nothing(tmp_path):

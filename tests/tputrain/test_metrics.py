@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.tputrain.kept_records import KeptRecords
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.callbacks.callback import Callback
-from tputrain.loggers.logger import Logger
 from tputrain.metrics.flops import count_flops
 from tputrain.metrics.named import (
     accuracy,
@@ -35,20 +35,8 @@ def samples(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
 
 
-class Records(Logger):
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
-        self.evaluations: list[dict] = []
-
-    def log(self, records):
-        self.steps += records
-
-    def log_evaluation(self, record):
-        self.evaluations.append(record)
-
-
-def fit(model: nn.Module, cfg: RunConfig, **arguments) -> Records:
-    records = Records()
+def fit(model: nn.Module, cfg: RunConfig, **arguments) -> KeptRecords:
+    records = KeptRecords()
     Trainer(model, cfg, loggers=[records], **arguments).fit()
     return records
 
@@ -179,12 +167,16 @@ def test_percentiles_share_the_wait_for_the_read_and_leave_out_steps_that_compil
     log = StepLog(torch.device("cpu"))
     for step, seconds in enumerate([50.0, 1.0, 2.0, 3.0, 4.0], start=1):
         log.begin()
-        log.data_ready()
-        now[0] += seconds
+        with log.waiting():  # half of it for its data
+            now[0] += seconds / 2
+        now[0] += seconds / 4
         compiled[0] += step == 1
         log.end(step, Waits() if step == 1 else torch.tensor(0.5), torch.tensor(1.0), 1, {})
+        with log.waiting():  # and for the next step's, which is drawn ahead
+            now[0] += seconds / 4
     records = log.drain("samples")
     assert records[-1]["step_seconds"] == pytest.approx((60.0 + 1.0) / 5)
+    assert records[-1]["data_wait"] == pytest.approx(45.0 / 61.0)
     assert records[-1]["step_seconds_p50"] == pytest.approx(2.5 + 0.2)
     assert records[-1]["step_seconds_p90"] == pytest.approx(3.7 + 0.2)
     assert records[-1]["step_seconds_p99"] == pytest.approx(3.97 + 0.2)

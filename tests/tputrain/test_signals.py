@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.tputrain.interrupted_run import AT, STEPS, build
+from tests.tputrain.interrupted_run import AT, STEPS, build, device_of
 from tputrain.checkpoint.integrity import verify
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.signals import SignalWatch
@@ -110,11 +112,15 @@ def losses(run_dir: Path, name: str = "metrics.jsonl") -> list[tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("uninterrupted")
-    build(run_dir).fit()
-    assert [step for step, _ in losses(run_dir)] == list(range(1, STEPS + 1))
-    return run_dir
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def train(device: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("uninterrupted")
+        build(run_dir, device=device).fit()
+        assert [step for step, _ in losses(run_dir)] == list(range(1, STEPS + 1))
+        return run_dir
+
+    return train
 
 
 @pytest.mark.parametrize(
@@ -124,6 +130,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("evaluation-data", AT + 1),
         ("start", 0),
         ("first-step", 0),
+        ("new-size", 2),
         ("resumed", AT + 1),
         ("saving", None),
     ],
@@ -150,9 +157,10 @@ def test_sigterm_wherever_it_comes_ends_in_a_complete_checkpoint_and_loses_no_st
     verify(saved)
     assert step is None or saved.name == f"step-{step}"
     assert len(losses(tmp_path)) == int(saved.name[5:])
-    build(tmp_path).fit()
-    assert losses(tmp_path) == losses(uninterrupted)
-    assert losses(tmp_path, "evaluations.jsonl") == losses(uninterrupted, "evaluations.jsonl")
+    whole = uninterrupted(device_of(where))
+    build(tmp_path, device=device_of(where)).fit()
+    assert losses(tmp_path) == losses(whole)
+    assert losses(tmp_path, "evaluations.jsonl") == losses(whole, "evaluations.jsonl")
 
 
 def test_a_wait_is_given_up_when_a_signal_comes_and_not_begun_after_one():

@@ -14,6 +14,7 @@ from tputrain.data import DataConfig, DataError, build_stream
 from tputrain.data.sources import is_held_out, row_document
 from tputrain.feed import StatefulFeed, feed_of
 from tputrain.loggers.jsonl import read_jsonl
+from tputrain.next_batches import NextBatches
 from tputrain.prefetch import Prefetched
 
 ROWS = [{"text": f"<{number}> " + "some words " * (number % 7)} for number in range(120)]
@@ -221,16 +222,17 @@ def test_the_loader_in_the_documentation_runs(capsys):
     names: dict = {}
     exec(block, names)
     assert names["trainer"].step == 3
-    assert names["trainer"]._feed.state()["loader"] == {"place": 3}
+    assert names["trainer"]._data.state()["loader"] == {"place": 3}
 
 
 def test_a_state_that_is_no_json_is_one_clear_line():
     loader = Numbered()
     loader.state_dict = lambda: {"generator": torch.zeros(2)}
-    feed = feed_of(loader, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    feed = feed_of(loader, cpu)
     assert isinstance(feed, StatefulFeed)
-    with pytest.raises(UserError, match=r"state_dict\(\) of Numbered: Object of type Tensor is not JSON"):
-        feed.state()
+    with pytest.raises(UserError, match=r"train_loader.state_dict\(\): Object of type Tensor is not JSON"):
+        NextBatches(feed, cpu, 1).state()
 
 
 def test_a_stateful_loader_without_a_batch_is_one_clear_line():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
     CheckpointConfig,
     LogConfig,
@@ -21,7 +22,6 @@ from tputrain import (
     UserError,
 )
 from tputrain.callbacks.callback import Callback
-from tputrain.loggers.logger import Logger
 from tputrain.signals import Interrupted
 
 QUIET = LogConfig(every=3, progress="none")
@@ -43,27 +43,13 @@ def config(steps: int = 5, **changes) -> RunConfig:
     return RunConfig(**(settings | changes))
 
 
-class Records(Logger):
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
-        self.evaluations: list[dict] = []
-        self.drains: list[int] = []
-
-    def log(self, records):
-        self.steps += records
-        self.drains.append(len(records))
-
-    def log_evaluation(self, record):
-        self.evaluations.append(record)
-
-
-def fit(model, cfg, **arguments) -> Records:
-    records = Records()
+def fit(model, cfg, **arguments) -> KeptRecords:
+    records = KeptRecords()
     Trainer(model, cfg, loggers=[records], **arguments).fit()
     return records
 
 
-def losses(records: Records) -> list[float]:
+def losses(records: KeptRecords) -> list[float]:
     return [record["loss"] for record in records.steps]
 
 
@@ -447,10 +433,18 @@ def test_a_run_that_diverges_stops_and_its_good_checkpoints_stay(tmp_path, poiso
     with pytest.raises(UserError, match=r"step 10: loss is (nan|inf); the run stops") as caught:
         Trainer(classifier(), cfg, train_loader=PoisonedFrom(10, poison)).fit()
     assert "\n" not in str(caught.value)
+    assert "run again, it goes on from the newest checkpoint; " in str(caught.value)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4", "step-8"]
     trainer = Trainer(classifier(), cfg, train_loader=PoisonedFrom(99, 0.0))
     trainer.fit()
     assert trainer.step == 50
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_a_run_that_diverges_before_its_first_checkpoint_says_that_it_begins_anew(tmp_path, policy):
+    cfg = config(steps=30, run_dir=str(tmp_path), checkpoint=CheckpointConfig(every=50), on_nonfinite=policy)
+    with pytest.raises(UserError, match="run again, there is no checkpoint yet, so it begins anew; "):
+        Trainer(classifier(), cfg, train_loader=PoisonedFrom(2, math.nan)).fit()
 
 
 def test_gradients_and_evaluations_that_are_no_numbers_stop_a_run_too():

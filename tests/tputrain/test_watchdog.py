@@ -1,5 +1,6 @@
 """A run that hangs is ended and says where; one that is slow, but alive, is left alone."""
 
+import errno
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from tests.tputrain.resumable_run import STEPS, build
 from tputrain import RunConfig, UserError
 from tputrain import device as devices
 from tputrain.callbacks.callback import Callback
+from tputrain.hang_report import report_hang
 from tputrain.heartbeat import read_heartbeat
 from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, STEP, Watchdog, WatchdogConfig
 
@@ -45,6 +47,22 @@ def test_a_run_that_hangs_with_the_interpreter_s_lock_held_ends_too(tmp_path):
     ended = run_until_ended(tmp_path, "interpreter")
     assert ended.returncode == 1, ended.stderr
     assert " in hang" in ended.stderr  # no Python thread could write a file
+
+
+def test_on_a_full_disk_the_stacks_of_a_hang_go_to_standard_error(tmp_path, monkeypatch, capfd):
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if descriptor != 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    report_hang(tmp_path, torch.device("cpu"), "it hangs")
+    said = capfd.readouterr().err
+    assert "the stacks cannot be written there (No space left on device); they follow\n" in said
+    assert "it hangs\n" in said
+    assert " in test_on_a_full_disk" in said
 
 
 class Ended(BaseException):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from tputrain.announce import say
+from tputrain.announce import say, warn
 from tputrain.callbacks.callback import Callback
 from tputrain.config_checks import expect_at_least
 from tputrain.errors import UserError
@@ -86,7 +86,12 @@ class ProfileSteps(Callback):
             profiler.stop()  # a recording that was begun is written
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{self._step}.json"
-        profiler.export_chrome_trace(str(path))
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            # A profile is not worth a run.
+            warn(f"{path}: the profile cannot be written ({error.strerror}); training goes on")
+            return
         say(f"profile: {path}, to be opened in Perfetto or chrome://tracing")

@@ -14,6 +14,7 @@ from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import Pace, no_rest
 from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
+from tputrain.errors import in_words
 
 _LONGEST_REST = 60.0  # seconds by which a checkpoint may be late on the disk
 _LONGEST_WAIT = 0.1  # seconds that a step waits for the files
@@ -118,13 +119,20 @@ class BackgroundWriter:
                 is_alive()
 
     def leaving_with(self, store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
-        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk) and leave."""
+        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk) and leave, with
+        exit code 1 where the disk does not take it.
+        """
 
         def leave(number: int) -> NoReturn:
             self._pace.hurry()
             self._stored.wait()
             if snapshot is not None:
-                store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+                try:
+                    store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
+                except (OSError, SafetensorError) as error:
+                    path = store.path(snapshot.step)
+                    warn(f"tputrain: {path} cannot be saved ({in_words(error)}): leaving without it")
+                    os._exit(1)
             warn("what is being prepared takes longer: leaving with the checkpoint of the state before it")
             os._exit(128 + number)
 
@@ -136,7 +144,7 @@ class BackgroundWriter:
             rest, written = self._pace.rest, files_written.set
             store.write(snapshot.step, snapshot.fill, snapshot.num_bytes, rest, written)
         except (OSError, SafetensorError) as failure:
-            error = str(failure)
+            error = in_words(failure)
         except BaseException as bug:
             self._bug = bug
         files_written.set()  # or there will be none

@@ -21,7 +21,7 @@ from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
-from tputrain.errors import UserError
+from tputrain.errors import UserError, in_words
 from tputrain.models.lora import lora_layers
 
 MODEL = "model.safetensors"
@@ -218,4 +218,4 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+        raise UserError(f"{path}: cannot be read ({in_words(error)})") from None

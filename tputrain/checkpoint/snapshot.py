@@ -1,8 +1,10 @@
 """A run at one moment, in host memory of its own: it can be written out while training goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -40,6 +42,13 @@ class Snapshot:
             save_file(self.trained_tensors, directory / contents.TRAINED)
         save_file(self.optimizer_tensors, directory / contents.OPTIMIZER)
         contents.write_state(self.state, directory)
+
+    @contextmanager
+    def written_in(self, parent: Path) -> Iterator[Path]:
+        """A directory with the files, while the context lasts. Raises OSError where there is no room."""
+        with TemporaryDirectory(prefix=f".step-{self.step}-", dir=parent) as directory:
+            self.fill(Path(directory))
+            yield Path(directory)
 
 
 def take_snapshot(

@@ -19,7 +19,7 @@ from typing import NoReturn, TextIO
 from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
-from tputrain.errors import UserError
+from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.shipped import find_recipe
 
 _TIDYING_SECONDS = 3.0
@@ -33,10 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(chosen)
     except UserError as error:
         return _report(chosen.debug, str(error), code=2)
+    except RunFailedError as error:
+        return _report(chosen.debug, str(error), code=1)
     except KeyboardInterrupt:
         return _report(chosen.debug, _interrupted(chosen.verb), code=130)
     except BrokenPipeError:
         return 1  # the reader of our output (`| head`) has gone: nobody is left to tell
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _report(chosen.debug, f"{where}{in_words(error)} (--debug shows where)", code=1)
     except Exception as error:
         message = " ".join(str(error).split()) or "no message"
         return _report(chosen.debug, f"{type(error).__name__}: {message} (--debug shows where)", code=1)

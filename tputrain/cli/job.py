@@ -11,6 +11,7 @@ from tputrain.announce import announced, say
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.named_directory import model_directory
+from tputrain.cli.job_notes import notes
 from tputrain.data import (
     ImageBatches,
     ImageData,
@@ -25,18 +26,13 @@ from tputrain.data import (
     check_vocabulary,
     load_tokenizer,
 )
-from tputrain.device import EXECUTABLE_CACHE, find_device, use_executable_cache
+from tputrain.device import EXECUTABLE_CACHE, find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import Llama, add_lora, build_initialized
 from tputrain.models.hf_llama import load_weights
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
-
-_LORA_ON_NOISE = (
-    "note: lora.rank freezes a model that has learned nothing yet; begin with one that has: "
-    "model.path=runs/llama data.tokenizer=runs/llama"
-)
 
 Data = TextData | StreamedText | ImageData
 
@@ -62,7 +58,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     description = [
         *data.describe(),
-        *([_LORA_ON_NOISE] if checkpoint is None and _is_lora_on_noise(cfg) else []),
+        *(notes(cfg, data) if checkpoint is None else []),
         f"model: {cfg.model.name}, {num_parameters:,} parameters",
         cfg.batch.arithmetic(cfg.data.sequence_length),
         f"run: {cfg.trainer.steps} steps, {_how_much(cfg)}, in {cfg.run_dir}",
@@ -81,15 +77,11 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
         return Trainer(_build_model(cfg, checkpoint), cfg, val_loader=_validation_batches(cfg, data))
 
 
-def _is_lora_on_noise(cfg: RecipeConfig) -> bool:
-    has_weights = cfg.model.name == "import" or (cfg.model.path is not None and cfg.model.init == "weights")
-    return cfg.lora.rank > 0 and not has_weights
-
-
 def _device(cfg: RecipeConfig) -> torch.device:
-    """The device of a recipe, which from now on keeps its compiled programs for the next command."""
+    """The device of a recipe, open; from now on it keeps its compiled programs for the next command."""
     device = find_device(cfg.device)
     use_executable_cache(device, cfg.execution.executable_cache, default=EXECUTABLE_CACHE)
+    open_device(device)
     return device
 
 

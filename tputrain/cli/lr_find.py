@@ -1,7 +1,6 @@
 """`tputrain lr-find`: a sweep over learning rates for a recipe, as a table, a file and a picture."""
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -10,10 +9,10 @@ from tputrain.cli.job import build_sweep
 from tputrain.errors import UserError
 from tputrain.lr_finder import Sweep, SweepConfig
 from tputrain.recipe import load_recipe
+from tputrain.report.chart import NUM_COLOURS, Line, picture
 from tputrain.shipped import default_run_dir, find_recipe
 
 _ROWS = 12
-_WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
 
 
 def lr_find(recipe: str, overrides: list[str], chosen: SweepConfig) -> int:
@@ -35,47 +34,16 @@ def lr_find(recipe: str, overrides: list[str], chosen: SweepConfig) -> int:
 
 
 def figure(sweep: Sweep) -> str:
-    """The losses over the learning rate, which has a logarithmic axis, as an SVG; smoothed ones as a line."""
-    smoothed = sweep.smoothed
-    low, high = float(min(smoothed)), float(max(smoothed))
-    first, last = math.log10(sweep.rates[0]), math.log10(sweep.rates[-1])
-
-    def x(rate: float) -> float:
-        share = (math.log10(rate) - first) / max(last - first, 1e-9)
-        return round(_MARGIN + share * (_WIDTH - 2 * _MARGIN), 1)
-
-    def y(loss: float) -> float:
-        share = (min(max(loss, low), high) - low) / max(high - low, 1e-9)
-        return round(_HEIGHT - _MARGIN - share * (_HEIGHT - 2 * _MARGIN), 1)
-
-    def text(place_x: float, place_y: float, said: str, anchor: str = "middle") -> str:
-        return f'<text x="{place_x}" y="{place_y}" text-anchor="{anchor}">{said}</text>'
-
-    def upright(rate: float, style: str) -> str:
-        return (
-            f'<line x1="{x(rate)}" x2="{x(rate)}" y1="{_MARGIN}" y2="{_HEIGHT - _MARGIN}" style="{style}"/>'
-        )
-
-    decades = range(math.ceil(first), math.floor(last) + 1)
-    line = " ".join(f"{x(rate)},{y(loss)}" for rate, loss in zip(sweep.rates, smoothed, strict=True))
-    drawn = [
-        *(upright(10.0**decade, "stroke:#ddd") for decade in decades),
-        *(text(x(10.0**decade), _HEIGHT - _MARGIN + 18, f"1e{decade}") for decade in decades),
-        *(text(_MARGIN - 6, y(loss) + 4, f"{loss:.2f}", "end") for loss in (low, high)),
-        *(
-            f'<circle cx="{x(rate)}" cy="{y(loss)}" r="1.5" style="fill:#aaa"/>'
-            for rate, loss in zip(sweep.rates, sweep.losses, strict=True)
-        ),
-        f'<polyline points="{line}" style="fill:none;stroke:#2166ac;stroke-width:2"/>',
-        upright(sweep.suggested, "stroke:#b2182b;stroke-dasharray:4 3"),
-        text(x(sweep.suggested), _MARGIN - 8, f"suggested: {sweep.suggested:.1e}"),
-        text(_WIDTH / 2, _HEIGHT - 8, "learning rate"),
+    """The losses over the learning rate as an SVG file: smoothed ones as a line, the suggestion dashed."""
+    smoothed = [float(loss) for loss in sweep.smoothed]
+    low, high = min(smoothed), max(smoothed)
+    losses = [min(max(loss, low), high) for loss in sweep.losses]
+    lines = [
+        Line("loss", 1, list(zip(sweep.rates, losses, strict=True)), dots=True),
+        Line("smoothed", 0, list(zip(sweep.rates, smoothed, strict=True))),
+        Line("suggested", NUM_COLOURS, [(sweep.suggested, low), (sweep.suggested, high)]),
     ]
-    style = "font:12px sans-serif;background:#fff"
-    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="{style}">\n' + "\n".join(drawn) + "\n</svg>\n"
-    )
+    return picture(lines, "learning rate", "{:.0e}".format, "{:.2f}".format)
 
 
 def _columns(sweep: Sweep) -> dict[str, list[float]]:

@@ -15,6 +15,7 @@ from tputrain.checkpoint.state import STATE
 from tputrain.data.config import DataError
 from tputrain.data.files import nearest_path
 from tputrain.data.tokenizer import Tokenizer
+from tputrain.hub import asking_hub, is_path
 
 _MARK = "tputrain_tokenizer.json"
 """Tells a directory that `PretrainedTokenizer.save` wrote from one of `Tokenizer.save`."""
@@ -27,6 +28,7 @@ _FILES = (
     "chat_template.jinja",
 )
 """Of a checkpoint; the others may be large."""
+_EXPECTED = "expected a directory with tokenizer.json, or a name on the Hugging Face hub (and a network)"
 _ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -41,13 +43,25 @@ def find_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that data.tokenizer names. Raises DataError, one line, where there is none to use."""
     directory = model_directory(name, only=_FILES)
     try:
-        if directory is not None and (directory / STATE).is_file():
+        if directory is None:
+            return _on_hub(name)
+        if (directory / STATE).is_file():
             return load_tokenizer(directory)  # a checkpoint of our own
-        return PretrainedTokenizer.load(directory or name)
+        return PretrainedTokenizer.load(directory)
     except ValueError as error:
         hint = nearest_path(name)
         suggestion = f"; did you mean {hint}?" if hint and not Path(name).exists() else ""
         raise DataError(f"data.tokenizer={name}: {error}{suggestion}") from None
+
+
+def _on_hub(name: str) -> Tokenizer:
+    if is_path(name):
+        raise ValueError(f"no such directory; {_EXPECTED}")
+    try:
+        with asking_hub(f"data.tokenizer={name}"):
+            return PretrainedTokenizer.load(name)
+    except OSError as error:
+        raise ValueError(f"{error}; {_EXPECTED}") from None
 
 
 def check_vocabulary(tokenizer: Tokenizer, num_embeddings: int) -> None:
@@ -93,10 +107,7 @@ class PretrainedTokenizer(Tokenizer):
             pretrained = transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
         except Exception as error:  # the library raises no narrower type
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(
-                f"no tokenizer there: {reason}; expected a directory with tokenizer.json, or a name on the "
-                "Hugging Face hub (and a network)"
-            ) from None
+            raise ValueError(f"no tokenizer there: {reason}; {_EXPECTED}") from None
         return cls(pretrained)
 
     def save(self, directory: Path | str) -> None:

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tputrain.config_checks import nearest
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.files import find_files, nearest_path
+from tputrain.hub import asking_hub, is_path
 
 ANSWERS = "assistant"
 """The role of the messages that are learned."""
@@ -70,8 +72,12 @@ def _loaded(cfg: DataConfig, held_out: bool) -> Any:
     import datasets
 
     if cfg.source == "hub":
-        split = cfg.validation_split if held_out else cfg.split
-        return datasets.load_dataset(cfg.name, cfg.subset, split=split, streaming=cfg.streaming)
+        name, split = str(cfg.name), cfg.validation_split if held_out else cfg.split
+        is_here = Path(name).is_dir()
+        if not is_here and is_path(name):
+            raise _no_directory(cfg)
+        with nullcontext() if is_here else asking_hub(f"data.name={name} ({split})"):
+            return datasets.load_dataset(name, cfg.subset, split=split, streaming=cfg.streaming)
     key = "validation_files" if held_out else "files"
     files = [str(path) for path in find_files(str(getattr(cfg, key)), f"data.{key}")]
     return datasets.load_dataset(
@@ -88,9 +94,7 @@ def _saved(cfg: DataConfig, held_out: bool) -> Any:
 
     path = Path(str(cfg.name)).expanduser()
     if not path.is_dir():
-        hint = nearest_path(str(cfg.name))
-        suggestion = f"; did you mean {hint}?" if hint else ""
-        raise DataError(f"data.name={cfg.name!r}: no such directory{suggestion}")
+        raise _no_directory(cfg)
     dataset = datasets.load_from_disk(str(path))
     if isinstance(dataset, datasets.DatasetDict):
         key = "validation_split" if held_out else "split"
@@ -98,6 +102,12 @@ def _saved(cfg: DataConfig, held_out: bool) -> Any:
     elif held_out:
         raise DataError(f"data.validation_split={cfg.validation_split}: {cfg.name} is one dataset, unsplit")
     return dataset.to_iterable_dataset() if cfg.streaming else dataset
+
+
+def _no_directory(cfg: DataConfig) -> DataError:
+    hint = nearest_path(str(cfg.name))
+    suggestion = f"; did you mean {hint}?" if hint else ""
+    return DataError(f"data.name={cfg.name!r}: no such directory{suggestion}")
 
 
 def _check_columns(columns: Sequence[str], cfg: DataConfig) -> None:

@@ -130,6 +130,8 @@ class StreamedBatches:
     to the bit. Held-out documents are passed over. An epoch follows the other within a block.
     """
 
+    can_read_ahead = True
+
     def __init__(
         self,
         rows: Any,

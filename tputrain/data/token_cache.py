@@ -17,6 +17,7 @@ from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.pretrained_tokenizer import load_tokenizer
 from tputrain.data.sources import Corpus, Document, split
 from tputrain.data.tokenizer import Tokenizer
+from tputrain.errors import in_words
 
 _LAYOUT = 1  # raise when what an entry holds, or how it is made, changes
 _DOCUMENTS_A_BATCH = 32
@@ -86,7 +87,7 @@ def _load_or_remove(entry: Path, announce: Callable[[str], None]) -> TokenisedCo
     try:
         return _load(entry)
     except (OSError, ValueError, KeyError) as error:
-        announce(f"cached tokens in {entry} are damaged ({error}): making them again")
+        announce(f"cached tokens in {entry} are damaged ({in_words(error)}): making them again")
         shutil.rmtree(entry, ignore_errors=True)
         return None
 

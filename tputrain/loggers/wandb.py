@@ -2,19 +2,18 @@
 
 import json
 import shutil
-import socket
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from tputrain.announce import say
 from tputrain.config_checks import expect_choice
 from tputrain.errors import UserError
 from tputrain.loggers.jsonl import EVALUATIONS, STEPS, read_jsonl
 from tputrain.loggers.logger import Logger, Record, expect_run_dir, numbers_of
+from tputrain.reachable import why_unreachable
 
 if TYPE_CHECKING:
     import wandb
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 ID_FILE = "wandb-run.json"
 """In the run directory: the id of the run at Weights & Biases."""
 _EVALUATED_AT = "evaluation/step"
-_PATIENCE = 5.0  # seconds in which the server has to answer
 
 
 @dataclass(frozen=True)
@@ -151,15 +149,12 @@ def _run_id(directory: Path, keep: bool) -> str:
 
 def _mode(asked: str) -> str:
     """`asked`, but offline where the server cannot be reached; that is said."""
-    if asked == "offline" or getproxies():  # behind a proxy only wandb itself can tell
+    if asked == "offline":
         return asked
     import wandb
 
-    url = urlsplit(wandb.setup().settings.base_url)
-    port = url.port or (443 if url.scheme == "https" else 80)
-    try:
-        socket.create_connection((url.hostname or "", port), timeout=_PATIENCE).close()
-    except OSError as error:
-        say(f"wandb: {url.hostname} cannot be reached ({error}); this process logs offline")
-        return "offline"
-    return asked
+    url = wandb.setup().settings.base_url
+    if (reason := why_unreachable(url)) is None:
+        return asked
+    say(f"wandb: {urlsplit(url).hostname} cannot be reached ({reason}); this process logs offline")
+    return "offline"

@@ -2,6 +2,8 @@
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,7 @@ class _Step:
 
 
 class StepLog:
-    """Collects steps with `begin`, `data_ready` and `end`; `drain` reads them from the device.
+    """Collects steps with `begin`, `waiting` and `end`; `drain` reads them from the device.
 
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
@@ -47,7 +49,7 @@ class StepLog:
         self._pending: list[_Step] = []
         self._busy_seconds = 0.0
         self._waited_seconds = 0.0
-        self._began_at = 0.0
+        self._began_at, self._has_begun = 0.0, False
         self._compilations = 0
         self._disk_hits = 0
 
@@ -56,11 +58,19 @@ class StepLog:
         # Here and not at the last step's end: what an evaluation compiled in between is not a step's.
         self._compilations = devices.compilations(self.device)
         self._disk_hits = devices.disk_hits(self.device)
-        self._began_at = time.perf_counter()
+        self._began_at, self._has_begun = time.perf_counter(), True
 
-    def data_ready(self) -> None:
-        """The data of the step is on the host."""
-        self._waited_seconds += time.perf_counter() - self._began_at
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In here the host waits for data, of the step that has begun, or of the one after the last."""
+        began_at = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began_at
+        self._waited_seconds += seconds
+        if not self._has_begun:
+            self._busy_seconds += seconds
+            if self._pending:
+                self._pending[-1].host["host_seconds"] += seconds
 
     def end(
         self,
@@ -74,6 +84,7 @@ class StepLog:
         """The step was dispatched. `host` is logged as it is; `num_done`: its tokens or samples."""
         host_seconds = time.perf_counter() - self._began_at
         self._busy_seconds += host_seconds
+        self._has_begun = False
         compilations = devices.compilations(self.device) - self._compilations
         disk_hits = devices.disk_hits(self.device) - self._disk_hits
         counted = {"host_seconds": host_seconds, "compilations": compilations, "disk_hits": disk_hits}

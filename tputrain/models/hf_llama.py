@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tputrain.checkpoint.contents import distinct_tensors
-from tputrain.errors import UserError
+from tputrain.errors import UserError, in_words
 from tputrain.models.config import ModelConfig
 from tputrain.models.llama import LLAMA_CONFIGS, RopeScaling
 
@@ -74,7 +74,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
                     own[name].copy_(file.get_tensor(name))
                     left.discard(name)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read ({error})") from None
+            raise UserError(f"{path}: cannot be read ({in_words(error)})") from None
     if left:
         raise UserError(f"{directory}: the weights lack {sorted(left)[0]} ({len(left)} tensors are missing)")
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tputrain.checkpoint.named_directory import model_directory
 from tputrain.config_checks import nearest, spelled
 from tputrain.errors import UserError
+from tputrain.hub import asking_hub, is_path
 from tputrain.models.llama import attention_bias, next_token_loss
 from tputrain.models.recompute import recomputed_call
 
@@ -31,18 +33,19 @@ def load_huggingface(
     UserError where it cannot be had.
     """
     transformers = _transformers()
-    source = str(model_directory(path) or path)
+    expected = "a directory with config.json and weights, a run, or a name on the hub (and a network)"
+    directory = model_directory(path)
+    if directory is None and is_path(path):
+        raise UserError(f"model.path={path}: no such directory; expected {expected}")
     try:
-        if init == "random":
-            config = transformers.AutoConfig.from_pretrained(source)
-            return _adapted(_random(transformers, config, seed), activation_checkpointing)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        with nullcontext() if directory else asking_hub(f"model.path={path}"):
+            if init == "random":
+                config = transformers.AutoConfig.from_pretrained(directory or path)
+                return _adapted(_random(transformers, config, seed), activation_checkpointing)
+            model = transformers.AutoModelForCausalLM.from_pretrained(directory or path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"model.path={path}: cannot be loaded ({reason}); expected a directory with config.json and "
-            "weights, a run, or a name on the hub (and a network)"
-        ) from None
+        raise UserError(f"model.path={path}: cannot be loaded ({reason}); expected {expected}") from None
     return _adapted(model, activation_checkpointing)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tputrain.report.page_files import page_file
 from tputrain.report.series import Point
 
 WIDTH, HEIGHT = 420, 230
@@ -53,12 +54,8 @@ class _Axis:
 
 def line_chart(lines: Sequence[Line], num_steps: float, form: Form, log: bool = False) -> str:
     """An SVG of `lines` over steps 0 to `num_steps`; `log` is given up where a value is not positive."""
-    values = [y for line in lines for _, y in line.points]
-    log = log and min(values) > 0
-    low, high = _padded(min(values), max(values), log)
     across = _Axis(0, max(num_steps, 1), LEFT, WIDTH - RIGHT)
-    up = _Axis(low, high, HEIGHT - BOTTOM, TOP, log)
-    drawn = "".join(_drawn(line, across, up) for line in lines if line.points)
+    up = _up([y for line in lines for _, y in line.points], log)
     # What the pointer shows beside the curve, by hover.js.
     told = [
         [
@@ -68,7 +65,20 @@ def line_chart(lines: Sequence[Line], num_steps: float, form: Form, log: bool = 
         ]
         for line in lines
     ]
-    return _svg(_grid(across, up, form, "step") + drawn, escape(json.dumps(told), quote=True))
+    drawn = _grid(across, up, form, "step") + _curves(lines, across, up)
+    return _svg(drawn, escape(json.dumps(told), quote=True))
+
+
+def picture(lines: Sequence[Line], x_name: str, x_form: Form, form: Form) -> str:
+    """An SVG file, colours and all, of `lines` over positive values of `x_name` on a logarithmic axis."""
+    values = [x for line in lines for x, _ in line.points]
+    across = _Axis(min(values), max(values), LEFT, WIDTH - RIGHT, log=True)
+    up = _up([y for line in lines for _, y in line.points], log=False)
+    drawn = _grid(across, up, form, x_name, x_form) + _curves(lines, across, up)
+    style = (
+        f"<style>{page_file('style.css')} svg {{ background: var(--card); font-family: sans-serif; }}</style>"
+    )
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{style}{drawn}</svg>\n'
 
 
 def bar_chart(rows: Sequence[tuple[int, Sequence[float]]], low: float, high: float, form: Form) -> str:
@@ -97,6 +107,16 @@ def bar_chart(rows: Sequence[tuple[int, Sequence[float]]], low: float, high: flo
 def _svg(inside: str, told: str = "") -> str:
     data = f' data-lines="{told}"' if told else ""
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"{data}>{inside}</svg>'
+
+
+def _up(values: Sequence[float], log: bool) -> _Axis:
+    log = log and min(values) > 0
+    low, high = _padded(min(values), max(values), log)
+    return _Axis(low, high, HEIGHT - BOTTOM, TOP, log)
+
+
+def _curves(lines: Sequence[Line], across: _Axis, up: _Axis) -> str:
+    return "".join(_drawn(line, across, up) for line in lines if line.points)
 
 
 def _drawn(line: Line, across: _Axis, up: _Axis) -> str:

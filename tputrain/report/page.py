@@ -4,13 +4,13 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 from tputrain.report.chart import NUM_COLOURS, Line, bar_chart, line_chart
 from tputrain.report.numbers import bytes_text, moment, plain, seconds_text
+from tputrain.report.page_files import page_file
 from tputrain.report.run_files import Run, is_number
 from tputrain.report.series import Measure, histogram, measures, percentile, points, thinned
 from tputrain.report.timeline import timeline
@@ -33,14 +33,10 @@ def report_page(runs: Sequence[Run]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_shipped('style.css')}</style></head>"
+        f"<title>{escape(title)}</title><style>{page_file('style.css')}</style></head>"
         f"<body><main>{body}</main><div id=tip hidden></div>"
-        f"<script>{_shipped('hover.js')}</script></body></html>\n"
+        f"<script>{page_file('hover.js')}</script></body></html>\n"
     )
-
-
-def _shipped(name: str) -> str:
-    return files("tputrain.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _header(runs: Sequence[Run]) -> str:

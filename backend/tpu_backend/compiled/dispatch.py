@@ -12,14 +12,13 @@ refused at the first call, not by `torch.compile`.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from tpu_backend.after_import import after_import
 
 log = logging.getLogger("tpu_backend.compile")
 
@@ -31,8 +30,8 @@ def install() -> None:
     """Enter both into PyTorch's registry, and let flex_attention take tpu tensors: now, or when they are
     imported.
     """
-    _after_import(_REGISTRY, _enter)
-    _after_import(_FLEX_ATTENTION, _allow_tpu)
+    after_import(_REGISTRY, _enter)
+    after_import(_FLEX_ATTENTION, _allow_tpu)
 
 
 def tpu(module: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
@@ -72,40 +71,3 @@ def _allow_tpu(module: ModuleType) -> None:
     from tpu_backend.compiled.flex_attention import allow_tpu
 
     allow_tpu(module)
-
-
-def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    module = sys.modules.get(name)
-    if module is not None:
-        action(module)
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, action))
-
-
-class _AfterImport(MetaPathFinder):
-    """Finds one module as everybody does, and acts once that was executed."""
-
-    def __init__(self, name: str, action: Callable[[ModuleType], None]):
-        self.name, self.action = name, action
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenAct(spec.loader, self)
-        return spec
-
-
-class _ThenAct(Loader):
-    def __init__(self, loader: Loader, finder: _AfterImport):
-        self._loader, self._finder = loader, finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
-        self._loader.exec_module(module)
-        sys.meta_path.remove(self._finder)
-        self._finder.action(module)

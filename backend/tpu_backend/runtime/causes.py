@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from tpu_backend.runtime.dtypes import TORCH_DTYPES
-from tpu_backend.runtime.signature import (
-    Argument,
-    ConstantArg,
-    ListArg,
-    RuntimeArg,
-    Signature,
-    TensorArg,
-    entries,
-    leaves,
-)
+from tpu_backend.runtime.signature import ConstantArg, RuntimeArg, Signature, TensorArg, entries
 from tpu_backend.runtime.user_line import first_line, line_of_mode
 
 _KEPT = 256  # programs to compare with
@@ -205,7 +196,7 @@ def _requires_grad_changed(entry: Signature, now: int, before: int) -> str | Non
     if not changed:
         return None
     place = (changed & -changed).bit_length() - 1
-    names = [name for name, leaf in _named_leaves(entry.arguments) if isinstance(leaf, TensorArg)]
+    names = [name for name, leaf in entry.named_leaves() if isinstance(leaf, TensorArg)]
     name = names[min(place, len(names) - 1)] if place < _LAST_TENSOR else "a tensor"
     verb = "requires a gradient, and did not" if now >> place & 1 else "requires no gradient, and did"
     return f"{name} of {entry.overload} {verb}"
@@ -213,10 +204,10 @@ def _requires_grad_changed(entry: Signature, now: int, before: int) -> str | Non
 
 def _form_changed(now: Signature, before: Signature) -> tuple[str, str]:
     """The kind of a difference between two forms of one operator, and what it is."""
-    pairs = zip_longest(_named_leaves(now.arguments), _named_leaves(before.arguments))
+    pairs = zip_longest(now.named_leaves(), before.named_leaves())
     for named, named_before in pairs:
         if named is None or named_before is None:
-            count = [sum(1 for _ in _named_leaves(each.arguments)) for each in (now, before)]
+            count = [len(list(each.named_leaves())) for each in (now, before)]
             return "argument", f"{now.overload} has {count[0]} arguments, and had {count[1]}"
         (name, leaf), (_, leaf_before) = named, named_before
         if leaf != leaf_before:
@@ -255,10 +246,3 @@ def _form(leaf: Any, kind: str) -> str:
 
 def _dtype(number: int) -> str:
     return str(TORCH_DTYPES[number]).removeprefix("torch.")
-
-
-def _named_leaves(arguments: Sequence[Argument]) -> Iterator[tuple[str, Any]]:
-    for argument in arguments:
-        is_list = isinstance(argument.value, ListArg)
-        for position, leaf in enumerate(leaves(argument.value)):
-            yield f"{argument.name}[{position}]" if is_list else argument.name, leaf

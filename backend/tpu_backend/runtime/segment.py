@@ -30,7 +30,6 @@ from tpu_backend.runtime.signature import (
     Signature,
     TensorArg,
     entries,
-    leaves,
     precision_readers,
     signature,
 )
@@ -168,10 +167,9 @@ def _traced(entry: Signature) -> Answer:
     if platform().name == "tpu" and not _compiles_on_tpu(entry):
         return _NOT_LOWERED
     shapes = [
-        jax.ShapeDtypeStruct(leaf.base_dims, stored_dtype(leaf.base_dtype))
-        for argument in entry.arguments
-        for leaf in leaves(argument.value)
-        if isinstance(leaf, TensorArg) and leaf.reads
+        jax.ShapeDtypeStruct(tensor.base_dims, stored_dtype(tensor.base_dtype))
+        for tensor in entry.tensors()
+        if tensor.reads
     ]
     partial = [output for output in entry.outputs if output.partial and not output.skip]
     shapes += [
@@ -179,7 +177,7 @@ def _traced(entry: Signature) -> Answer:
     ]
 
     def trace(*bases: jax.Array) -> list[jax.Array]:
-        many = 2 + sum(1 for argument in entry.arguments for _ in leaves(argument.value))
+        many = 2 + len(list(entry.named_leaves()))
         numbers = Numbers(
             jnp.zeros(many, jnp.float32), jnp.zeros(many, jnp.float64), jnp.zeros(many, jnp.int64), [0] * many
         )
@@ -198,12 +196,7 @@ def _traced(entry: Signature) -> Answer:
 
 
 def _compiles_on_tpu(entry: Signature) -> bool:
-    dtypes = [
-        lowered_dtype(leaf.dtype)
-        for argument in entry.arguments
-        for leaf in leaves(argument.value)
-        if isinstance(leaf, TensorArg)
-    ]
+    dtypes = [lowered_dtype(tensor.dtype) for tensor in entry.tensors()]
     dtypes += [output.computed.dtype for output in entry.outputs if output.computed is not None]
     return registry.TABLE[entry.name].compiles_on_tpu(dtypes)
 

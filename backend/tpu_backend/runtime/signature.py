@@ -88,6 +88,17 @@ class Signature:
     compute_dtype: Any
     digest: str  # of all of it: the same in every process
 
+    def named_leaves(self) -> Iterator[tuple[str, Any]]:
+        """The tensors, numbers and constants of its arguments: ``self``, and ``tensors[1]`` of a list."""
+        for argument in self.arguments:
+            is_list = isinstance(argument.value, ListArg)
+            for position, leaf in enumerate(leaves(argument.value)):
+                yield f"{argument.name}[{position}]" if is_list else argument.name, leaf
+
+    def tensors(self) -> list[TensorArg]:
+        """Its tensor arguments, lists taken apart."""
+        return [leaf for _, leaf in self.named_leaves() if isinstance(leaf, TensorArg)]
+
     def described(self) -> str:
         """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
         tensors = [
@@ -216,12 +227,9 @@ precision_readers: set[int] = set()
 @cache
 def _num_links(number: int) -> int:
     entry = signature(number)
-    reads = sum(
-        isinstance(leaf, TensorArg) and leaf.reads
-        for argument in entry.arguments
-        for leaf in leaves(argument.value)
+    return sum(tensor.reads for tensor in entry.tensors()) + sum(
+        output.partial and not output.skip for output in entry.outputs
     )
-    return reads + sum(output.partial and not output.skip for output in entry.outputs)
 
 
 def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, int | None, Sequence[int]]]:

@@ -1,0 +1,469 @@
+#include "recorded_step.h"
+
+#include "device.h"
+#include "python_error.h"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace py = pybind11;
+
+namespace tpu {
+namespace {
+
+uint64_t host_reads(c10::DeviceIndex device) {
+  auto& stream = Device::get().stream(device);
+  StreamLock lock(stream.mutex());
+  return stream.counters.host_reads;
+}
+
+bool is_number(const py::handle& object) {
+  return (PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr())) && !PyBool_Check(object.ptr());
+}
+
+at::Tensor make_result(
+    c10::Storage storage, c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
+  auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return at::Tensor(std::move(tensor));
+}
+
+} // namespace
+
+Surroundings Surroundings::now() {
+  return {
+      .mode = tpu::mode(),
+      .grad_mode = c10::GradMode::is_enabled(),
+      .inference_mode = c10::InferenceMode::is_enabled(),
+      .autocast = at::autocast::is_autocast_enabled(kDeviceType),
+      .autocast_dtype = at::autocast::get_autocast_dtype(kDeviceType),
+      .deterministic = at::globalContext().deterministicAlgorithms(),
+      .precision = static_cast<int>(at::globalContext().float32MatmulPrecision())};
+}
+
+RecordedStep::Geometry RecordedStep::Geometry::of(const at::Tensor& tensor) {
+  return {
+      c10::DimVector(tensor.sizes()), c10::DimVector(tensor.strides()), tensor.storage_offset(), tensor.scalar_type()};
+}
+
+// ---- recording ----
+
+RecordedStep::RecordedStep(c10::DeviceIndex device)
+    : device_(device), surroundings_(Surroundings::now()), first_new_address_(next_address()),
+      host_reads_before_(host_reads(device)) {
+  auto& stream = Device::get().stream(device_);
+  StreamLock lock(stream.mutex());
+  TORCH_CHECK(
+      stream.notes == nullptr,
+      "a captured step was called while another one was being recorded: capture the outer one");
+  stream.cut();
+  stream.notes = &notes_;
+}
+
+RecordedStep::~RecordedStep() {
+  abandon();
+}
+
+void RecordedStep::abandon() {
+  auto& stream = Device::get().stream(device_);
+  StreamLock lock(stream.mutex());
+  if (stream.notes == &notes_) {
+    stream.notes = nullptr;
+  }
+}
+
+std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std::vector<at::Tensor>& results) {
+  auto& stream = Device::get().stream(device_);
+  StreamLock lock(stream.mutex());
+  stream.cut();
+  stream.notes = nullptr;
+  if (stream.counters.host_reads != host_reads_before_) {
+    return Problem{"it reads a tensor to the host (item(), print, an operator that runs on the CPU)"};
+  }
+  if (notes_.num_cuts > 1) {
+    return Problem{"it is more than one program: it waits, flushes, or goes on after its optimizer's step"};
+  }
+  if (!notes_.run.has_value() || notes_.run->variant == nullptr) {
+    return Problem{"it computes nothing that is kept"};
+  }
+  run_ = std::move(*notes_.run);
+  return resolve(arguments, results);
+}
+
+std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const std::vector<at::Tensor>& results) {
+  std::unordered_map<uintptr_t, size_t> argument_at;
+  for (const auto& handle : arguments) {
+    Argument argument;
+    if (THPVariable_Check(handle.ptr())) {
+      const at::Tensor& tensor = THPVariable_Unpack(handle.ptr());
+      const Buffer* buffer = buffer_of(tensor);
+      argument.geometry = Geometry::of(tensor);
+      argument.layout = buffer->layout;
+      argument.requires_grad = tensor.requires_grad();
+      argument.alias = argument_at.emplace(buffer->address, arguments_.size()).first->second;
+    } else if (is_number(handle)) {
+      argument.is_number = true;
+    } else {
+      argument.value = shared_reference(Py_NewRef(handle.ptr()));
+    }
+    arguments_.push_back(std::move(argument));
+  }
+
+  std::unordered_map<uintptr_t, size_t> storage_at;
+  for (const auto& tensor : results) {
+    const size_t storage = storage_at.emplace(buffer_of(tensor)->address, storage_at.size()).first->second;
+    results_.push_back({Geometry::of(tensor), storage});
+  }
+  num_storages_ = storage_at.size();
+
+  std::unordered_map<int32_t, size_t> input_of;
+  for (size_t input = 0; input < run_.inputs.size(); ++input) {
+    input_of[run_.inputs[input]] = input;
+  }
+  std::unordered_map<int32_t, size_t> output_of;
+  const auto& outputs = run_.variant->outputs;
+  for (size_t output = 0; output < outputs.size(); ++output) {
+    output_of[outputs[output]] = output;
+  }
+  std::unordered_map<uintptr_t, std::unordered_set<int32_t>> read_from;
+  for (const auto& [local, address] : notes_.reads) {
+    read_from[address].insert(local);
+  }
+  const std::unordered_set<uintptr_t> written(notes_.written.begin(), notes_.written.end());
+  std::unordered_set<size_t> found_storages;
+  bool is_strange = false;
+  for_each_live_buffer(device_, [&](Buffer& buffer) {
+    if (!buffer.value) {
+      return;
+    }
+    const Value& value = *buffer.value;
+    const bool is_new = buffer.address >= first_new_address_;
+    const auto found = argument_at.find(buffer.address);
+    const int64_t argument = found == argument_at.end() ? -1 : static_cast<int64_t>(found->second);
+    if (const auto read = read_from.find(buffer.address); read != read_from.end() && !is_new) {
+      for (int32_t local : read->second) {
+        sources_.push_back({input_of.at(local), argument, handle_of(buffer)});
+      }
+    }
+    const bool is_input = value.segment == run_.serial && run_.is_input[value.local] != 0;
+    if (value.segment != run_.serial || is_input) {
+      is_strange |= written.count(buffer.address) != 0 || (is_input && is_new);
+      return;
+    }
+    const auto result = storage_at.find(buffer.address);
+    const int64_t storage = result == storage_at.end() || !is_new ? -1 : static_cast<int64_t>(result->second);
+    if (storage >= 0) {
+      found_storages.insert(result->second);
+    }
+    targets_.push_back({output_of.at(value.local), argument, storage, handle_of(buffer), is_new});
+  });
+  if (is_strange) {
+    return Problem{
+        "it keeps a tensor that it did not compute: one from the host, or a copy of one that was there before"};
+  }
+  if (found_storages.size() != num_storages_) {
+    return Problem{
+        "it returns a tensor that it did not compute: an argument, a parameter, a copy of one, or one from the host"};
+  }
+  if (targets_.empty()) {
+    return Problem{"it computes nothing that is kept"};
+  }
+  std::sort(sources_.begin(), sources_.end(), [](const auto& a, const auto& b) { return a.key() < b.key(); });
+  std::sort(targets_.begin(), targets_.end(), [](const auto& a, const auto& b) { return a.key() < b.key(); });
+  size_t next = 0;
+  for (const auto& source : sources_) {
+    next += source.input == next ? 1 : 0;
+  }
+  if (next != run_.inputs.size()) {
+    return Problem{"it reads a tensor that it made on the host itself, or that is gone", notes_.readers[next]};
+  }
+
+  const auto& donated = run_.variant->donated;
+  for (int32_t local : run_.inputs) {
+    is_donated_.push_back(static_cast<uint8_t>(std::binary_search(donated.begin(), donated.end(), local)));
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> RecordedStep::difference(const RecordedStep& other) const {
+  const auto are_alike = [](const auto& some, const auto& others) {
+    return std::equal(some.begin(), some.end(), others.begin(), others.end(), [](const auto& a, const auto& b) {
+      return a.key() == b.key();
+    });
+  };
+  if (run_.variant != other.run_.variant) {
+    return "the two calls are not one program";
+  }
+  if (!are_alike(sources_, other.sources_)) {
+    return "it reads other tensors than before";
+  }
+  if (!are_alike(targets_, other.targets_)) {
+    return "it writes other tensors than before";
+  }
+  if (results_ != other.results_) {
+    return "what it returns has another shape";
+  }
+  const auto same_draw = [](const Draw& a, const Draw& b) {
+    return a.place == b.place && a.count == b.count && a.generator == b.generator;
+  };
+  if (!std::equal(run_.draws.begin(), run_.draws.end(), other.run_.draws.begin(), other.run_.draws.end(), same_draw)) {
+    return "it draws from another generator";
+  }
+  return std::nullopt;
+}
+
+void RecordedStep::make_replayable(
+    Watches watches, std::vector<double> numbers, std::vector<uint8_t> may_change, std::vector<Binding> bindings) {
+  watches_ = std::move(watches);
+  recorded_numbers_ = std::move(numbers);
+  may_change_ = std::move(may_change);
+  bindings_ = std::move(bindings);
+  std::vector<uintptr_t> written;
+  for (const auto& target : targets_) {
+    if (const Buffer* buffer = target.buffer->buffer.load(); buffer != nullptr && target.storage < 0) {
+      written.push_back(buffer->address);
+    }
+  }
+  std::sort(written.begin(), written.end());
+  for (auto& tensor : watches_->tensors_on(written)) {
+    if (!tensor.is_inference()) {
+      versioned_.push_back(std::move(tensor));
+    }
+  }
+}
+
+// ---- replaying ----
+
+py::object RecordedStep::replay(const py::list& arguments) {
+  TORCH_INTERNAL_ASSERT(watches_.has_value(), "a step that was recorded once is not replayed");
+  if (!(Surroundings::now() == surroundings_)) {
+    return py::str("a mode changed: gradients, autocast, precision, determinism or the eager mode");
+  }
+  if (const int changed = watches_->first_changed(); changed >= 0) {
+    return py::int_(changed);
+  }
+  std::vector<double> numbers;
+  if (!watches_->read_numbers(numbers)) {
+    return py::str("a setting of an optimizer is no longer a number");
+  }
+  Taken taken;
+  if (auto reason = take_arguments(arguments, taken, numbers)) {
+    return py::str(*reason);
+  }
+  auto& stream = Device::get().stream(device_);
+  StreamLock lock(stream.mutex());
+  if (!stream.is_empty()) {
+    stream.cut();
+  }
+  if (auto reason = take_inputs(taken)) {
+    return py::str(*reason);
+  }
+  if (auto reason = set_numbers(numbers)) {
+    return py::str(*reason);
+  }
+  draw();
+  return launch(stream, taken);
+}
+
+std::optional<std::string>
+RecordedStep::take_arguments(const py::list& arguments, Taken& taken, std::vector<double>& numbers) const {
+  if (arguments.size() != arguments_.size()) {
+    return "it has another number of arguments";
+  }
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    const Argument& expected = arguments_[i];
+    const py::handle given = arguments[i];
+    Buffer* buffer = nullptr;
+    if (expected.layout != nullptr) {
+      if (!THPVariable_Check(given.ptr())) {
+        return "an argument is no longer a tensor";
+      }
+      const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
+      if (tensor.device() != c10::Device(kDeviceType, device_) || tensor.layout() != at::kStrided) {
+        return "an argument is on another device";
+      }
+      buffer = buffer_of(tensor);
+      if (!(Geometry::of(tensor) == expected.geometry) || buffer->layout != expected.layout) {
+        return "an argument has another shape, dtype or memory layout";
+      }
+      if (tensor.requires_grad() != expected.requires_grad || tensor.is_conj() || tensor.is_neg()) {
+        return "an argument requires a gradient, or no longer does";
+      }
+      size_t alias = 0;
+      while (alias < i && taken.arguments[alias] != buffer) {
+        ++alias;
+      }
+      if (alias != expected.alias) {
+        return "other arguments than before share memory";
+      }
+    } else if (expected.is_number) {
+      if (!is_number(given)) {
+        return "an argument is no longer a number";
+      }
+      numbers.push_back(PyFloat_AsDouble(given.ptr()));
+      if (PyErr_Occurred() != nullptr) {
+        throw py::error_already_set();
+      }
+    } else if (!is_same(expected.value.get(), given.ptr())) {
+      return "an argument has another value";
+    }
+    taken.arguments.push_back(buffer);
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
+  taken.inputs.reserve(run_.inputs.size());
+  for (const auto& source : sources_) {
+    Buffer* buffer = source.argument >= 0 ? taken.arguments[source.argument] : source.buffer->buffer.load();
+    if (buffer == nullptr) {
+      return "a tensor that it used is gone";
+    }
+    if (!buffer->value || buffer->value->layout != run_.layouts[run_.inputs[source.input]]) {
+      return "a tensor that it uses has another layout";
+    }
+    const Value& value = *buffer->value;
+    TORCH_CHECK(
+        value.error == nullptr,
+        "this tensor has no value: it was to be computed by a program that failed:\n",
+        *value.error);
+    if (source.input < taken.inputs.size()) { // one more that held the same value
+      if (taken.inputs[source.input]->value != buffer->value) {
+        return "tensors that were equal no longer are";
+      }
+      continue;
+    }
+    taken.inputs.push_back(buffer);
+  }
+  for (const auto& target : targets_) {
+    if (target.argument < 0 && target.storage < 0 && target.buffer->buffer.load() == nullptr) {
+      return "a tensor that it left behind (a gradient) is gone";
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> RecordedStep::set_numbers(const std::vector<double>& numbers) {
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (may_change_[i] == 0 && numbers[i] != recorded_numbers_[i]) {
+      return "a number changed for the first time";
+    }
+  }
+  for (const auto& binding : bindings_) {
+    const auto value_of = [&](const std::pair<size_t, bool>& source) {
+      return source.second ? -numbers[source.first] : numbers[source.first];
+    };
+    const double value = value_of(binding.sources.front());
+    for (const auto& source : binding.sources) {
+      if (value_of(source) != value) {
+        return "numbers that changed together no longer do";
+      }
+    }
+    switch (binding.kind) {
+    case Binding::Kind::Float:
+      run_.numbers.floats[binding.place] = static_cast<float>(value);
+      break;
+    case Binding::Kind::Double:
+      run_.numbers.doubles[binding.place] = value;
+      break;
+    case Binding::Kind::Integer:
+      run_.numbers.integers[binding.place] = static_cast<int64_t>(value);
+      break;
+    }
+  }
+  return std::nullopt;
+}
+
+void RecordedStep::draw() {
+  for (const auto& each : run_.draws) {
+    auto& generator = *each.generator.get<GeneratorImpl>();
+    std::lock_guard<std::mutex> guard(generator.mutex_);
+    run_.numbers.integers[each.place] = static_cast<int64_t>(generator.current_seed());
+    run_.numbers.integers[each.place + 1] = static_cast<int64_t>(generator.take_offsets(each.count));
+  }
+}
+
+Buffer* RecordedStep::buffer_for(const Target& target, const Taken& taken) const {
+  return target.argument >= 0 ? taken.arguments[target.argument] : target.buffer->buffer.load();
+}
+
+py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
+  py::object arrays;
+  try {
+    py::list inputs(taken.inputs.size());
+    for (size_t i = 0; i < taken.inputs.size(); ++i) {
+      const ValuePtr& value = taken.inputs[i]->value;
+      PyList_SET_ITEM(
+          inputs.ptr(), static_cast<Py_ssize_t>(i), argument_of(*value, is_donated_[i] != 0, value.use_count() > 1));
+    }
+    arrays =
+        py::reinterpret_steal<py::object>(stream.launch_again(*run_.variant, inputs.ptr(), run_.numbers, run_.entries));
+  } catch (py::error_already_set& error) {
+    if (is_interrupt(error)) {
+      throw;
+    }
+    const std::string message = error.what();
+    poison(taken, message);
+    throw_torch_error(message);
+  }
+
+  std::vector<ValuePtr> values(run_.variant->outputs.size());
+  const auto value_of = [&](size_t output) -> const ValuePtr& {
+    ValuePtr& value = values[output];
+    if (!value) {
+      PyObject* array = PyList_GET_ITEM(arrays.ptr(), static_cast<Py_ssize_t>(output));
+      value = c10::make_intrusive<Value>(run_.layouts[run_.variant->outputs[output]], Py_NewRef(array));
+      value->launch = stream.num_launched();
+    }
+    return value;
+  };
+  std::vector<c10::Storage> storages(num_storages_);
+  for (const auto& target : targets_) {
+    const ValuePtr& value = value_of(target.output);
+    Buffer* buffer = nullptr;
+    if (target.storage >= 0) {
+      const auto nbytes = value->layout->nbytes();
+      storages[target.storage] = c10::Storage(
+          c10::make_intrusive<c10::StorageImpl>(
+              c10::StorageImpl::use_byte_size_t(),
+              nbytes,
+              make_buffer(nbytes, value->layout, device_),
+              allocator(),
+              /*resizable=*/true));
+      buffer = static_cast<Buffer*>(storages[target.storage].data_ptr().get_context());
+    } else {
+      buffer = buffer_for(target, taken);
+    }
+    if (buffer != nullptr) {
+      stream.assign(buffer, value);
+    }
+  }
+  for (const auto& tensor : versioned_) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  py::list results;
+  for (const auto& [geometry, storage] : results_) {
+    results.append(make_result(storages[storage], geometry.dtype, geometry.sizes, geometry.strides, geometry.offset));
+  }
+  stream.end_launch(*run_.variant, values[targets_.front().output], arrays.ptr(), run_.checked);
+  return results;
+}
+
+// What was to be written has no value: its memory may have been given away.
+void RecordedStep::poison(const Taken& taken, const std::string& message) const {
+  const auto shared = std::make_shared<const std::string>(message);
+  for (const auto& target : targets_) {
+    if (Buffer* buffer = target.storage < 0 ? buffer_for(target, taken) : nullptr; buffer != nullptr) {
+      buffer->value = c10::make_intrusive<Value>(buffer->layout);
+      buffer->value->error = shared;
+    }
+  }
+}
+
+} // namespace tpu

@@ -1,0 +1,152 @@
+// A step that was recorded once and can be launched again without its Python: what torch.tpu.capture stands on.
+#pragma once
+
+#include "notes.h"
+#include "stream.h"
+#include "watches.h"
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+
+namespace tpu {
+
+// What PyTorch keeps beside tensors and that decides how operations are recorded.
+struct Surroundings {
+  Mode mode;
+  bool grad_mode;
+  bool inference_mode;
+  bool autocast;
+  c10::ScalarType autocast_dtype;
+  bool deterministic;
+  int precision; // of float32 matrix products
+
+  static Surroundings now();
+  bool operator==(const Surroundings&) const = default;
+};
+
+// A number of the program that is what a changing number of the host is, or its negative: a learning rate.
+struct Binding {
+  enum class Kind : uint8_t { Float, Double, Integer };
+  Kind kind;
+  size_t place; // among the numbers of this kind
+  std::vector<std::pair<size_t, bool>>
+      sources; // (host number, negated): all of those that it may be, so they must agree
+};
+
+// Why a step cannot be replayed, and the signature of the op at fault, or -1.
+struct Problem {
+  std::string text;
+  int64_t signature{-1};
+};
+
+class RecordedStep {
+ public:
+  // Begins: what is pending is handed over, and what this thread records from now on is noted.
+  explicit RecordedStep(c10::DeviceIndex device);
+  ~RecordedStep();
+  RecordedStep(const RecordedStep&) = delete;
+  RecordedStep& operator=(const RecordedStep&) = delete;
+
+  // The step is recorded, for these arguments (tensors and all else, in order), and returned these tensors.  Runs it.
+  std::optional<Problem> finish(const pybind11::list& arguments, const std::vector<at::Tensor>& results);
+  // Nothing more is noted.
+  void abandon();
+
+  // What sets apart two steps that were finished, one line; nothing where they are one program on the same storages.
+  std::optional<std::string> difference(const RecordedStep& other) const;
+  const SegmentRun& run() const {
+    return run_;
+  }
+  const Notes& notes() const {
+    return notes_;
+  }
+
+  // What is looked at; the numbers of the host when the step was recorded (those that are watched, then those among the
+  // arguments); which of them may change, since it is known where they go in the program.
+  void make_replayable(
+      Watches watches, std::vector<double> numbers, std::vector<uint8_t> may_change, std::vector<Binding> bindings);
+  // Launches it: the results, in order; or why it must be recorded anew: a text, or the number of a changed watch.
+  pybind11::object replay(const pybind11::list& arguments);
+
+ private:
+  using Handle = std::shared_ptr<BufferHandle>;
+  struct Geometry {
+    c10::DimVector sizes;
+    c10::DimVector strides;
+    int64_t offset;
+    c10::ScalarType dtype;
+    bool operator==(const Geometry&) const = default;
+    static Geometry of(const at::Tensor& tensor);
+  };
+  struct Argument {
+    std::shared_ptr<PyObject> value; // null for tensors and numbers, which may change
+    bool is_number{false};
+    Geometry geometry{};
+    const Layout* layout{nullptr};
+    bool requires_grad{false};
+    size_t alias{0}; // the first argument that has this storage
+  };
+  // Where an input is taken from; several buffers may hold one value, and must then still do so.
+  struct Source {
+    size_t input;
+    int64_t argument; // -1: a buffer that stays from step to step
+    Handle buffer;
+    auto key() const {
+      return std::tuple(input, argument, argument >= 0 ? nullptr : buffer.get());
+    }
+  };
+  // Where an output goes.
+  struct Target {
+    size_t output;    // of the executable
+    int64_t argument; // -1: none
+    int64_t storage;  // which of the storages that are made for the results; -1: none
+    Handle buffer;
+    bool is_new; // the buffer was made by the step and is kept by somebody
+    auto key() const {
+      return std::tuple(output, argument, storage, is_new, is_new || argument >= 0 ? nullptr : buffer.get());
+    }
+  };
+  struct Result {
+    Geometry geometry;
+    size_t storage;
+    bool operator==(const Result&) const = default;
+  };
+  struct Taken {                    // what a replay found to be in order
+    std::vector<Buffer*> arguments; // by argument; null for what is no tensor
+    std::vector<Buffer*> inputs;    // by input
+  };
+
+  std::optional<Problem> resolve(const pybind11::list& arguments, const std::vector<at::Tensor>& results);
+  std::optional<std::string>
+  take_arguments(const pybind11::list& arguments, Taken& taken, std::vector<double>& numbers) const;
+  std::optional<std::string> take_inputs(Taken& taken) const;
+  std::optional<std::string> set_numbers(const std::vector<double>& numbers);
+  void draw();
+  pybind11::object launch(Stream& stream, const Taken& taken);
+  void poison(const Taken& taken, const std::string& message) const;
+  Buffer* buffer_for(const Target& target, const Taken& taken) const;
+
+  const c10::DeviceIndex device_;
+  const Surroundings surroundings_;
+  const uintptr_t first_new_address_;
+  const uint64_t host_reads_before_;
+  Notes notes_;
+  SegmentRun run_;
+
+  std::vector<Argument> arguments_;
+  std::vector<Source> sources_; // by input
+  std::vector<Target> targets_; // by output
+  std::vector<Result> results_;
+  size_t num_storages_{0};
+  std::vector<uint8_t> is_donated_; // by input
+
+  std::optional<Watches> watches_;
+  std::vector<double> recorded_numbers_; // of the host
+  std::vector<uint8_t> may_change_;      // by number of the host
+  std::vector<Binding> bindings_;
+  std::vector<at::Tensor> versioned_; // of those watched: what is written
+};
+
+} // namespace tpu

@@ -1,0 +1,168 @@
+"""What a captured function depends on and is not given as an argument: the modules and optimizers that it can
+reach, and the entries of their dictionaries that a replay looks at.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tpu_backend.runtime.user_line import NOT_THE_USERS
+
+
+class Watched(NamedTuple):
+    """An entry of a dictionary that must stay as it is; with key None: a container's length."""
+
+    container: Any
+    key: Any
+    value: Any
+    name: str
+
+
+class Setting(NamedTuple):
+    """A number of an optimizer that may change from step to step."""
+
+    group: dict[str, Any]
+    key: str
+    name: str
+
+
+def reached(function: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    """The modules and optimizers in the closure, defaults, `self` and named globals of a function and of the
+    user's functions that it finds there; in plain objects, lists, tuples and dictionaries one level deep.
+    """
+    modules: dict[int, nn.Module] = {}
+    optimizers: dict[int, Optimizer] = {}
+    seen: dict[int, Any] = {}  # held, or an id might be given again
+
+    def visit(value: Any, depth: int) -> None:
+        if id(value) in seen or isinstance(value, type | ModuleType | Tensor | BuiltinFunctionType | str):
+            return
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            modules[id(value)] = value
+        elif isinstance(value, Optimizer):
+            optimizers[id(value)] = value
+        elif isinstance(value, FunctionType | MethodType | functools.partial):
+            for each in _named_in(value):
+                visit(each, 1)
+        elif depth > 0:
+            for each in _items_of(value):
+                visit(each, depth - 1)
+
+    visit(function, 1)
+    return list(modules.values()), list(optimizers.values())
+
+
+def _named_in(function: Any) -> Iterator[Any]:
+    """What a function's code can name."""
+    if isinstance(function, functools.partial):
+        yield from (function.func, *function.args, *function.keywords.values())
+        return
+    if isinstance(function, MethodType):
+        yield from (function.__self__, function.__func__)
+        return
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType):
+        yield function
+        return
+    if function.__code__.co_filename.startswith(NOT_THE_USERS):
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from (
+        function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__
+    )
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return value
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def watched_in_modules(modules: Iterable[nn.Module]) -> Iterator[Watched]:
+    """Of each module and those below it: whether it trains, what it consists of, how many hooks it has."""
+    seen: set[int] = set()
+    for root in modules:
+        for path, module in root.named_modules(prefix=type(root).__name__):
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            if "training" in module.__dict__:  # a compiled module asks the one that it wraps
+                yield Watched(module.__dict__, "training", module.training, f"{path}.training")
+            for parts in (module._parameters, module._buffers, module._modules):
+                yield Watched(parts, None, len(parts), f"what {path} consists of")
+                for name, part in parts.items():
+                    yield Watched(parts, name, part, f"{path}.{name}")
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            ):
+                yield Watched(hooks, None, len(hooks), f"the hooks of {path}")
+
+
+def watched_in_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Watched]:
+    """Of each optimizer: its groups, their settings but for numbers, their parameters and all state."""
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        groups = optimizer.param_groups
+        yield Watched(optimizer.__dict__, "param_groups", groups, f"the groups of {name}")
+        yield Watched(groups, None, len(groups), f"the groups of {name}")
+        yield Watched(optimizer.state, None, len(optimizer.state), f"the state of {name}")
+        for number, group in enumerate(groups):
+            where = f"{name}.param_groups[{number}]"
+            yield Watched(group["params"], None, len(group["params"]), f"{where}['params']")
+            for key, value in group.items():
+                if not is_number(value):
+                    yield Watched(group, key, value, f"{where}[{key!r}]")
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                yield Watched(state, None, len(state), f"the state of {name}")
+                for key, value in state.items():
+                    yield Watched(state, key, value, f"the {key} of a parameter in {name}")
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> list[Setting]:
+    """The numbers in the groups of optimizers: learning rates and the like."""
+    return [
+        Setting(group, key, f"{type(optimizer).__name__}.param_groups[{number}][{key!r}]")
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if is_number(value)
+    ]
+
+
+def state_on_host(optimizers: Iterable[Optimizer]) -> str | None:
+    """The first tensor that an optimizer keeps on the host, where a replay would not change it."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device.type == "cpu":
+                    return f"{key!r} of {type(optimizer).__name__}"
+    return None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,324 @@
+"""A step that is run by Python until it has been recorded twice alike, and from then on launched from C++.
+
+There were three ways. To trace the function, as `torch.compile` does, sees its Python, and stops at an
+optimizer's or a hook's. To keep static memory for inputs and results, as CUDA's graphs do, makes the user
+copy into it. Here what two ordinary calls recorded is compared: the program, the storages that it read and
+wrote, the numbers that it took. What is alike in both is what a replay does again; all that differs must be
+an argument, a number of an optimizer, or random.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from jax.tree_util import PyTreeDef, tree_flatten, tree_unflatten
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tpu_backend import _C
+from tpu_backend.captured import reach
+from tpu_backend.captured.numbers import Changes, ProgramNumber
+from tpu_backend.runtime.signature import signature
+from tpu_backend.runtime.user_line import first_line
+
+log = logging.getLogger("tpu_backend.compile")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_FUSED = 2  # the mode in which a step is one program
+_PATIENCE = (
+    3  # calls in a row that are refused for one reason before a warning: the first ones compile, make state
+)
+_KEPT = 8  # steps, of other shapes say, that can be replayed at a time
+
+
+class _Recording(NamedTuple):
+    """A call that was recorded, whole and in one program."""
+
+    step: _C.RecordedStep
+    arguments: PyTreeDef
+    result: PyTreeDef
+    constants: list[Any]  # what was returned: None where a tensor is
+    settings: list[reach.Setting]
+    changes: Changes
+
+
+class _Replayable(NamedTuple):
+    step: _C.RecordedStep
+    arguments: PyTreeDef
+    result: PyTreeDef
+    constants: list[Any] | None  # None: all that is returned are tensors
+    watched: list[reach.Watched]
+
+
+class CapturedStep(Generic[_P, _R]):
+    """What `torch.tpu.capture` returns; see there."""
+
+    problem: str | None
+    """Why the last call was not a replay; None where it was one."""
+
+    def __init__(
+        self, function: Callable[_P, _R], modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ):
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._given = (list(modules), list(optimizers))
+        self._reached: tuple[list[nn.Module], list[Optimizer]] | None = None
+        self._current: _Replayable | None = None
+        self._replayable: dict[Any, _Replayable] = {}  # by form of the arguments
+        self._last: dict[Any, _Recording] = {}
+        self._refused: dict[
+            Any, tuple[str, int]
+        ] = {}  # by form: why its last calls were not replayed, and how many
+        self.problem = "it was not called yet"
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        leaves, tree = tree_flatten((args, kwargs))
+        if (current := self._current) is not None and current.arguments == tree:
+            results = current.step.replay(leaves)
+            if isinstance(results, list):
+                self.problem = None
+                return _returned(current, results)
+            self.problem = _reason(current, results)
+        return self._call_otherwise(leaves, tree, args, kwargs)
+
+    def _call_otherwise(self, leaves: list[Any], tree: PyTreeDef, args: Any, kwargs: Any) -> _R:
+        """By another recording than the last, or by Python."""
+        _check(leaves)
+        if _C.get_mode() != _FUSED:
+            self.problem = "the eager mode is not fused"
+            return _detached(self._function(*args, **kwargs))
+        form = _form(leaves, tree)
+        other = self._replayable.get(form)
+        if other is not None and other is not self._current:
+            results = other.step.replay(leaves)
+            if isinstance(results, list):
+                self._current, self.problem = other, None
+                return _returned(other, results)
+            self.problem = _reason(other, results)
+        if other is not None:
+            log.info("captured step %s is recorded again: %s", self._name, self.problem)
+        return self._record(form, leaves, tree, args, kwargs)
+
+    @property
+    def _name(self) -> str:
+        code = getattr(self._function, "__code__", None)
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+    def _record(self, form: Any, leaves: list[Any], tree: PyTreeDef, args: Any, kwargs: Any) -> _R:
+        self._current = None
+        self._replayable.pop(form, None)
+        before = self._last.pop(form, None)
+        modules, optimizers = self._what_it_reaches()
+        settings = reach.settings_of(optimizers)
+        numbers = [setting.group[setting.key] for setting in settings]
+        step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
+        try:
+            with _noticing(optimizers):
+                result = self._function(*args, **kwargs)
+            returned, result_tree = tree_flatten(_detached(result))
+            problem = _finish(step, leaves, returned)
+        finally:
+            step.abandon()
+        now = reach.settings_of(optimizers)
+        if problem is None:
+            problem = _problem_of_optimizers(optimizers, settings, numbers, now)
+        if problem is None:
+            host = [*numbers, *(leaf for leaf in leaves if reach.is_number(leaf))]
+            program = [ProgramNumber(*number) for number in step.numbers()]
+            constants = [None if isinstance(leaf, Tensor) else leaf for leaf in returned]
+            recording = _Recording(step, tree, result_tree, constants, settings, Changes(program, host))
+            recording, problem = _compared(before, recording, program, host)
+            self._last[form] = recording
+            if problem is None:
+                self._replay_from_now(form, recording, modules, optimizers, host)
+        self._tell(form, problem)
+        return tree_unflatten(result_tree, returned)
+
+    def _what_it_reaches(self) -> tuple[list[nn.Module], list[Optimizer]]:
+        if self._reached is None:
+            modules, optimizers = reach.reached(self._function)
+            self._reached = ([*self._given[0], *modules], [*self._given[1], *optimizers])
+        return self._reached
+
+    def _replay_from_now(
+        self,
+        form: Any,
+        recording: _Recording,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        host: list[float],
+    ) -> None:
+        watched = [*reach.watched_in_modules(modules), *reach.watched_in_optimizers(optimizers)]
+        recording.step.make_replayable(
+            [tuple(each[:3]) for each in watched],
+            [(setting.group, setting.key) for setting in recording.settings],
+            [float(value) for value in host],
+            recording.changes.may_change,
+            recording.changes.bindings(),
+        )
+        has_constants = (
+            any(constant is not None for constant in recording.constants) or not recording.constants
+        )
+        self._current = self._replayable[form] = _Replayable(
+            recording.step,
+            recording.arguments,
+            recording.result,
+            recording.constants if has_constants else None,
+            watched,
+        )
+        while len(self._replayable) > _KEPT:
+            oldest = next(iter(self._replayable))
+            del self._replayable[oldest]
+            self._last.pop(oldest, None)
+
+    def _tell(self, form: Any, problem: str | None) -> None:
+        if problem is None:
+            log.info("captured step %s: the next call is a replay", self._name)
+            self.problem = "it was recorded"
+            self._refused.pop(form, None)
+            return
+        self.problem = problem
+        log.info("captured step %s is not replayed: %s", self._name, problem)
+        before, times = self._refused.get(form, (problem, 0))
+        self._refused[form] = (problem, times + 1 if before == problem else 1)
+        if self._refused[form] == (problem, _PATIENCE):
+            warnings.warn(
+                f"torch.tpu.capture: {self._name} is run by Python each time: {problem}",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+_FIRST = "it was recorded for the first time"
+
+
+def capture(
+    function: Callable[_P, _R] | None = None,
+    *,
+    modules: Sequence[nn.Module] = (),
+    optimizers: Sequence[Optimizer] = (),
+) -> Any:
+    """See `torch.tpu.capture`."""
+    if function is None:
+        return functools.partial(capture, modules=modules, optimizers=optimizers)
+    return CapturedStep(function, modules, optimizers)
+
+
+def _returned(replayable: _Replayable, results: list[Tensor]) -> Any:
+    if replayable.constants is not None:
+        tensors = iter(results)
+        results = [next(tensors) if each is None else each for each in replayable.constants]
+    return tree_unflatten(replayable.result, results)
+
+
+def _reason(replayable: _Replayable, found: str | int) -> str:
+    return f"{replayable.watched[found].name} changed" if isinstance(found, int) else found
+
+
+def _check(leaves: Sequence[Any]) -> None:
+    """Raises TypeError for a tensor that is not on the device."""
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (leaf.device.type != "tpu" or leaf.layout != torch.strided):
+            raise TypeError(
+                f"torch.tpu.capture: argument {place} is a {leaf.layout} tensor on {leaf.device}; "
+                'a captured step takes strided tensors on the device: move it first, batch.to("tpu")'
+            )
+
+
+def _form(leaves: Sequence[Any], tree: PyTreeDef) -> Any:
+    """What one program can serve, as far as the arguments tell."""
+    kinds = [
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else float
+        if isinstance(leaf, float)
+        else leaf
+        if isinstance(leaf, int | str)
+        else type(leaf)
+        for leaf in leaves
+    ]
+    return tree, tuple(kinds)
+
+
+def _detached(result: Any) -> Any:
+    leaves, tree = tree_flatten(result)
+    return tree_unflatten(tree, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def _finish(step: _C.RecordedStep, leaves: list[Any], returned: Sequence[Any]) -> str | None:
+    """End a recording; returns why the step cannot be replayed."""
+    for leaf in returned:
+        if isinstance(leaf, Tensor) and (leaf.device.type != "tpu" or leaf.layout != torch.strided):
+            return f"it returns a {leaf.layout} tensor on {leaf.device}"
+        if not isinstance(leaf, Tensor | int | float | str):
+            return (
+                f"it returns a {type(leaf).__name__}, and may return tensors, numbers and text, in tuples, "
+                "lists and dictionaries"
+            )
+    problem = step.finish(leaves, [leaf for leaf in returned if isinstance(leaf, Tensor)])
+    if problem is None:
+        return None
+    text, number = problem
+    return text if number < 0 else f"{text}: {signature(number).overload}, at {first_line(number)}"
+
+
+def _problem_of_optimizers(
+    optimizers: Sequence[Optimizer],
+    settings: Sequence[reach.Setting],
+    numbers: Sequence[float],
+    now: Sequence[reach.Setting],
+) -> str | None:
+    if (where := reach.state_on_host(optimizers)) is not None:
+        return f"{where} is kept on the host: make the optimizer with fused=True or capturable=True"
+    if len(now) != len(settings):
+        return "its optimizers were not known before"
+    for setting, before in zip(settings, numbers, strict=True):
+        if setting.group[setting.key] != before:
+            return f"it changes {setting.name} itself: set it before the call"
+    return None
+
+
+def _compared(
+    before: _Recording | None, recording: _Recording, program: list[ProgramNumber], host: list[float]
+) -> tuple[_Recording, str | None]:
+    """The recording with what the one before it tells, and why it cannot be replayed."""
+    if before is None or len(before.settings) != len(recording.settings):
+        return recording, _FIRST
+    if (difference := recording.step.difference(before.step)) is not None:
+        return recording, difference
+    if before.result != recording.result or before.constants != recording.constants:
+        return recording, "what it returns beside tensors changes from call to call"
+    strange = before.changes.learn(program, host)
+    if strange is not None:
+        taker = "a slice" if strange.taker < 0 else signature(strange.taker).overload
+        line = "" if strange.taker < 0 else f", at {first_line(strange.taker)}"
+        return recording, (
+            f"a number that {taker} takes changes from call to call, and is neither an "
+            f"argument nor a setting of an optimizer{line}"
+        )
+    return recording._replace(changes=before.changes), None
+
+
+@contextmanager
+def _noticing(optimizers: list[Optimizer]) -> Any:
+    """Optimizers that step in here are added."""
+
+    def notice(optimizer: Optimizer, *_: object) -> None:
+        if not any(optimizer is each for each in optimizers):
+            optimizers.append(optimizer)
+
+    hook = register_optimizer_step_pre_hook(notice)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,370 @@
+"""`torch.tpu.capture`: a replayed step computes what the step computes, to the last bit."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def replays() -> int:
+    return torch.tpu.compile_stats()["replays"]
+
+
+class Setup:
+    """A small model that drops out, an optimizer, and a step of both."""
+
+    def __init__(self, form: str = "fused", optimizer: str = "sgd", norm: bool = False):
+        torch.manual_seed(0)
+        middle = nn.BatchNorm1d(16) if norm else nn.Identity()
+        self.model = nn.Sequential(
+            nn.Linear(8, 16), middle, nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 4)
+        ).to("tpu")
+        parameters = self.model.parameters()
+        self.optimizer = (
+            torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+            if optimizer == "adamw"
+            else torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+        )
+        self.called = torch.compile(self.model) if form == "compile" else self.model
+        torch.tpu.manual_seed_all(7)
+
+    def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(self.called(inputs), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def state(self) -> list[torch.Tensor]:
+        kept = [*self.model.parameters(), *self.model.buffers()]
+        kept += [
+            tensor
+            for state in self.optimizer.state.values()
+            for tensor in state.values()
+            if tensor is not None
+        ]
+        return [tensor.detach().cpu() for tensor in kept]
+
+
+def batch(number: int, size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(size, 8, generator=generator)
+    return inputs.to("tpu"), torch.randint(0, 4, (size,), generator=generator).to("tpu")
+
+
+def run(setup: Setup, step, numbers, size: int = 6) -> list[torch.Tensor]:
+    """Steps with another learning rate each."""
+    losses = []
+    for number in numbers:
+        setup.set_rate(1e-2 / (1 + number))
+        losses.append(step(*batch(number, size)))
+        torch.tpu.flush()
+    return losses
+
+
+def check_same(story, least_replays: int = 1, **options) -> None:
+    """A story (setup, step) -> tensors gives the same bits, weights and random state with a captured step."""
+    plain, captured = Setup(**options), Setup(**options)
+    torch.tpu.manual_seed_all(7)
+    expected = [tensor.cpu() for tensor in story(plain, plain.step)]
+    random_state = torch.tpu.get_rng_state()
+    torch.tpu.manual_seed_all(7)
+    before = replays()
+    found = [tensor.cpu() for tensor in story(captured, torch.tpu.capture(captured.step))]
+    assert replays() - before >= least_replays
+    assert torch.equal(torch.tpu.get_rng_state(), random_state)
+    assert [tensor.tolist() for tensor in found] == [tensor.tolist() for tensor in expected]
+    assert all(torch.equal(a, b) for a, b in zip(captured.state(), plain.state(), strict=True))
+
+
+@pytest.mark.parametrize(("form", "optimizer"), [("fused", "adamw"), ("compile", "sgd")])
+def test_losses_weights_and_random_numbers_are_those_of_the_step_itself(form, optimizer):
+    check_same(
+        lambda setup, step: run(setup, step, range(8)), least_replays=4, form=form, optimizer=optimizer
+    )
+
+
+def test_buffers_that_a_step_writes_go_on():
+    check_same(lambda setup, step: run(setup, step, range(7)), least_replays=3, norm=True)
+
+
+def test_a_rate_that_changes_for_the_first_time_late_is_seen():
+    def story(setup, step):
+        losses = [step(*batch(number)) for number in range(5)]
+        return losses + run(setup, step, range(5, 10))
+
+    check_same(story, least_replays=4)
+
+
+def test_rates_that_were_equal_and_part_are_seen():
+    def story(setup, step):
+        setup.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device="tpu"))]})
+        losses = run(setup, step, range(5))
+        setup.optimizer.param_groups[0]["lr"] = 0.5
+        return [*losses, step(*batch(5)), *run(setup, step, range(6, 9))]
+
+    check_same(story, least_replays=2)
+
+
+def test_shapes_take_turns():
+    def story(setup, step):
+        return [loss for number in range(7) for size in (6, 3) for loss in run(setup, step, [number], size)]
+
+    check_same(story, least_replays=6)
+
+
+def test_eval_mode_is_seen():
+    def story(setup, step):
+        losses = run(setup, step, range(5))
+        setup.model.eval()
+        losses += run(setup, step, range(5, 9))
+        setup.model[3].train()
+        return losses + run(setup, step, range(9, 13))
+
+    check_same(story, least_replays=4)
+
+
+def test_frozen_parameters_are_seen():
+    def story(setup, step):
+        losses = run(setup, step, range(5))
+        setup.model[0].weight.requires_grad_(False)
+        return losses + run(setup, step, range(5, 9))
+
+    check_same(story, least_replays=2)
+
+
+@pytest.mark.parametrize("way", ["another parameter", "data", "copy", "state"])
+def test_weights_and_state_that_were_replaced_are_seen(way):
+    def story(setup, step):
+        losses = run(setup, step, range(5))
+        weight = setup.model[4].weight
+        kept = weight.data  # what was replaced lives on
+        if way == "another parameter":
+            setup.model[4].weight = nn.Parameter(torch.ones(4, 16, device="tpu"))
+        elif way == "data":
+            weight.data = torch.ones(4, 16, device="tpu")
+        elif way == "copy":
+            weight.data.copy_(torch.ones(4, 16))
+        else:
+            setup.optimizer.load_state_dict(setup.optimizer.state_dict())
+        return losses + run(setup, step, range(5, 9)) + [kept]
+
+    check_same(story, least_replays=2)
+
+
+def test_a_copy_that_somebody_took_stays():
+    def story(setup, step):
+        taken = []
+        for number in range(6):
+            run(setup, step, [number])
+            taken.append(setup.model[0].weight.detach().clone())
+        return taken
+
+    check_same(story)
+
+
+def test_gradients_that_are_left_behind_are_the_new_ones():
+    def story(setup, step):
+        def leaving(inputs, labels):
+            setup.optimizer.zero_grad()
+            loss = F.cross_entropy(setup.called(inputs), labels)
+            loss.backward()
+            setup.optimizer.step()
+            return loss
+
+        wrapped = leaving if step == setup.step else torch.tpu.capture(leaving)
+        losses = [*run(setup, wrapped, range(6)), setup.model[0].weight.grad.clone()]
+        setup.optimizer.zero_grad()
+        return losses + run(setup, wrapped, range(6, 8)) + [setup.model[0].weight.grad]
+
+    check_same(story, least_replays=2)
+
+
+def test_an_error_in_the_step_is_raised_and_nothing_is_lost():
+    def story(setup, step):
+        losses = run(setup, step, range(5))
+        with pytest.raises(RuntimeError, match=r"size|shape"):
+            step(torch.ones(2, 9, device="tpu"), torch.zeros(2, dtype=torch.int64, device="tpu"))
+        return losses + run(setup, step, range(5, 8))
+
+    check_same(story, least_replays=3)
+
+
+def test_two_steps_of_two_models_do_not_meet():
+    def story(setup, step):
+        other = Setup()
+        other_step = other.step if step == setup.step else torch.tpu.capture(other.step)
+        return [
+            loss
+            for number in range(6)
+            for each in ((setup, step), (other, other_step))
+            for loss in run(*each, [number])
+        ]
+
+    check_same(story, least_replays=4)
+
+
+def test_numbers_among_the_arguments_are_inputs():
+    @torch.tpu.capture
+    def scaled(values, factor, *, power):
+        return {"scaled": values * factor, "power": power, "sum": (values**power).sum()}
+
+    values, before = torch.arange(4.0, device="tpu"), replays()
+    compiled = []
+    for number in range(8):
+        found = scaled(values, 0.5 + number, power=2)
+        assert found["scaled"].tolist() == [(0.5 + number) * value for value in range(4)]
+        assert (found["power"], found["sum"].item()) == (2, 14)
+        compiled.append(torch.tpu.compile_stats()["compilations"])
+    assert replays() - before >= 5
+    assert compiled[2] == compiled[-1]
+    assert scaled(values, 2.0, power=3)["sum"].item() == 36
+
+
+def test_arguments_that_share_memory_are_told_from_those_that_do_not():
+    @torch.tpu.capture
+    def add(a, b):
+        a.add_(1)
+        return a + b
+
+    for _ in range(4):
+        both = torch.ones(3, device="tpu")
+        assert add(both, both).tolist() == [4, 4, 4]
+        assert both.tolist() == [2, 2, 2]
+    for _ in range(4):
+        assert add(torch.ones(3, device="tpu"), torch.ones(3, device="tpu")).tolist() == [3, 3, 3]
+
+
+def test_results_of_one_replay_are_not_changed_by_the_next():
+    double = torch.tpu.capture(lambda values: values * 2)
+    results = [double(torch.full((2,), float(number), device="tpu")) for number in range(6)]
+    assert [result.tolist() for result in results] == [[2.0 * number] * 2 for number in range(6)]
+    assert len({result.data_ptr() for result in results}) == 6
+
+
+def test_autograd_is_told_that_a_replay_wrote():
+    setup = Setup()
+    step = torch.tpu.capture(setup.step)
+    run(setup, step, range(5))
+    weight = setup.model[0].weight
+    version, before = weight._version, replays()
+    run(setup, step, [5])
+    assert replays() == before + 1
+    assert weight._version > version
+
+
+def test_an_index_out_of_range_in_a_replay_names_the_line_of_the_recording():
+    table = torch.arange(5.0, device="tpu")
+
+    @torch.tpu.capture
+    def look_up(places):
+        return table[places]  # this line
+
+    for _ in range(4):
+        look_up(torch.tensor([1, 2], device="tpu")).tolist()
+    before = replays()
+    wrong = look_up(torch.tensor([1, 9], device="tpu"))
+    assert replays() == before + 1
+    with pytest.raises(IndexError, match=r"(?s)9.*test_capture\.py.*this line"):
+        wrong.tolist()
+
+
+@pytest.mark.parametrize("mode", ["strict", "debug"])
+def test_in_other_modes_the_function_is_run(mode):
+    double = torch.tpu.capture(lambda values: values * 2)
+    values = torch.ones(2, device="tpu")
+    for _ in range(4):
+        double(values)
+    before = replays()
+    with torch.tpu.eager_mode(mode):
+        assert double(values).tolist() == [2, 2]
+    assert replays() == before
+    assert double.problem == "the eager mode is not fused"
+    assert double(values).tolist() == [2, 2]
+    assert replays() == before + 1
+
+
+def _reads(setup):
+    def step(inputs, labels):
+        loss = setup.step(inputs, labels)
+        return loss if loss.item() > 0 else -loss
+
+    return step
+
+
+def _sets_the_rate(setup):
+    def step(inputs, labels):
+        setup.set_rate(setup.optimizer.param_groups[0]["lr"] / 2)
+        return setup.step(inputs, labels)
+
+    return step
+
+
+def _counts(setup):
+    calls = []
+
+    def step(inputs, labels):
+        calls.append(0)
+        return setup.step(inputs, labels) * len(calls)
+
+    return step
+
+
+def _makes_a_tensor(setup):
+    def step(inputs, labels):
+        return setup.step(inputs + torch.tensor([2.0], device="tpu"), labels)
+
+    return step
+
+
+def _has_state_on_the_host(setup):
+    setup.optimizer = torch.optim.AdamW([setup.model[4].bias])
+    return setup.step
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_reads, r"it reads a tensor to the host"),
+        (_sets_the_rate, r"it changes SGD.param_groups\[0\]\['lr'\] itself"),
+        (_counts, r"a number that aten::mul.*takes changes from call to call.*test_capture.py"),
+        (_makes_a_tensor, r"it reads a tensor that it made on the host itself.*aten::add.*test_capture.py"),
+        (_has_state_on_the_host, r"'step' of AdamW is kept on the host"),
+    ],
+)
+def test_what_cannot_be_replayed_is_run_each_time_and_says_why(make, why):
+    plain, captured = Setup(), Setup()
+    torch.tpu.manual_seed_all(7)
+    step = make(plain)
+    expected = [step(*batch(number)).item() for number in range(6)]
+    torch.tpu.manual_seed_all(7)
+    step, before = torch.tpu.capture(make(captured)), replays()
+    with pytest.warns(UserWarning, match=rf"torch.tpu.capture: .* is run by Python each time: {why}"):
+        assert [step(*batch(number)).item() for number in range(6)] == expected
+    assert replays() == before
+
+
+def test_a_tensor_on_the_cpu_is_refused():
+    double = torch.tpu.capture(lambda values: values * 2)
+    with pytest.raises(TypeError, match=r"argument 0 is a torch.strided tensor on cpu.*move it first"):
+        double(torch.ones(2))
+
+
+def test_what_is_recorded_again_says_why(caplog):
+    setup = Setup()
+    step = torch.tpu.capture(setup.step)
+    run(setup, step, range(5))
+    assert step.problem is None
+    with caplog.at_level(logging.INFO, "tpu_backend.compile"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        setup.model[3].eval()
+        run(setup, step, [5])
+    assert any("is recorded again: Sequential.3.training changed" in line for line in caplog.messages)

@@ -1,0 +1,159 @@
+"""Batches drawn a step ahead, and what a checkpoint says of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tputrain import CheckpointConfig, LogConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig
+from tputrain.callbacks.callback import Callback
+from tputrain.errors import UserError
+from tputrain.feed import feed_of
+from tputrain.loggers.jsonl import read_jsonl
+from tputrain.next_batches import NextBatches
+
+CPU = torch.device("cpu")
+
+
+class ByStep:
+    """Batches that are a function of the step; `asked` says for which, and what had ended by then."""
+
+    def __init__(self, fails_at: int | None = None):
+        self.asked: list[int] = []
+        self.fails_at = fails_at
+
+    def batch_at(self, step: int, micro: int) -> list[torch.Tensor]:
+        self.asked.append(step)
+        if step == self.fails_at:
+            raise UserError(f"no batch {step}")
+        return [torch.full((2, 4), float(step)), torch.tensor([0, 1])]
+
+
+class Hooked(Callback):
+    """Notes for which steps batches were asked when values are read."""
+
+    def __init__(self, loader: ByStep):
+        self.loader, self.asked_at_log = loader, []
+
+    def on_log(self, trainer, records):
+        self.asked_at_log.append((trainer.step, max(self.loader.asked)))
+
+
+def config(run_dir: Path, steps: int = 6) -> RunConfig:
+    return RunConfig(
+        device="tpu",
+        run_dir=str(run_dir),
+        trainer=TrainerConfig(steps=steps),
+        schedule=ScheduleConfig(name="constant"),
+        checkpoint=CheckpointConfig(every=3),
+        log=LogConfig(every=2, progress="none"),
+    )
+
+
+def test_the_next_batch_is_drawn_before_values_are_read_but_not_before_a_checkpoint(tmp_path):
+    loader = ByStep()
+    hooked = Hooked(loader)
+    Trainer(nn.Linear(4, 2), config(tmp_path), train_loader=loader, callbacks=[hooked]).fit()
+    # Steps count from 1, batches from 0. After step 1, which is waited for, batch 1 is not drawn yet.
+    assert hooked.asked_at_log == [(1, 0), (2, 2), (3, 2), (4, 4), (6, 5)]
+    assert loader.asked == list(range(6))
+
+
+def test_what_fails_ahead_is_told_when_its_step_has_come(tmp_path):
+    loader = ByStep(fails_at=4)
+    with pytest.raises(UserError, match="no batch 4"):
+        Trainer(nn.Linear(4, 2), config(tmp_path), train_loader=loader).fit()
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_the_copies_are_on_the_device_and_what_is_counted_stays_on_the_host():
+    data = NextBatches(feed_of(ByStep(), CPU), torch.device("tpu"), 2)
+    data.draw_ahead(0)
+    drawn = data.draw(0)
+    assert {tensor.device.type for batch in drawn.device for tensor in batch} == {"tpu"}
+    assert {tensor.device.type for batch in drawn.host for tensor in batch} == {"cpu"}
+    assert drawn.weights == [2, 2]
+    assert data.draw(0) is drawn  # until it is taken
+    data.take()
+    assert data.draw(1) is not drawn
+
+
+class Counting:
+    """A loader with a position of its own."""
+
+    can_read_ahead = True
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while True:
+            self.place += 1
+            yield [torch.full((1,), float(self.place))]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("is_given_early", [True, False])
+def test_the_position_is_that_after_the_batches_taken(is_given_early):
+    loader = Counting()
+    loader.can_read_ahead = is_given_early
+    data = NextBatches(feed_of(loader, CPU), CPU, 1)
+    places = [data.state()["loader"]["place"]]
+    for step in range(3):
+        data.draw(step)
+        data.take()
+        places.append(data.state()["loader"]["place"])
+        data.draw_ahead(step + 1)
+        assert loader.place == step + 1 + is_given_early
+        places.append(data.state()["loader"]["place"])
+    assert places == [0, 1, 1, 2, 2, 3, 3]
+    state = data.state()
+    other = NextBatches(feed_of(Counting(), CPU), CPU, 1)
+    other.restore(state)
+    assert other.draw(3).host[0][0].item() == data.draw(3).host[0][0].item() == 4.0
+
+
+def numbered(**options) -> DataLoader:
+    numbers = torch.arange(7.0).reshape(7, 1)
+    return DataLoader(TensorDataset(numbers), batch_size=2, shuffle=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("loader", "found"),
+    [
+        (numbered(num_workers=1), [False, True, False, True]),  # four batches an epoch, two a step
+        (numbered(), [False] * 4),
+        ([[torch.ones(1)]] * 4, [False] * 4),
+    ],
+)
+def test_a_loader_is_asked_ahead_within_an_epoch_if_workers_do_its_work(loader, found):
+    torch.manual_seed(3)
+    data = NextBatches(feed_of(loader, CPU), CPU, 2)
+    asked = []
+    for step in range(4):
+        asked.append(data._feed.can_draw_ahead(2))
+        data.draw_ahead(step)
+        data.draw(step)
+        data.take()
+    assert asked == found
+
+
+def test_a_checkpoint_goes_on_with_the_batch_that_was_drawn_ahead(tmp_path):
+    def losses(name: str, steps: int) -> list[str]:
+        torch.manual_seed(1)
+        samples = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
+        loader = DataLoader(samples, batch_size=2, shuffle=True, num_workers=1)
+        Trainer(nn.Linear(4, 2), config(tmp_path / name, steps), train_loader=loader).fit()
+        return [record["loss_hex"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
+
+    whole = losses("whole", 8)
+    for steps in (2, 5, 8):
+        parts = losses("parts", steps)
+    assert parts == whole

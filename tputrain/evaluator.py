@@ -1,0 +1,63 @@
+"""Evaluations: means over the batches of every evaluation set, with the weights that are to be evaluated."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from tputrain import batches as batch_of
+from tputrain import device as devices
+from tputrain import rng
+from tputrain.announce import announced
+from tputrain.batches import Batch
+from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
+from tputrain.metrics.named import PERPLEXITY
+from tputrain.signals import SignalWatch
+from tputrain.watchdog import EVALUATING, Watchdog
+
+if TYPE_CHECKING:
+    from tputrain.trainer import Trainer
+
+
+class Evaluator:
+    """Measures a Trainer's model on its `val_loader`; nothing of the Trainer is changed by it."""
+
+    def __init__(self, trainer: "Trainer", signals: SignalWatch, watchdog: Watchdog):
+        self.trainer, self._signals, self._watchdog = trainer, signals, watchdog
+
+    def measure(self) -> dict[str, float] | None:
+        """The results of all evaluation sets as one; None where a signal came in between."""
+        started, results, generators = time.perf_counter(), {}, rng.snapshot()
+        for name, loader in evaluation_sets(self.trainer.val_loader).items():
+            what = f"evaluating {name}{' ' * bool(name)}at step {self.trainer.step}"
+            with self._watchdog.phase(EVALUATING), self._evaluating(), announced(what):
+                result = self._measure_set(loader)
+            if result is None:
+                rng.put_back(generators)  # what it drew, it draws again when the run goes on
+                return None
+            results[name] = result
+        return merged(results) | {"seconds": time.perf_counter() - started}
+
+    def _measure_set(self, loader: Iterable[Batch]) -> dict[str, float] | None:
+        """Means over the batches of one set; None where a signal came in between."""
+        means, cfg = WeightedMeans(getattr(loader, "bytes_of", None)), self.trainer.cfg.trainer
+        for batch in islice(self._signals.until_received(loader), cfg.evaluate_batches):
+            self._watchdog.go_on()
+            if weight := batch_of.weight(batch):
+                loss, output, target = self.trainer.forward(batch)
+                values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
+                means.add({"loss": loss} | values, weight, batch)
+                devices.flush(self.trainer.device)
+        if self._signals.received is not None:
+            return None
+        return means.result(with_perplexity=PERPLEXITY in cfg.metrics)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        trainer = self.trainer
+        with evaluated(trainer.model, with_logits=bool(trainer.metrics)), trainer.execution.phase("validate"):
+            with torch.no_grad(), trainer.evaluation_weights.in_place():
+                yield

@@ -1,0 +1,115 @@
+"""The batches of the step that comes next: drawn, and on their way to the device, before they are needed."""
+
+import copy
+import json
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from tputrain import batches as batch_of
+from tputrain import rng
+from tputrain.batches import Batch
+from tputrain.errors import UserError
+from tputrain.feed import Feed
+from tputrain.signals import WaitBrokenError
+
+
+class StepBatches(NamedTuple):
+    """The micro-batches of one step."""
+
+    host: list[Batch]
+    """As the feed gave them: these are counted, remembered and saved."""
+    device: list[Batch]
+    """Their copies, perhaps still under way."""
+    weights: list[int]
+    """What each counts in the loss."""
+
+    @property
+    def form(self) -> Hashable:
+        """What the step's program depends on: shapes, dtypes, and which micro-batches weigh nothing."""
+        return tuple(
+            (batch_of.form(batch), weight == 0) for batch, weight in zip(self.host, self.weights, strict=True)
+        )
+
+
+class _Before(NamedTuple):
+    position: dict[str, Any]
+    generators: tuple[Any, ...] | None  # None: drawing the batches draws from none of the host's
+
+
+class NextBatches:
+    """Takes each step's batches from a feed, one step ahead where that changes nothing but the time.
+
+    Until they are taken they count as not given out: `state` is the position before them.
+    """
+
+    def __init__(self, feed: Feed, device: torch.device, count: int):
+        """`count`: micro-batches of a step."""
+        self._feed, self._device, self._count = feed, device, count
+        self._before: _Before | None = None  # while any are drawn, or were begun to be
+        self._drawn: StepBatches | None = None
+        self._failure: Exception | None = None
+
+    def draw_ahead(self, step: int) -> None:
+        """While the device is at the step before: draw the batches of `step` (from 0), if the feed may."""
+        if self._feed.can_draw_ahead(self._count):
+            try:
+                self._draw(step, None)
+            except Exception as error:
+                self._failure = error  # told when their step has come: those before it are good
+
+    def draw(self, step: int) -> StepBatches:
+        """The batches of `step` (from 0), not taken yet. A signal may break this off (WaitBrokenError)."""
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            raise error
+        if self._drawn is None:
+            generators = rng.snapshot()
+            try:
+                self._draw(step, generators)
+            except WaitBrokenError:
+                rng.put_back(generators)
+                raise
+        assert self._drawn is not None
+        return self._drawn
+
+    def take(self) -> None:
+        """The batches that were drawn are given out."""
+        self._before = self._drawn = None
+
+    def _draw(self, step: int, generators: tuple[Any, ...] | None) -> None:
+        if self._before is not None:  # this was begun and broken off
+            self._feed.restore(self._before.position)
+        self._before = _Before(self._feed.state(), generators)
+        host = self._feed.batches(step, self._count)
+        copies = [batch_of.to_device(batch, self._device) for batch in host]
+        self._drawn = StepBatches(host, copies, [batch_of.weight(batch) for batch in host])
+
+    @contextmanager
+    def as_not_drawn(self) -> Iterator[None]:
+        """In here the host's generators are as before the batches were drawn, as the position is."""
+        if self._before is None or self._before.generators is None:
+            yield
+            return
+        now = rng.snapshot()
+        rng.put_back(self._before.generators)
+        yield
+        rng.put_back(now)
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last batches taken, as JSON."""
+        position = self._feed.state() if self._before is None else self._before.position
+        try:
+            json.dumps(position)
+        except TypeError as error:
+            raise UserError(
+                f"train_loader.state_dict(): {error}: a checkpoint holds numbers, text, lists and dicts"
+            ) from None
+        return position
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state` gave."""
+        self._before = self._drawn = self._failure = None
+        self._feed.restore(copy.deepcopy(state))
