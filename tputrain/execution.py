@@ -108,11 +108,12 @@ class Execution:
         return self._device.type == "tpu" or self._form == "compile"
 
     def is_new(self, name: str, batches: Hashable = None) -> bool:
-        """Whether phase `name` has not been asked for in its present form, with `batches` of this form."""
-        asked = (name, self._form_of(name), batches)
-        is_new = asked not in self._seen
-        self._seen.add(asked)
-        return is_new
+        """Whether phase `name` has not run in its present form, with `batches` of this form."""
+        return (name, self._form_of(name), batches) not in self._seen
+
+    def has_run(self, name: str, batches: Hashable = None) -> None:
+        """Phase `name` ran as `is_new` says."""
+        self._seen.add((name, self._form_of(name), batches))
 
     # -- auto: training, step by step
 

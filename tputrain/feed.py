@@ -29,9 +29,9 @@ class IndexedLoader(Protocol):
 class StatefulLoader(Protocol):
     """An iterable of batches that knows its own position: a stream, torchdata's StatefulDataLoader.
 
-    One that has `set_epoch(epoch)` is told each epoch, from 0; one that has a `fingerprint` is asked for the
-    same at a resume. One that has `can_read_ahead = True` is asked for batches a step early: it draws from no
-    generator of the process.
+    Its position is asked before each step. One that has `set_epoch(epoch)` is told each epoch, from 0; one
+    that has a `fingerprint` is asked for the same at a resume. One that has `can_read_ahead = True` is asked
+    for batches a step early: it draws from no generator of the process.
     """
 
     def __iter__(self) -> Iterator[Batch]:
@@ -52,6 +52,10 @@ class Feed(Protocol):
 
     def can_draw_ahead(self, count: int) -> bool:
         """Whether the next `count` batches, and all random numbers, are the same if they are drawn now."""
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether `restore` works in the process that has gone on from there, too."""
 
     def state(self) -> dict[str, Any]:
         """The position after the last batches given."""
@@ -77,6 +81,8 @@ def feed_of(loader: Any, device: torch.device) -> Feed:
 class IndexedFeed:
     """Batches by (step, micro): the step itself is the position."""
 
+    can_go_back = True
+
     def __init__(self, loader: IndexedLoader):
         self.loader = loader
 
@@ -96,6 +102,8 @@ class IndexedFeed:
 
 class StatefulFeed:
     """Batches from a loader that keeps its own position, started anew when it ends."""
+
+    can_go_back = True
 
     def __init__(self, loader: StatefulLoader):
         self.loader = loader
@@ -160,6 +168,10 @@ class IterableFeed:
 
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self._next() for _ in range(count)]
+
+    @property
+    def can_go_back(self) -> bool:
+        return not isinstance(self.loader, Iterator)  # what is left of it, nobody can give again
 
     def can_draw_ahead(self, count: int) -> bool:
         # Within an epoch: an order is drawn where one starts.
@@ -226,6 +238,7 @@ def _is_put_together_by_workers(loader: Any) -> bool:
     """Whether a batch of `loader` costs this process no random number, and how many there are is known."""
     return (
         isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
         and loader.num_workers > 0
         and not isinstance(loader.dataset, IterableDataset)
         and type(loader.batch_sampler) is BatchSampler

@@ -34,8 +34,11 @@ def asking_hub(what: str) -> Iterator[None]:
     constants.HF_HUB_OFFLINE = True
     try:
         yield
-    except Exception:  # what the libraries raise has no common type
-        raise OSError(f"{host} cannot be reached ({reason}), and it was not fetched before") from None
+    except ImportError:
+        raise  # of a library that is missing, whatever the hub says
+    except Exception as error:  # what the libraries raise has no common type
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        raise OSError(f"{host} cannot be reached ({reason}), and it was not fetched before ({why})") from None
     finally:
         constants.HF_HUB_OFFLINE = False
     say(f"note: {host} cannot be reached ({reason}): {what} is as it was fetched before")

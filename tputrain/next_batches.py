@@ -13,7 +13,6 @@ from tputrain import rng
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.feed import Feed
-from tputrain.signals import WaitBrokenError
 
 
 class StepBatches(NamedTuple):
@@ -61,17 +60,12 @@ class NextBatches:
                 self._failure = error  # told when their step has come: those before it are good
 
     def draw(self, step: int) -> StepBatches:
-        """The batches of `step` (from 0), not taken yet. A signal may break this off (WaitBrokenError)."""
+        """The batches of `step` (from 0), not taken yet. A signal may break this off at any line."""
         if self._failure is not None:
             error, self._failure = self._failure, None
             raise error
         if self._drawn is None:
-            generators = rng.snapshot()
-            try:
-                self._draw(step, generators)
-            except WaitBrokenError:
-                rng.put_back(generators)
-                raise
+            self._draw(step, rng.snapshot())
         assert self._drawn is not None
         return self._drawn
 
@@ -82,6 +76,9 @@ class NextBatches:
     def _draw(self, step: int, generators: tuple[Any, ...] | None) -> None:
         if self._before is not None:  # this was begun and broken off
             self._feed.restore(self._before.position)
+            if self._before.generators is not None:
+                rng.put_back(self._before.generators)
+                generators = self._before.generators
         self._before = _Before(self._feed.state(), generators)
         host = self._feed.batches(step, self._count)
         copies = [batch_of.to_device(batch, self._device) for batch in host]
@@ -95,8 +92,15 @@ class NextBatches:
             return
         now = rng.snapshot()
         rng.put_back(self._before.generators)
-        yield
-        rng.put_back(now)
+        try:
+            yield
+        finally:
+            rng.put_back(now)
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the feed can be brought to an earlier position, in this process."""
+        return self._feed.can_go_back
 
     def state(self) -> dict[str, Any]:
         """The position after the last batches taken, as JSON."""
@@ -105,7 +109,8 @@ class NextBatches:
             json.dumps(position)
         except TypeError as error:
             raise UserError(
-                f"train_loader.state_dict(): {error}: a checkpoint holds numbers, text, lists and dicts"
+                f"the position of train_loader (its state_dict, its fingerprint): {error}: "
+                "a checkpoint holds numbers, text, lists and dicts"
             ) from None
         return position
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from tputrain import batches as batch_of
@@ -136,8 +137,10 @@ class BadSteps:
             say(f"{why}: back to step {trainer.step}, and on past it without its update{kept}")
             return
         with announced(f"{why}: on from step {trainer.step} to it again, to see why"):
-            while trainer.step < step - 1:
+            while trainer.step < step - 1 and not trainer.is_interrupted:
                 trainer.repeat_step()
+            if trainer.is_interrupted:
+                raise self._stopped(why, kept)
             found = in_one_line(self._replay_and_report(trainer.batches_of_next_step().host))
         raise self._stopped(why, f"{kept}; {found}")
 
@@ -155,8 +158,8 @@ class BadSteps:
 
     def _went_back(self) -> bool:
         try:
-            return self.trainer.go_back()
-        except OSError as error:
+            return self.trainer.go_back(goes_on=self.policy == "rollback")
+        except (OSError, SafetensorError) as error:
             say(f"the run cannot go back to its beginning: {in_words(error)}")
             return False
 

@@ -92,7 +92,7 @@ def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
 def in_one_line(found: dict[str, Any]) -> str:
     """What a replay found, as part of a sentence."""
     if not found:
-        return "a replay in debug mode made only finite values"
+        return "no operation made it of finite values: report.json says what the batch holds"
     first = next(iter(found.values()))
     words = {"nan": "NaN", "inf": "infinity"}
     inputs = "; ".join(

@@ -15,7 +15,8 @@ _PORTS = {"http": 80, "https": 443}
 def why_unreachable(url: str) -> str | None:
     """Why nothing answers at `url`, or at the proxy that leads there, in words; None: something does."""
     asked = urlsplit(url)
-    proxy = getproxies().get(asked.scheme)
+    proxies = getproxies()
+    proxy = proxies.get(asked.scheme) or proxies.get("all")
     if proxy is not None and not proxy_bypass(asked.hostname or ""):
         asked = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     address = (asked.hostname or "", asked.port or _PORTS.get(asked.scheme, 80))

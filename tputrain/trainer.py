@@ -180,19 +180,33 @@ class Trainer:
 
     def _advance(self) -> bool:
         """One step; False where a signal came while it waited for its data."""
-        self._is_warm &= not self.execution.before_step(self.step)
+        assert self._data is not None
+        step = self.step
+        self._is_warm &= not self.execution.before_step(step)
         self._expect_compilation(not self._is_warm)  # once more: an evaluation may have come since the start
-        if (batches := self._drawn()) is None:
+        if (batches := self._wait_for_data(self._data.draw)) is None:
+            return False
+        if self._is_warm and self.execution.compiles and self.execution.is_new("train", batches.form):
+            self._expect_compilation(True)
+        if self.step != step:  # what was read meanwhile took the run back
+            return self._advance()
+        if self.is_interrupted:
             return False
         self._bad_steps.replay_if_due(batches.host)
+        self._step_log.begin()
         if self._is_warm:
             with self._watchdog.phase(STEP):
                 self._train_step(batches)
             self._signals.rescue_by(None)
         else:
             self._first_step(batches)
+        self.execution.has_run("train", batches.form)
+        if self.step <= step:  # it was bad, and the run is back before it
+            return self._advance()
         self.execution.after_step(self.step)
-        self._draw_ahead()
+        # Before values are read, so that the device has them by then.
+        if not (self._should_end() or self._evaluation_is_due() or self._save_is_due()):
+            self._wait_for_data(self._data.draw_ahead)
         return True
 
     def _first_step(self, batches: StepBatches) -> None:
@@ -207,22 +221,6 @@ class Trainer:
             self._is_warm = True
             self._log()
         self._signals.rescue_by(None)
-
-    def _drawn(self) -> StepBatches | None:
-        """The batches of the next step; None where a signal came while it waited for them."""
-        assert self._data is not None
-        self._step_log.begin()
-        batches = self._wait_for_data(self._data.draw)
-        if batches is not None and self.execution.is_new("train", batches.form) and self._is_warm:
-            self._expect_compilation(self.execution.compiles)
-            batches = self._wait_for_data(self._data.draw)  # others, where what was read took the run back
-        return batches
-
-    def _draw_ahead(self) -> None:
-        """The next step's batches, unless more than a read of values comes before it."""
-        assert self._data is not None
-        if not (self._should_end() or self._evaluation_is_due() or self._save_is_due()):
-            self._wait_for_data(self._data.draw_ahead)
 
     def _wait_for_data(self, draw: Callable[[int], StepBatches | None]) -> StepBatches | None:
         with self._watchdog.phase(DATA), self._step_log.waiting():
@@ -356,6 +354,7 @@ class Trainer:
         result = self._evaluator.measure()
         if result is None:  # broken off by a signal
             return
+        self.execution.has_run("validate")
         self.evaluated_at = self.step
         if self._saved_at == self.step:
             self._saved_at = None  # that checkpoint does not know of this evaluation
@@ -422,18 +421,18 @@ class Trainer:
         return written
 
     def _snapshot(self) -> Snapshot:
-        return take_snapshot(
-            self.step, self.model, self.tokenizer, self.optimizer, self.evaluation_weights, self._state
-        )
+        with nullcontext() if self._data is None else self._data.as_not_drawn():
+            return take_snapshot(
+                self.step, self.model, self.tokenizer, self.optimizer, self.evaluation_weights, self._state
+            )
 
     def _expect_compilation(self, is_likely: bool) -> None:
         """Have a thread act on signals where this one is too busy to, with the state as it is now."""
         if is_likely and self.store is not None:
             self._log()  # a step that is saved must not be missing from the log
-            with nullcontext() if self._data is None else self._data.as_not_drawn():
-                snapshot = None if self._saved_at == self.step else self._snapshot()
+            snapshot = None if self._saved_at == self.step else self._snapshot()
             self._signals.rescue_by(self._writer.leaving_with(self.store, snapshot))
-            if self._bad_steps.goes_back and not self.store.has_any():
+            if self.step == 0 and self._bad_steps.goes_back and self._saved_at != 0:
                 self._beginning = snapshot
 
     def _state(self, optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -456,21 +455,21 @@ class Trainer:
             "versions": versions(),
         }
 
-    def go_back(self) -> bool:
-        """To the newest checkpoint, or the beginning; False if there is neither. Loggers forget the rest."""
+    def go_back(self, goes_on: bool) -> bool:
+        """To the newest checkpoint or the beginning, if possible. `goes_on`: loggers forget the rest."""
         self._end_save()
-        if self.store is None or self.run_dir is None:
+        if self.store is None or self.run_dir is None or self._data is None or not self._data.can_go_back:
             return False
         if self.store.has_any():
             self.resume()
-        elif self._beginning is not None:
+        elif self._beginning is None or self.step > 1000:  # as many steps are done again
+            return False
+        else:
             with self._beginning.written_in(self.run_dir) as directory:
                 self.load(directory)
-            self._saved_at = None
-        else:
-            return False
+            say("back at step 0, where the run began")
         self._step_log = StepLog(self.device, self._peak_flops)
-        for logger in self.loggers:
+        for logger in self.loggers if goes_on else ():
             logger.close()
             logger.start(self.step, self.cfg.trainer.steps, True)
         return True
@@ -482,7 +481,9 @@ class Trainer:
 
     def repeat_step(self) -> None:
         """A step that was done before `go_back`; it is not logged again."""
-        self._train_step(self.batches_of_next_step())
+        with self._watchdog.phase(FIRST_STEP):
+            self._train_step(self.batches_of_next_step())
+            self._step_log.wait()
         self._step_log = StepLog(self.device, self._peak_flops)
 
     @property
@@ -500,11 +501,11 @@ class Trainer:
             newest = None if self.store is None else self.store.newest(self._refuse)
             if newest is None:
                 return False
-            self.load(newest)
-            return True
-        if (reason := damage(Path(path))) is not None:
+            path = newest
+        elif (reason := damage(Path(path))) is not None:
             raise UserError(f"{path} cannot be used: {reason}")
         self.load(Path(path))
+        say(f"resumed from {path} at step {self.step} ({self.num_done:,} {self.unit})")
         return True
 
     def _refuse(self, path: Path, reason: str, used: Path) -> None:
@@ -534,11 +535,10 @@ class Trainer:
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
         self.execution.restore(state.get("execution"))
-        self._saved_at = self.step
+        self._saved_at = self.step if self.store is not None and self.store.holds(path) else None
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
         devices.flush(self.device)
-        say(f"resumed from {path} at step {self.step} ({self.num_done:,} {self.unit})")
 
     # -- start and end ---------------------------------------------------------------------------------------
 
@@ -584,6 +584,7 @@ class Trainer:
                 self.evaluation_weights.begin(0)
 
     def _end(self) -> None:
+        self._signals.rescue_by(None)
         self._log_if_due()
         self._end_save()
         if self._save_is_due():

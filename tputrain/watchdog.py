@@ -176,7 +176,7 @@ class Watchdog:
             if self._step_seconds is None:
                 return self.cfg.setup_seconds
             # Dispatch is asynchronous: whoever waits now waits for all steps since the last read.
-            in_flight = self.step() - self._read_up_to + 1
+            in_flight = max(self.step() - self._read_up_to, 0) + 1  # a run may have gone back
             return 2 * in_flight * self._step_seconds + self.cfg.step_seconds
         longest = self._longest.get(name)
         return self.cfg.setup_seconds if longest is None else 2 * longest + self.cfg.wait_seconds

@@ -166,14 +166,13 @@ def test_percentiles_share_the_wait_for_the_read_and_leave_out_steps_that_compil
 
     log = StepLog(torch.device("cpu"))
     for step, seconds in enumerate([50.0, 1.0, 2.0, 3.0, 4.0], start=1):
+        with log.waiting():  # three quarters of it for its data
+            now[0] += seconds * 3 / 4
+        now[0] += 7.0  # of something else
         log.begin()
-        with log.waiting():  # half of it for its data
-            now[0] += seconds / 2
         now[0] += seconds / 4
         compiled[0] += step == 1
         log.end(step, Waits() if step == 1 else torch.tensor(0.5), torch.tensor(1.0), 1, {})
-        with log.waiting():  # and for the next step's, which is drawn ahead
-            now[0] += seconds / 4
     records = log.drain("samples")
     assert records[-1]["step_seconds"] == pytest.approx((60.0 + 1.0) / 5)
     assert records[-1]["data_wait"] == pytest.approx(45.0 / 61.0)

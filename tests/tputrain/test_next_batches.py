@@ -1,5 +1,8 @@
 """Batches drawn a step ahead, and what a checkpoint says of them."""
 
+import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from tputrain.errors import UserError
 from tputrain.feed import feed_of
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.next_batches import NextBatches
+from tputrain.signals import Interrupted
 
 CPU = torch.device("cpu")
 
@@ -145,15 +149,58 @@ def test_a_loader_is_asked_ahead_within_an_epoch_if_workers_do_its_work(loader, 
     assert asked == found
 
 
+class SavesAtTwoAndStops(Callback):
+    """Asks when the next batches were drawn already, which no configuration does."""
+
+    def on_step_end(self, trainer):
+        if trainer.step == 2:
+            trainer.control.save = trainer.control.stop = True
+
+
 def test_a_checkpoint_goes_on_with_the_batch_that_was_drawn_ahead(tmp_path):
-    def losses(name: str, steps: int) -> list[str]:
+    def losses(name: str, steps: int, *callbacks: Callback) -> list[str]:
         torch.manual_seed(1)
         samples = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
         loader = DataLoader(samples, batch_size=2, shuffle=True, num_workers=1)
-        Trainer(nn.Linear(4, 2), config(tmp_path / name, steps), train_loader=loader).fit()
+        trainer = Trainer(
+            nn.Linear(4, 2), config(tmp_path / name, steps), train_loader=loader, callbacks=callbacks
+        )
+        trainer.fit()
         return [record["loss_hex"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
 
     whole = losses("whole", 8)
-    for steps in (2, 5, 8):
-        parts = losses("parts", steps)
-    assert parts == whole
+    assert len(losses("parts", 8, SavesAtTwoAndStops())) == 2
+    assert losses("parts", 8) == whole
+
+
+class Augmented(TensorDataset):
+    """Draws from torch's generator with every sample."""
+
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__(index)
+        return inputs + torch.rand(4), label
+
+
+def test_a_signal_between_drawing_and_training_leaves_the_generators_as_the_checkpoint_needs_them(tmp_path):
+    """As one does that comes while the state is copied before the first batch of another size."""
+
+    def losses(name: str, is_stopped: bool = False) -> list[str]:
+        torch.manual_seed(1)
+        samples = Augmented(torch.randn(9, 4), torch.randint(2, (9,)))
+        loader = DataLoader(samples, batch_size=2, shuffle=True)
+        trainer = Trainer(nn.Linear(4, 2), config(tmp_path / name, 8), train_loader=loader)
+        expect = trainer._expect_compilation
+
+        def expect_and_stop(is_likely: bool) -> None:
+            expect(is_likely)
+            if is_stopped and trainer.step == 4 and is_likely:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer._expect_compilation = expect_and_stop
+        with suppress(Interrupted):
+            trainer.fit()
+        return [record["loss_hex"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
+
+    whole = losses("whole")
+    assert len(losses("parts", is_stopped=True)) == 4
+    assert losses("parts") == whole

@@ -201,6 +201,7 @@ def test_before_the_first_checkpoint_a_run_goes_back_to_its_beginning(tmp_path, 
         trainer.fit()
     directories = {path.name for path in (tmp_path / "stop").iterdir() if path.is_dir()}
     assert directories == {"nonfinite"}  # nothing is left of what it went back to: it begins anew
+    assert len(losses(tmp_path / "stop")) == bad  # what led to it is kept
 
     trainer = trainer_of(tmp_path / "rollback", "tpu", "rollback", Batches(bad))
     trainer.fit()

@@ -231,7 +231,7 @@ def test_a_state_that_is_no_json_is_one_clear_line():
     cpu = torch.device("cpu")
     feed = feed_of(loader, cpu)
     assert isinstance(feed, StatefulFeed)
-    with pytest.raises(UserError, match=r"train_loader.state_dict\(\): Object of type Tensor is not JSON"):
+    with pytest.raises(UserError, match=r"its state_dict.*: Object of type Tensor is not JSON"):
         NextBatches(feed, cpu, 1).state()
 
 

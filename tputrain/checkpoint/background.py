@@ -50,6 +50,7 @@ class BackgroundWriter:
         self._stored.set()
         self._written: Written | None = None
         self._bug: BaseException | None = None
+        self._failure: str | None = None  # of the last write, known before the mirror's part is done
 
     @property
     def is_busy(self) -> bool:
@@ -119,20 +120,23 @@ class BackgroundWriter:
                 is_alive()
 
     def leaving_with(self, store: CheckpointStore, snapshot: Snapshot | None) -> Callable[[int], NoReturn]:
-        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk) and leave, with
-        exit code 1 where the disk does not take it.
+        """A rescue for `SignalWatch.rescue_by`: write `snapshot` (None: it is on the disk, or the write in
+        flight brings it there) and leave, with exit code 1 where the disk does not take it.
         """
 
         def leave(number: int) -> NoReturn:
             self._pace.hurry()
             self._stored.wait()
+            path, failure = "the checkpoint that was being written", self._failure
             if snapshot is not None:
+                path, failure = str(store.path(snapshot.step)), None
                 try:
                     store.write(snapshot.step, snapshot.fill, snapshot.num_bytes)
                 except (OSError, SafetensorError) as error:
-                    path = store.path(snapshot.step)
-                    warn(f"tputrain: {path} cannot be saved ({in_words(error)}): leaving without it")
-                    os._exit(1)
+                    failure = in_words(error)
+            if failure is not None:
+                warn(f"tputrain: {path} cannot be saved ({failure}): leaving without it")
+                os._exit(1)
             warn("what is being prepared takes longer: leaving with the checkpoint of the state before it")
             os._exit(128 + number)
 
@@ -148,6 +152,7 @@ class BackgroundWriter:
         except BaseException as bug:
             self._bug = bug
         files_written.set()  # or there will be none
+        self._failure = error if self._bug is None else f"{type(self._bug).__name__}: {self._bug}"
         self._stored.set()
         seconds = time.perf_counter() - began
         path = store.path(snapshot.step)

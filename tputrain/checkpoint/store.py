@@ -231,6 +231,10 @@ class CheckpointStore:
     def _has_any_here(self) -> bool:
         return bool(self.steps()) or any(self.directory.glob(f"{_REFUSED}*"))
 
+    def holds(self, path: Path) -> bool:
+        """Whether `path` is one of this run's checkpoints."""
+        return path.resolve().parent == self.directory.resolve()
+
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it neither counts among those kept nor stands in the way."""
         number = 1

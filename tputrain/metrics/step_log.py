@@ -30,7 +30,7 @@ class _Step:
 
 
 class StepLog:
-    """Collects steps with `begin`, `waiting` and `end`; `drain` reads them from the device.
+    """Collects steps with `waiting`, `begin` and `end`; `drain` reads them from the device.
 
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
@@ -49,28 +49,27 @@ class StepLog:
         self._pending: list[_Step] = []
         self._busy_seconds = 0.0
         self._waited_seconds = 0.0
-        self._began_at, self._has_begun = 0.0, False
+        self._data_seconds = 0.0  # of the next step
+        self._began_at = 0.0
         self._compilations = 0
         self._disk_hits = 0
 
     def begin(self) -> None:
-        """A step begins: it waits for its data."""
+        """A step begins, whose data is there."""
         # Here and not at the last step's end: what an evaluation compiled in between is not a step's.
         self._compilations = devices.compilations(self.device)
         self._disk_hits = devices.disk_hits(self.device)
-        self._began_at, self._has_begun = time.perf_counter(), True
+        self._began_at = time.perf_counter()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """In here the host waits for data, of the step that has begun, or of the one after the last."""
+        """In here the host waits for the data of the next step."""
         began_at = time.perf_counter()
         yield
         seconds = time.perf_counter() - began_at
         self._waited_seconds += seconds
-        if not self._has_begun:
-            self._busy_seconds += seconds
-            if self._pending:
-                self._pending[-1].host["host_seconds"] += seconds
+        self._busy_seconds += seconds
+        self._data_seconds += seconds
 
     def end(
         self,
@@ -82,9 +81,9 @@ class StepLog:
         num_flops: int | None = None,
     ) -> None:
         """The step was dispatched. `host` is logged as it is; `num_done`: its tokens or samples."""
-        host_seconds = time.perf_counter() - self._began_at
-        self._busy_seconds += host_seconds
-        self._has_begun = False
+        own_seconds = time.perf_counter() - self._began_at
+        self._busy_seconds += own_seconds
+        host_seconds, self._data_seconds = own_seconds + self._data_seconds, 0.0
         compilations = devices.compilations(self.device) - self._compilations
         disk_hits = devices.disk_hits(self.device) - self._disk_hits
         counted = {"host_seconds": host_seconds, "compilations": compilations, "disk_hits": disk_hits}
