@@ -335,7 +335,7 @@ def test_a_process_that_leaves_in_the_middle_says_where_the_disk_does_not_take_i
     Disk(monkeypatch, {3: 1})
     snapshot = Snapshot(3, nn.Linear(1, 1), None, {"weight": torch.ones(1)}, {}, {}, "{}")
     rescue = BackgroundWriter().leaving_with(CheckpointStore(tmp_path / "checkpoints"), snapshot)
-    with pytest.raises(Left, match="^1$"):
+    with pytest.raises(Left, match=r"^1$"):
         rescue(15)
     assert "step-3 cannot be saved (No space left on device): leaving without it" in capfd.readouterr().err
     with pytest.raises(Left, match="143"):
