@@ -154,8 +154,8 @@ class StatefulFeed:
 class IterableFeed:
     """Batches from an iterable, started anew when it ends. Resumed by skipping what was already seen.
 
-    A shuffling loader draws its order from torch's generator when an epoch starts, so that generator's state
-    at that moment is part of the position.
+    A shuffling loader draws its order from torch's generator, or from its own, when an epoch starts, so their
+    states at that moment are part of the position.
     """
 
     def __init__(self, loader: Iterable[Batch], device: torch.device):
@@ -165,6 +165,7 @@ class IterableFeed:
         self.taken = 0  # batches of this epoch
         self._iterator: Iterator[Batch] = iter(())
         self._rng_at_epoch: dict[str, Any] | None = None
+        self._own_at_epoch: list[str] = []  # of the loader's own generators
 
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self._next() for _ in range(count)]
@@ -196,6 +197,7 @@ class IterableFeed:
 
     def _start_epoch(self, epoch: int) -> None:
         self._rng_at_epoch = rng.capture(self.device)
+        self._own_at_epoch = [rng.to_hex(each.get_state()) for each in _generators_of(self.loader)]
         if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         self._iterator = iter(self.loader)
@@ -207,6 +209,7 @@ class IterableFeed:
             "epoch": self.epoch,
             "taken": self.taken,
             "rng_at_epoch": self._rng_at_epoch,
+            "own_rng_at_epoch": self._own_at_epoch,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -216,6 +219,9 @@ class IterableFeed:
             return
         now = rng.capture(self.device)
         rng.restore(self.device, state["rng_at_epoch"])
+        own = state.get("own_rng_at_epoch", [])  # the first checkpoints of all had none
+        for generator, saved in zip(_generators_of(self.loader), own, strict=False):
+            generator.set_state(rng.from_hex(saved))
         self._start_epoch(state["epoch"])
         self._skip(state["taken"])
         rng.restore(self.device, now)
@@ -244,6 +250,14 @@ def _is_put_together_by_workers(loader: Any) -> bool:
         and type(loader.batch_sampler) is BatchSampler
         and type(loader.sampler).__module__.startswith("torch.utils.data")  # draws once, in the beginning
     )
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """What a DataLoader and its samplers draw from beside torch's generator, each once."""
+    holders = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler")))
+    holders = (*holders, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def _fingerprint(loader: Any) -> str | None:

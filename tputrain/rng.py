@@ -15,8 +15,8 @@ def capture(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
-        "torch": _to_hex(torch.get_rng_state()),
-        "device": None if on_device is None else _to_hex(on_device),
+        "torch": to_hex(torch.get_rng_state()),
+        "device": None if on_device is None else to_hex(on_device),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "python": [version, list(words), gauss],
     }
@@ -27,9 +27,9 @@ def restore(device: torch.device, state: dict[str, Any]) -> None:
 
     A state without the device's generator (the run was on the cpu) leaves that generator as it is.
     """
-    torch.set_rng_state(_from_hex(state["torch"]))
+    torch.set_rng_state(from_hex(state["torch"]))
     if state["device"] is not None and device.type == "tpu":
-        devices.set_rng_state(device, _from_hex(state["device"]))
+        devices.set_rng_state(device, from_hex(state["device"]))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     version, words, gauss = state["python"]
@@ -48,9 +48,11 @@ def put_back(states: tuple[Any, ...]) -> None:
     random.setstate(states[2])
 
 
-def _to_hex(state: torch.Tensor) -> str:
+def to_hex(state: torch.Tensor) -> str:
+    """A generator's state (uint8) as text."""
     return state.cpu().numpy().tobytes().hex()
 
 
-def _from_hex(text: str) -> torch.Tensor:
+def from_hex(text: str) -> torch.Tensor:
+    """What `to_hex` had."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

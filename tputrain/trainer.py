@@ -466,8 +466,7 @@ class Trainer:
             return False
         else:
             with self._beginning.written_in(self.run_dir) as directory:
-                self.load(directory)
-            say("back at step 0, where the run began")
+                self.load(directory, "the run's beginning")
         self._step_log = StepLog(self.device, self._peak_flops)
         for logger in self.loggers if goes_on else ():
             logger.close()
@@ -505,7 +504,6 @@ class Trainer:
         elif (reason := damage(Path(path))) is not None:
             raise UserError(f"{path} cannot be used: {reason}")
         self.load(Path(path))
-        say(f"resumed from {path} at step {self.step} ({self.num_done:,} {self.unit})")
         return True
 
     def _refuse(self, path: Path, reason: str, used: Path) -> None:
@@ -514,8 +512,8 @@ class Trainer:
         say(f"checkpoint {path} refused: {reason}; it is {aside.name} now, and {used.name} is used")
 
     @understood
-    def load(self, path: Path) -> None:
-        """Take everything from the checkpoint at `path`, which was found whole (`CheckpointStore.newest`)."""
+    def load(self, path: Path, name: str | None = None) -> None:
+        """Take everything from the checkpoint at `path`, found whole, which people know by `name` if given."""
         state = contents.load_state(path)
         contents.load_model(self.model, path)
         self.evaluation_weights.begin(state["step"])
@@ -539,6 +537,7 @@ class Trainer:
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
         devices.flush(self.device)
+        say(f"resumed from {name or path} at step {self.step} ({self.num_done:,} {self.unit})")
 
     # -- start and end ---------------------------------------------------------------------------------------
 

@@ -173,6 +173,21 @@ def test_a_checkpoint_goes_on_with_the_batch_that_was_drawn_ahead(tmp_path):
     assert losses("parts", 8) == whole
 
 
+def test_a_loader_s_own_generator_is_part_of_the_position(tmp_path):
+    def losses(name: str, steps: int) -> list[str]:
+        torch.manual_seed(1)
+        samples = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
+        own = torch.Generator().manual_seed(5)
+        loader = DataLoader(samples, batch_size=2, shuffle=True, generator=own)
+        Trainer(nn.Linear(4, 2), config(tmp_path / name, steps), train_loader=loader).fit()
+        return [record["loss_hex"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
+
+    whole = losses("whole", 13)
+    for steps in (7, 13):  # in the second epoch, and to the third
+        parts = losses("parts", steps)
+    assert parts == whole
+
+
 class Augmented(TensorDataset):
     """Draws from torch's generator with every sample."""
 

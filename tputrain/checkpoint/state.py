@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tputrain.errors import UserError
 
 Owner = TypeVar("Owner")
+Rest = ParamSpec("Rest")
 
 STATE = "state.json"
 FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new keys alone do not do that
@@ -44,7 +45,9 @@ def load_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def understood(load: Callable[[Owner, Path], None]) -> Callable[[Owner, Path], None]:
+def understood(
+    load: Callable[Concatenate[Owner, Path, Rest], None],
+) -> Callable[Concatenate[Owner, Path, Rest], None]:
     """A method that takes a checkpoint in: what it cannot make sense of there is one line, which names it.
 
     Checksums keep damage out; what is left is a checkpoint that somebody edited and sealed anew, or that
@@ -52,9 +55,9 @@ def understood(load: Callable[[Owner, Path], None]) -> Callable[[Owner, Path], N
     """
 
     @wraps(load)
-    def loading(owner: Owner, path: Path) -> None:
+    def loading(owner: Owner, path: Path, *rest: Rest.args, **named: Rest.kwargs) -> None:
         try:
-            load(owner, path)
+            load(owner, path, *rest, **named)
         except UserError as error:
             if str(path) in str(error):
                 raise
