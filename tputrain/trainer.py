@@ -513,7 +513,7 @@ class Trainer:
 
     @understood
     def load(self, path: Path, name: str | None = None) -> None:
-        """Take everything from the checkpoint at `path`, found whole, which people know by `name` if given."""
+        """Take everything from the checkpoint at `path`, found whole, which people know by `name`."""
         state = contents.load_state(path)
         contents.load_model(self.model, path)
         self.evaluation_weights.begin(state["step"])
