@@ -26,7 +26,7 @@ def break_step(fault: str, step: int) -> None:
     """Have the model do as `fault` says with the batch of `step` (from 1), whenever it gets it."""
     batches, to_device, forward = IndexedFeed.batches, batch_of.to_device, Llama.forward
     text: Tensor | None = None  # of the batch
-    has_it = False
+    faulty: Tensor | None = None  # the same, where it is trained on
 
     def noted_batches(self: IndexedFeed, number: int, count: int) -> list[Batch]:
         nonlocal text
@@ -36,13 +36,16 @@ def break_step(fault: str, step: int) -> None:
         return found
 
     def noted_to_device(batch: Batch, device: torch.device) -> Batch:
-        nonlocal has_it
-        if isinstance(batch, dict):  # and not a tensor in it
-            has_it = text is not None and torch.equal(batch["input_ids"], text)
-        return to_device(batch, device)
+        nonlocal faulty
+        moved = to_device(batch, device)
+        # Looked at on the host, from where it comes; not a tensor in it.
+        if isinstance(batch, dict) and text is not None and batch["input_ids"].device == text.device:
+            if torch.equal(batch["input_ids"], text):
+                faulty = moved["input_ids"]
+        return moved
 
     def faulty_forward(self: Llama, *inputs: Any, **named: Any) -> Any:
-        if not self.training or not has_it:
+        if not self.training or named.get("input_ids") is not faulty:
             return forward(self, *inputs, **named)
         if fault == "stuck":
             wait_for_ever()
