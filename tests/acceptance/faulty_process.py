@@ -39,9 +39,9 @@ def break_step(fault: str, step: int) -> None:
         nonlocal faulty
         moved = to_device(batch, device)
         # Looked at on the host, from where it comes; not a tensor in it.
-        if isinstance(batch, dict) and text is not None and batch["input_ids"].device == text.device:
-            if torch.equal(batch["input_ids"], text):
-                faulty = moved["input_ids"]
+        is_of_host = isinstance(batch, dict) and batch["input_ids"].device.type == "cpu"
+        if is_of_host and text is not None and torch.equal(batch["input_ids"], text):
+            faulty = moved["input_ids"]
         return moved
 
     def faulty_forward(self: Llama, *inputs: Any, **named: Any) -> Any:
