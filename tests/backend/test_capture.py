@@ -335,8 +335,8 @@ def _has_state_on_the_host(setup):
     [
         (_reads, r"it reads a tensor to the host"),
         (_sets_the_rate, r"it changes SGD.param_groups\[0\]\['lr'\] itself"),
-        (_counts, r"a number that aten::mul.*takes changes from call to call.*test_capture.py"),
-        (_makes_a_tensor, r"it reads a tensor that it made on the host itself.*aten::add.*test_capture.py"),
+        (_counts, r"a number that aten::mul.*takes changes from call to call"),
+        (_makes_a_tensor, r"it reads a tensor that it made on the host itself.*aten::add"),
         (_has_state_on_the_host, r"'step' of AdamW is kept on the host"),
     ],
 )
