@@ -165,7 +165,7 @@ class IterableFeed:
         self.taken = 0  # batches of this epoch
         self._iterator: Iterator[Batch] = iter(())
         self._rng_at_epoch: dict[str, Any] | None = None
-        self._own_at_epoch: list[str] = []  # of the loader's own generators
+        self._own_at_epoch = _states_of(_generators_of(loader))  # before the first epoch: as they are given
 
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self._next() for _ in range(count)]
@@ -197,7 +197,7 @@ class IterableFeed:
 
     def _start_epoch(self, epoch: int) -> None:
         self._rng_at_epoch = rng.capture(self.device)
-        self._own_at_epoch = [rng.to_hex(each.get_state()) for each in _generators_of(self.loader)]
+        self._own_at_epoch = _states_of(_generators_of(self.loader))
         if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         self._iterator = iter(self.loader)
@@ -214,14 +214,14 @@ class IterableFeed:
 
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "iterable")
+        own = state.get("own_rng_at_epoch", [])  # the first checkpoints of all had none
+        for generator, saved in zip(_generators_of(self.loader), own, strict=False):
+            generator.set_state(rng.from_hex(saved))
         if state["epoch"] < 0:
             self._iterator, self.epoch, self.taken = iter(()), -1, 0
             return
         now = rng.capture(self.device)
         rng.restore(self.device, state["rng_at_epoch"])
-        own = state.get("own_rng_at_epoch", [])  # the first checkpoints of all had none
-        for generator, saved in zip(_generators_of(self.loader), own, strict=False):
-            generator.set_state(rng.from_hex(saved))
         self._start_epoch(state["epoch"])
         self._skip(state["taken"])
         rng.restore(self.device, now)
@@ -258,6 +258,10 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
     holders = (*holders, getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     found = (getattr(holder, "generator", None) for holder in holders)
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _states_of(generators: Iterable[torch.Generator]) -> list[str]:
+    return [rng.to_hex(each.get_state()) for each in generators]
 
 
 def _fingerprint(loader: Any) -> str | None:

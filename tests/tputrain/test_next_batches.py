@@ -188,6 +188,15 @@ def test_a_loader_s_own_generator_is_part_of_the_position(tmp_path):
     assert parts == whole
 
 
+def test_at_the_beginning_a_loader_s_own_generator_is_put_back_too():
+    feed = feed_of(numbered(generator=torch.Generator().manual_seed(5)), CPU)
+    beginning = feed.state()
+    first = [batch[0] for batch in feed.batches(0, 3)]
+    feed.restore(beginning)
+    for again, before in zip(feed.batches(0, 3), first, strict=True):
+        assert torch.equal(again[0], before)
+
+
 class Augmented(TensorDataset):
     """Draws from torch's generator with every sample."""
 
