@@ -1,5 +1,6 @@
 """Data workers: the same batches, and a dead one is named in one line."""
 
+import errno
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data._utils import signal_handling
 
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
@@ -80,6 +82,27 @@ def test_a_dead_worker_of_a_users_loader_ends_the_run_with_one_line(tmp_path):
         trainer.fit()
     assert "\n" not in str(caught.value)
     assert 3 <= trainer.step < 1000
+
+
+def test_a_connection_that_breaks_before_the_death_is_known_is_told_as_the_death(monkeypatch):
+    """The window between a dying process' closed sockets and the news of its end, held open."""
+    loader = Remembered(TensorDataset(torch.zeros(64, 1)), num_workers=1, multiprocessing_context="spawn")
+    iterator = iter(loader)
+    next(iterator)
+    (worker,) = loader.iterator._workers
+    alive = iter([True, True])
+
+    def broken(*args, **kwargs):
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", lambda: None)  # its news come too late
+    monkeypatch.setattr(iterator._data_queue, "get", broken)
+    is_alive = worker.is_alive
+    monkeypatch.setattr(worker, "is_alive", lambda: next(alive, None) or is_alive())
+    os.kill(worker.pid, signal.SIGKILL)
+    line = rf"^data worker \(pid {worker.pid}\) was killed by a signal \("
+    with pytest.raises(DataWorkerError, match=line), deaths_named():
+        next(iterator)
 
 
 @pytest.mark.parametrize(
