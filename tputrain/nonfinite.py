@@ -150,10 +150,12 @@ class BadSteps:
         again = "there is no checkpoint yet, so it begins anew"
         if store is not None and store.steps():
             again = "it goes on from the newest checkpoint"
+        leave_out = ""
+        if self.policy == "stop":
+            leave_out = "; trainer.on_nonfinite=skip or rollback leaves such batches out"
         return UserError(
             f"{why}; the run stops, so that no checkpoint holds this{cause}; lower optim.learning_rate (or "
-            f"trainer.max_grad_norm) and run again, {again}; "
-            "trainer.on_nonfinite=skip or rollback leaves such batches out"
+            f"trainer.max_grad_norm) and run again, {again}{leave_out}"
         )
 
     def _went_back(self) -> bool:

@@ -19,6 +19,8 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         if self.run_dir is None:
             return self
+        if self.run_dir.is_file():
+            raise UserError(f"run_dir={self.run_dir} is a file: expected a directory, or a name that is free")
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._file = (self.run_dir / ".lock").open("a+", encoding="utf-8")

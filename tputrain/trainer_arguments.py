@@ -22,6 +22,13 @@ def check_arguments(
     """Raise UserError, one line, for the first of the Trainer's arguments that is of another kind."""
     _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
     _expect(
+        "_orig_mod" not in model._modules,
+        "model",
+        model,
+        "the module that was given to torch.compile, as checkpoints have its names; "
+        "RunConfig(execution=ExecutionConfig(train='compile')) compiles it",
+    )
+    _expect(
         isinstance(cfg, RunConfig),
         "cfg",
         cfg,

@@ -349,6 +349,11 @@ def test_room_is_looked_for_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device \(1,000,000,000,000.0 MB needed, .* MB free"):
         store.write(2, write_text("new"), num_bytes=10**18)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    store.write(2, write_text("new"))
+    with pytest.raises(
+        OSError, match=r"the 2 that are there stay: a smaller checkpoint.keep_last leaves room"
+    ):
+        store.write(3, write_text("newer"), num_bytes=10**18)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_is_not_in_it(tmp_path, uninterrupted_run):

@@ -190,6 +190,13 @@ def test_a_run_is_running_while_its_lock_is_held_and_looking_does_not_disturb_it
         assert is_locked(run)
         assert read_run(run).state == "running"
     assert not is_locked(run)
+
+
+def test_a_run_whose_last_step_is_in_no_checkpoint_is_not_called_finished(tmp_path):
+    run = make_run(tmp_path / "a")
+    events = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    (run / "events.jsonl").write_text("".join(events[:-1]))
+    assert read_run(run).state == "not saved"
     (run / ".lock").write_text("no number")
     assert not is_locked(run)
 

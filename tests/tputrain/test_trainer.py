@@ -350,6 +350,10 @@ class OfAnotherLibrary(Callback):
             {"model": nn.Linear},
             "Trainer: model is the class Linear, not an object of it: expected a torch.nn.M",
         ),
+        (
+            {"model": torch.compile(nn.Linear(4, 2))},
+            "Trainer: model is a OptimizedModule: expected the module that was given to torch.compile",
+        ),
         ({"model": lambda x: x}, "Trainer: model is a function: expected a torch.nn.Module"),
         ({"model": nn.ReLU()}, "the model has no parameter to train: it has none at all"),
         ({"cfg": {"steps": 3}}, r"Trainer: cfg is a dict: expected a RunConfig, such as RunConfig\("),
@@ -443,7 +447,7 @@ def test_a_run_that_diverges_stops_and_its_good_checkpoints_stay(tmp_path, poiso
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
 def test_a_run_that_diverges_before_its_first_checkpoint_says_that_it_begins_anew(tmp_path, policy):
     cfg = config(steps=30, run_dir=str(tmp_path), checkpoint=CheckpointConfig(every=50), on_nonfinite=policy)
-    with pytest.raises(UserError, match="run again, there is no checkpoint yet, so it begins anew; "):
+    with pytest.raises(UserError, match="run again, there is no checkpoint yet, so it begins anew"):
         Trainer(classifier(), cfg, train_loader=PoisonedFrom(2, math.nan)).fit()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.tputrain.tiny_run import finish_a_run
+from tputrain import RunConfig, Trainer, TrainerConfig
 from tputrain.checkpoint.integrity import seal
 from tputrain.cli import main
 from tputrain.cli.arguments import VERBS, build_parser
@@ -120,6 +121,21 @@ def test_resume_goes_on_in_the_directory_it_is_given(capsys):
     assert main(["resume", "moved", "trainer.steps=6"]) == 0
     assert "step 6" in Path("moved/events.jsonl").read_text() or Path("moved/checkpoints/step-6").is_dir()
     assert not Path("runs/tiny").exists()
+
+
+@pytest.mark.parametrize("verb", ["resume", "validate"])
+def test_a_run_that_a_script_made_is_left_to_that_script(capsys, verb):
+    cfg = RunConfig(run_dir="runs/mine", device="cpu", trainer=TrainerConfig(steps=1))
+    loader = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))]
+    Trainer(torch.nn.Linear(4, 2), cfg, train_loader=loader).fit()
+    capsys.readouterr()
+    assert "runs/mine: a script made this run" in refused(capsys, verb, "runs/mine")
+
+
+def test_a_run_directory_that_is_a_file_is_refused(capsys):
+    Path("runs/file").write_text("something")
+    said = refused(capsys, "run", "llama", "run_dir=runs/file")
+    assert "run_dir=runs/file is a file: expected a directory" in said
 
 
 def test_resume_of_a_finished_run_leaves_it_alone(capsys):

@@ -246,6 +246,8 @@ class CheckpointStore:
         free = shutil.disk_usage(self.directory).free
         if free < num_bytes:
             needs = f"{num_bytes / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
+            if (old := len(self.steps())) > 1:
+                needs += f"; the {old} that are there stay: a smaller checkpoint.keep_last leaves room for it"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needs})", str(self.directory))
 
     def _remove_unfinished(self) -> None:

@@ -138,7 +138,12 @@ def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, A
     if checkpoint is None:
         expected = "the run has saved none yet" if is_run(Path(run_dir)) else "expected a run directory"
         raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; {expected}")
-    return checkpoint, contents.load_state(checkpoint)
+    state = contents.load_state(checkpoint)
+    if "model" not in state["config"]:
+        raise UserError(
+            f"{run_dir}: a script made this run, and only it knows the model: run the script again to go on"
+        )
+    return checkpoint, state
 
 
 def _started(cfg: RecipeConfig) -> Path | None:

@@ -54,11 +54,16 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running`, `finished` or `stopped` (which can go on)."""
+        """`running`, `finished`, `not saved` (its last step is in no checkpoint) or `stopped`; the last two can
+        go on.
+        """
         if self.is_running:
             return "running"
-        is_done = self.num_steps is not None and self.step >= self.num_steps
-        return "finished" if is_done else "stopped"
+        if self.num_steps is None or self.step < self.num_steps:
+            return "stopped"
+        saved = [checkpoint.step for checkpoint in self.checkpoints]
+        saved += [event["step"] for event in self.events if event.get("event") == "saved"]
+        return "finished" if max(saved, default=0) >= self.num_steps else "not saved"
 
     @property
     def starts(self) -> list[Record]:
