@@ -54,9 +54,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `not saved` (its last step is in no checkpoint) or `stopped`; the last two can
-        go on.
-        """
+        """`running`, `finished`, `not saved` (its last step is in no checkpoint) or `stopped`."""
         if self.is_running:
             return "running"
         if self.num_steps is None or self.step < self.num_steps:
