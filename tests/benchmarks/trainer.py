@@ -3,7 +3,7 @@
 * host time that the Trainer adds to a step of the recipe's Llama, with its default settings (watchdog,
   metrics on disk, log steps), at most 2 % of that step;
 * the stall of a background checkpoint of the recipe's model (5 million parameters), from the end of a step
-  until the next one asks for its batch, at most 0.1 s;
+  until the next one begins, at most 0.1 s;
 * steps while a checkpoint is being written, at most 5 % longer than others;
 * the watchdog's part of a step.
 
@@ -51,11 +51,8 @@ class Loader:
         names = ("input_ids", "labels", "position_ids", "document_ids")
         arrays = torch_step.llama_batch(config, size, length)
         self.batch = dict(zip(names, map(torch.from_numpy, arrays), strict=True))
-        self.asked_at, self.asked_while_writing = 0.0, False
 
     def batch_at(self, step: int, micro: int) -> dict[str, Tensor]:
-        self.asked_at = time.perf_counter()
-        self.asked_while_writing = any(thread.name == "checkpoint" for thread in threading.enumerate())
         return dict(self.batch)
 
 
@@ -190,21 +187,29 @@ def overhead_rows() -> tuple[list[Row], float]:
 class Saves(Callback):
     """Asks for a checkpoint after each `every`th step; the device has nothing to do at the end of any."""
 
-    def __init__(self, loader: Loader, every: int):
-        self.loader, self.every = loader, every
+    def __init__(self, every: int):
+        self.every = every
         self.gaps: dict[bool, list[float]] = {True: [], False: []}
-        """Seconds from the end of a step to the wish for a batch, by whether a save began in between."""
+        """Seconds from the end of a step to the next one's forward, by whether a save began in between."""
         self.steps: dict[bool, list[float]] = {True: [], False: []}
         """Seconds of a step, by whether a checkpoint was being written when it began (more than one is)."""
+        self._began_at, self._began_while_writing = 0.0, False
         self._ended_at: float | None = None
         self._saved = False
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        trainer.model.register_forward_pre_hook(self._begin)
+
+    def _begin(self, model: nn.Module, inputs: object) -> None:
+        self._began_at = time.perf_counter()
+        self._began_while_writing = any(thread.name == "checkpoint" for thread in threading.enumerate())
 
     def on_step_end(self, trainer: Trainer) -> None:
         torch.tpu.synchronize()
         now = time.perf_counter()
         if self._ended_at is not None and trainer.step > 3:
-            self.gaps[self._saved].append(self.loader.asked_at - self._ended_at)
-            self.steps[self.loader.asked_while_writing].append(now - self.loader.asked_at)
+            self.gaps[self._saved].append(self._began_at - self._ended_at)
+            self.steps[self._began_while_writing].append(now - self._began_at)
         self._saved = trainer.step % self.every == 0
         trainer.control.save = self._saved
         self._ended_at = time.perf_counter()
@@ -215,7 +220,7 @@ def checkpoint_rows(saves: int = 3, every: int = 60) -> list[Row]:
         cfg = configuration(Path(directory))
         cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, steps=every * (saves + 1)))
         loader = Loader(LLAMA, torch_step.LLAMA_BATCH, torch_step.LLAMA_LENGTH)
-        counting = Saves(loader, every)
+        counting = Saves(every)
         trainer = Trainer(torch_step.llama(), cfg, train_loader=loader, callbacks=[counting])
         trainer.fit()
     with_save, without = counting.gaps[True], counting.gaps[False]
