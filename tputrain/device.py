@@ -65,9 +65,15 @@ def describe(device: torch.device) -> str:
     return str(device)
 
 
-def execution_mode(device: torch.device, mode: str) -> AbstractContextManager[object]:
-    """The context in which the device runs in `mode`; elsewhere there is but one mode."""
-    return torch.tpu.eager_mode(mode) if device.type == "tpu" else nullcontext()  # type: ignore[attr-defined]
+def execution_mode(
+    device: torch.device, mode: str, then: str | None = None
+) -> AbstractContextManager[object]:
+    """The context in which the device runs in `mode`, and gets ready for the mode `then`; elsewhere there is
+    but one mode.
+    """
+    if device.type != "tpu":
+        return nullcontext()
+    return torch.tpu.eager_mode(mode, then=then)  # type: ignore[attr-defined,no-any-return]
 
 
 def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[object]:

@@ -1,7 +1,8 @@
 """How the phases of a run execute: the mode of the device, and the model as it is or compiled."""
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,18 +11,19 @@ import torch
 from torch import nn
 
 from tputrain import device as devices
-from tputrain.config_checks import expect, expect_choice
+from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.execution_trial import Trial
 
-FORMS = ("debug", "strict", "fused", "compile", "auto")
+FORMS = ("debug", "strict", "layered", "fused", "compile", "auto")
 _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, training and evaluation
 
 
 @dataclass(frozen=True)
 class ExecutionConfig:
     """How each phase executes on the tpu device: debug (waits after each operation), strict (a program an
-    operation), fused (a program a step), compile (the same through torch.compile, at less cost for the host)
-    or auto (fused, and compile once it was measured to be faster)."""
+    operation), layered (a few programs a step, which equal layers share: compiled soonest), fused (a program a
+    step), compile (the same through torch.compile, at less cost for the host) or auto (fused, and compile once
+    it was measured to be faster)."""
 
     train: str = "fused"
     """Training steps."""
@@ -29,6 +31,9 @@ class ExecutionConfig:
     """Evaluations; auto: what training does."""
     sample: str = "fused"
     """Text from the model; auto: what training does."""
+    first_steps: int = 0
+    """Steps of a run, from 0, in which what is fused runs layered: they begin soon, and meanwhile a thread
+    compiles the programs that follow. A resumed run changes over at the same step."""
     autocast: str | None = None
     """bfloat16: products of matrices in bfloat16, what needs more in float32, by PyTorch's autocast; weights,
     their gradients and the optimizer's state stay float32. None: everything in the weights' own dtype."""
@@ -47,18 +52,25 @@ class ExecutionConfig:
         )
         if self.autocast is not None:
             expect_choice("execution.autocast", self.autocast, ("bfloat16",))
+        expect_at_least("execution.first_steps", self.first_steps, 0)
         for phase in ("train", "validate", "sample"):
             expect_choice(f"execution.{phase}", getattr(self, phase), FORMS)
 
 
 class Execution:
     """Says in which form each phase runs, and where its programs are kept. On another device than tpu, debug,
-    strict and fused are one.
+    strict, layered and fused are one.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, cfg: ExecutionConfig):
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        cfg: ExecutionConfig,
+        steps_done: Callable[[], int] = lambda: sys.maxsize,
+    ):
         devices.use_executable_cache(device, cfg.executable_cache)
-        self._model, self._device, self._cfg = model, device, cfg
+        self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
         self._forms_trained: set[str] = set()  # of a trial
@@ -90,17 +102,27 @@ class Execution:
 
     def _form_of(self, name: str) -> str:
         form = self._form_of_training if name == "train" else getattr(self._cfg, name)
-        return self._form_of_training if form == "auto" else form
+        form = self._form_of_training if form == "auto" else form
+        return "layered" if form == "fused" and self._is_in_first_steps else form
+
+    @property
+    def _is_in_first_steps(self) -> bool:
+        return self._steps_done() < self._cfg.first_steps
 
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:
         """In here the model runs in one of FORMS but auto."""
         outer, self._form = self._form, form
         try:
-            with devices.execution_mode(self._device, "fused" if form == "compile" else form):
+            with self._mode_for(form):
                 yield
         finally:
             self._form = outer
+
+    def _mode_for(self, form: str) -> AbstractContextManager[object]:
+        """Sets the mode of the device, and is the context in which it holds."""
+        then = "fused" if form == "layered" and self._is_in_first_steps else None
+        return devices.execution_mode(self._device, "fused" if form == "compile" else form, then)
 
     @property
     def compiles(self) -> bool:
@@ -119,19 +141,22 @@ class Execution:
 
     def before_step(self, step: int) -> bool:
         """Take the form for the step after `step`; whether it is one that this process has not run."""
-        if self._trial is None:
-            return False
-        form = self._trial.before_step(step)
+        if self._trial is not None:
+            self._form_of_training = self._trial.before_step(step)
+        form = self._form_of("train")
+        if form != self._form and "layered" in (form, self._form):
+            self._mode_for(form)
         is_new = form not in self._forms_trained
         self._forms_trained.add(form)
-        self._form = self._form_of_training = form
+        self._form = form
         return is_new
 
     def after_step(self, step: int) -> None:
         """Step number `step` was dispatched."""
         if self._trial is not None:
             self._trial.after_step(step)
-            self._form = self._form_of_training = self._trial.form  # which may have been chosen now
+            self._form_of_training = self._trial.form  # which may have been chosen now
+            self._form = self._form_of("train")
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint holds of it."""

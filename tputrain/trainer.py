@@ -111,7 +111,7 @@ class Trainer:
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
-        self.execution = Execution(self.model, self.device, cfg.execution)
+        self.execution = Execution(self.model, self.device, cfg.execution, lambda: self.step)
         freeze(self.model, cfg.optim.freeze)
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})

@@ -36,6 +36,7 @@ void initialize(
     const py::list& lowered_ops,
     const py::object& trace_form,
     const py::object& compile,
+    const py::object& compile_ahead,
     const py::object& put_numbers,
     const py::object& put,
     const py::object& copy,
@@ -48,6 +49,7 @@ void initialize(
   auto& runtime = tpu::runtime();
   runtime.trace_form = keep(trace_form);
   runtime.compile = keep(compile);
+  runtime.compile_ahead = keep(compile_ahead);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);
   runtime.copy = keep(copy);
@@ -159,6 +161,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_count", [] { return static_cast<int>(tpu::Device::get().count()); });
   m.def("current_device", [] { return static_cast<int>(tpu::Device::get().current()); });
   m.def("set_device", [](int device) { tpu::Device::get().set_current(static_cast<c10::DeviceIndex>(device)); });
+  m.def("compiles_ahead", &tpu::compiles_ahead);
+  m.def("set_compiles_ahead", &tpu::set_compiles_ahead);
   m.def("set_mode", [](int mode) { tpu::set_mode(static_cast<tpu::Mode>(mode)); });
   m.def("get_mode", [] { return static_cast<int>(tpu::mode()); });
   m.def(

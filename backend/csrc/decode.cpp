@@ -81,6 +81,8 @@ class Decoder {
       }
       case Tag::String:
         return py::make_tuple("constant", interned_string(payload));
+      case Tag::Repeated:
+        return py::make_tuple("repeated", payload, next(reads));
       case Tag::Random:
         return py::make_tuple("random");
     }

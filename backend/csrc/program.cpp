@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include "parts.h"
 #include "python_error.h"
 #include "stream.h"
 
@@ -42,6 +43,82 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   array = fresh;
   last.assign(bytes);
   return array;
+}
+
+std::unique_ptr<Variant> new_variant(
+    const Program& program, const Segment& segment, const Locals& live, const Donations& donations) {
+  auto variant = std::make_unique<Variant>();
+  variant->offsets = segment.offsets;
+  variant->offset_is_input.assign(segment.offsets.size(), 0);
+  // An offset that has been seen with two values becomes an input.
+  for (const auto& other : program.variants) {
+    for (size_t i = 0; i < segment.offsets.size(); ++i) {
+      variant->offset_is_input[i] |=
+          static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
+    }
+  }
+  // Donated inputs and the outputs that take over their memory stand in the same order, so that XLA pairs them so.
+  for (const auto& [input, output] : donations) {
+    variant->donated.push_back(input);
+    variant->outputs.push_back(output);
+  }
+  for (int32_t local : live) {
+    if (std::find(variant->outputs.begin(), variant->outputs.end(), local) == variant->outputs.end()) {
+      variant->outputs.push_back(local);
+    }
+  }
+  variant->sorted_outputs = variant->outputs;
+  std::sort(variant->sorted_outputs.begin(), variant->sorted_outputs.end());
+  return variant;
+}
+
+// What `compile` in tpu_backend/runtime/compiler.py is told.
+py::dict describe(const Variant& variant, const Segment& segment) {
+  py::dict description;
+  description["tape"] = py::cast(segment.tape);
+  description["circumstances"] = py::cast(segment.circumstances);
+  py::list input_layouts;
+  for (int32_t local : segment.inputs) {
+    input_layouts.append(py::make_tuple(
+        static_cast<int>(segment.values[local]->layout->dtype), py::cast(segment.values[local]->layout->dims)));
+  }
+  description["input_layouts"] = input_layouts;
+  description["inputs"] = py::cast(segment.inputs);
+  description["outputs"] = py::cast(variant.outputs);
+  description["donated"] = py::cast(variant.donated);
+  description["offsets"] = py::cast(segment.offsets);
+  description["offset_is_input"] =
+      py::cast(std::vector<bool>(variant.offset_is_input.begin(), variant.offset_is_input.end()));
+  description["num_floats"] = segment.numbers.floats.size();
+  description["num_doubles"] = segment.numbers.doubles.size();
+  description["num_integers"] = segment.numbers.integers.size();
+  return description;
+}
+
+// The values that somebody can still see when the segment was run.
+Locals live_values(const Segment& segment) {
+  Locals live;
+  for (size_t local = 0; local < segment.values.size(); ++local) {
+    if (segment.is_input[local] == 0 && segment.values[local].use_count() > 1) {
+      live.push_back(static_cast<int32_t>(local));
+    }
+  }
+  return live;
+}
+
+// An input that only this segment still holds gives its memory to the value that replaced it in its buffer.  (Where
+// its array is held elsewhere, a copy does: see `execute`.)
+Donations donations_of(const Segment& segment, const Locals& live) {
+  Donations donations;
+  for (int32_t local : live) {
+    const int32_t origin = segment.origin[local];
+    if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
+        segment.values[origin]->layout == segment.values[local]->layout) {
+      donations.emplace_back(origin, local);
+    }
+  }
+  std::sort(donations.begin(), donations.end());
+  return donations;
 }
 
 } // namespace
@@ -101,48 +178,9 @@ Variant& ProgramCache::variant_for(
     return *best;
   }
 
-  auto variant = std::make_unique<Variant>();
-  variant->offsets = segment.offsets;
-  variant->offset_is_input.assign(segment.offsets.size(), 0);
-  // An offset that has been seen with two values becomes an input.
-  for (const auto& other : program.variants) {
-    for (size_t i = 0; i < segment.offsets.size(); ++i) {
-      variant->offset_is_input[i] |=
-          static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
-    }
-  }
-  // Donated inputs and the outputs that take over their memory stand in the same order, so that XLA pairs them so.
-  for (const auto& [input, output] : donations) {
-    variant->donated.push_back(input);
-    variant->outputs.push_back(output);
-  }
-  for (int32_t local : live) {
-    if (std::find(variant->outputs.begin(), variant->outputs.end(), local) == variant->outputs.end()) {
-      variant->outputs.push_back(local);
-    }
-  }
-  variant->sorted_outputs = variant->outputs;
-  std::sort(variant->sorted_outputs.begin(), variant->sorted_outputs.end());
-
+  auto variant = new_variant(program, segment, live, donations);
   const auto start = std::chrono::steady_clock::now();
-  py::dict description;
-  description["tape"] = py::cast(segment.tape);
-  description["circumstances"] = py::cast(segment.circumstances);
-  py::list input_layouts;
-  for (int32_t local : segment.inputs) {
-    input_layouts.append(py::make_tuple(
-        static_cast<int>(segment.values[local]->layout->dtype), py::cast(segment.values[local]->layout->dims)));
-  }
-  description["input_layouts"] = input_layouts;
-  description["inputs"] = py::cast(segment.inputs);
-  description["outputs"] = py::cast(variant->outputs);
-  description["donated"] = py::cast(variant->donated);
-  description["offsets"] = py::cast(segment.offsets);
-  description["offset_is_input"] =
-      py::cast(std::vector<bool>(variant->offset_is_input.begin(), variant->offset_is_input.end()));
-  description["num_floats"] = segment.numbers.floats.size();
-  description["num_doubles"] = segment.numbers.doubles.size();
-  description["num_integers"] = segment.numbers.integers.size();
+  const auto description = describe(*variant, segment);
   variant->executable = check(PyObject_CallOneArg(runtime().compile, description.ptr())).ptr();
   variant->execute = check(PyObject_GetAttrString(variant->executable, "execute")).ptr();
   variant->handlers = check(PyObject_GetAttrString(variant->executable, "handlers")).ptr();
@@ -155,6 +193,19 @@ Variant& ProgramCache::variant_for(
   }
   program.variants.push_back(std::move(variant));
   return *program.variants.back();
+}
+const PartPlan& ProgramCache::parts_of(const Segment& segment, bool compiles_ahead) {
+  Program& program = find(segment);
+  if (!program.parts) {
+    program.parts = std::make_shared<const PartPlan>(plan_parts(segment));
+    const Locals live = live_values(segment);
+    if (compiles_ahead && program.parts->size() > 1 && !live.empty()) {
+      const auto variant = new_variant(program, segment, live, donations_of(segment, live));
+      const auto description = describe(*variant, segment);
+      check(PyObject_CallOneArg(runtime().compile_ahead, description.ptr())).dec_ref();
+    }
+  }
+  return *program.parts;
 }
 
 PyObject* ProgramCache::launch(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers) {
@@ -233,26 +284,11 @@ std::vector<Launch> ProgramCache::launched(size_t count) const {
 }
 
 void ProgramCache::run(Segment& segment, Counters& counters) {
-  Locals live;
-  for (size_t local = 0; local < segment.values.size(); ++local) {
-    if (segment.is_input[local] == 0 && segment.values[local].use_count() > 1) {
-      live.push_back(static_cast<int32_t>(local));
-    }
-  }
+  const Locals live = live_values(segment);
   if (live.empty() && segment.checked.empty()) {
     return; // nobody can see what was recorded
   }
-  // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.  (Where
-  // its array is held elsewhere, a copy does: see `execute`.)
-  Donations donations;
-  for (int32_t local : live) {
-    const int32_t origin = segment.origin[local];
-    if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
-        segment.values[origin]->layout == segment.values[local]->layout) {
-      donations.emplace_back(origin, local);
-    }
-  }
-  std::sort(donations.begin(), donations.end());
+  const Donations donations = donations_of(segment, live);
   const auto num_integers = segment.numbers.integers.size();
   try {
     Program& program = find(segment);

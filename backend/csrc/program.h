@@ -10,7 +10,9 @@
 namespace tpu {
 
 struct Counters;
+struct Piece; // see parts.h
 struct Variant;
+using PartPlan = std::vector<std::vector<Piece>>;
 
 // The inputs of a program that are not tensors, in the order in which they were recorded.
 struct RuntimeNumbers {
@@ -26,6 +28,11 @@ struct Draw {
   int count;
 };
 
+// Where an entry's share of a segment begins.
+struct Mark {
+  uint32_t tape, values, offsets, floats, doubles, integers;
+};
+
 struct Segment {
   uint64_t serial{0};
   // For each entry its signature id and then the local numbers of the values it reads.
@@ -33,6 +40,7 @@ struct Segment {
   uint64_t hash{0};
   std::vector<const Signature*> entries;
   std::vector<uint64_t> circumstances; // by entry, see EncodedCall; not part of the key
+  std::vector<Mark> marks; // by entry
   std::vector<ValuePtr> values; // by local number
   std::vector<int32_t> inputs; // the locals that were there before
   std::vector<uint8_t> is_input; // by local
@@ -44,6 +52,20 @@ struct Segment {
   std::vector<CheckedEntry> checked; // entries that make demands of their indices
   PyObject* offenders{nullptr}; // what came out of them when the segment was run, owned
   Variant* variant{nullptr}; // what it was run by
+
+  Mark end() const;
+  Mark mark_after(size_t entry) const {
+    return entry + 1 < marks.size() ? marks[entry + 1] : end();
+  }
+  // PyTorch's matrix product precision when it was recorded; 0 where it does not matter.
+  uint32_t precision_of(size_t entry) const {
+    return entries[entry]->reads_precision ? tape[marks[entry].tape + 1] : 0;
+  }
+  // The locals that an entry reads.
+  c10::ArrayRef<uint32_t> links_of(size_t entry) const {
+    const size_t begin = marks[entry].tape + (entries[entry]->reads_precision ? 2 : 1);
+    return {tape.data() + begin, mark_after(entry).tape - begin};
+  }
 
   void clear();
   void fail(const std::string& message); // what was to be computed carries this error
@@ -76,6 +98,7 @@ struct Variant {
 struct Program {
   std::vector<uint32_t> tape;
   std::vector<std::unique_ptr<Variant>> variants;
+  std::shared_ptr<const PartPlan> parts; // once it was asked how it is taken apart
 };
 
 using Locals = c10::SmallVector<int32_t, 16>;
@@ -92,6 +115,9 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 
 class ProgramCache {
  public:
+  // How a segment is taken apart.  The first time, with `compiles_ahead`, its own program begins to be compiled by a thread.
+  const PartPlan& parts_of(const Segment& segment, bool compiles_ahead);
+
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
   // error_already_set for an interrupt, and the segment may then be run again.
   void run(Segment& segment, Counters& counters);
@@ -123,6 +149,7 @@ class ProgramCache {
 struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
   PyObject* compile{nullptr}; // (description) -> Executable
+  PyObject* compile_ahead{nullptr}; // (description) -> None: begins what `compile` of it will ask for
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
   PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own

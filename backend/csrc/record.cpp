@@ -207,7 +207,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   {
     StreamLock lock(stream.mutex());
     stream.append(*signature, call, {buffers.data(), buffers.size()}, std::move(place));
-    if (mode() != Mode::Fused) {
+    if (cuts_after_each_op()) {
       stream.cut_after(*signature, {buffers.data(), buffers.size()});
     }
   }

@@ -103,6 +103,13 @@ void encode_number(const ArgInfo& arg, const c10::IValue& value, EncodedCall& ca
   }
 }
 
+// A list of numbers that are the same: one input does for all of them, and what it does to each tensor is one kernel.
+bool is_one_number(c10::ArrayRef<c10::IValue> list) {
+  return list.size() > 1 && list[0].isDouble() && std::all_of(list.begin(), list.end(), [&](const c10::IValue& item) {
+           return item.isDouble() && item.toDouble() == list[0].toDouble();
+         });
+}
+
 void encode_any_tensor(const at::Tensor& tensor, bool reads, c10::DeviceIndex device, EncodedCall& call) {
   if (!tensor.defined()) {
     call.words.push_back(tagged(Tag::None));
@@ -171,6 +178,11 @@ void encode_value(const ArgInfo& arg, const c10::IValue& value, c10::DeviceIndex
     }
   } else if (value.isList()) { // Tensor?[] of index, SymInt[], Scalar[]
     const auto list = value.toListRef();
+    if (arg.policy == NumberPolicy::Runtime && is_one_number(list)) {
+      call.words.push_back(tagged(Tag::Repeated, list.size()));
+      encode_number(arg, list[0], call);
+      return;
+    }
     call.words.push_back(tagged(Tag::List, list.size()));
     for (const c10::IValue& item : list) {
       if (item.isTensor() && item.toTensor().defined() && item.toTensor().is_cpu() && item.toTensor().dim() > 0) {
@@ -648,6 +660,17 @@ at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> a
   }
   const auto& value = args[output.written_arg];
   return output.element < 0 ? value.toTensor() : value.toTensorList().get(output.element);
+}
+
+const Signature* known_or_stored(Signature signature) {
+  {
+    auto& t = table();
+    std::lock_guard<std::mutex> guard(t.mutex);
+    if (const Signature* known = find(signature.words, hash_of(signature.words))) {
+      return known;
+    }
+  }
+  return publish(store(std::move(signature)));
 }
 
 const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call, const Layout* output) {

@@ -26,6 +26,7 @@ enum class Tag : uint8_t {
   BoolList, // the same
   String, // payload interned id
   Random, // a generator: two integers (seed, offset) are program inputs
+  Repeated, // payload length: a list whose elements are all the value that follows
 };
 
 enum class ViewKind : uint8_t {
@@ -126,6 +127,9 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
 
 // The tensor an output is written to; undefined for a new one.
 at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> args);
+
+// The signature that is known by these words; if none is, this one.
+const Signature* known_or_stored(Signature signature);
 
 // A signature of the device's own: one output of this layout.
 const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call, const Layout* output);

@@ -1,6 +1,7 @@
 #include "stream.h"
 
 #include "notes.h"
+#include "parts.h"
 #include "python_error.h"
 
 #include <ATen/Context.h>
@@ -18,6 +19,7 @@ namespace {
 constexpr size_t kMaxEntries = 16384;
 
 std::atomic<Mode> g_mode{Mode::Fused};
+std::atomic<bool> g_compiles_ahead{false};
 std::atomic<bool> g_forked{false};
 
 } // namespace
@@ -40,6 +42,13 @@ Mode mode() {
 }
 void set_mode(Mode mode) {
   g_mode.store(mode, std::memory_order_relaxed);
+}
+
+bool compiles_ahead() {
+  return g_compiles_ahead.load(std::memory_order_relaxed);
+}
+void set_compiles_ahead(bool compiles_ahead) {
+  g_compiles_ahead.store(compiles_ahead, std::memory_order_relaxed);
 }
 
 StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -67,11 +76,18 @@ std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {
   return {entries, std::min<uint64_t>(kept, recorded - std::min(launched, recorded))};
 }
 
+Mark Segment::end() const {
+  const auto count = [](const auto& items) { return static_cast<uint32_t>(items.size()); };
+  return {
+      count(tape), count(values), count(offsets), count(numbers.floats), count(numbers.doubles), count(numbers.integers)};
+}
+
 void Segment::clear() {
   tape.clear();
   hash = 0;
   entries.clear();
   circumstances.clear();
+  marks.clear();
   values.clear();
   inputs.clear();
   is_input.clear();
@@ -177,6 +193,7 @@ void Stream::append(
       readable(outputs[i]);
     }
   }
+  segment_.marks.push_back(segment_.end());
   segment_.push(signature.id);
   if (signature.reads_precision) { // a setting of PyTorch's that shapes the program
     segment_.push(static_cast<uint32_t>(at::globalContext().float32MatmulPrecision()));
@@ -251,9 +268,9 @@ void Stream::cut() {
     pybind11::gil_scoped_acquire gil;
     drain_released_references();
     try {
-      programs_.run(running, counters);
+      run(running);
     } catch (const pybind11::error_already_set&) { // Ctrl-C while it was compiled: what was recorded is kept
-      if (segment_.entries.empty()) {
+      if (segment_.entries.empty() && !running.values.empty()) {
         segment_ = std::move(running);
         step_ended_ = step_ended;
       } else {
@@ -265,14 +282,50 @@ void Stream::cut() {
     if (notes != nullptr) {
       note_run(running);
     }
-    PyObject* offenders = std::exchange(running.offenders, nullptr);
-    auto checked = std::move(running.checked);
-    PyObject* executable = running.variant == nullptr ? nullptr : running.variant->executable;
     running.clear();
     spare_ = std::move(running);
-    if (offenders != nullptr) {
-      range_checks_.add(programs_.num_launched(), offenders, executable, std::move(checked));
+    for (auto& launch : std::exchange(unchecked_, {})) {
+      range_checks_.add(launch.number, launch.offenders, launch.executable, std::move(launch.checked));
     }
+  }
+}
+
+void Stream::run(Segment& segment) {
+  if (mode() != Mode::Layered || notes != nullptr) {
+    programs_.run(segment, counters);
+    note_launch(segment);
+    return;
+  }
+  const PartPlan& plan = programs_.parts_of(segment, compiles_ahead());
+  if (plan.size() <= 1) {
+    programs_.run(segment, counters);
+    note_launch(segment);
+    return;
+  }
+  auto parts = take_apart(segment, plan);
+  for (auto part = parts.begin(); part != parts.end(); ++part) {
+    const auto fail_rest = [&](const std::string& message) {
+      for (; part != parts.end(); ++part) {
+        part->fail(message);
+      }
+    };
+    try {
+      programs_.run(*part, counters);
+    } catch (const pybind11::error_already_set&) {
+      fail_rest("it was interrupted");
+      throw;
+    } catch (const c10::Error& error) {
+      fail_rest(error.what_without_backtrace());
+      throw;
+    }
+    note_launch(*part);
+    part->clear();
+  }
+}
+
+void Stream::note_launch(Segment& segment) {
+  if (PyObject* offenders = std::exchange(segment.offenders, nullptr)) {
+    unchecked_.push_back({programs_.num_launched(), offenders, segment.variant->executable, std::move(segment.checked)});
   }
 }
 

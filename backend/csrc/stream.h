@@ -17,6 +17,7 @@ enum class Mode : uint8_t {
   Debug, // after each op, and wait for it
   Strict, // after each op
   Fused, // at a natural boundary: a host read, a flush, the op after an optimizer step
+  Layered, // there, and where the stream repeats itself: equal parts share a program (see parts.h)
 };
 
 struct Counters {
@@ -131,6 +132,16 @@ class Stream {
   const Value& readable(Buffer* buffer);
   bool belongs_to_ended_step(const EncodedCall& call) const;
   void note_run(const Segment& segment);
+  void run(Segment& segment);
+  void note_launch(Segment& segment);
+
+  // A launch whose indices are still to be looked at.
+  struct Unchecked {
+    size_t number;
+    PyObject* offenders;
+    PyObject* executable;
+    std::vector<CheckedEntry> checked;
+  };
 
   c10::DeviceIndex device_;
   std::recursive_mutex mutex_;
@@ -138,6 +149,7 @@ class Stream {
   Segment spare_; // its storage is used again
   ProgramCache programs_;
   RangeChecks range_checks_;
+  std::vector<Unchecked> unchecked_; // of the segment that is being run
 
   uint64_t next_serial_{1};
   uint64_t last_mark_{0};
@@ -146,6 +158,12 @@ class Stream {
 
 Mode mode();
 void set_mode(Mode mode);
+inline bool cuts_after_each_op() {
+  return mode() == Mode::Debug || mode() == Mode::Strict;
+}
+// In layered mode: whether the program that fused mode would run is compiled meanwhile, by a thread.
+bool compiles_ahead();
+void set_compiles_ahead(bool compiles_ahead);
 
 // Whether this process was forked from one in which the device was running.  JAX's threads are not in it, so a launch
 // would hang; every use of a stream raises instead.

@@ -15,7 +15,7 @@ from tpu_backend import _C, compiling, executable_cache, nan_check
 if TYPE_CHECKING:
     from tpu_backend.runtime.compile_log import Compilation
 
-_MODES = ("debug", "strict", "fused")
+_MODES = ("debug", "strict", "fused", "layered")
 
 
 # ---- devices -----------------------------------------------------------------------------------------------
@@ -164,25 +164,31 @@ def _is_in_bad_fork() -> bool:
 
 class eager_mode:  # noqa: N801 - reads as a function
     """When the op stream is cut: "debug" after each op, waiting; "strict" after each op; "fused" at natural
-    boundaries.
+    boundaries; "layered" there and where it repeats itself: the layers of a model, and a layer's share of the
+    optimizer, are equal parts, which share a program. They are compiled in the time of one of them, and run
+    somewhat slower than as one program.
 
     ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.
     ``check_nans`` makes debug mode raise at the first op whose result holds a NaN, naming it (default: as
     ``TPU_DEBUG_NANS=1`` says). Raises ValueError for another name, and for ``check_nans`` in another mode.
+    ``then="fused"``, in layered mode: a thread compiles the one program that fused mode will run.
     The environment variable ``TPU_EAGER_MODE`` sets the mode that a process starts in.
     """
 
-    def __init__(self, mode: str, *, check_nans: bool | None = None):
+    def __init__(self, mode: str, *, check_nans: bool | None = None, then: str | None = None):
         if mode not in _MODES:
             raise ValueError(f"unknown eager mode {mode!r}: expected one of {', '.join(_MODES)}")
         if check_nans and mode != "debug":
             raise ValueError(f'check_nans=True looks at every op, which mode {mode!r} does not: use "debug"')
-        self._before = _C.get_mode()
+        if then is not None and (mode, then) != ("layered", "fused"):
+            raise ValueError(f'then={then!r} after mode {mode!r}: expected "fused" after "layered"')
+        self._before = _C.get_mode(), _C.compiles_ahead()
         self._checked_before = nan_check.enabled()
         if is_initialized():
             flush()
             _remember_line_of_mode()
         _C.set_mode(_MODES.index(mode))
+        _C.set_compiles_ahead(then is not None)
         if check_nans is not None:
             nan_check.enable(check_nans)
 
@@ -195,7 +201,9 @@ class eager_mode:  # noqa: N801 - reads as a function
                 flush()
                 _remember_line_of_mode()
         finally:
-            _C.set_mode(self._before)
+            mode, compiles_ahead = self._before
+            _C.set_mode(mode)
+            _C.set_compiles_ahead(compiles_ahead)
             nan_check.enable(self._checked_before)
 
 

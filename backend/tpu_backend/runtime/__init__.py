@@ -76,6 +76,7 @@ def initialize() -> None:
             lowered_ops(),
             untraced(trace_form),
             untraced(compiler.compile_segment),
+            untraced(compiler.compile_ahead),
             untraced(transfer.put_numbers),
             untraced(transfer.put),
             untraced(transfer.copy),

@@ -16,8 +16,8 @@ from tpu_backend import device_module, executable_cache
 from tpu_backend.compiling import compiling
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
-from tpu_backend.runtime import compile_log, known_forms
-from tpu_backend.runtime.causes import cause_of
+from tpu_backend.runtime import ahead, compile_log, known_forms
+from tpu_backend.runtime.causes import Cause, cause_of
 from tpu_backend.runtime.dtypes import stored_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import environment, key_of_tape, key_of_text
@@ -90,23 +90,35 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     """The executable of a segment for the device of this process (`lower_segment` says what it takes): from
     the executable cache if it is there, else compiled, and kept there.
     """
+    if (promised := ahead.promised(description)) is not None:
+        with compiling(len(description["circumstances"])):
+            return promised.result()
+    with compiling(len(description["circumstances"])):
+        return _compile(description, cause_of(description, device_module.get_eager_mode()))
+
+
+def compile_ahead(description: dict[str, Any]) -> None:
+    """Have a thread make the executable that `compile_segment` will be asked for, in fused mode."""
+    cause = cause_of(description, "fused")
+    ahead.begin(description, lambda described: _compile(described, cause))
+
+
+def _compile(description: dict[str, Any], cause: Cause) -> Executable:
     names = tuple(entry.overload for entry, _, _ in entries(description["tape"]))
-    cause = cause_of(description, device_module.get_eager_mode())
     cache = executable_cache.current()
     key = None if cache is None else key_of_tape(description)
     if cache is not None and key is not None and (found := _load(cache, key, names)) is not None:
         return found
     start = time.perf_counter()
-    with compiling(len(names)):
-        lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s", lowered.as_text())
-        if cache is not None and key is None:
-            key = key_of_text(lowered, demands)
-            if (found := _load(cache, key, names)) is not None:
-                return found
-        with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
-            compiled = lowered.compile()
+    lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", lowered.as_text())
+    if cache is not None and key is None:
+        key = key_of_text(lowered, demands)
+        if (found := _load(cache, key, names)) is not None:
+            return found
+    with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
+        compiled = lowered.compile()
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)

@@ -26,6 +26,7 @@ from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import (
     ConstantArg,
     ListArg,
+    RepeatedArg,
     RuntimeArg,
     Signature,
     TensorArg,
@@ -89,6 +90,8 @@ def replay(
             return value.value
         if isinstance(value, RuntimeArg):
             return numbers.integer() if value.is_integer else numbers.real(entry.wide)
+        if isinstance(value, RepeatedArg):
+            return [evaluate(value.item, position)] * value.length
         if isinstance(value, ListArg):
             return [evaluate(item, position, i) for i, item in enumerate(value.items)]
         geometry = traced = None

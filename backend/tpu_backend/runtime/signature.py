@@ -52,6 +52,14 @@ class ListArg:
 
 
 @dataclass(frozen=True)
+class RepeatedArg:
+    """A list whose elements are all one number."""
+
+    length: int
+    item: Any
+
+
+@dataclass(frozen=True)
 class Argument:
     name: str
     kwarg_only: bool
@@ -121,6 +129,8 @@ def _decode(item: tuple[Any, ...], schema_type: str) -> Any:
         return ConstantArg(value)
     if kind == "runtime":
         return RuntimeArg(item[1], item[2], item[3])
+    if kind == "repeated":
+        return RepeatedArg(item[1], _decode(item[2], schema_type))
     if kind == "list":
         return ListArg(tuple(_decode(part, schema_type) for part in item[1]))
     _, reads, dims, base_dtype, sizes, strides, dtype, form = item
@@ -136,6 +146,8 @@ def leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, ListArg):
         for item in value.items:
             yield from leaves(item)
+    elif isinstance(value, RepeatedArg):
+        yield value.item
     else:
         yield value
 

@@ -1,0 +1,336 @@
+#include "parts.h"
+
+#include "lists.h"
+#include "repeats.h"
+
+#include <algorithm>
+
+namespace tpu {
+namespace {
+
+// Shorter stretches are not worth a launch of their own.
+constexpr size_t kShortestRepeat = 12;
+
+constexpr size_t kAllElements = ~size_t{0};
+
+uint64_t mixed(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0x9fb21c651e98df25ULL;
+  return hash ^ hash >> 29;
+}
+
+// For each place between two entries: the bytes of the values that are made before it and read after it.
+std::vector<uint64_t> crossing_bytes(const Segment& whole) {
+  const size_t num_entries = whole.entries.size();
+  std::vector<size_t> last_read(whole.values.size(), 0);
+  std::vector<uint64_t> change(num_entries + 2, 0);
+  for (size_t entry = 0; entry < num_entries; ++entry) {
+    for (const uint32_t local : whole.links_of(entry)) {
+      last_read[local] = entry;
+    }
+  }
+  for (size_t entry = 0; entry < num_entries; ++entry) {
+    for (size_t local = whole.marks[entry].values; local < whole.mark_after(entry).values; ++local) {
+      if (whole.is_input[local] == 0 && last_read[local] > entry) {
+        change[entry + 1] += whole.values[local]->layout->nbytes();
+        change[last_read[local] + 1] -= whole.values[local]->layout->nbytes();
+      }
+    }
+  }
+  uint64_t bytes = 0;
+  for (auto& each : change) {
+    each = bytes += each;
+  }
+  return change;
+}
+
+class Planner {
+ public:
+  explicit Planner(const Segment& whole) : whole_(whole) {
+    for (const auto* signature : whole.entries) {
+      calls_.push_back(list_call(*signature));
+    }
+  }
+
+  PartPlan plan() {
+    const size_t num_entries = whole_.entries.size();
+    for (size_t begin = 0; begin < num_entries;) {
+      const size_t length = calls_[begin].length;
+      size_t end = begin + 1;
+      while (end < num_entries && calls_[end].length == length) {
+        ++end;
+      }
+      if (length == 0) {
+        add_stretch(begin, end);
+      } else {
+        add_lists(begin, end, length);
+      }
+      begin = end;
+    }
+    return std::move(plan_);
+  }
+
+ private:
+  void add(size_t begin, size_t end) {
+    if (begin == end) {
+      return;
+    }
+    auto& part = plan_.emplace_back();
+    for (size_t entry = begin; entry < end; ++entry) {
+      part.push_back({entry, whole_.entries[entry], 0, kAllElements});
+    }
+  }
+
+  void add_stretch(size_t begin, size_t end) {
+    if (crossing_.empty()) {
+      crossing_ = crossing_bytes(whole_);
+    }
+    std::vector<uint64_t> words;
+    for (size_t entry = begin; entry < end; ++entry) {
+      words.push_back(mixed(whole_.entries[entry]->id, whole_.precision_of(entry)));
+    }
+    size_t done = begin;
+    for (const auto& repeat : find_repeats(words, c10::ArrayRef<uint64_t>(crossing_).slice(begin, end - begin), kShortestRepeat)) {
+      add(done, begin + repeat.begin);
+      for (size_t time = 0; time < repeat.times; ++time) {
+        done = begin + repeat.begin + time * repeat.length;
+        add(done, done + repeat.length);
+      }
+      done += repeat.length;
+    }
+    add(done, end);
+  }
+
+  // Entries [begin, end) all take lists of this length.
+  void add_lists(size_t begin, size_t end, size_t length) {
+    std::vector<uint64_t> elements(length, 0); // what is the same for two elements that the entries treat alike
+    for (size_t entry = begin; entry < end; ++entry) {
+      const auto& words = whole_.entries[entry]->words;
+      for (const auto& leaf : calls_[entry].leaves) {
+        for (size_t at = leaf.begin; leaf.element >= 0 && at < leaf.end; ++at) {
+          elements[leaf.element] = mixed(elements[leaf.element], words[at]);
+        }
+      }
+    }
+    const auto repeats = find_repeats(elements, std::vector<uint64_t>(length + 1, 0), 1);
+    if (repeats.empty()) {
+      add(begin, end);
+      return;
+    }
+    const auto add_elements = [&](size_t first, size_t last) {
+      if (first == last) {
+        return;
+      }
+      auto& part = plan_.emplace_back();
+      for (size_t entry = begin; entry < end; ++entry) {
+        part.push_back({entry, part_of_lists(*whole_.entries[entry], calls_[entry], first, last), first, last});
+      }
+    };
+    size_t done = 0;
+    for (const auto& repeat : repeats) {
+      add_elements(done, repeat.begin);
+      for (size_t time = 0; time < repeat.times; ++time) {
+        done = repeat.begin + time * repeat.length;
+        add_elements(done, done + repeat.length);
+      }
+      done += repeat.length;
+    }
+    add_elements(done, length);
+  }
+
+  const Segment& whole_;
+  std::vector<ListCall> calls_;
+  std::vector<uint64_t> crossing_;
+  PartPlan plan_;
+};
+
+// Builds one part; the locals of the whole become its own.
+class PartBuilder {
+ public:
+  PartBuilder(const Segment& whole) : whole_(whole), own_(whole.values.size(), -1), newest_(whole.values.size()) {
+    for (size_t local = 0; local < newest_.size(); ++local) {
+      newest_[local] = static_cast<int32_t>(local);
+    }
+  }
+
+  Segment build(const std::vector<Piece>& pieces) {
+    for (const auto& piece : pieces) {
+      add(piece);
+    }
+    for (const auto& [origin, local] : written_) {
+      newest_[origin] = local;
+    }
+    written_.clear();
+    for (const int32_t local : seen_) {
+      own_[local] = -1;
+    }
+    seen_.clear();
+    return std::exchange(part_, {});
+  }
+
+ private:
+  // What a piece takes of its entry.
+  struct Taken {
+    bool all;
+    ListCall call;
+    size_t first, last;
+
+    bool takes(int32_t element) const {
+      return all || element < 0 || (static_cast<size_t>(element) >= first && static_cast<size_t>(element) < last);
+    }
+  };
+
+  void add(const Piece& piece) {
+    const auto& entry = *whole_.entries[piece.entry];
+    Taken taken{.all = piece.last == kAllElements, .call = {}, .first = piece.first, .last = piece.last};
+    if (!taken.all) {
+      taken.call = list_call(entry);
+    }
+    part_.push(piece.signature->id);
+    if (entry.reads_precision) {
+      part_.push(whole_.precision_of(piece.entry));
+    }
+    for (const auto& checked : whole_.checked) {
+      if (checked.entry == piece.entry) {
+        part_.checked.push_back(checked);
+        part_.checked.back().entry = static_cast<uint32_t>(part_.entries.size());
+      }
+    }
+    part_.entries.push_back(piece.signature);
+    part_.circumstances.push_back(whole_.circumstances[piece.entry]);
+    add_links(piece.entry, entry, taken);
+    add_numbers(piece.entry, entry, taken);
+    add_outputs(piece.entry, entry, taken);
+  }
+
+  void link(uint32_t local) {
+    if (own_[local] < 0) {
+      part_.inputs.push_back(number(static_cast<int32_t>(local), true, static_cast<int32_t>(part_.values.size())));
+    }
+    part_.push(static_cast<uint32_t>(own_[local]));
+  }
+
+  int32_t number(int32_t local, bool is_input, int32_t origin) {
+    own_[local] = static_cast<int32_t>(part_.values.size());
+    seen_.push_back(local);
+    part_.values.push_back(whole_.values[local]);
+    part_.is_input.push_back(static_cast<uint8_t>(is_input));
+    part_.origin.push_back(origin);
+    return own_[local];
+  }
+
+  void add_links(size_t index, const Signature& entry, const Taken& taken) {
+    const auto links = whole_.links_of(index);
+    if (taken.all) {
+      for (const uint32_t local : links) {
+        link(local);
+      }
+      return;
+    }
+    size_t next = 0;
+    for (const auto& leaf : taken.call.leaves) {
+      if (leaf.is_tensor && leaf.reads) {
+        const uint32_t local = links[next++];
+        if (taken.takes(leaf.element)) {
+          link(local);
+        }
+      }
+    }
+    for (const auto& output : entry.outputs) {
+      if (output.partial && !output.skip) {
+        const uint32_t local = links[next++];
+        if (taken.takes(output.element)) {
+          link(local);
+        }
+      }
+    }
+  }
+
+  void add_numbers(size_t index, const Signature& entry, const Taken& taken) {
+    Mark at = whole_.marks[index];
+    const Mark end = whole_.mark_after(index);
+    auto& numbers = part_.numbers;
+    if (taken.all) {
+      const auto copy = [](auto& to, const auto& from, size_t first, size_t last) {
+        to.insert(to.end(), from.begin() + static_cast<int64_t>(first), from.begin() + static_cast<int64_t>(last));
+      };
+      copy(part_.offsets, whole_.offsets, at.offsets, end.offsets);
+      copy(numbers.floats, whole_.numbers.floats, at.floats, end.floats);
+      copy(numbers.doubles, whole_.numbers.doubles, at.doubles, end.doubles);
+      copy(numbers.integers, whole_.numbers.integers, at.integers, end.integers);
+      for (const auto& draw : whole_.draws) {
+        if (draw.place >= at.integers && draw.place < end.integers) {
+          part_.draws.push_back({numbers.integers.size() - 2, draw.generator, draw.count});
+        }
+      }
+      return;
+    }
+    for (const auto& leaf : taken.call.leaves) {
+      const bool is_wanted = taken.takes(leaf.element);
+      const auto take = [&](auto& to, const auto& from, uint32_t& place) {
+        if (is_wanted) {
+          to.push_back(from[place]);
+        }
+        ++place;
+      };
+      if (leaf.has_offset) {
+        take(part_.offsets, whole_.offsets, at.offsets);
+      } else if (leaf.is_integer) {
+        take(numbers.integers, whole_.numbers.integers, at.integers);
+      } else if (leaf.is_real && entry.wide) {
+        take(numbers.doubles, whole_.numbers.doubles, at.doubles);
+      } else if (leaf.is_real) {
+        take(numbers.floats, whole_.numbers.floats, at.floats);
+      }
+    }
+  }
+
+  void add_outputs(size_t index, const Signature& entry, const Taken& taken) {
+    size_t local = whole_.marks[index].values;
+    for (const auto& output : entry.outputs) {
+      if (output.skip) {
+        continue;
+      }
+      while (whole_.is_input[local] != 0) {
+        ++local;
+      }
+      const auto made = static_cast<int32_t>(local++);
+      if (!taken.takes(output.element)) {
+        continue;
+      }
+      int32_t origin = -1;
+      if (const int32_t replaced = whole_.origin[made]; replaced >= 0) {
+        // What its buffer held when the part began, if the part reads that.
+        const int32_t before = own_[newest_[replaced]];
+        origin = before >= 0 && part_.is_input[before] != 0 ? before : -1;
+        written_.emplace_back(replaced, made);
+      }
+      number(made, false, origin);
+    }
+  }
+
+  const Segment& whole_;
+  Segment part_;
+  std::vector<int32_t> own_; // by local of the whole: that of the part, or -1
+  std::vector<int32_t> seen_;
+  std::vector<int32_t> newest_; // by input of the whole: what its buffer held when the part began
+  std::vector<std::pair<int32_t, int32_t>> written_;
+};
+
+} // namespace
+
+PartPlan plan_parts(const Segment& whole) {
+  return Planner(whole).plan();
+}
+
+std::vector<Segment> take_apart(Segment& whole, const PartPlan& plan) {
+  PartBuilder builder(whole);
+  std::vector<Segment> parts;
+  parts.reserve(plan.size());
+  for (const auto& pieces : plan) {
+    parts.push_back(builder.build(pieces));
+  }
+  whole.values.clear();
+  return parts;
+}
+
+} // namespace tpu

@@ -1,0 +1,22 @@
+// A long segment in parts, for Mode::Layered: cut where its entries repeat themselves (the layers of a model, forward and
+// backward), and where lists of tensors do (an optimizer's, a layer's tensors each time), so that equal parts share a program.
+#pragma once
+
+#include "program.h"
+
+namespace tpu {
+
+// Of an entry: all of it, or of one on lists the elements [first, last).
+struct Piece {
+  size_t entry;
+  const Signature* signature;
+  size_t first, last;
+};
+
+// Which pieces each part has, in order.  One part: there is nothing to share.
+PartPlan plan_parts(const Segment& whole);
+
+// The parts as segments of their own.  They take over the values of `whole`: those that a later part reads live until it was run.
+std::vector<Segment> take_apart(Segment& whole, const PartPlan& plan);
+
+} // namespace tpu

@@ -1,0 +1,151 @@
+"""Layered mode: what repeats in the stream shares a program, and the numbers are fused mode's."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.narrow, self.dropout = nn.Linear(2 * width, width), nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = F.gelu(self.wide(self.norm(x))) * torch.sigmoid(x.mean(-1, keepdim=True))
+        return x + self.dropout(torch.tanh(self.narrow(y)) - y[..., : x.shape[-1]].exp().log1p())
+
+
+def model_of(layers: int, width: int = 8, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width, dropout) for _ in range(layers)), nn.Linear(width, 4))
+
+
+def train(
+    model: nn.Module, steps: int = 3, device: str = "tpu", width: int = 8, fused: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and what the model came to."""
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused, foreach=not fused)
+    torch.manual_seed(1)
+    inputs = torch.randn(steps, 6, width)
+    labels = torch.randint(4, (steps, 6))
+    losses = []
+    torch.manual_seed(2)
+    for step in range(steps):
+        loss = F.cross_entropy(model(inputs[step].to(device)), labels[step].to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [each.item() for each in losses], {n: t.cpu() for n, t in model.state_dict().items()}
+
+
+def compilations() -> int:
+    return torch.tpu.compile_stats()["compilations"]
+
+
+@pytest.mark.parametrize("fused_optimizer", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_numbers_are_those_of_fused_mode(fused_optimizer, dropout):
+    losses, state = train(model_of(4, dropout=dropout), fused=fused_optimizer)
+    with torch.tpu.eager_mode("layered"):
+        in_layers, state_in_layers = train(model_of(4, dropout=dropout), fused=fused_optimizer)
+    torch.testing.assert_close(torch.tensor(in_layers), torch.tensor(losses), rtol=1e-5, atol=0)
+    for name, expected in state.items():
+        torch.testing.assert_close(state_in_layers[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+    assert all(state_in_layers[f"{layer}.calls"] == 3 for layer in range(4))
+
+
+def programs_of_a_run(layers: int, width: int) -> tuple[int, int]:
+    """How many were compiled, and the operations of the longest."""
+    before = compilations()
+    with torch.tpu.eager_mode("layered"):
+        train(model_of(layers, width), width=width)
+    compiled = compilations() - before
+    return compiled, max(len(each.operations) for each in torch.tpu.compilations()[-compiled:])
+
+
+def test_more_layers_take_no_more_programs_and_no_longer_ones():
+    few, longest_of_few = programs_of_a_run(3, 10)
+    many, longest_of_many = programs_of_a_run(9, 12)
+    assert many <= few
+    assert longest_of_many <= longest_of_few
+
+
+def test_the_optimizers_lists_are_taken_apart_by_layers():
+    before = compilations()
+    with torch.tpu.eager_mode("layered"):
+        train(model_of(6, width=14), steps=1, width=14)
+    updates = [
+        each.operations
+        for each in torch.tpu.compilations()[before - compilations() :]
+        if any("addcdiv" in operation for operation in each.operations)
+    ]
+    assert len(updates) == 2  # of a block's tensors, and of the last layer's
+
+
+def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
+    model = model_of(4, width=16).to("tpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inputs = torch.randn(6, 16, device="tpu")
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.tpu.synchronize()
+
+    with torch.tpu.eager_mode("layered"):
+        step()  # makes the optimizer's state
+    with torch.tpu.eager_mode("layered", then="fused"):
+        step()
+        made = torch.tpu.compilations()
+        step()
+    step()
+    (whole,) = (each for each in torch.tpu.compilations() if each.number > made[-1].number)
+    assert len(whole.operations) > 4 * 12
+    after = compilations()
+    step()
+    assert compilations() == after
+
+
+def test_then_is_refused_after_another_mode():
+    with pytest.raises(ValueError, match=r"then='fused' after mode 'strict': expected"):
+        torch.tpu.eager_mode("strict", then="fused")
+
+
+def test_a_program_that_fails_leaves_an_error_in_what_depends_on_it(monkeypatch):
+    from tpu_backend.runtime import compiler
+
+    def refuse(*arguments):
+        raise RuntimeError("refused for the test")
+
+    model = model_of(4, width=18).to("tpu")
+    inputs = torch.randn(6, 18, device="tpu")
+    torch.tpu.synchronize()
+    with torch.tpu.eager_mode("layered"):
+        output = model(inputs)
+        monkeypatch.setattr(compiler, "lower_segment", refuse)
+        with pytest.raises(RuntimeError, match="refused for the test"):
+            output.sum().item()
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match=r"was to be computed by a program that failed:\nRuntimeError: r"):
+            output.cpu()
+        model[0].calls.zero_()
+        assert torch.isfinite(model_of(4, width=18).to("tpu")(inputs).sum()).item()
+
+
+def test_indices_are_checked_in_every_part():
+    table = torch.ones(5, 4, device="tpu")
+    with torch.tpu.eager_mode("layered"):
+        x = torch.zeros(3, 4, device="tpu")
+        for layer in range(4):
+            index = torch.tensor([0, 1, 7 if layer == 2 else 2], device="tpu")
+            x = table[index] + x.sin().cos().exp().log().tanh().abs().neg().sqrt().square().ceil().floor()
+        with pytest.raises(IndexError, match="index 7 is out of bounds"):
+            torch.tpu.synchronize()
