@@ -21,9 +21,9 @@ _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, t
 @dataclass(frozen=True)
 class ExecutionConfig:
     """How each phase executes on the tpu device: debug (waits after each operation), strict (a program an
-    operation), layered (a few programs a step, which equal layers share: compiled soonest), fused (a program a
-    step), compile (the same through torch.compile, at less cost for the host) or auto (fused, and compile once
-    it was measured to be faster)."""
+    operation), layered (a few programs a step, which equal layers share: compiled soonest), fused (a program
+    a step), compile (the same through torch.compile, at less cost for the host) or auto (fused, and compile
+    once it was measured to be faster)."""
 
     train: str = "fused"
     """Training steps."""

@@ -134,7 +134,9 @@ def test_a_program_that_fails_leaves_an_error_in_what_depends_on_it(monkeypatch)
         with pytest.raises(RuntimeError, match="refused for the test"):
             output.sum().item()
         monkeypatch.undo()
-        with pytest.raises(RuntimeError, match=r"was to be computed by a program that failed:\nRuntimeError: r"):
+        with pytest.raises(
+            RuntimeError, match=r"was to be computed by a program that failed:\nRuntimeError: r"
+        ):
             output.cpu()
         model[0].calls.zero_()
         assert torch.isfinite(model_of(4, width=18).to("tpu")(inputs).sum()).item()

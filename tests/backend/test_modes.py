@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tputrain.models import Llama, LlamaConfig, initialize
 
 STEPS = 50
-MODES = ("debug", "strict", "fused")
+MODES = ("debug", "strict", "fused", "layered")
 
 
 def _mlp_losses(device: str) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-MODES = ("debug", "strict", "fused")
+MODES = ("debug", "strict", "fused", "layered")
 
 
 def _initial_values(initialize: Callable[[torch.Tensor], object]) -> Callable[[], torch.Tensor]:

@@ -159,7 +159,7 @@ def trace_form(number: int) -> Answer:
     entry = signature(number)
     answer = known_forms.recall(entry)
     if answer is None:
-        answer = _traced(entry)
+        answer = _traced(entry.with_unlike_elements())
         known_forms.learn(entry, answer)
     if answer.reads_precision:
         precision_readers.add(number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 
 from tpu_backend import _C, views
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
+
+_ON_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")  # as in csrc/lists.cpp
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,37 @@ class Signature:
         """Its tensor arguments, lists taken apart."""
         return [leaf for _, leaf in self.named_leaves() if isinstance(leaf, TensorArg)]
 
+    def with_unlike_elements(self) -> Signature:
+        """An operation on lists of tensors (`_foreach_*`, a fused optimizer) with one element of each kind,
+        which says as much of its lowering; any other as it is.
+        """
+        lists = [
+            each.value for each in self.arguments if isinstance(each.value, ListArg) and each.value.items
+        ]
+        if not self.overload.startswith(_ON_LISTS) or any(output.element < 0 for output in self.outputs):
+            return self
+        kinds: dict[tuple[Any, ...], int] = {}  # and an element of each
+        for element, kind in enumerate(zip(*(each.items for each in lists), strict=True)):
+            kinds.setdefault(kind, element)
+        places = {element: place for place, element in enumerate(kinds.values())}
+
+        def shortened(value: Any) -> Any:
+            if isinstance(value, RepeatedArg):
+                return RepeatedArg(len(places), value.item)
+            return (
+                ListArg(tuple(value.items[each] for each in places))
+                if isinstance(value, ListArg) and value.items
+                else value
+            )
+
+        return replace(
+            self,
+            arguments=tuple(replace(each, value=shortened(each.value)) for each in self.arguments),
+            outputs=tuple(
+                replace(each, element=places[each.element]) for each in self.outputs if each.element in places
+            ),
+        )
+
     def described(self) -> str:
         """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
         tensors = [
@@ -154,20 +187,22 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def _result_type(arguments: Sequence[Argument]) -> Any:
     """``torch.result_type`` over the tensor and number arguments of a recorded call."""
-    seen: list[torch.Tensor | complex] = []
+    seen: dict[Any, torch.Tensor | complex] = {}  # one example of each that counts alike
     for argument in arguments:
         if argument.is_out:
             continue
         for leaf in leaves(argument.value):
             if isinstance(leaf, TensorArg):
-                seen.append(torch.empty((1,) * len(leaf.sizes), dtype=TORCH_DTYPES[leaf.dtype]))
-            elif isinstance(leaf, RuntimeArg):
+                kind = (leaf.dtype, bool(leaf.sizes))
+                if kind not in seen:
+                    seen[kind] = torch.empty((1,) * len(leaf.sizes), dtype=TORCH_DTYPES[leaf.dtype])
+            elif isinstance(leaf, RuntimeArg) and leaf not in seen:
                 dtype_of_number = TORCH_DTYPES[leaf.dtype]
                 example = torch.empty((), dtype=dtype_of_number)
-                seen.append(torch.ones((), dtype=dtype_of_number).item() if leaf.wrapped else example)
+                seen[leaf] = torch.ones((), dtype=dtype_of_number).item() if leaf.wrapped else example
             elif isinstance(leaf, ConstantArg) and isinstance(leaf.value, (float, complex)):
-                seen.append(leaf.value)
-    return result_type(seen)
+                seen[leaf] = leaf.value
+    return result_type(list(seen.values()))
 
 
 def result_type(examples: Sequence[torch.Tensor | complex]) -> Any:
