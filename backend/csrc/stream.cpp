@@ -325,7 +325,7 @@ void Stream::run(Segment& segment) {
 
 void Stream::note_launch(Segment& segment) {
   if (PyObject* offenders = std::exchange(segment.offenders, nullptr)) {
-    unchecked_.push_back({programs_.num_launched(), offenders, segment.variant->executable, std::move(segment.checked)});
+    unchecked_.push_back({programs_.num_launched(), offenders, segment.variant->executable, segment.checked});
   }
 }
 

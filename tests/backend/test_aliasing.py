@@ -426,3 +426,21 @@ def test_random_programs_leave_every_alias_as_on_the_cpu(mode):
                 assert_same(writer.lines, actual, variables(writer.scope))
 
     run()
+
+
+@pytest.mark.skipif(not HAS_TPU, reason="layered is a mode of the tpu device")
+def test_random_programs_that_repeat_leave_every_alias_as_on_the_cpu_in_layered_mode():
+    """Three times the same lines: equal stretches of the stream, which is cut between them."""
+    codes = st.lists(st.integers(0, 2**48), min_size=16, max_size=30)
+
+    @settings(max_examples=MANY or 25, deadline=None, database=None)
+    @given(st.integers(0, len(FIRST_LINES) ** 2 - 1), codes)
+    def run(first, codes):
+        writer = ProgramWriter(first, codes, random.Random(0))
+        lines = [line for line in writer.lines if "seen" not in line]  # which would cut the stream
+        with eager_mode("layered"):
+            all_actual = [interpret(lines, DEVICE) for _ in range(3)]
+            for actual in all_actual:
+                assert_same(lines, actual, interpret(lines, "cpu"))
+
+    run()

@@ -70,7 +70,7 @@ def losses(records: KeptRecords) -> dict[int, str]:
 
 def test_phases_in_every_form_compute_the_same():
     fused = fit(ExecutionConfig(), 6)
-    for form in ("debug", "strict", "compile"):
+    for form in ("debug", "strict", "layered", "compile"):
         other = fit(ExecutionConfig(train=form, validate=form), 6)
         for kind in ("steps", "evaluations"):
             losses = [[record["loss"] for record in getattr(run, kind)] for run in (fused, other)]
@@ -85,6 +85,47 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
     second = fit(compiled, 8, run_dir=tmp_path)
     assert losses(first) | losses(second) == losses(whole)
     assert min(losses(second)) == 5
+
+
+class Deep(nn.Module):
+    """Enough alike layers for layered mode to cut between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.dropout, self.head = nn.Dropout(0.25), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(F.layer_norm(x, (4,))).tanh().exp().log1p().sigmoid() * torch.cos(x).square().sqrt()
+            x = x + self.dropout(F.gelu(y - y.mean(-1, keepdim=True)))
+        return self.head(x)
+
+
+def programs_of(operation: str) -> list[int]:
+    """How many operations each program compiled so far has, of those with this one."""
+    return [
+        len(each.operations)
+        for each in torch.tpu.compilations()
+        if any(operation in name for name in each.operations)
+    ]
+
+
+def test_first_steps_are_layered_and_a_resumed_run_changes_over_at_the_same_step(tmp_path, capsys):
+    early = ExecutionConfig(first_steps=6)
+    whole = fit(early, 10, Deep())
+    assert "step 7, the first that is fused, is recorded" in capsys.readouterr().out
+    first = fit(early, 4, Deep(), run_dir=tmp_path, sizes=[6] * 10)
+    second = fit(early, 8, Deep(), run_dir=tmp_path, sizes=[6] * 10)
+    third = fit(early, 10, Deep(), run_dir=tmp_path)
+    assert losses(first) | losses(second) | losses(third) == losses(whole)
+    fused = fit(ExecutionConfig(), 10, Deep())
+    assert [each["loss"] for each in whole.steps] == pytest.approx(
+        [each["loss"] for each in fused.steps], rel=1e-4
+    )
+    assert max(programs_of("gelu_backward")) > 4 * 12
+    assert min(programs_of("gelu_backward")) < 60
 
 
 @torch.compiler.disable
@@ -187,7 +228,7 @@ def test_random_numbers_do_not_change_by_switching():
 
 def test_an_unknown_form_is_refused():
     with pytest.raises(
-        UserError, match=r"execution.train=fast: expected one of debug, strict, fused, compile, auto"
+        UserError, match=r"execution.train=fast: expected one of debug, strict, layered, fused, compile, auto"
     ):
         ExecutionConfig(train="fast")
 
