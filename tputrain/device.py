@@ -73,7 +73,7 @@ def execution_mode(
     """
     if device.type != "tpu":
         return nullcontext()
-    return torch.tpu.eager_mode(mode, then=then)  # type: ignore[attr-defined,no-any-return]
+    return torch.tpu.eager_mode(mode, then=then)  # type: ignore[attr-defined]
 
 
 def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[object]:

@@ -3,9 +3,9 @@
 * cold, with nothing on disk: at most the time that hand-written JAX takes for its own, which is traced,
   lowered and compiled too; in layered mode, and in fused mode;
 * with a warm executable cache: at most 1.5 s, and nothing is compiled;
-* of 32 layers, in layered mode: at most 1.5 times that of 4. A batch of one sequence, so that the step itself,
-  which has eight times as much to do, does not decide. With it, what the thread takes that compiles the fused
-  program of 32 layers meanwhile.
+* of 32 layers, in layered mode: at most 1.5 times that of 4. A batch of one sequence, so that the arithmetic,
+  which is eight times as much, does not decide. With it, what the fused program of 32 layers takes, which a
+  thread may compile meanwhile.
 
 Each figure is of a fresh process, after its imports and with model and optimizer's state on the device; they
 take turns. JAX's own compilation cache is off in all of them.
