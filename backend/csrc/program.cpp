@@ -12,6 +12,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <unordered_set>
 
 namespace py = pybind11;
 
@@ -43,6 +44,34 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   array = fresh;
   last.assign(bytes);
   return array;
+}
+
+// One that returns what is wanted at least, and takes no memory that is not given.
+Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live, const Donations& donations) {
+  const auto offsets_match = [&](const Variant& variant) {
+    for (size_t i = 0; i < segment.offsets.size(); ++i) {
+      if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
+        return false;
+      }
+    }
+    return true;
+  };
+  Locals donors; // ascending, as the donations are
+  for (const auto& [input, output] : donations) {
+    donors.push_back(input);
+  }
+  const auto includes = [](const auto& all, const auto& some) {
+    return std::includes(all.begin(), all.end(), some.begin(), some.end());
+  };
+  // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
+  Variant* best = nullptr;
+  for (auto& variant : program.variants) {
+    if (offsets_match(*variant) && includes(donors, variant->donated) && includes(variant->sorted_outputs, live) &&
+        (best == nullptr || variant->outputs.size() < best->outputs.size())) {
+      best = variant.get();
+    }
+  }
+  return best;
 }
 
 std::unique_ptr<Variant> new_variant(
@@ -106,13 +135,20 @@ Locals live_values(const Segment& segment) {
   return live;
 }
 
+// How many segments hold a value that will be gone when another one is run.
+using Holders = std::unordered_map<const Value*, size_t>;
+
 // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.  (Where
 // its array is held elsewhere, a copy does: see `execute`.)
-Donations donations_of(const Segment& segment, const Locals& live) {
+Donations donations_of(const Segment& segment, const Locals& live, const Holders& gone = {}) {
+  const auto is_held_elsewhere = [&](const ValuePtr& value) {
+    const auto found = gone.find(value.get());
+    return value.use_count() - (found == gone.end() ? 0 : found->second) > 1;
+  };
   Donations donations;
   for (int32_t local : live) {
     const int32_t origin = segment.origin[local];
-    if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin].use_count() == 1 &&
+    if (origin >= 0 && segment.is_input[origin] != 0 && !is_held_elsewhere(segment.values[origin]) &&
         segment.values[origin]->layout == segment.values[local]->layout) {
       donations.emplace_back(origin, local);
     }
@@ -150,32 +186,9 @@ Program& ProgramCache::find(const Segment& segment) {
 
 Variant& ProgramCache::variant_for(
     Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters) {
-  const auto offsets_match = [&](const Variant& variant) {
-    for (size_t i = 0; i < segment.offsets.size(); ++i) {
-      if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
-        return false;
-      }
-    }
-    return true;
-  };
-  Locals donors; // ascending, as the donations are
-  for (const auto& [input, output] : donations) {
-    donors.push_back(input);
-  }
-  const auto includes = [](const auto& all, const auto& some) {
-    return std::includes(all.begin(), all.end(), some.begin(), some.end());
-  };
-  // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
-  Variant* best = nullptr;
-  for (auto& variant : program.variants) {
-    if (offsets_match(*variant) && includes(donors, variant->donated) && includes(variant->sorted_outputs, live) &&
-        (best == nullptr || variant->outputs.size() < best->outputs.size())) {
-      best = variant.get();
-    }
-  }
-  if (best != nullptr) {
+  if (Variant* known = fitting_variant(program, segment, live, donations)) {
     ++counters.memory_hits;
-    return *best;
+    return *known;
   }
 
   auto variant = new_variant(program, segment, live, donations);
@@ -194,18 +207,48 @@ Variant& ProgramCache::variant_for(
   program.variants.push_back(std::move(variant));
   return *program.variants.back();
 }
-const PartPlan& ProgramCache::parts_of(const Segment& segment, bool compiles_ahead) {
+std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) {
   Program& program = find(segment);
-  if (!program.parts) {
+  const bool is_new = !program.parts;
+  if (is_new) {
     program.parts = std::make_shared<const PartPlan>(plan_parts(segment));
-    const Locals live = live_values(segment);
-    if (compiles_ahead && program.parts->size() > 1 && !live.empty()) {
-      const auto variant = new_variant(program, segment, live, donations_of(segment, live));
-      const auto description = describe(*variant, segment);
-      check(PyObject_CallOneArg(runtime().compile_ahead, description.ptr())).dec_ref();
+  }
+  return {program.parts.get(), is_new};
+}
+
+py::object ProgramCache::description_of(const Segment& segment) {
+  const Locals live = live_values(segment);
+  return description_of(segment, live, donations_of(segment, live));
+}
+
+std::vector<py::object> ProgramCache::descriptions_of(const std::vector<Segment>& parts) {
+  std::vector<py::object> descriptions;
+  Holders gone;
+  std::unordered_set<const Program*> seen;
+  for (const auto& part : parts) {
+    if (seen.insert(&find(part)).second) {
+      const Locals live = live_values(part);
+      descriptions.push_back(description_of(part, live, donations_of(part, live, gone)));
+    }
+    for (const auto& value : part.values) {
+      ++gone[value.get()];
     }
   }
-  return *program.parts;
+  return descriptions;
+}
+
+py::object ProgramCache::description_of(const Segment& segment, const Locals& live, const Donations& donations) {
+  const Program& program = find(segment);
+  if ((live.empty() && segment.checked.empty()) || fitting_variant(program, segment, live, donations) != nullptr) {
+    return py::none();
+  }
+  return describe(*new_variant(program, segment, live, donations), segment);
+}
+
+void ProgramCache::compile_ahead(const py::object& description) {
+  if (!description.is_none()) {
+    check(PyObject_CallOneArg(runtime().compile_ahead, description.ptr())).dec_ref();
+  }
 }
 
 PyObject* ProgramCache::launch(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers) {

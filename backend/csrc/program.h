@@ -4,6 +4,8 @@
 #include "range_checks.h"
 #include "signature.h"
 
+#include <pybind11/pytypes.h>
+
 #include <memory>
 #include <unordered_map>
 
@@ -115,8 +117,14 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 
 class ProgramCache {
  public:
-  // How a segment is taken apart.  The first time, with `compiles_ahead`, its own program begins to be compiled by a thread.
-  const PartPlan& parts_of(const Segment& segment, bool compiles_ahead);
+  // How a segment is taken apart, and whether that was found out just now.
+  std::pair<const PartPlan*, bool> parts_of(const Segment& segment);
+  // What `run` would have compiled, as Python is told it: None if it has the program.
+  pybind11::object description_of(const Segment& segment);
+  // The same of segments that are run one after the other; each program once.
+  std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
+  // A thread begins to compile it.
+  static void compile_ahead(const pybind11::object& description);
 
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
   // error_already_set for an interrupt, and the segment may then be run again.
@@ -138,6 +146,7 @@ class ProgramCache {
   Program& find(const Segment& segment);
   Variant& variant_for(
       Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters);
+  pybind11::object description_of(const Segment& segment, const Locals& live, const Donations& donations);
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;

@@ -296,13 +296,20 @@ void Stream::run(Segment& segment) {
     note_launch(segment);
     return;
   }
-  const PartPlan& plan = programs_.parts_of(segment, compiles_ahead());
-  if (plan.size() <= 1) {
+  const auto [plan, is_new] = programs_.parts_of(segment);
+  if (plan->size() <= 1) {
     programs_.run(segment, counters);
     note_launch(segment);
     return;
   }
-  auto parts = take_apart(segment, plan);
+  const auto whole = is_new && compiles_ahead() ? programs_.description_of(segment) : pybind11::none();
+  auto parts = take_apart(segment, *plan);
+  if (is_new) { // all at once, as far as there are cores
+    for (const auto& description : programs_.descriptions_of(parts)) {
+      programs_.compile_ahead(description);
+    }
+    programs_.compile_ahead(whole);
+  }
   for (auto part = parts.begin(); part != parts.end(); ++part) {
     const auto fail_rest = [&](const std::string& message) {
       for (; part != parts.end(); ++part) {

@@ -1,23 +1,28 @@
-"""Programs that a thread compiles before they are asked for (layered mode: what fused mode will run)."""
+"""Programs that threads compile before they are asked for, in layered mode: the parts of a step all at once, and
+then what fused mode will run.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 _promised: dict[Hashable, Future[Any]] = {}
-_thread: ThreadPoolExecutor | None = None
+_threads: ThreadPoolExecutor | None = None
 
 
 def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], Any]) -> None:
-    """Have the thread compile the program of a segment. The interpreter waits for it when it exits: XLA
-    cannot be left while it works.
+    """Have a thread compile the program of a segment; they take them in this order. The interpreter waits for
+    them when it exits: XLA cannot be left while it works.
     """
-    global _thread
-    if _thread is None:
-        _thread = ThreadPoolExecutor(1, thread_name_prefix="compile ahead")
-    _promised.setdefault(_key(description), _thread.submit(compile_now, description))
+    global _threads
+    if _threads is None:
+        _threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile ahead")
+    key = _key(description)
+    if key not in _promised:
+        _promised[key] = _threads.submit(compile_now, description)
 
 
 def promised(description: dict[str, Any]) -> Future[Any] | None:

@@ -98,8 +98,8 @@ def compile_segment(description: dict[str, Any]) -> Executable:
 
 
 def compile_ahead(description: dict[str, Any]) -> None:
-    """Have a thread make the executable that `compile_segment` will be asked for, in fused mode."""
-    cause = cause_of(description, "fused")
+    """Have a thread make the executable that `compile_segment` will be asked for."""
+    cause = cause_of(description, device_module.get_eager_mode())
     ahead.begin(description, lambda described: _compile(described, cause))
 
 
