@@ -28,7 +28,7 @@ def compiling(num_ops: int) -> Iterator[None]:
     def tell() -> None:
         print(
             f"tpu: still compiling a program of {num_ops:,} operations (an unrolled loop is "
-            "many: torch.tpu.eager_mode('strict') compiles small programs instead)",
+            "many: torch.tpu.eager_mode('layered') compiles what repeats once)",
             file=sys.stderr,
             flush=True,
         )

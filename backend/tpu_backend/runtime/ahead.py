@@ -1,5 +1,5 @@
-"""Programs that threads compile before they are asked for, in layered mode: the parts of a step all at once, and
-then what fused mode will run.
+"""Programs that threads compile before they are asked for, in layered mode: the parts of a step all at once,
+and then what fused mode will run.
 """
 
 from __future__ import annotations
