@@ -12,7 +12,4 @@ REASONS: dict[str, str] = {
     "svd": _ILL_CONDITIONED,
     "linalg.svd": _ILL_CONDITIONED,
     "linalg.householder_product": _ILL_CONDITIONED,
-    "nn.functional.scaled_dot_product_attention": (
-        "gradients without a mask: their dims lie in the order of the CPU's fused kernel"
-    ),
 }

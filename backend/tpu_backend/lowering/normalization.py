@@ -59,9 +59,10 @@ def log_softmax(self, dim, half_to_float, *, out):
 
 @lowering("_softmax_backward_data", promote="opmath")
 def softmax_backward(grad_output, output, dim, input_dtype):
-    weighted = at_least_1d(grad_output * output)
-    grad = weighted - at_least_1d(output) * jnp.sum(weighted, dim, keepdims=True)
-    return grad.reshape(output.shape)
+    """As a product: where one output is close to 1, its gradient less the mean is exact."""
+    grad, weights = at_least_1d(grad_output), at_least_1d(output)
+    mean = jnp.sum(grad * weights, dim, keepdims=True)
+    return (weights * (grad - mean)).reshape(output.shape)
 
 
 @lowering("_log_softmax_backward_data", promote="opmath")
