@@ -90,6 +90,14 @@ def test_gradients_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
     _assert_same(gradient("tpu"), gradient("cpu"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_of_what_is_rounded_before_them(dtype: torch.dtype) -> None:
+    def sums(device: str) -> torch.Tensor:
+        return (_normal(20, 30, 40).to(device, dtype) * _normal(20, 30, 1).to(device, dtype)).sum((0, 2))
+
+    _assert_same(sums("tpu"), sums("cpu"))
+
+
 def _statistics(device: str, input_dtype: torch.dtype, parameter_dtype: torch.dtype) -> list[torch.Tensor]:
     planes, scale = _normal(6, 5, 7).to(device, input_dtype), _uniform(5).to(device, parameter_dtype)
     mean, variance = torch.zeros_like(scale), torch.ones_like(scale)
