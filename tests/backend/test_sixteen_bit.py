@@ -37,6 +37,13 @@ _FORWARD: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
     ),
     "interpolate linear": (lambda a: F.interpolate(a, 37, mode="linear"), [_normal(4, 8, 20)]),
     "interpolate bicubic": (lambda a: F.interpolate(a, (17, 9), mode="bicubic"), [_normal(2, 4, 8, 6)]),
+    "add": (lambda a, b: torch.add(a, b, alpha=0.3), [_normal(40, 50), _normal(40, 50)]),
+    "prod": (lambda a: a.prod(0), [_uniform(9, 512) + 0.5]),
+    "logsumexp": (lambda a: torch.logsumexp(a, 0), [_normal(40, 512)]),
+    "soft_margin_loss": (
+        lambda a, b: F.soft_margin_loss(a, b, reduction="none"),
+        [_normal(40, 50) * 9, _normal(40, 50)],
+    ),
     "batch_norm": (
         lambda a, b, c: F.batch_norm(a, None, None, b, c, training=True),
         [_normal(9, 8, 6, 7), _normal(8), _uniform(8)],
@@ -63,6 +70,9 @@ _BACKWARD: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
     "pad reflect": (lambda a: F.pad(a, (3, 2, 1, 3), mode="reflect"), [_normal(2, 4, 6, 6)]),
     "pad replicate": (lambda a: F.pad(a, (3, 2, -1, 3), mode="replicate"), [_normal(2, 4, 6, 6)]),
     "unfold": (lambda a: F.unfold(a, 3, dilation=2, padding=2, stride=1), [_normal(2, 4, 9, 9)]),
+    "Tensor.unfold": (lambda a: a.unfold(1, 8, 3), [_normal(40, 50)]),
+    "binary_cross_entropy": (F.binary_cross_entropy, [_uniform(40, 50), _uniform(40, 50)]),
+    "soft_margin_loss": (F.soft_margin_loss, [_normal(40, 50), _normal(40, 50)]),
     "layer_norm": (lambda a, b: F.layer_norm(a, (50,), b), [_normal(40, 50), _uniform(50)]),
     "glu": (F.glu, [_normal(40, 50)]),
     "mse_loss": (F.mse_loss, [_normal(40, 50), _normal(40, 50)]),

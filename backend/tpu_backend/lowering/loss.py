@@ -154,7 +154,12 @@ def binary_cross_entropy(self, target, weight=None, reduction=_MEAN):
 
 
 @lowering("binary_cross_entropy_backward", promote="result")
-def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=_MEAN):
+def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=_MEAN, *, out):
+    if is_16_bit(out[0].dtype):
+        rounded = _rounded_to(out[0])
+        scale = jnp.maximum(rounded(rounded(1 - self) * self), rounded(jnp.asarray(1e-12, self.dtype)))
+        grad = rounded(rounded(grad_output * rounded(self - target)) / scale)
+        return _per_element(grad if weight is None else rounded(grad * weight), self, reduction)
     grad = (
         _per_element(grad_output, self, reduction) * (self - target) / jnp.maximum((1 - self) * self, 1e-12)
     )
@@ -172,12 +177,19 @@ def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None,
 
 
 @lowering("soft_margin_loss", promote="result")
-def soft_margin_loss(self, target, reduction=_MEAN):
-    return _reduced(jnp.log1p(jnp.exp(-target * self)), reduction)
+def soft_margin_loss(self, target, reduction=_MEAN, *, out):
+    rounded = _rounded_to(out[0])
+    return _reduced(rounded(jnp.log1p(rounded(jnp.exp(rounded(-target * self))))), reduction)
 
 
 @lowering("soft_margin_loss_backward", promote="result")
-def soft_margin_loss_backward(grad_output, self, target, reduction):
+def soft_margin_loss_backward(grad_output, self, target, reduction, *, out):
+    if is_16_bit(out[0].dtype):
+        rounded = _rounded_to(out[0])
+        exponential = rounded(jnp.exp(rounded(-target * self)))
+        share = rounded(jnp.asarray(_per_element(-1, self, reduction), self.dtype))
+        slopes = rounded(rounded(target * exponential) * share)
+        return rounded(slopes / rounded(exponential + 1)) * grad_output
     return -target * jax.nn.sigmoid(-target * self) * _per_element(grad_output, self, reduction)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
 from tpu_backend.lowering.matmul import scaled
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath, stored
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, is_16_bit, lowering, opmath, stored
 
 # On a TPU a float64 is a pair of float32.
 _NO_FLOAT64_BITS = CannotCompile(
@@ -130,21 +130,28 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
 # ---- arithmetic
 
 
+def _scaled_by(alpha, value, spec):
+    """``alpha * value``, where PyTorch makes alpha a number of the result's dtype first."""
+    if is_16_bit(spec.dtype) and not (isinstance(alpha, (int, float)) and alpha == 1):
+        alpha = stored(jnp.asarray(alpha, value.dtype), spec.dtype)
+    return scaled(value, alpha)
+
+
 @lowering("add.Tensor", "add.Scalar", promote="result")
-def add(self, other, alpha=1):
+def add(self, other, alpha=1, *, out):
     if self.dtype == jnp.bool_:
         return jnp.logical_or(self, jnp.logical_and(other, alpha))
-    return self + scaled(jnp.asarray(other, self.dtype), alpha)
+    return self + _scaled_by(alpha, jnp.asarray(other, self.dtype), out[0])
 
 
 @lowering("sub.Tensor", "sub.Scalar", promote="result")
-def sub(self, other, alpha=1):
-    return self - scaled(jnp.asarray(other, self.dtype), alpha)
+def sub(self, other, alpha=1, *, out):
+    return self - _scaled_by(alpha, jnp.asarray(other, self.dtype), out[0])
 
 
 @lowering("rsub.Tensor", "rsub.Scalar", promote="result")
-def rsub(self, other, alpha=1):
-    return other - scaled(self, alpha)
+def rsub(self, other, alpha=1, *, out):
+    return other - _scaled_by(alpha, self, out[0])
 
 
 @lowering("mul.Tensor", "mul.Scalar", promote="result")

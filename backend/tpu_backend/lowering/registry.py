@@ -156,7 +156,12 @@ def stored(value: jax.Array, dtype: Any) -> jax.Array:
     if not is_16_bit(dtype):
         return value
     bits = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
+    rounded = jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
+    if dtype == jnp.bfloat16:
+        return rounded
+    # What is below the least normal float16 would become 0; PyTorch keeps multiples of the least of all.
+    least = bits.smallest_subnormal.astype(value.dtype)
+    return jnp.where(jnp.abs(value) < bits.smallest_normal, jnp.round(value / least) * least, rounded)
 
 
 def apply(
