@@ -38,6 +38,7 @@ _FORWARD: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
     "interpolate linear": (lambda a: F.interpolate(a, 37, mode="linear"), [_normal(4, 8, 20)]),
     "interpolate bicubic": (lambda a: F.interpolate(a, (17, 9), mode="bicubic"), [_normal(2, 4, 8, 6)]),
     "add": (lambda a, b: torch.add(a, b, alpha=0.3), [_normal(40, 50), _normal(40, 50)]),
+    "polygamma": (lambda a: torch.polygamma(3, a), [_uniform(2000) + 0.5]),
     "prod": (lambda a: a.prod(0), [_uniform(9, 512) + 0.5]),
     "logsumexp": (lambda a: torch.logsumexp(a, 0), [_normal(40, 512)]),
     "soft_margin_loss": (
@@ -73,6 +74,10 @@ _BACKWARD: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
     "Tensor.unfold": (lambda a: a.unfold(1, 8, 3), [_normal(40, 50)]),
     "binary_cross_entropy": (F.binary_cross_entropy, [_uniform(40, 50), _uniform(40, 50)]),
     "soft_margin_loss": (F.soft_margin_loss, [_normal(40, 50), _normal(40, 50)]),
+    "segment_reduce prod": (
+        lambda a: torch.segment_reduce(a, "prod", lengths=torch.tensor([3, 11, 6], device=a.device)),
+        [_uniform(20, 500) + 0.5],
+    ),
     "layer_norm": (lambda a, b: F.layer_norm(a, (50,), b), [_normal(40, 50), _uniform(50)]),
     "glu": (F.glu, [_normal(40, 50)]),
     "mse_loss": (F.mse_loss, [_normal(40, 50), _normal(40, 50)]),
