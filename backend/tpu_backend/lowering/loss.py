@@ -105,13 +105,16 @@ def mse_loss_backward(grad_output, self, target, reduction, *, out):
 
 
 @lowering("smooth_l1_loss", promote="result")
-def smooth_l1_loss(self, target, reduction=_MEAN, beta=1.0):
-    distance = jnp.abs(self - target)
+def smooth_l1_loss(self, target, reduction=_MEAN, beta=1.0, *, out):
+    # PyTorch's CPU kernel works in float16 step by step, but in bfloat16 in float32.
+    rounded = _rounded_to(out[0]) if out[0].dtype == jnp.float16 else lambda value: value
+    distance = rounded(jnp.abs(self - target))
     if beta == 0:
         return _reduced(distance, reduction)
-    return _reduced(
-        jnp.where(distance < beta, 0.5 * distance * distance / beta, distance - 0.5 * beta), reduction
-    )
+    beta, half = rounded(jnp.asarray(beta, self.dtype)), rounded(jnp.asarray(0.5 * beta, self.dtype))
+    squares = rounded(rounded(0.5 * distance) * distance)
+    losses = jnp.where(distance < beta, squares / beta, distance - half)
+    return _reduced(stored(losses, out[0].dtype), reduction)
 
 
 @lowering("smooth_l1_loss_backward", promote="result")

@@ -189,6 +189,8 @@ def apply(
             return [cast(item) for item in value]
         if not isinstance(value, jax.Array):
             return value
+        if entry.promote == "inputs" and value.dtype != compute_dtype:
+            return stored(value.astype(target), compute_dtype)  # compared as what they are in 16 bit
         return value.astype(opmath(value.dtype) if target is None else target)
 
     if entry.promote is not None:
