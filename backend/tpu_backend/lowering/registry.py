@@ -26,7 +26,7 @@ Dtypes are decided here and nowhere else.  ``promote``
     "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a
                16-bit float (PyTorch's opmath); the default of a pointwise op
     "inputs"   cast to ``torch.result_type`` of the tensor and scalar inputs (comparisons, whose output is
-               bool), same opmath rule
+               bool), same opmath rule; what is of another dtype is rounded to a 16-bit result_type first
     "opmath"   only widen 16-bit floats to float32, leave all else alone (softmax, norms, losses, reductions)
     None       nothing is touched
 and afterwards each result is cast to the dtype that PyTorch inferred for it. Without "result" or "inputs" a
