@@ -197,7 +197,7 @@ def _batch_statistics(input, kept=jnp.float32):
     squares = jnp.square(input - _per_channel(centre, input.ndim))
     if kept != jnp.bfloat16:  # also in float16, where a sum would soon overflow
         return mean, jnp.mean(squares, dims)
-    count = jnp.asarray(input.size // input.shape[1], input.dtype)
+    count = jnp.asarray(input.size // max(input.shape[1], 1), input.dtype)
     return mean, stored(stored(jnp.sum(squares, dims), kept) / stored(count, kept), kept)
 
 
