@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 _TIES = "equal elements: the CPU takes whichever the steps of its selection leave, by no rule of order"
+_UNSTABLE = "equal elements: the CPU's sort leaves them in no order of their own, ours in the order they had"
+_ACCUMULATED = "PyTorch's own code accumulates in another dtype on the CPU than on devices it does not know"
 _ILL_CONDITIONED = "last digits that the gradient multiplies, by more than twice what it does to the CPU's"
 
 REASONS: dict[str, str] = {
     "topk": _TIES,
     "mode": _TIES,
     "kthvalue": _TIES,
+    "sort": _UNSTABLE,
+    "msort": _UNSTABLE,
+    "argsort": _UNSTABLE,
+    "nn.functional.linear_cross_entropy chunked": _ACCUMULATED,
+    "nn.functional.linear_cross_entropy chunked_none": _ACCUMULATED,
+    "tensordot": "strides: in 16 bit PyTorch's meta kernel for an expanded factor is not like its CPU kernel",
     "svd": _ILL_CONDITIONED,
     "linalg.svd": _ILL_CONDITIONED,
     "linalg.householder_product": _ILL_CONDITIONED,

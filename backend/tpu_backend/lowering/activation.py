@@ -171,7 +171,8 @@ def hardswish_backward(grad_output, self):
 
 
 @lowering("hardshrink", promote="result")
-def hardshrink(self, lambd=0.5):
+def hardshrink(self, lambd=0.5, *, out):
+    lambd = stored(jnp.asarray(lambd, self.dtype), out[0].dtype)
     return jnp.where((self >= -lambd) & (self <= lambd), 0, self)
 
 

@@ -105,13 +105,16 @@ def mse_loss_backward(grad_output, self, target, reduction, *, out):
 
 
 @lowering("smooth_l1_loss", promote="result")
-def smooth_l1_loss(self, target, reduction=_MEAN, beta=1.0):
-    distance = jnp.abs(self - target)
+def smooth_l1_loss(self, target, reduction=_MEAN, beta=1.0, *, out):
+    # PyTorch's CPU kernel works in float16 step by step, but in bfloat16 in float32.
+    rounded = _rounded_to(out[0]) if out[0].dtype == jnp.float16 else lambda value: value
+    distance = rounded(jnp.abs(self - target))
     if beta == 0:
         return _reduced(distance, reduction)
-    return _reduced(
-        jnp.where(distance < beta, 0.5 * distance * distance / beta, distance - 0.5 * beta), reduction
-    )
+    beta, half = rounded(jnp.asarray(beta, self.dtype)), rounded(jnp.asarray(0.5 * beta, self.dtype))
+    squares = rounded(rounded(0.5 * distance) * distance)
+    losses = jnp.where(distance < beta, squares / beta, distance - half)
+    return _reduced(stored(losses, out[0].dtype), reduction)
 
 
 @lowering("smooth_l1_loss_backward", promote="result")
@@ -154,7 +157,12 @@ def binary_cross_entropy(self, target, weight=None, reduction=_MEAN):
 
 
 @lowering("binary_cross_entropy_backward", promote="result")
-def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=_MEAN):
+def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=_MEAN, *, out):
+    if is_16_bit(out[0].dtype):
+        rounded = _rounded_to(out[0])
+        scale = jnp.maximum(rounded(rounded(1 - self) * self), rounded(jnp.asarray(1e-12, self.dtype)))
+        grad = rounded(rounded(grad_output * rounded(self - target)) / scale)
+        return _per_element(grad if weight is None else rounded(grad * weight), self, reduction)
     grad = (
         _per_element(grad_output, self, reduction) * (self - target) / jnp.maximum((1 - self) * self, 1e-12)
     )
@@ -172,12 +180,19 @@ def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None,
 
 
 @lowering("soft_margin_loss", promote="result")
-def soft_margin_loss(self, target, reduction=_MEAN):
-    return _reduced(jnp.log1p(jnp.exp(-target * self)), reduction)
+def soft_margin_loss(self, target, reduction=_MEAN, *, out):
+    rounded = _rounded_to(out[0])
+    return _reduced(rounded(jnp.log1p(rounded(jnp.exp(rounded(-target * self))))), reduction)
 
 
 @lowering("soft_margin_loss_backward", promote="result")
-def soft_margin_loss_backward(grad_output, self, target, reduction):
+def soft_margin_loss_backward(grad_output, self, target, reduction, *, out):
+    if is_16_bit(out[0].dtype):
+        rounded = _rounded_to(out[0])
+        exponential = rounded(jnp.exp(rounded(-target * self)))
+        share = rounded(jnp.asarray(_per_element(-1, self, reduction), self.dtype))
+        slopes = rounded(rounded(target * exponential) * share)
+        return rounded(slopes / rounded(exponential + 1)) * grad_output
     return -target * jax.nn.sigmoid(-target * self) * _per_element(grad_output, self, reduction)
 
 

@@ -98,12 +98,12 @@ def _affine(normalized, weight, bias):
 
 
 @lowering("native_layer_norm", promote="opmath")
-def layer_norm(input, normalized_shape, weight, bias, eps):
+def layer_norm(input, normalized_shape, weight, bias, eps, *, out):
     dims = _trailing(input, normalized_shape)
     mean = jnp.mean(input, dims, keepdims=True)
     centred = input - mean
     rstd = lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
-    return _affine(centred * rstd, weight, bias), mean, rstd
+    return _affine(centred * rstd, weight, bias), stored(mean, out[1].dtype), stored(rstd, out[2].dtype)
 
 
 @lowering("native_layer_norm_backward", promote="opmath")
@@ -189,11 +189,17 @@ def _channel_dims(input):
     return tuple(axis for axis in range(input.ndim) if axis != 1)
 
 
-def _batch_statistics(input):
+def _batch_statistics(input, kept=jnp.float32):
+    """Mean and variance of each channel as PyTorch's CPU has them among parameters of the dtype ``kept``."""
     dims = _channel_dims(input)
     mean = jnp.mean(input, dims)
-    variance = jnp.mean(jnp.square(input - _per_channel(mean, input.ndim)), dims)
-    return mean, variance
+    # Where a plane is one element the CPU's kernel is another, which centres on what it keeps.
+    centre = stored(mean, kept) if input.size == input.shape[0] * input.shape[1] else mean
+    squares = jnp.square(input - _per_channel(centre, input.ndim))
+    if kept != jnp.bfloat16:  # also in float16, where a sum would soon overflow
+        return mean, jnp.mean(squares, dims)
+    count = jnp.asarray(input.size // max(input.shape[1], 1), input.dtype)
+    return mean, stored(stored(jnp.sum(squares, dims), kept) / stored(count, kept), kept)
 
 
 def _normalize(input, weight, bias, mean, rstd):
@@ -208,8 +214,9 @@ def batch_norm(input, weight, bias, running_mean, running_var, training, momentu
     if not training:
         result = _normalize(input, weight, bias, running_mean, lax.rsqrt(running_var + eps))
         return result, jnp.zeros(out[1].shape), jnp.zeros(out[2].shape)
-    mean, variance = _batch_statistics(input)
-    rstd = lax.rsqrt(variance + eps)
+    kept = out[1].dtype  # 16 bit among 16-bit parameters, as on the CPU
+    mean, variance = _batch_statistics(input, kept)
+    mean, rstd = stored(mean, kept), stored(lax.rsqrt(variance + eps), kept)
     return _normalize(input, weight, bias, mean, rstd), mean, rstd
 
 

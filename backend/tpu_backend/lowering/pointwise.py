@@ -10,7 +10,7 @@ from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
 from tpu_backend.lowering.matmul import scaled
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath, stored
+from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, is_16_bit, lowering, opmath, stored
 
 # On a TPU a float64 is a pair of float32.
 _NO_FLOAT64_BITS = CannotCompile(
@@ -130,21 +130,33 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
 # ---- arithmetic
 
 
+def _number(value, spec):
+    """A number among tensors is of their dtype in most of PyTorch's CPU kernels: 0.3 is rounded to 16 bit."""
+    is_number = jnp.ndim(value) == 0 and is_16_bit(spec.dtype)
+    return stored(jnp.asarray(value, opmath(spec.dtype)), spec.dtype) if is_number else value
+
+
+def _scaled_by(alpha, value, spec):
+    if isinstance(alpha, (int, float)) and alpha == 1:
+        return value
+    return scaled(value, _number(alpha, spec))
+
+
 @lowering("add.Tensor", "add.Scalar", promote="result")
-def add(self, other, alpha=1):
+def add(self, other, alpha=1, *, out):
     if self.dtype == jnp.bool_:
         return jnp.logical_or(self, jnp.logical_and(other, alpha))
-    return self + scaled(jnp.asarray(other, self.dtype), alpha)
+    return self + _scaled_by(alpha, jnp.asarray(_number(other, out[0]), self.dtype), out[0])
 
 
 @lowering("sub.Tensor", "sub.Scalar", promote="result")
-def sub(self, other, alpha=1):
-    return self - scaled(jnp.asarray(other, self.dtype), alpha)
+def sub(self, other, alpha=1, *, out):
+    return self - _scaled_by(alpha, jnp.asarray(_number(other, out[0]), self.dtype), out[0])
 
 
 @lowering("rsub.Tensor", "rsub.Scalar", promote="result")
-def rsub(self, other, alpha=1):
-    return other - scaled(self, alpha)
+def rsub(self, other, alpha=1, *, out):
+    return _number(other, out[0]) - _scaled_by(alpha, self, out[0])
 
 
 @lowering("mul.Tensor", "mul.Scalar", promote="result")
@@ -197,15 +209,16 @@ def div_mode(self, other, *, rounding_mode, out=None):
 
 
 @lowering("fmod.Tensor", "fmod.Scalar", promote="result")
-def fmod(self, other):
-    other = jnp.asarray(other, self.dtype)
+def fmod(self, other, *, out):
+    other = jnp.asarray(_number(other, out[0]), self.dtype)
     if not is_floating(self):
         require_nonzero(self, other)
     return lax.rem(*jnp.broadcast_arrays(self, other))
 
 
 @lowering("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", promote="result")
-def remainder(self, other):
+def remainder(self, other, *, out):
+    self, other = _number(self, out[0]), _number(other, out[0])
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
         require_nonzero(self, other)
@@ -224,12 +237,12 @@ def pow_scalar(self, exponent, *, out):
             return lax.rsqrt(self)
         if float(exponent).is_integer() and abs(exponent) <= 16 and self.dtype != jnp.bool_:
             return lax.integer_pow(self, int(exponent))
-    return pow_tensor(self, jnp.asarray(exponent, self.dtype))
+    return pow_tensor(self, jnp.asarray(exponent, self.dtype), out=out)
 
 
 @lowering("pow.Tensor_Tensor", "pow.Scalar", promote="result")
-def pow_tensor(self, exponent):
-    self = jnp.asarray(self, exponent.dtype)
+def pow_tensor(self, exponent, *, out):
+    self, exponent = jnp.asarray(_number(self, out[0]), exponent.dtype), _number(exponent, out[0])
     if jnp.issubdtype(exponent.dtype, jnp.inexact):
         return jnp.power(self, exponent)
     if exponent.dtype == jnp.bool_:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, reduced_dims, wrap_dim
 from tpu_backend.lowering.pointwise import logaddexp
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath
+from tpu_backend.lowering.registry import (
+    CannotCompile,
+    NotLoweredError,
+    is_16_bit,
+    lowering,
+    opmath,
+    stored,
+)
 
 
 @lowering("sum", "sum.dim_IntList", promote="result")
@@ -28,8 +36,12 @@ def mean(self, dim=None, keepdim=False, *, dtype=None):
 
 
 @lowering("prod", "prod.dim_int", promote="result")
-def prod(self, dim=None, keepdim=False, *, dtype=None):
-    return jnp.prod(self, reduced_dims(dim, self.ndim), keepdims=keepdim)
+def prod(self, dim=None, keepdim=False, *, dtype=None, out):
+    dims = reduced_dims(dim, self.ndim)
+    if not is_16_bit(out[0].dtype):
+        return jnp.prod(self, dims, keepdims=keepdim)
+    product = lax.reduce(self, jnp.ones((), self.dtype), lambda a, b: stored(a * b, out[0].dtype), dims)
+    return product.reshape(out[0].shape)
 
 
 @lowering("count_nonzero", "count_nonzero.dim_IntList")
@@ -201,12 +213,14 @@ def norm(self, p=2, dim=None, keepdim=False, *, dtype=None, out=None):
 
 
 @lowering("logsumexp", promote="result")
-def logsumexp(self, dim, keepdim=False):
+def logsumexp(self, dim, keepdim=False, *, out):
+    rounded = partial(stored, dtype=out[0].dtype)  # PyTorch's is made of operators
     dims = reduced_dims(dim, self.ndim)
     # PyTorch takes the real parts of complex numbers: any shift of that size keeps exp() finite.
     largest = jnp.max(self.real, dims, keepdims=True, initial=-jnp.inf)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    total = jnp.log(jnp.sum(jnp.exp(self - largest), dims, keepdims=True)) + largest
+    total = rounded(jnp.sum(rounded(jnp.exp(rounded(self - largest))), dims, keepdims=True))
+    total = rounded(jnp.log(total)) + largest
     return total if keepdim else total.squeeze(dims)
 
 

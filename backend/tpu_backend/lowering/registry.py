@@ -26,7 +26,7 @@ Dtypes are decided here and nowhere else.  ``promote``
     "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a
                16-bit float (PyTorch's opmath); the default of a pointwise op
     "inputs"   cast to ``torch.result_type`` of the tensor and scalar inputs (comparisons, whose output is
-               bool), same opmath rule
+               bool), same opmath rule; what is of another dtype is rounded to a 16-bit result_type first
     "opmath"   only widen 16-bit floats to float32, leave all else alone (softmax, norms, losses, reductions)
     None       nothing is touched
 and afterwards each result is cast to the dtype that PyTorch inferred for it. Without "result" or "inputs" a
@@ -156,7 +156,12 @@ def stored(value: jax.Array, dtype: Any) -> jax.Array:
     if not is_16_bit(dtype):
         return value
     bits = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
+    rounded = jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
+    if dtype == jnp.bfloat16:
+        return rounded
+    # What is below the least normal float16 would become 0; PyTorch keeps multiples of the least of all.
+    least = bits.smallest_subnormal.astype(value.dtype)
+    return jnp.where(jnp.abs(value) < bits.smallest_normal, jnp.round(value / least) * least, rounded)
 
 
 def apply(
@@ -184,6 +189,8 @@ def apply(
             return [cast(item) for item in value]
         if not isinstance(value, jax.Array):
             return value
+        if entry.promote == "inputs" and value.dtype != compute_dtype:
+            return stored(value.astype(target), compute_dtype)  # compared as what they are in 16 bit
         return value.astype(opmath(value.dtype) if target is None else target)
 
     if entry.promote is not None:

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering.registry import lowering, opmath
+from tpu_backend.lowering.registry import is_16_bit, lowering, opmath, stored
 
 _START = {"sum": 0, "mean": 0, "prod": 1, "max": -math.inf, "min": math.inf}
 _METHOD = {
@@ -64,7 +64,9 @@ def segment_reduce(
 
 
 @lowering("_segment_reduce_backward", promote="opmath")
-def segment_reduce_backward(grad, output, data, reduce, *, lengths=None, offsets=None, axis=0, initial=None):
+def segment_reduce_backward(
+    grad, output, data, reduce, *, lengths=None, offsets=None, axis=0, initial=None, out
+):
     axis = axis % data.ndim
     rows = _rows(data, axis)
     segments, sizes = _segments(lengths, offsets, axis, data.shape[axis])
@@ -88,9 +90,13 @@ def segment_reduce_backward(grad, output, data, reduce, *, lengths=None, offsets
         incoming = chosen * incoming / jnp.maximum(spread(total(chosen)), 1)
     elif reduce == "prod":  # of all others: only where one of them is 0 is that 0
         zero = (rows == 0).astype(data.dtype)
-        other_zeros = spread(total(zero)) - zero
+        zeros = spread(total(zero))
+        other_zeros = zeros - zero
         nonzero = jnp.where(rows == 0, 1, rows)
         product = jax.vmap(lambda row, segment: jax.ops.segment_prod(row, segment, count))(nonzero, segments)
         product = spread(product * _start("prod", initial, data.dtype))
+        if is_16_bit(out[0].dtype):  # in steps, as on the CPU
+            product = jnp.where(zeros == 0, spread(_rows(output, axis)), product)
+            incoming, product = stored(incoming * stored(product, out[0].dtype), out[0].dtype), 1
         incoming = jnp.where(other_zeros > 0, 0, incoming * product / nonzero)
     return incoming.reshape(data.shape)

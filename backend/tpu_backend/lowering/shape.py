@@ -150,8 +150,9 @@ for _mode, _function in {"reflection": _reflect_pad, "replication": _edge_pad}.i
 # ---- sliding windows
 
 
-@lowering("unfold_backward", promote="opmath")
+@lowering("unfold_backward")
 def unfold_backward(grad_in, input_sizes, dim, size, step):
+    """Added up in the dtype of the gradient, as on the CPU."""
     axis = wrap_dim(dim, len(input_sizes))
     values = grad_in if input_sizes else grad_in.reshape(1, 1)
     starts = jnp.arange(values.shape[axis], dtype=jnp.int32) * step

@@ -134,12 +134,12 @@ _BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6)  # B_
 
 
 @lowering("polygamma", promote="result")
-def polygamma(n, self):
+def polygamma(n, self, *, out):
     if n == 0:
         return digamma(self)
     if n > 1:
         sign = 1.0 if n % 2 else -1.0
-        return sign * math.factorial(n) * zeta(jnp.asarray(n + 1, self.dtype), self)
+        return sign * math.factorial(n) * stored(zeta(jnp.asarray(n + 1, self.dtype), self), out[0].dtype)
     # Reflected to the right half, where one sum serves all.
     reflected = jnp.where(self < 0.5, 1 - self, self)
     sine = jnp.sin(math.pi * self)  # not reduced first: near a pole that would be right where PyTorch is not

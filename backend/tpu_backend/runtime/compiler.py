@@ -16,9 +16,10 @@ from tpu_backend import device_module, executable_cache
 from tpu_backend.compiling import compiling
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.runtime import ahead, compile_log, known_forms
 from tpu_backend.runtime.causes import Cause, cause_of
-from tpu_backend.runtime.dtypes import stored_dtype
+from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import environment, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
@@ -86,6 +87,21 @@ def lower_segment(
     return lowered, tuple(demands)
 
 
+# XLA's library of kernels for the CPU leaves out the rounding to 16 bit in front of a sum. Without it a
+# program of many operators rounds as the same operators do one by one.
+_EVERY_ROUNDING: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+
+def _options(description: dict[str, Any]) -> dict[str, Any] | None:
+    """What this program is compiled with besides the process's own XLA_FLAGS."""
+    has_16_bit = any(
+        is_16_bit(lowered_dtype(output.dtype))
+        for entry, _, _ in entries(description["tape"])
+        for output in entry.outputs
+    )
+    return _EVERY_ROUNDING if has_16_bit and platform().name == "cpu" else None
+
+
 def compile_segment(description: dict[str, Any]) -> Executable:
     """The executable of a segment for the device of this process (`lower_segment` says what it takes): from
     the executable cache if it is there, else compiled, and kept there.
@@ -118,7 +134,7 @@ def _compile(description: dict[str, Any], cause: Cause) -> Executable:
         if (found := _load(cache, key, names)) is not None:
             return found
     with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=_options(description))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)

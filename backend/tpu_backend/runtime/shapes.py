@@ -8,10 +8,13 @@ then that one is asked, and says what is wrong in PyTorch's words.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._decomp.decompositions import max_unpool2d, multilabel_margin_loss_forward
 from torch._meta_registrations import _exec_fft, _linalg_svd_meta, _sort_dims
 from torch._prims_common import suggest_memory_format
@@ -28,6 +31,9 @@ def register_meta_kernels() -> Library:
     library.impl("max_unpool2d", _max_unpool2d, "Meta", allow_override=True)
     # PyTorch's own takes every meta tensor for a CUDA one, of which Vh lies by rows.
     library.impl("_linalg_svd", _linalg_svd, "Meta", allow_override=True)
+    # PyTorch's own keep statistics in float32 as CUDA's kernels do; the CPU keeps 16-bit ones in 16 bit.
+    for name in _NORMALIZATIONS:
+        library.impl(name, _keeping_statistics(name), "Meta", allow_override=True)
     # PyTorch's own lie in the order of CUDA's.
     library.impl("_fft_r2c", _fft_r2c, "Meta", allow_override=True)
     library.impl("_fft_c2r", _fft_c2r, "Meta", allow_override=True)
@@ -40,6 +46,34 @@ def register_meta_kernels() -> Library:
     # PyTorch's own kernel knows bfloat16 alone, and strides of CUDA's kernel.
     library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
     return library
+
+
+# Each returns the normalised input, its mean and its reciprocal deviation, then what is not described here.
+_NORMALIZATIONS = (
+    "native_layer_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit.no_stats",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
+    "_batch_norm_no_update",
+)
+
+
+def _keeping_statistics(name: str) -> Callable[..., tuple[Tensor, ...]]:
+    """PyTorch's own inference, but mean and reciprocal deviation are of the dtype of the parameters, and of
+    the input's where there are none."""
+    operator, _, overload = name.partition(".")
+    infer = decomposition_table[getattr(getattr(torch.ops.aten, operator), overload or "default")]
+
+    def kernel(input: Tensor, *others: Any, **keywords: Any) -> tuple[Tensor, ...]:
+        result, mean, deviation, *rest = infer(input, *others, **keywords)
+        parameters = [each for each in (*others, *keywords.values()) if isinstance(each, Tensor)]
+        kept = (parameters or [input])[0].dtype
+        return result, mean.to(kept), deviation.to(kept), *rest
+
+    return kernel
 
 
 def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tensor:
