@@ -110,11 +110,11 @@ class RecipeProcess:
 
     def evaluates(self) -> bool:
         """Whether its last word is that an evaluation has begun."""
-        return re.search(r"evaluating at step \d+ \.\.\. $", self.output()) is not None
+        return re.search(r"evaluating at step \d+ \.\.\.\n\Z", self.output()) is not None
 
     def compiles_first_step(self) -> bool:
         """Whether its last word is that the first step is being compiled."""
-        return re.search(r"first of this process, .* \.\.\. $", self.output(), re.MULTILINE) is not None
+        return re.search(r"first of this process, .* \.\.\.\n\Z", self.output()) is not None
 
     def saves(self) -> bool:
         """Whether a checkpoint lies unfinished, and not since an earlier process was killed."""
