@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -73,7 +73,8 @@ class Execution:
         self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
-        self._forms_trained: set[str] = set()  # of a trial
+        self._mode: tuple[str, str | None] | None = None  # of the device, and the one it gets ready for
+        self._forms_trained: set[str] = set()
         self._seen: set[Hashable] = set()
 
     @property
@@ -112,17 +113,25 @@ class Execution:
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:
         """In here the model runs in one of FORMS but auto."""
-        outer, self._form = self._form, form
+        outer = self._form, self._mode
+        self._form, self._mode = form, self._mode_for(form)
         try:
-            with self._mode_for(form):
+            with devices.execution_mode(self._device, *self._mode):
                 yield
         finally:
-            self._form = outer
+            self._form, self._mode = outer
 
-    def _mode_for(self, form: str) -> AbstractContextManager[object]:
-        """Sets the mode of the device, and is the context in which it holds."""
-        then = "fused" if form == "layered" and self._is_in_first_steps else None
-        return devices.execution_mode(self._device, "fused" if form == "compile" else form, then)
+    def _mode_for(self, form: str) -> tuple[str, str | None]:
+        is_asked_for = "layered" in (self._cfg.train, self._cfg.validate, self._cfg.sample)
+        then = "fused" if form == "layered" and self._is_in_first_steps and not is_asked_for else None
+        return "fused" if form == "compile" else form, then
+
+    def _change_to(self, form: str) -> None:
+        """From here on to the end of the phase it has this form."""
+        self._form, mode = form, self._mode_for(form)
+        if mode != self._mode:
+            devices.execution_mode(self._device, *mode)  # sets it; the phase's own context takes it back
+            self._mode = mode
 
     @property
     def compiles(self) -> bool:
@@ -137,26 +146,24 @@ class Execution:
         """Phase `name` ran as `is_new` says."""
         self._seen.add((name, self._form_of(name), batches))
 
-    # -- auto: training, step by step
+    # -- training, step by step
 
     def before_step(self, step: int) -> bool:
         """Take the form for the step after `step`; whether it is one that this process has not run."""
-        if self._trial is not None:
+        if self._trial is not None and not self._is_in_first_steps:
             self._form_of_training = self._trial.before_step(step)
         form = self._form_of("train")
-        if form != self._form and "layered" in (form, self._form):
-            self._mode_for(form)
         is_new = form not in self._forms_trained
         self._forms_trained.add(form)
-        self._form = form
+        self._change_to(form)
         return is_new
 
     def after_step(self, step: int) -> None:
         """Step number `step` was dispatched."""
-        if self._trial is not None:
+        if self._trial is not None and step > self._cfg.first_steps:
             self._trial.after_step(step)
             self._form_of_training = self._trial.form  # which may have been chosen now
-            self._form = self._form_of("train")
+        self._change_to(self._form_of("train"))
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint holds of it."""

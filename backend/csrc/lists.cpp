@@ -38,11 +38,15 @@ Leaf leaf_at(const Signature& signature, size_t at, size_t arg, int32_t element)
   switch (tag_of(word)) {
     case Tag::TensorView: {
       const auto kind = static_cast<ViewKind>(payload_of(word) >> 8 & 0xff);
+      leaf.is_tensor = true;
       leaf.has_offset = kind != ViewKind::Dense;
-      [[fallthrough]];
+      leaf.has_dims = (payload_of(word) & 0xff) != 0;
+      leaf.reads = signature.op->args[arg].is_read;
+      break;
     }
     case Tag::TensorWhole:
       leaf.is_tensor = true;
+      leaf.has_dims = !layout_by_id(static_cast<uint32_t>(payload_of(word)))->dims.empty();
       leaf.reads = signature.op->args[arg].is_read;
       break;
     case Tag::Runtime:
@@ -77,6 +81,9 @@ ListCall list_call(const Signature& signature) {
     const uint64_t word = signature.words[at];
     if (tag_of(word) != Tag::List) {
       call.leaves.push_back(leaf_at(signature, at, arg, -1));
+      if (call.leaves.back().has_dims) { // a number for each element, perhaps
+        return {};
+      }
       at = call.leaves.back().end;
       continue;
     }

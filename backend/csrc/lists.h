@@ -12,6 +12,7 @@ struct Leaf {
   size_t arg;
   int32_t element; // -1 outside a list
   bool is_tensor{false};
+  bool has_dims{false}; // of a tensor: it is more than a number
   bool reads{false};
   bool has_offset{false};
   bool is_integer{false}; // a runtime number

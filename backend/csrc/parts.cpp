@@ -1,17 +1,16 @@
 #include "parts.h"
 
-#include "lists.h"
 #include "repeats.h"
 
 #include <algorithm>
+#include <map>
+#include <unordered_map>
 
 namespace tpu {
 namespace {
 
 // Shorter stretches are not worth a launch of their own.
 constexpr size_t kShortestRepeat = 12;
-
-constexpr size_t kAllElements = ~size_t{0};
 
 uint64_t mixed(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9fb21c651e98df25ULL;
@@ -47,16 +46,17 @@ class Planner {
  public:
   explicit Planner(const Segment& whole) : whole_(whole) {
     for (const auto* signature : whole.entries) {
-      calls_.push_back(list_call(*signature));
+      calls_.push_back(std::make_shared<const ListCall>(list_call(*signature)));
     }
   }
 
   PartPlan plan() {
     const size_t num_entries = whole_.entries.size();
     for (size_t begin = 0; begin < num_entries;) {
-      const size_t length = calls_[begin].length;
-      size_t end = begin + 1;
-      while (end < num_entries && calls_[end].length == length) {
+      const size_t length = calls_[begin]->length;
+      std::unordered_map<uint32_t, int32_t> made; // by local: of which element
+      size_t end = begin;
+      while (end < num_entries && calls_[end]->length == length && keeps_elements_apart(end, made)) {
         ++end;
       }
       if (length == 0) {
@@ -66,17 +66,80 @@ class Planner {
       }
       begin = end;
     }
+    join_what_is_not_shared();
     return std::move(plan_);
   }
 
  private:
+  // Whether an entry on lists reads, of what the entries on lists before it have made, the same element alone: then the
+  // elements can be taken one after the other.
+  bool keeps_elements_apart(size_t entry, std::unordered_map<uint32_t, int32_t>& made) const {
+    const auto& outputs = whole_.entries[entry]->outputs;
+    const auto links = whole_.links_of(entry);
+    size_t next = 0;
+    const auto is_apart = [&](int32_t element) {
+      const auto found = made.find(links[next++]);
+      return found == made.end() || found->second == element;
+    };
+    if (calls_[entry]->length == 0) {
+      return true;
+    }
+    for (const auto& leaf : calls_[entry]->leaves) {
+      if (leaf.is_tensor && leaf.reads && !is_apart(leaf.element)) {
+        return false;
+      }
+    }
+    for (const auto& output : outputs) {
+      if (output.partial && !output.skip && !is_apart(output.element)) {
+        return false;
+      }
+    }
+    size_t local = whole_.marks[entry].values;
+    for (const auto& output : outputs) {
+      if (!output.skip) {
+        while (whole_.is_input[local] != 0) {
+          ++local;
+        }
+        made[static_cast<uint32_t>(local++)] = output.element;
+      }
+    }
+    return true;
+  }
+
+  // A part that no other one is like is none: it is joined to its neighbour, if that is no better.
+  void join_what_is_not_shared() {
+    std::map<std::vector<uint64_t>, size_t> times;
+    const auto key_of = [&](const std::vector<Piece>& part) {
+      std::vector<uint64_t> key;
+      for (const auto& piece : part) {
+        key.push_back(mixed(piece.signature->id, whole_.precision_of(piece.entry)));
+      }
+      return key;
+    };
+    for (const auto& part : plan_) {
+      ++times[key_of(part)];
+    }
+    PartPlan joined;
+    bool is_open = false; // the last of them is shared by nobody
+    for (auto& part : plan_) {
+      const bool is_shared = times[key_of(part)] > 1;
+      if (is_open && !is_shared) {
+        joined.back().insert(joined.back().end(), part.begin(), part.end());
+      } else {
+        joined.push_back(std::move(part));
+      }
+      is_open = !is_shared;
+    }
+    plan_ = std::move(joined);
+  }
+
   void add(size_t begin, size_t end) {
     if (begin == end) {
       return;
     }
     auto& part = plan_.emplace_back();
     for (size_t entry = begin; entry < end; ++entry) {
-      part.push_back({entry, whole_.entries[entry], 0, kAllElements});
+      part.push_back({entry, whole_.entries[entry], nullptr, 0, 0});
     }
   }
 
@@ -105,7 +168,7 @@ class Planner {
     std::vector<uint64_t> elements(length, 0); // what is the same for two elements that the entries treat alike
     for (size_t entry = begin; entry < end; ++entry) {
       const auto& words = whole_.entries[entry]->words;
-      for (const auto& leaf : calls_[entry].leaves) {
+      for (const auto& leaf : calls_[entry]->leaves) {
         for (size_t at = leaf.begin; leaf.element >= 0 && at < leaf.end; ++at) {
           elements[leaf.element] = mixed(elements[leaf.element], words[at]);
         }
@@ -122,7 +185,8 @@ class Planner {
       }
       auto& part = plan_.emplace_back();
       for (size_t entry = begin; entry < end; ++entry) {
-        part.push_back({entry, part_of_lists(*whole_.entries[entry], calls_[entry], first, last), first, last});
+        const auto& call = calls_[entry];
+        part.push_back({entry, part_of_lists(*whole_.entries[entry], *call, first, last), call, first, last});
       }
     };
     size_t done = 0;
@@ -138,7 +202,7 @@ class Planner {
   }
 
   const Segment& whole_;
-  std::vector<ListCall> calls_;
+  std::vector<std::shared_ptr<const ListCall>> calls_; // by entry
   std::vector<uint64_t> crossing_;
   PartPlan plan_;
 };
@@ -168,38 +232,21 @@ class PartBuilder {
   }
 
  private:
-  // What a piece takes of its entry.
-  struct Taken {
-    bool all;
-    ListCall call;
-    size_t first, last;
-
-    bool takes(int32_t element) const {
-      return all || element < 0 || (static_cast<size_t>(element) >= first && static_cast<size_t>(element) < last);
-    }
-  };
-
   void add(const Piece& piece) {
     const auto& entry = *whole_.entries[piece.entry];
-    Taken taken{.all = piece.last == kAllElements, .call = {}, .first = piece.first, .last = piece.last};
-    if (!taken.all) {
-      taken.call = list_call(entry);
-    }
     part_.push(piece.signature->id);
     if (entry.reads_precision) {
       part_.push(whole_.precision_of(piece.entry));
     }
-    for (const auto& checked : whole_.checked) {
-      if (checked.entry == piece.entry) {
-        part_.checked.push_back(checked);
-        part_.checked.back().entry = static_cast<uint32_t>(part_.entries.size());
-      }
+    if (entry.checked) { // none of those on lists is; the others come in their order
+      part_.checked.push_back(whole_.checked[num_checked_++]);
+      part_.checked.back().entry = static_cast<uint32_t>(part_.entries.size());
     }
     part_.entries.push_back(piece.signature);
     part_.circumstances.push_back(whole_.circumstances[piece.entry]);
-    add_links(piece.entry, entry, taken);
-    add_numbers(piece.entry, entry, taken);
-    add_outputs(piece.entry, entry, taken);
+    add_links(piece, entry);
+    add_numbers(piece, entry);
+    add_outputs(piece, entry);
   }
 
   void link(uint32_t local) {
@@ -218,19 +265,19 @@ class PartBuilder {
     return own_[local];
   }
 
-  void add_links(size_t index, const Signature& entry, const Taken& taken) {
-    const auto links = whole_.links_of(index);
-    if (taken.all) {
+  void add_links(const Piece& piece, const Signature& entry) {
+    const auto links = whole_.links_of(piece.entry);
+    if (!piece.lists) {
       for (const uint32_t local : links) {
         link(local);
       }
       return;
     }
     size_t next = 0;
-    for (const auto& leaf : taken.call.leaves) {
+    for (const auto& leaf : piece.lists->leaves) {
       if (leaf.is_tensor && leaf.reads) {
         const uint32_t local = links[next++];
-        if (taken.takes(leaf.element)) {
+        if (piece.takes(leaf.element)) {
           link(local);
         }
       }
@@ -238,18 +285,18 @@ class PartBuilder {
     for (const auto& output : entry.outputs) {
       if (output.partial && !output.skip) {
         const uint32_t local = links[next++];
-        if (taken.takes(output.element)) {
+        if (piece.takes(output.element)) {
           link(local);
         }
       }
     }
   }
 
-  void add_numbers(size_t index, const Signature& entry, const Taken& taken) {
-    Mark at = whole_.marks[index];
-    const Mark end = whole_.mark_after(index);
+  void add_numbers(const Piece& piece, const Signature& entry) {
+    Mark at = whole_.marks[piece.entry];
+    const Mark end = whole_.mark_after(piece.entry);
     auto& numbers = part_.numbers;
-    if (taken.all) {
+    if (!piece.lists) {
       const auto copy = [](auto& to, const auto& from, size_t first, size_t last) {
         to.insert(to.end(), from.begin() + static_cast<int64_t>(first), from.begin() + static_cast<int64_t>(last));
       };
@@ -264,8 +311,8 @@ class PartBuilder {
       }
       return;
     }
-    for (const auto& leaf : taken.call.leaves) {
-      const bool is_wanted = taken.takes(leaf.element);
+    for (const auto& leaf : piece.lists->leaves) {
+      const bool is_wanted = piece.takes(leaf.element);
       const auto take = [&](auto& to, const auto& from, uint32_t& place) {
         if (is_wanted) {
           to.push_back(from[place]);
@@ -284,8 +331,8 @@ class PartBuilder {
     }
   }
 
-  void add_outputs(size_t index, const Signature& entry, const Taken& taken) {
-    size_t local = whole_.marks[index].values;
+  void add_outputs(const Piece& piece, const Signature& entry) {
+    size_t local = whole_.marks[piece.entry].values;
     for (const auto& output : entry.outputs) {
       if (output.skip) {
         continue;
@@ -294,7 +341,7 @@ class PartBuilder {
         ++local;
       }
       const auto made = static_cast<int32_t>(local++);
-      if (!taken.takes(output.element)) {
+      if (!piece.takes(output.element)) {
         continue;
       }
       int32_t origin = -1;
@@ -314,6 +361,7 @@ class PartBuilder {
   std::vector<int32_t> seen_;
   std::vector<int32_t> newest_; // by input of the whole: what its buffer held when the part began
   std::vector<std::pair<int32_t, int32_t>> written_;
+  size_t num_checked_{0};
 };
 
 } // namespace

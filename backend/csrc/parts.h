@@ -2,6 +2,7 @@
 // backward), and where lists of tensors do (an optimizer's, a layer's tensors each time), so that equal parts share a program.
 #pragma once
 
+#include "lists.h"
 #include "program.h"
 
 namespace tpu {
@@ -10,10 +11,15 @@ namespace tpu {
 struct Piece {
   size_t entry;
   const Signature* signature;
+  std::shared_ptr<const ListCall> lists; // null: all of it
   size_t first, last;
+
+  bool takes(int32_t element) const {
+    return !lists || element < 0 || (static_cast<size_t>(element) >= first && static_cast<size_t>(element) < last);
+  }
 };
 
-// Which pieces each part has, in order.  One part: there is nothing to share.
+// Which pieces each part has, in order.  One part where there is nothing to share, and then only there.
 PartPlan plan_parts(const Segment& whole);
 
 // The parts as segments of their own.  They take over the values of `whole`: those that a later part reads live until it was run.

@@ -154,6 +154,10 @@ Donations donations_of(const Segment& segment, const Locals& live, const Holders
     }
   }
   std::sort(donations.begin(), donations.end());
+  // Of several values of one buffer the last takes the memory.
+  const auto is_same_input = [](const auto& some, const auto& other) { return some.first == other.first; };
+  const auto kept = std::unique(donations.rbegin(), donations.rend(), is_same_input);
+  donations.erase(donations.begin(), kept.base());
   return donations;
 }
 
@@ -216,7 +220,10 @@ std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) 
   return {program.parts.get(), is_new};
 }
 
-py::object ProgramCache::description_of(const Segment& segment) {
+py::object ProgramCache::description_to_prepare(const Segment& segment) {
+  if (std::exchange(find(segment).is_prepared, true)) {
+    return py::none();
+  }
   const Locals live = live_values(segment);
   return description_of(segment, live, donations_of(segment, live));
 }

@@ -101,6 +101,7 @@ struct Program {
   std::vector<uint32_t> tape;
   std::vector<std::unique_ptr<Variant>> variants;
   std::shared_ptr<const PartPlan> parts; // once it was asked how it is taken apart
+  bool is_prepared{false}; // it was compiled ahead
 };
 
 using Locals = c10::SmallVector<int32_t, 16>;
@@ -119,8 +120,8 @@ class ProgramCache {
  public:
   // How a segment is taken apart, and whether that was found out just now.
   std::pair<const PartPlan*, bool> parts_of(const Segment& segment);
-  // What `run` would have compiled, as Python is told it: None if it has the program.
-  pybind11::object description_of(const Segment& segment);
+  // What `run` would have compiled, as Python is told it: None if it has the program, or this was asked before.
+  pybind11::object description_to_prepare(const Segment& segment);
   // The same of segments that are run one after the other; each program once.
   std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
   // A thread begins to compile it.

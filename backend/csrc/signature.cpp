@@ -106,7 +106,7 @@ void encode_number(const ArgInfo& arg, const c10::IValue& value, EncodedCall& ca
 // A list of numbers that are the same: one input does for all of them, and what it does to each tensor is one kernel.
 bool is_one_number(c10::ArrayRef<c10::IValue> list) {
   return list.size() > 1 && list[0].isDouble() && std::all_of(list.begin(), list.end(), [&](const c10::IValue& item) {
-           return item.isDouble() && item.toDouble() == list[0].toDouble();
+           return item.isDouble() && std::bit_cast<uint64_t>(item.toDouble()) == std::bit_cast<uint64_t>(list[0].toDouble());
          });
 }
 

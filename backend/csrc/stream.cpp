@@ -277,6 +277,9 @@ void Stream::cut() {
         running.fail("it was interrupted");
       }
       throw;
+    } catch (const c10::Error&) {
+      check_launches(); // those before the one that failed
+      throw;
     }
     recent.launched();
     if (notes != nullptr) {
@@ -284,9 +287,13 @@ void Stream::cut() {
     }
     running.clear();
     spare_ = std::move(running);
-    for (auto& launch : std::exchange(unchecked_, {})) {
-      range_checks_.add(launch.number, launch.offenders, launch.executable, std::move(launch.checked));
-    }
+    check_launches();
+  }
+}
+
+void Stream::check_launches() {
+  for (auto& launch : std::exchange(unchecked_, {})) {
+    range_checks_.add(launch.number, launch.offenders, launch.executable, std::move(launch.checked));
   }
 }
 
@@ -302,31 +309,45 @@ void Stream::run(Segment& segment) {
     note_launch(segment);
     return;
   }
-  const auto whole = is_new && compiles_ahead() ? programs_.description_of(segment) : pybind11::none();
+  const auto whole = compiles_ahead() ? programs_.description_to_prepare(segment) : pybind11::none();
+  std::vector<Value*> values; // alive in the parts
+  for (const auto& value : segment.values) {
+    values.push_back(value.get());
+  }
   auto parts = take_apart(segment, *plan);
-  if (is_new) { // all at once, as far as there are cores
-    for (const auto& description : programs_.descriptions_of(parts)) {
-      programs_.compile_ahead(description);
+  size_t num_run = 0;
+  const auto fail_rest = [&](const std::string& message) {
+    for (; num_run < parts.size(); ++num_run) {
+      parts[num_run].fail(message);
+    }
+  };
+  try {
+    if (is_new) { // all at once, as far as there are cores
+      for (const auto& description : programs_.descriptions_of(parts)) {
+        programs_.compile_ahead(description);
+      }
     }
     programs_.compile_ahead(whole);
-  }
-  for (auto part = parts.begin(); part != parts.end(); ++part) {
-    const auto fail_rest = [&](const std::string& message) {
-      for (; part != parts.end(); ++part) {
-        part->fail(message);
-      }
-    };
-    try {
-      programs_.run(*part, counters);
-    } catch (const pybind11::error_already_set&) {
-      fail_rest("it was interrupted");
-      throw;
-    } catch (const c10::Error& error) {
-      fail_rest(error.what_without_backtrace());
-      throw;
+    for (; num_run < parts.size(); ++num_run) {
+      programs_.run(parts[num_run], counters);
+      note_launch(parts[num_run]);
+      parts[num_run].clear();
     }
-    note_launch(*part);
-    part->clear();
+  } catch (const pybind11::error_already_set&) {
+    if (num_run == 0) { // nothing is lost: the segment is what it was
+      for (Value* value : values) {
+        segment.values.push_back(ValuePtr::reclaim_copy(value));
+      }
+    } else {
+      fail_rest("it was interrupted");
+    }
+    throw;
+  } catch (const c10::Error& error) {
+    fail_rest(error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    fail_rest(error.what());
+    throw;
   }
 }
 

@@ -134,6 +134,7 @@ class Stream {
   void note_run(const Segment& segment);
   void run(Segment& segment);
   void note_launch(Segment& segment);
+  void check_launches();
 
   // A launch whose indices are still to be looked at.
   struct Unchecked {

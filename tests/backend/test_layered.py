@@ -151,3 +151,89 @@ def test_indices_are_checked_in_every_part():
             x = table[index] + x.sin().cos().exp().log().tanh().abs().neg().sqrt().square().ceil().floor()
         with pytest.raises(IndexError, match="index 7 is out of bounds"):
             torch.tpu.synchronize()
+
+
+def of_both(step):
+    """What `step(device)` returns, on the CPU and, in layered mode, on the device."""
+    expected = step("cpu")
+    with torch.tpu.eager_mode("layered"):
+        found = step("tpu")
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual.cpu(), wanted)
+
+
+def eight(device: str, start: float = 0.0) -> list[torch.Tensor]:
+    return [torch.arange(4.0, device=device) + start + each for each in range(8)]
+
+
+def test_lists_whose_elements_meet_are_not_taken_apart():
+    def backwards(device):
+        tensors = eight(device)
+        torch._foreach_add_(tensors, 1)
+        torch._foreach_mul_(tensors[::-1], eight(device, 2))
+        return torch._foreach_sub(tensors, tensors[1:] + tensors[:1])
+
+    def by_one_of_them(device):
+        tensors = eight(device, 1)
+        norms = torch._foreach_norm(tensors)
+        torch._foreach_div_(tensors, norms[3])
+        return tensors
+
+    of_both(backwards)
+    of_both(by_one_of_them)
+
+
+def test_numbers_that_differ_in_a_list_and_numbers_that_are_the_same():
+    def update(device):
+        tensors = eight(device)
+        for numbers in ([2.0] * 8, [float(each) for each in range(8)], [0.0, -0.0] * 4):
+            torch._foreach_addcdiv_(tensors, eight(device, 1), eight(device, 3), numbers)
+        return tensors
+
+    of_both(update)
+
+
+def test_what_a_part_writes_twice_and_a_later_one_reads_in_between():
+    def count(device):
+        calls, seen = torch.zeros(3, device=device), torch.zeros(3, device=device)
+        for _ in range(5):
+            calls.add_(1)
+            before = calls * 2
+            calls.mul_(3).add_(before).sub_(1)
+            seen.add_(before).mul_(0.5).add_(calls.sin().cos().square().exp().log1p())
+            calls.neg_().abs_()
+        return [calls, seen]
+
+    of_both(count)
+    of_both(count)
+
+
+def test_where_nothing_repeats_there_is_one_program():
+    x = torch.ones(5, 5, device="tpu")
+    torch.tpu.synchronize()
+    segments = torch.tpu.compile_stats()["segments_run"]
+    with torch.tpu.eager_mode("layered"):
+        y = torch._foreach_add([x, x[:2], x[0]], 1)
+        z = y[0].sum() + y[1].prod() + y[2].mean() + torch.stack(torch._foreach_norm([x, x[0]])).max()
+        assert z.item() == pytest.approx(50 + 1024 + 2 + 5)
+    assert torch.tpu.compile_stats()["segments_run"] == segments + 1
+
+
+def test_ctrl_c_while_the_first_part_is_compiled_loses_nothing(monkeypatch):
+    from tpu_backend.runtime import ahead
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    model = model_of(4, width=20).to("tpu")
+    inputs = torch.randn(6, 20, device="tpu")
+    torch.tpu.synchronize()
+    with torch.tpu.eager_mode("layered"):
+        output = model(inputs).sum()
+        with monkeypatch.context() as patched:
+            patched.setattr(ahead, "result", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                output.item()
+        again = model(inputs).sum().item()
+        assert output.item() == pytest.approx(again, rel=1e-6)
+        assert model[0].calls.item() == 2

@@ -171,6 +171,30 @@ def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tm
     )
 
 
+class SaysItsMode(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not torch.compiler.is_compiling():
+            self.modes.append(torch.tpu.get_eager_mode())
+        return super().forward(x)
+
+
+def test_auto_begins_its_trial_behind_the_layered_steps(tmp_path):
+    auto = ExecutionConfig(train="auto", first_steps=3)
+    changes = {"run_dir": tmp_path, "evaluate_every": None}
+    model = SaysItsMode()
+    fit(auto, 3 + LENGTH // 2, model, **changes)
+    assert model.modes == ["layered"] * 3 + ["fused"] * (LENGTH // 2)
+    newest = tmp_path / "checkpoints" / f"step-{3 + LENGTH // 2}" / "state.json"
+    assert json.loads(newest.read_text())["execution"]["begun_at"] == 3
+    resumed = SaysItsMode()
+    fit(auto, 4 + LENGTH // 2, resumed, **changes, sizes=[6] * (4 + LENGTH // 2))
+    assert "layered" not in resumed.modes
+
+
 @pytest.mark.parametrize(
     ("record", "form"),
     [

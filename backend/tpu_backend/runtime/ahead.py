@@ -25,10 +25,23 @@ def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], A
         _promised[key] = _threads.submit(compile_now, description)
 
 
-def promised(description: dict[str, Any]) -> Future[Any] | None:
-    """What `begin` was told to compile, once; None where it was not."""
-    return _promised.pop(_key(description), None) if _promised else None
+def result(description: dict[str, Any]) -> Any:
+    """What `begin` was told to compile, waited for; None where it was not. It is given out once."""
+    key = _key(description)
+    if (future := _promised.get(key)) is None:
+        return None
+    try:
+        return future.result()
+    finally:
+        if future.done():  # else the wait was interrupted, and somebody may ask again
+            del _promised[key]
 
 
 def _key(description: dict[str, Any]) -> Hashable:
-    return repr(sorted((name, value) for name, value in description.items() if name != "circumstances"))
+    """All that decides the program: not where slices start that are its inputs."""
+    starts = zip(description["offsets"], description["offset_is_input"], strict=True)
+    decisive = description | {
+        "offsets": [None if is_input else start for start, is_input in starts],
+        "circumstances": None,
+    }
+    return repr(sorted(decisive.items()))

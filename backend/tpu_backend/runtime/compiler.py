@@ -106,10 +106,9 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     """The executable of a segment for the device of this process (`lower_segment` says what it takes): from
     the executable cache if it is there, else compiled, and kept there.
     """
-    if (promised := ahead.promised(description)) is not None:
-        with compiling(len(description["circumstances"])):
-            return promised.result()
     with compiling(len(description["circumstances"])):
+        if (found := ahead.result(description)) is not None:
+            return found
         return _compile(description, cause_of(description, device_module.get_eager_mode()))
 
 

@@ -34,9 +34,10 @@ class _KnownForms:
         return {} if found is None else {form: Answer(*said) for form, said in found[0]["forms"].items()}
 
     def write(self) -> None:
-        self.answers = self._read() | self.answers  # another process may have learnt others
-        self.cache.write(self.key, {"forms": self.answers}, b"")
-        self.has_news = False
+        self.has_news = False  # first: what is learnt meanwhile is news for the next time
+        for form, answer in self._read().items():  # another process may have learnt others
+            self.answers.setdefault(form, answer)
+        self.cache.write(self.key, {"forms": dict(self.answers)}, b"")
 
 
 _known: _KnownForms | None = None

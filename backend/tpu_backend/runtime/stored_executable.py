@@ -6,6 +6,7 @@ what a device returns.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,16 +57,38 @@ def compiled_by_xla() -> Iterator[None]:
     """In here JAX compiles, and takes nothing from a cache of its own: what was loaded from there would
     serialise, but without its functions.
     """
-    if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):  # type: ignore[attr-defined]
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         yield
         return
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX asks for the setting once
+    with _jax_cache.lock:
+        _jax_cache.num_compiling += 1
+        if _jax_cache.num_compiling == 1:
+            _jax_cache.was_on = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+            _jax_cache.turn(False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        reset_cache()
+        with _jax_cache.lock:
+            _jax_cache.num_compiling -= 1
+            if _jax_cache.num_compiling == 0:
+                _jax_cache.turn(_jax_cache.was_on)
+
+
+class _JaxCache:
+    """JAX's own compilation cache, a setting of the process: off while any thread compiles for ours."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_compiling = 0
+        self.was_on = True
+
+    def turn(self, on: bool) -> None:
+        if on != jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+            jax.config.update("jax_enable_compilation_cache", on)
+            reset_cache()  # JAX asks for the setting once
+
+
+_jax_cache = _JaxCache()
 
 
 def serialize(loaded: Any) -> bytes:
