@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from tputrain import device as devices
+from tputrain.announce import warn
 from tputrain.config_checks import expect_above
 from tputrain.hang_report import report_hang
 from tputrain.heartbeat import ENDED, FAILED, write_heartbeat
@@ -34,6 +35,7 @@ EVALUATING = "evaluating"
 SAVING = "saving"
 
 HANG_EXIT_CODE = 1
+_SILENCE = 10.0  # seconds after which is said what goes on
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy")
 
 
@@ -86,6 +88,7 @@ class Watchdog:
         self._step_seconds: float | None = None
         self._read_up_to = 0  # the step whose values were read last
         self._beat_in, self._beat_at = SETTING_UP, 0.0
+        self._told: _Phase | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -148,6 +151,7 @@ class Watchdog:
         phase = self._phase
         if phase.name != self._beat_in or self._clock - self._beat_at >= self.cfg.heartbeat_seconds:
             self._beat()
+        self._tell_of_silence(phase)
         if not self.cfg.enabled:
             return
         taken, limit = self._clock - phase.since, self.limit(phase.name)
@@ -157,6 +161,15 @@ class Watchdog:
             self._end_the_process(phase.name, taken, limit)
         spare = max(limit - taken, 0.0) + self.cfg.wait_seconds
         faulthandler.dump_traceback_later(spare, exit=True, file=2)
+
+    def _tell_of_silence(self, phase: _Phase) -> None:
+        """Once, of a wait or a step that is longer than any before; other phases are announced."""
+        taken = self._clock - phase.since
+        expected = max(_SILENCE, 2 * self._longest.get(phase.name, 0.0))
+        if phase.name in (DATA, STEP) and taken >= expected and phase is not self._told:
+            self._told = phase
+            what = "compiling" if devices.is_compiling(self.device) else phase.name
+            warn(f"step {self.step() + 1}: {what}, {taken:.0f} s so far")
 
     def _end_the_process(self, name: str, taken: float, limit: float) -> None:
         reason = (

@@ -97,6 +97,20 @@ def test_steps_are_given_much_time_until_their_time_is_known_and_then_little(wat
     assert watchdog.limit(STEP) == watchdog.limit(READING) == 2 * 3 * 3.0 + 60.0
 
 
+def test_a_wait_that_is_longer_than_any_before_is_told_of_once(watchdog, capfd):
+    with watchdog.phase(DATA):
+        watchdog.look(9.0)
+        assert capfd.readouterr().err == ""
+        watchdog.look(3.0)
+        watchdog.look(9.0)
+    assert capfd.readouterr().err == "\nstep 21: waiting for data, 12 s so far\n"
+    with watchdog.phase(DATA):
+        watchdog.look(30.0)  # as slow as before: nothing new
+    with watchdog.phase(EVALUATING):
+        watchdog.look(300.0)  # announced when it began
+    assert capfd.readouterr().err == ""
+
+
 def test_a_hang_is_noticed_at_most_a_minute_past_what_is_expected(watchdog, capfd):
     watchdog.learn(records(20, 2.0))
     with watchdog.phase(STEP):
