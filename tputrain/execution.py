@@ -104,11 +104,11 @@ class Execution:
     def _form_of(self, name: str) -> str:
         form = self._form_of_training if name == "train" else getattr(self._cfg, name)
         form = self._form_of_training if form == "auto" else form
-        return "layered" if form == "fused" and self._is_in_first_steps else form
+        return "layered" if form == "fused" and self._is_early(self._steps_done()) else form
 
-    @property
-    def _is_in_first_steps(self) -> bool:
-        return self._steps_done() < self._cfg.first_steps
+    def _is_early(self, step: int) -> bool:
+        """Whether the step after `step` is one of the first; on another device than tpu there are none."""
+        return self._device.type == "tpu" and step < self._cfg.first_steps
 
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:
@@ -123,7 +123,9 @@ class Execution:
 
     def _mode_for(self, form: str) -> tuple[str, str | None]:
         is_asked_for = "layered" in (self._cfg.train, self._cfg.validate, self._cfg.sample)
-        then = "fused" if form == "layered" and self._is_in_first_steps and not is_asked_for else None
+        then = (
+            "fused" if form == "layered" and self._is_early(self._steps_done()) and not is_asked_for else None
+        )
         return "fused" if form == "compile" else form, then
 
     def _change_to(self, form: str) -> None:
@@ -150,7 +152,7 @@ class Execution:
 
     def before_step(self, step: int) -> bool:
         """Take the form for the step after `step`; whether it is one that this process has not run."""
-        if self._trial is not None and not self._is_in_first_steps:
+        if self._trial is not None and not self._is_early(step):
             self._form_of_training = self._trial.before_step(step)
         form = self._form_of("train")
         is_new = form not in self._forms_trained
@@ -160,7 +162,7 @@ class Execution:
 
     def after_step(self, step: int) -> None:
         """Step number `step` was dispatched."""
-        if self._trial is not None and step > self._cfg.first_steps:
+        if self._trial is not None and not self._is_early(step - 1):
             self._trial.after_step(step)
             self._form_of_training = self._trial.form  # which may have been chosen now
         self._change_to(self._form_of("train"))

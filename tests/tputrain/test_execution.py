@@ -171,6 +171,12 @@ def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tm
     )
 
 
+def test_elsewhere_than_on_the_device_no_step_is_layered():
+    execution = Execution(Classifier(), torch.device("cpu"), ExecutionConfig(first_steps=5), lambda: 0)
+    with execution.phase("train"):
+        assert [execution.before_step(step) for step in (0, 4, 5, 6)] == [True, False, False, False]
+
+
 class SaysItsMode(Classifier):
     def __init__(self) -> None:
         super().__init__()
