@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -87,19 +88,26 @@ def lower_segment(
     return lowered, tuple(demands)
 
 
-# XLA's library of kernels for the CPU leaves out the rounding to 16 bit in front of a sum. Without it a
-# program of many operators rounds as the same operators do one by one.
-_EVERY_ROUNDING: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
+# XLA takes the CPU's kernels from two libraries. YNN is the faster one where large matrices meet. The other adds
+# products one after the other, each with one rounding, as PyTorch's CPU kernels do, so that a product of
+# matrices is the CPU's to the bit; it has the faster convolutions. YNN's sums leave out the rounding to 16 bit
+# in front of a sum: without them, a program of many operators rounds as the same operators do one by one.
+_KERNELS_OF_YNN = "xla_cpu_experimental_ynn_fusion_type"
+_SUMS = "LIBRARY_FUSION_TYPE_REDUCE"
+_SUMS_AND_PRODUCTS = f"{_SUMS},LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+_LARGE_ARRAY = 2**14  # elements; in a program of smaller ones the products are no matter of time
 
 
 def _options(description: dict[str, Any]) -> dict[str, Any] | None:
     """What this program is compiled with besides the process's own XLA_FLAGS."""
-    has_16_bit = any(
-        is_16_bit(lowered_dtype(output.dtype))
-        for entry, _, _ in entries(description["tape"])
-        for output in entry.outputs
-    )
-    return _EVERY_ROUNDING if has_16_bit and platform().name == "cpu" else None
+    if platform().name != "cpu":
+        return None
+    outputs = [output for entry, _, _ in entries(description["tape"]) for output in entry.outputs]
+    if any(is_16_bit(lowered_dtype(output.dtype)) for output in outputs):
+        return {_KERNELS_OF_YNN: ""}
+    shapes = [dims for _, dims in description["input_layouts"]] + [output.layout_dims for output in outputs]
+    is_large = any(math.prod(dims) > _LARGE_ARRAY for dims in shapes)
+    return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if is_large else _SUMS}
 
 
 def compile_segment(description: dict[str, Any]) -> Executable:
