@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.few_numbers import scalar_product
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath, stored
 from tpu_backend.lowering.settings import float32_matmul_precision
 
@@ -57,7 +58,7 @@ def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> 
     return scaled(self.astype(product.dtype), beta) + product
 
 
-@lowering("mm", "bmm", "mv", "dot", "_int_mm", on_tpu=NO_INT64_PRODUCTS)
+@lowering("mm", "bmm", "mv", "_int_mm", on_tpu=NO_INT64_PRODUCTS)
 def mm(self, mat2):
     if self.dtype == jnp.int8:  # _int_mm
         return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
@@ -67,6 +68,11 @@ def mm(self, mat2):
 @lowering("mm.dtype", "bmm.dtype")
 def mm_dtype(self, mat2, out_dtype):
     return matmul(self, mat2)
+
+
+@lowering("dot", on_tpu=NO_INT64_PRODUCTS)
+def dot(self, tensor):
+    return scalar_product(self, tensor, matmul)
 
 
 @lowering("vdot", on_tpu=NO_INT64_PRODUCTS)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
+from tpu_backend.lowering.few_numbers import add_scaled
 from tpu_backend.lowering.matmul import scaled
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, is_16_bit, lowering, opmath, stored
 
@@ -136,27 +137,33 @@ def _number(value, spec):
     return stored(jnp.asarray(value, opmath(spec.dtype)), spec.dtype) if is_number else value
 
 
-def _scaled_by(alpha, value, spec):
+def _plus(self, other, alpha, spec):
     if isinstance(alpha, (int, float)) and alpha == 1:
-        return value
-    return scaled(value, _number(alpha, spec))
+        return self + other
+    return add_scaled(self, jnp.asarray(_number(alpha, spec), other.dtype), other)
+
+
+def _minus(self, other, alpha, spec):
+    if isinstance(alpha, (int, float)) and alpha == 1:
+        return self - other
+    return add_scaled(self, -jnp.asarray(_number(alpha, spec), other.dtype), other)
 
 
 @lowering("add.Tensor", "add.Scalar", promote="result")
 def add(self, other, alpha=1, *, out):
     if self.dtype == jnp.bool_:
         return jnp.logical_or(self, jnp.logical_and(other, alpha))
-    return self + _scaled_by(alpha, jnp.asarray(_number(other, out[0]), self.dtype), out[0])
+    return _plus(self, jnp.asarray(_number(other, out[0]), self.dtype), alpha, out[0])
 
 
 @lowering("sub.Tensor", "sub.Scalar", promote="result")
 def sub(self, other, alpha=1, *, out):
-    return self - _scaled_by(alpha, jnp.asarray(_number(other, out[0]), self.dtype), out[0])
+    return _minus(self, jnp.asarray(_number(other, out[0]), self.dtype), alpha, out[0])
 
 
 @lowering("rsub.Tensor", "rsub.Scalar", promote="result")
 def rsub(self, other, alpha=1, *, out):
-    return _number(other, out[0]) - _scaled_by(alpha, self, out[0])
+    return _minus(jnp.asarray(_number(other, out[0]), self.dtype), self, alpha, out[0])
 
 
 @lowering("mul.Tensor", "mul.Scalar", promote="result")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, reduced_dims, wrap_dim
+from tpu_backend.lowering.few_numbers import sum_of
 from tpu_backend.lowering.pointwise import logaddexp
 from tpu_backend.lowering.registry import (
     CannotCompile,
@@ -22,7 +23,9 @@ from tpu_backend.lowering.registry import (
 
 @lowering("sum", "sum.dim_IntList", promote="result")
 def sum_(self, dim=None, keepdim=False, *, dtype=None):
-    return jnp.sum(self, reduced_dims(dim, self.ndim), keepdims=keepdim, dtype=self.dtype)
+    dims = reduced_dims(dim, self.ndim)
+    total = sum_of(self, dims)
+    return jnp.expand_dims(total, dims) if keepdim else total
 
 
 @lowering("nansum", promote="result")
