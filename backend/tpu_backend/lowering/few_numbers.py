@@ -1,4 +1,4 @@
-"""Arithmetic on a few float32 numbers, on a CPU in the order and with the roundings of PyTorch's CPU kernels.
+"""Arithmetic on a few numbers, on a CPU in the order and with the roundings of PyTorch's CPU kernels.
 
 An algorithm that compares sums goes another way for another last digit: LBFGS's line search, after three
 steps on 27 numbers, ends 10^5 tolerances away on PyTorch's own CPU without vector instructions
@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_LANES = 8  # numbers in a vector
+_DTYPES = (jnp.float32, jnp.float64)
+_VECTOR_BYTES = 32
+_LANES = 8  # float32 numbers in a vector
 _MOST_ADDED = 128  # in one sum: what stays a few lines of program
 _MOST_MULTIPLIED = 4 * _LANES - 1  # in a scalar product; from there on it has another order
 _MOST_SCALED = 2**14  # where the way over float64 costs no time that anybody would notice
@@ -28,7 +30,7 @@ def sum_of(values: jax.Array, dims: Sequence[int]) -> jax.Array:
     kept = values.shape[: values.ndim - len(dims)]
     count = math.prod(values.shape[len(kept) :])
     are_last = sorted(dims) == list(range(len(kept), values.ndim))
-    if values.dtype != jnp.float32 or not are_last or not 0 < count <= _MOST_ADDED:
+    if values.dtype not in _DTYPES or not are_last or not 0 < count <= _MOST_ADDED:
         return ordinary(values)
     return lax.platform_dependent(
         values, cpu=lambda values: _sum_in_lanes(values.reshape(*kept, count)), default=ordinary
@@ -48,27 +50,51 @@ def add_scaled(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.A
     def twice_rounded(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.Array:
         return values + factor * others
 
-    if values.dtype != jnp.float32 or max(values.size, others.size) > _MOST_SCALED:
+    if values.dtype not in _DTYPES or max(values.size, others.size) > _MOST_SCALED:
         return twice_rounded(values, factor, others)
     return lax.platform_dependent(values, factor, others, cpu=_fused_add_scaled, default=twice_rounded)
 
 
 def _fused_add_scaled(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.Array:
-    wide = [
-        array.astype(jnp.float64) for array in (values, factor, others)
-    ]  # holds any product of two float32
-    return (wide[0] + wide[1] * wide[2]).astype(jnp.float32)
+    if values.dtype == jnp.float32:  # whose products float64 holds
+        wide = [array.astype(jnp.float64) for array in (values, factor, others)]
+        return (wide[0] + wide[1] * wide[2]).astype(jnp.float32)
+    product, lost_in_product = _exact_product(factor, others)
+    total, lost_in_sum = _exact_sum(values, product)
+    lost = lost_in_sum + lost_in_product
+    return jnp.where(jnp.isfinite(lost), total + lost, total)
+
+
+def _exact_product(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rounded product, and what rounding took from it (Dekker 1971)."""
+    product = left * right
+    (high, low), (other_high, other_low) = _halves(left), _halves(right)
+    return product, ((high * other_high - product) + high * other_low + low * other_high) + low * other_low
+
+
+def _halves(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two float64 numbers of 26 bits that add up to each (Veltkamp)."""
+    moved = (2.0**27 + 1) * values
+    high = moved - (moved - values)
+    return high, values - high
+
+
+def _exact_sum(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rounded sum, and what rounding took from it (Knuth)."""
+    total = left + right
+    of_right = total - left
+    return total, (left - (total - of_right)) + (right - of_right)
 
 
 def _sum_in_lanes(rows: jax.Array) -> jax.Array:
     """Each row's sum: four vectors take turns at adding, what is left of the row comes before their lanes."""
-    count = rows.shape[-1]
-    if count < _LANES:
+    count, width = rows.shape[-1], _VECTOR_BYTES // rows.dtype.itemsize
+    if count < width:
         return _in_turns([rows[..., i] for i in range(count)])
-    whole = count // _LANES * _LANES
-    lanes = _in_turns([rows[..., i : i + _LANES] for i in range(0, whole, _LANES)])
+    whole = count // width * width
+    lanes = _in_turns([rows[..., i : i + width] for i in range(0, whole, width)])
     rest = [rows[..., i] for i in range(whole, count)]
-    return reduce(add, [*rest, *(lanes[..., i] for i in range(_LANES))])
+    return reduce(add, [*rest, *(lanes[..., i] for i in range(width))])
 
 
 def _in_turns(terms: list[jax.Array]) -> jax.Array:
