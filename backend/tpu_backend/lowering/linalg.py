@@ -205,7 +205,32 @@ def inv_ex(A, *, check_errors=False):
     return inverse, _first_zero_pivot(factors)
 
 
-# ---- least squares, by the pseudo-inverse: the drivers differ in what they report
+# ---- least squares: LAPACK's driver gels wants full rank and takes a QR factorisation; the others are the
+# pseudo-inverse, and differ in what they report
+
+
+def _solution_of_full_rank(A, right):
+    if A.shape[-2] >= A.shape[-1]:
+        q, r = jnp.linalg.qr(A)
+        return _solve_triangular(r, matmul(_adjoint(q), right), True, True, False)
+    q, r = jnp.linalg.qr(_adjoint(A))
+    return matmul(q, _solve_triangular(_adjoint(r), right, False, True, False))
+
+
+def _solution_of_least_norm(A, right, rcond):
+    """With it, A's rank and singular values."""
+    u, values, vh = jnp.linalg.svd(A, full_matrices=False)
+    if rcond is None:
+        rcond = jnp.finfo(values.dtype).eps * max(A.shape[-2:])
+    kept = values > rcond * jnp.max(values, -1, keepdims=True, initial=0)
+    inverses = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+
+    def solve(right):
+        return matmul(_adjoint(vh), inverses[..., None] * matmul(_adjoint(u), right))
+
+    solution = solve(right)
+    solution = solution + solve(right - matmul(A, solution))  # the last digits that the factors lack
+    return solution, jnp.sum(kept, -1), values
 
 
 @lowering("linalg_lstsq", on_tpu=_SVD_OF_FLOAT32)
@@ -220,18 +245,16 @@ def lstsq_over_b(self, b, rcond=None, *, driver=None, out):
     rows, columns = self.shape[-2:]
     is_vector = b.ndim == 1 or (b.ndim == self.ndim - 1 and b.shape == self.shape[:-1])
     right = b[..., None] if is_vector else b
-    u, values, vh = jnp.linalg.svd(self, full_matrices=False)
-    if rcond is None or driver == "gels":
-        rcond = jnp.finfo(values.dtype).eps * max(rows, columns)
-    kept = values > rcond * jnp.max(values, -1, keepdims=True, initial=0)
-    inverses = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
-    solution = matmul(_adjoint(vh), inverses[..., None] * matmul(_adjoint(u), right))
+    if driver == "gels":
+        solution, rank, values = _solution_of_full_rank(self, right), None, None
+    else:
+        solution, rank, values = _solution_of_least_norm(self, right, rcond)
     residuals = jnp.sum(jnp.square(jnp.abs(matmul(self, solution) - right)), -2)
     padding = [(0, 0)] * (solution.ndim - 2) + [(0, max(rows, columns) - columns), (0, 0)]
     solution = jnp.pad(solution, padding)
-    outputs = (solution[..., 0] if is_vector else solution), residuals, jnp.sum(kept, -1), values
+    outputs = (solution[..., 0] if is_vector else solution), residuals, rank, values
     return tuple(
-        value.reshape(spec.shape) if value.size == math.prod(spec.shape) else _nothing(spec)
+        _nothing(spec) if value is None or value.size != math.prod(spec.shape) else value.reshape(spec.shape)
         for value, spec in zip(outputs, out, strict=True)
     )
 
