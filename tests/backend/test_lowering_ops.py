@@ -55,3 +55,26 @@ def test_lowerings_agree_with_cpu(op, dtype: torch.dtype) -> None:
     checks = check_op(op, dtype, num_samples=1)
     assert checks.failures == []
     assert checks.checked
+
+
+_NORMS_OF_EACH_DEGREE = (1e-8, 1e-4, 1e-2, 0.2, 1.0, 2.9, 30.0)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (1, 9, 9), (3, 5, 5)])
+@pytest.mark.parametrize("norm", _NORMS_OF_EACH_DEGREE)
+def test_matrix_exp_is_the_cpus_at_norms_of_every_degree(shape: tuple[int, ...], norm: float) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    matrix *= norm / torch.linalg.matrix_norm(matrix, 1).max()
+    expected = torch.linalg.matrix_exp(matrix)
+    scale = expected.abs().max()
+    assert (torch.linalg.matrix_exp(matrix.to("tpu")).cpu() - expected).abs().max() <= 1e-5 * scale
+
+
+def test_matrix_exp_of_what_is_not_finite_is_nan_as_on_the_cpu() -> None:
+    for value in (float("nan"), float("inf")):
+        matrix = torch.eye(3)
+        matrix[0, 1] = value
+        for A in (matrix, torch.stack([matrix, torch.eye(3)])):
+            expected = torch.linalg.matrix_exp(A)
+            torch.testing.assert_close(torch.linalg.matrix_exp(A.to("tpu")).cpu(), expected, equal_nan=True)

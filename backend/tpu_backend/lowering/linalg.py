@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_in_range
-from tpu_backend.lowering.matmul import matmul
+from tpu_backend.lowering.matmul import batched_matmul, matmul, scaled
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering
 
 _LU_OF_SINGLE_PRECISION = CannotCompile(
@@ -203,7 +205,32 @@ def inv_ex(A, *, check_errors=False):
     return inverse, _first_zero_pivot(factors)
 
 
-# ---- least squares, by the pseudo-inverse: the drivers differ in what they report
+# ---- least squares: LAPACK's driver gels wants full rank and takes a QR factorisation; the others are the
+# pseudo-inverse, and differ in what they report
+
+
+def _solution_of_full_rank(A, right):
+    if A.shape[-2] >= A.shape[-1]:
+        q, r = jnp.linalg.qr(A)
+        return _solve_triangular(r, matmul(_adjoint(q), right), True, True, False)
+    q, r = jnp.linalg.qr(_adjoint(A))
+    return matmul(q, _solve_triangular(_adjoint(r), right, False, True, False))
+
+
+def _solution_of_least_norm(A, right, rcond):
+    """With it, A's rank and singular values."""
+    u, values, vh = jnp.linalg.svd(A, full_matrices=False)
+    if rcond is None:
+        rcond = jnp.finfo(values.dtype).eps * max(A.shape[-2:])
+    kept = values > rcond * jnp.max(values, -1, keepdims=True, initial=0)
+    inverses = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+
+    def solve(right):
+        return matmul(_adjoint(vh), inverses[..., None] * matmul(_adjoint(u), right))
+
+    solution = solve(right)
+    solution = solution + solve(right - matmul(A, solution))  # the last digits that the factors lack
+    return solution, jnp.sum(kept, -1), values
 
 
 @lowering("linalg_lstsq", on_tpu=_SVD_OF_FLOAT32)
@@ -218,18 +245,16 @@ def lstsq_over_b(self, b, rcond=None, *, driver=None, out):
     rows, columns = self.shape[-2:]
     is_vector = b.ndim == 1 or (b.ndim == self.ndim - 1 and b.shape == self.shape[:-1])
     right = b[..., None] if is_vector else b
-    u, values, vh = jnp.linalg.svd(self, full_matrices=False)
-    if rcond is None or driver == "gels":
-        rcond = jnp.finfo(values.dtype).eps * max(rows, columns)
-    kept = values > rcond * jnp.max(values, -1, keepdims=True, initial=0)
-    inverses = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
-    solution = matmul(_adjoint(vh), inverses[..., None] * matmul(_adjoint(u), right))
+    if driver == "gels":
+        solution, rank, values = _solution_of_full_rank(self, right), None, None
+    else:
+        solution, rank, values = _solution_of_least_norm(self, right, rcond)
     residuals = jnp.sum(jnp.square(jnp.abs(matmul(self, solution) - right)), -2)
     padding = [(0, 0)] * (solution.ndim - 2) + [(0, max(rows, columns) - columns), (0, 0)]
     solution = jnp.pad(solution, padding)
-    outputs = (solution[..., 0] if is_vector else solution), residuals, jnp.sum(kept, -1), values
+    outputs = (solution[..., 0] if is_vector else solution), residuals, rank, values
     return tuple(
-        value.reshape(spec.shape) if value.size == math.prod(spec.shape) else _nothing(spec)
+        _nothing(spec) if value is None or value.size != math.prod(spec.shape) else value.reshape(spec.shape)
         for value, spec in zip(outputs, out, strict=True)
     )
 
@@ -268,32 +293,142 @@ def cross(self, other, *, dim=-1):
     return jnp.cross(self, other, axis=dim)
 
 
-# The Taylor series of degree 18 is exact to the last digit for matrices of this 1-norm (Bader, Blanes, Casas
-# 2019, table 1: 3.01 in single precision, 1.09 in double).
-_TAYLOR_DEGREE = 18
-_TAYLOR_NORM = {4: 3.01, 8: 1.09}
+# ---- the matrix exponential
+
+# Polynomials of the Taylor series by few products, and the 1-norm up to which each is exact to the last
+# digit, by bytes of a real number: Bader, Blanes, Casas, "Computing the Matrix Exponential with an Optimized
+# Taylor Polynomial Approximation", Mathematics 2019, 7, 1174. PyTorch's CPU kernel
+# (ATen/native/LinearAlgebra.cpp) takes the same ones, and adds the terms in this order.
+_TAYLOR_NORMS = {
+    4: (
+        1.192092800768788e-07,  # degree 1
+        5.978858893805233e-04,  # 2
+        5.116619363445086e-02,  # 4
+        5.800524627688768e-01,  # 8
+        1.461661507209034,  # 12
+        3.010066362817634,  # 18
+    ),
+    8: (
+        2.220446049250313e-16,
+        2.580956802971767e-08,
+        3.397168839976962e-04,
+        4.991228871115323e-02,
+        2.996158913811580e-01,
+        1.090863719290036,
+    ),
+}
+
+# Rows: the coefficients of I, A, A^2, A^3 and, of degree 18, A^6.
+_DEGREE_12 = (
+    (9.0198e-16, 0.46932117595418237389, -0.20099424927047284052, -0.04623946134063071740),
+    (5.31597895759871264183, 1.19926790417132231573, 0.01179296240992997031, 0.01108844528519167989),
+    (0.18188869982170434744, 0.05502798439925399070, 0.09351590770535414968, 0.00610700528898058230),
+    (-2.0861320e-13, -0.13181061013830184015, -0.02027855540589259079, -0.00675951846863086359),
+)
+_DEGREE_18 = (
+    (0, -1.00365581030144618291e-01, -8.02924648241156932449e-03, -8.92138498045729985177e-04),
+    (
+        0,
+        3.97849749499645077844e-01,
+        1.36783778460411720168,
+        4.98289622525382669416e-01,
+        -6.37898194594723280150e-04,
+    ),
+    (
+        -1.09676396052962061844e01,
+        1.68015813878906206114,
+        5.71779846478865511061e-02,
+        -6.98210122488052056106e-03,
+        3.34975017086070470649e-05,
+    ),
+    (
+        -9.04316832390810593223e-02,
+        -6.76404519071381882256e-02,
+        6.75961301770459654925e-02,
+        2.95552570429315521194e-02,
+        -1.39180257516060693404e-05,
+    ),
+    (0, 0, -9.23364619367118555360e-02, -1.69364939002081722752e-02, -1.40086798182036094347e-05),
+)
+
+
+def _sum_of(matrices, factors):
+    terms = (scaled(matrix, factor) for matrix, factor in zip(matrices, factors) if factor != 0)
+    return functools.reduce(jnp.add, terms)
+
+
+def _identity_like(A):
+    return jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
+
+
+def _taylor_1(A):
+    return _identity_like(A) + A
+
+
+def _taylor_2(A):
+    return _identity_like(A) + A + batched_matmul(A, A) / 2
+
+
+def _taylor_4(A):
+    identity, square = _identity_like(A), batched_matmul(A, A)
+    return identity + A + batched_matmul(square, _sum_of((identity, A, square), (1 / 2, 1 / 6, 1 / 24)))
+
+
+def _taylor_8(A):
+    identity, A2 = _identity_like(A), batched_matmul(A, A)
+    root, x3 = (float(np.asarray(value, A.real.dtype)) for value in (math.sqrt(177), 2 / 3))
+    A4 = batched_matmul(A2, _sum_of((A, A2), (x3 * (1 + root) / 88, x3 * (1 + root) / 352)))
+    factors = (
+        (-271 + 29 * root) / (315 * x3),
+        (-11 + 11 * root) / (1260 * x3),
+        (-99 + 11 * root) / (5040 * x3),
+        (89 - root) / (5040 * x3),
+    )
+    A8 = batched_matmul(_sum_of((A2, A4), (x3, 1)), _sum_of((identity, A, A2, A4), factors))
+    return _sum_of((identity, A, A2, A8), (1, 1, (857 - 58 * root) / 630, 1))
+
+
+def _taylor_12(A):
+    A2 = batched_matmul(A, A)
+    powers = _identity_like(A), A, A2, batched_matmul(A, A2)
+    B = [_sum_of(powers, factors) for factors in _DEGREE_12]
+    A6 = B[2] + batched_matmul(B[3], B[3])
+    return B[0] + batched_matmul(B[1] + A6, A6)
+
+
+def _taylor_18(A):
+    A2 = batched_matmul(A, A)
+    A3 = batched_matmul(A, A2)
+    powers = _identity_like(A), A, A2, A3, batched_matmul(A3, A3)
+    B = [_sum_of(powers, factors) for factors in _DEGREE_18]
+    A9 = B[3] + batched_matmul(B[0], B[4])
+    return B[1] + batched_matmul(B[2] + A9, A9)
+
+
+def _scaled_and_squared(A, norm):
+    """The exponential of the matrix halved until its norm is small, squared as often."""
+    halvings = jnp.maximum(jnp.ceil(jnp.log2(norm / _TAYLOR_NORMS[norm.dtype.itemsize][-1])), 0)
+    count = jnp.where(jnp.isfinite(norm), halvings, 0).astype(jnp.int32)
+    # From a table: XLA's exp2 is not exact. An infinite norm leaves zeros, NaN leaves nothing, as in PyTorch.
+    powers = jnp.asarray(np.ldexp(1.0, -np.arange(jnp.finfo(norm.dtype).maxexp)), norm.dtype)
+    scale = jnp.where(jnp.isfinite(norm), powers[count], 1 / norm)
+    result = _taylor_18(A * scale[..., None, None])
+    count = count[..., None, None]
+    return lax.fori_loop(
+        0, jnp.max(count), lambda i, m: jnp.where(i < count, batched_matmul(m, m), m), result
+    )
 
 
 @lowering("linalg_matrix_exp", promote="opmath")
 def matrix_exp(self):
-    """The series of the matrix halved until its norm is small, squared as often (scaling and squaring)."""
     if self.size == 0:
         return self
+    if self.shape[-1] == 1:
+        return jnp.exp(self)
     norm = jnp.max(jnp.sum(jnp.abs(self), -2), -1)
-    bound = _TAYLOR_NORM[norm.dtype.itemsize]
-    halvings = jnp.where(jnp.isfinite(norm), jnp.ceil(jnp.log2(jnp.maximum(norm / bound, 1))), 0)
-    halvings = halvings.astype(jnp.int32)[..., None, None]
-    powers = [jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape)]
-    powers.append(self * jnp.exp2(-halvings.astype(norm.dtype)))
-    for _ in range(3):
-        powers.append(matmul(powers[-1], powers[1]))
-
-    def terms(first):
-        """Those of degrees ``first`` to ``first`` + 3, over the matrix to the power of ``first``."""
-        degrees = range(first, min(first + 4, _TAYLOR_DEGREE + 1))
-        return sum(powers[degree - first] / math.factorial(degree) for degree in degrees)
-
-    result = terms(16)
-    for first in (12, 8, 4, 0):
-        result = matmul(result, powers[4]) + terms(first)
-    return lax.fori_loop(0, jnp.max(halvings), lambda i, m: jnp.where(i < halvings, matmul(m, m), m), result)
+    if norm.size > 1:  # the highest degree is exact for all of a batch, as PyTorch has it
+        return _scaled_and_squared(self, norm)
+    exact_below = jnp.asarray(_TAYLOR_NORMS[norm.dtype.itemsize][:-1], norm.dtype)
+    degree = jnp.sum(~(norm.reshape(()) <= exact_below))  # NaN goes to the last
+    forms = (_taylor_1, _taylor_2, _taylor_4, _taylor_8, _taylor_12)
+    return lax.switch(degree, (*forms, lambda A: _scaled_and_squared(A, norm)), self)

@@ -7,6 +7,7 @@ float32; everything else is exact. The setting in force when a product is record
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -44,6 +45,24 @@ def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
     )
 
 
+# Below this many multiplications PyTorch's CPU kernel adds the terms of a batch's products one by one, each
+# rounded first. Such matrices would not fill a matrix unit either. More terms are left to XLA: each is an
+# operation of its own.
+_FEW_MULTIPLICATIONS = 400
+_FEW_TERMS = 16
+
+
+def batched_matmul(left: jax.Array, right: jax.Array) -> jax.Array:
+    """``matmul`` of (..., m, k) and (..., k, n) in batches of one shape, as in ``bmm``."""
+    rows, terms, columns = *left.shape[-2:], right.shape[-1]
+    is_small = 0 < rows * terms * columns < _FEW_MULTIPLICATIONS and terms <= _FEW_TERMS
+    is_wide = jnp.issubdtype(left.dtype, jnp.inexact) and left.dtype.itemsize >= 4
+    if not (is_small and is_wide and left.dtype == right.dtype):
+        return matmul(left, right)
+    products = (left[..., :, k, None] * right[..., None, k, :] for k in range(terms))
+    return functools.reduce(jnp.add, products)
+
+
 def scaled(value: jax.Array, factor: Any) -> jax.Array:
     """``factor * value`` in value's dtype; a factor known to be 1 costs nothing."""
     if isinstance(factor, (int, float)) and factor == 1:
@@ -62,7 +81,7 @@ def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> 
 def mm(self, mat2):
     if self.dtype == jnp.int8:  # _int_mm
         return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
-    return matmul(self, mat2)
+    return batched_matmul(self, mat2) if self.ndim == 3 else matmul(self, mat2)
 
 
 @lowering("mm.dtype", "bmm.dtype")
@@ -82,8 +101,8 @@ def vdot(self, other):
 
 @lowering("addmm", "baddbmm", "addmv", on_tpu=NO_INT64_PRODUCTS)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
-    result = _add_product(self, matmul(mat1, mat2), beta, alpha)
-    return jnp.broadcast_to(result, out[0].shape)
+    product = batched_matmul(mat1, mat2) if mat1.ndim == 3 else matmul(mat1, mat2)
+    return jnp.broadcast_to(_add_product(self, product, beta, alpha), out[0].shape)
 
 
 @lowering("addmm.dtype", "baddbmm.dtype")
