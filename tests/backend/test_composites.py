@@ -76,6 +76,19 @@ def test_ctc_loss(targets, input_lengths, target_lengths, options) -> None:
     )
 
 
+def test_the_gradient_of_ctc_loss_on_long_sequences_is_rounded_like_the_cpus() -> None:
+    """Log probabilities near -150 are 1.5e-5 apart: any other order of the sums, or exp or log, shows."""
+
+    def gradient(device: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        log_probs = torch.randn(50, 16, 20, generator=generator).log_softmax(-1)
+        labels = torch.randint(1, 20, (16, 30), generator=generator).to(device)
+        lengths = torch.full((16,), 50), torch.randint(10, 30, (16,), generator=generator)
+        return gradients(lambda leaf: (F.ctc_loss(leaf, labels, *lengths),), log_probs.to(device))[1]
+
+    torch.testing.assert_close(gradient("tpu"), gradient("cpu"), rtol=0, atol=1e-6)
+
+
 def test_the_lengths_of_ctc_loss_compile_nothing() -> None:
     ctc("tpu", TARGETS, (9, 8, 6), (3, 2, 1))
     before = torch.tpu.compile_stats()["compilations"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering import rounding
 from tpu_backend.lowering.registry import lowering
 
 _NEVER = -jnp.inf
@@ -20,7 +21,7 @@ def _log_sum(*terms):
     stacked = jnp.stack(terms)
     largest = jnp.max(stacked, 0)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    return jnp.log(jnp.sum(jnp.exp(stacked - largest), 0)) + largest
+    return rounding.log(jnp.sum(rounding.exp(stacked - largest), 0)) + largest
 
 
 def _states(targets, target_lengths, blank):
@@ -30,7 +31,7 @@ def _states(targets, target_lengths, blank):
     exists = jnp.arange(2 * longest + 1) < 2 * target_lengths[:, None] + 1
     labels = jnp.where(exists, labels, blank)
     two_before = jnp.pad(labels, ((0, 0), (2, 0)), constant_values=blank)[:, : labels.shape[1]]
-    return labels, exists, (labels != blank) & (labels != two_before)
+    return labels, exists, labels != two_before
 
 
 def _emitted(log_probs, labels):
@@ -74,6 +75,24 @@ def _beta(emitted, exists, skips, input_lengths, target_lengths):
     return lax.scan(step, start, (jnp.arange(len(emitted)), emitted), reverse=True)[1]
 
 
+def _by_label(alpha_beta, labels, num_labels):
+    """alpha + beta (T, B, L) of the states of each label together: (T, B, C).
+
+    One state after another, from the last: the sums are of log probabilities far from zero, whose rounding
+    shows in the gradient, so the order is PyTorch's.
+    """
+    steps, batch, _ = alpha_beta.shape
+
+    def step(collected, state):
+        label, value = state
+        place = jnp.arange(batch), label
+        return collected.at[place].set(_log_sum(collected[place], value), mode="drop"), None
+
+    nothing = jnp.full((batch, num_labels, steps), _NEVER, alpha_beta.dtype)
+    collected = lax.scan(step, nothing, (labels.T, alpha_beta.transpose(2, 1, 0)), reverse=True)[0]
+    return collected.transpose(2, 0, 1)
+
+
 def _is_running(log_probs, input_lengths):
     return (jnp.arange(log_probs.shape[0])[:, None] < input_lengths)[:, :, None]
 
@@ -107,14 +126,11 @@ def ctc_loss_backward(
 ):
     """With respect to logits: PyTorch takes it for granted that ``log_probs`` are normalised."""
     labels, exists, skips = _states(targets, target_lengths, blank)
-    emitted = _emitted(log_probs, labels)
-    beta = _beta(emitted, exists, skips, input_lengths, target_lengths)
-    alpha = jnp.swapaxes(log_alpha, 0, 1)
-    reached = jnp.isfinite(alpha) & jnp.isfinite(beta)
-    exponent = jnp.where(reached, alpha + beta - emitted + neg_log_likelihood[:, None], _NEVER)
-    times, samples, _ = jnp.indices(exponent.shape, sparse=True)
-    occupied = jnp.zeros_like(log_probs).at[times, samples, labels].add(jnp.exp(exponent), mode="drop")
+    beta = _beta(_emitted(log_probs, labels), exists, skips, input_lengths, target_lengths)
+    through = _by_label(jnp.swapaxes(log_alpha, 0, 1) + beta, labels, log_probs.shape[2])
     impossible = jnp.isinf(neg_log_likelihood)
-    result = (jnp.exp(log_probs) - occupied) * grad[:, None]
+    reached = jnp.isfinite(through) & jnp.isfinite(log_probs)
+    exponent = jnp.where(reached, through + neg_log_likelihood[:, None] - log_probs, _NEVER)
+    result = (rounding.exp(log_probs) - rounding.exp(exponent)) * grad[:, None]
     result = jnp.where(impossible[:, None], 0 if zero_infinity else jnp.nan, result)
     return jnp.where(_is_running(log_probs, input_lengths), result, 0)

@@ -7,18 +7,21 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_backend.lowering import rounding
 from tpu_backend.lowering.registry import lowering
-from tpu_backend.lowering.resampling import CUBIC_A, cubic_kernel
+from tpu_backend.lowering.resampling import CUBIC_A
 
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 
 
-def _unnormalized(coordinate, size, align_corners):
+def _unnormalized(coordinate, size, align_corners, fused):
     """Grid coordinates in [-1, 1] as positions along a dim of the image."""
     if align_corners:
         return (coordinate + 1) / 2 * (size - 1)
-    return ((coordinate + 1) * size - 1) / 2
+    if fused:
+        return rounding.fused(coordinate + 1, size / 2, -0.5)
+    return rounding.product(coordinate + 1, size / 2) - 0.5
 
 
 def _padded(position, size, padding_mode, align_corners):
@@ -49,12 +52,17 @@ def _taps(positions, plane, interpolation_mode, padding_mode, align_corners):
         return zip(*padded, strict=True)
 
     if interpolation_mode == _BICUBIC:  # each tap is padded, the point between them is not
-        corners = [jnp.floor(position) for position in positions]
+        beside = [[jnp.floor(position) + side for side in (-1, 0, 1, 2)] for position in positions]
+        cubics = [
+            [_cubic(position - place) for place in places]
+            for position, places in zip(positions, beside, strict=True)
+        ]
         for tap in np.ndindex(*(4,) * len(plane)):
-            places = [corner + (side - 1) for corner, side in zip(corners, tap, strict=True)]
-            offsets = [position - place for position, place in zip(positions, places, strict=True)]
-            weights = [cubic_kernel(offset, CUBIC_A) for offset in offsets]
-            yield next(iter(pad(places))), weights, [_cubic_slope(offset) for offset in offsets]
+            places = [along[side] for along, side in zip(beside, tap, strict=True)]
+            weights, slopes = zip(
+                *(along[side] for along, side in zip(cubics, tap, strict=True)), strict=True
+            )
+            yield next(iter(pad(places))), weights, slopes
         return
     positions, speeds = pad(positions)
     if interpolation_mode == _NEAREST:
@@ -67,19 +75,31 @@ def _taps(positions, plane, interpolation_mode, padding_mode, align_corners):
         yield places, weights, [speed * (2 * side - 1) for speed, side in zip(speeds, corner, strict=True)]
 
 
-def _cubic_slope(offset):
-    """The derivative of `cubic_kernel`, by polynomials of its own: JAX's differentiation of that function
-    loses digits that the taps, which nearly cancel in a slope, do not have to spare.
+def _cubic(offset):
+    """The cubic convolution kernel of Keys (1981) and its derivative, every operation rounded: in a slope the
+    taps nearly cancel, and JAX's differentiation would lose the digits that they have.
     """
     a, distance = CUBIC_A, jnp.abs(offset)
-    near = (3 * (a + 2) * distance - 2 * (a + 3)) * distance
-    far = (3 * a * distance - 10 * a) * distance + 8 * a
-    return jnp.sign(offset) * jnp.where(distance <= 1, near, jnp.where(distance < 2, far, 0))
+
+    def times(factor):
+        return rounding.product(factor, distance)
+
+    near = times((times(a + 2) - (a + 3)) * distance) + 1
+    far = times(times(times(a) - 5 * a) + 8 * a) - 4 * a
+    near_slope = times(times(3 * (a + 2)) - 2 * (a + 3))
+    far_slope = times(times(3 * a) - 10 * a) + 8 * a
+    is_near, is_far = distance <= 1, distance < 2
+    weight = jnp.where(is_near, near, jnp.where(is_far, far, 0))
+    return weight, jnp.sign(offset) * jnp.where(is_near, near_slope, jnp.where(is_far, far_slope, 0))
 
 
 def _positions(grid, plane, align_corners):
-    """Where the grid points lie along each dim of the image; the grid lists x, the last dim, first."""
-    return [_unnormalized(grid[..., -1 - i], size, align_corners) for i, size in enumerate(plane)]
+    """Where the grid points lie along each dim of the image; the grid lists x, the last dim, first.
+
+    A gradient can change much with the last bit: PyTorch fuses the multiply-add in two dims, not in three.
+    """
+    fused = len(plane) == 2
+    return [_unnormalized(grid[..., -1 - i], size, align_corners, fused) for i, size in enumerate(plane)]
 
 
 def _index(places, plane, num_images):

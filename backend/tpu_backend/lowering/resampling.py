@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,17 +72,17 @@ def _cubic_weights(size, count, scale, align_corners, dtype, kept=None):
         np.add.at(
             weights,
             (np.arange(count), (left + tap).clip(0, size - 1)),
-            _held(cubic_kernel(source - (left + tap), CUBIC_A, np), kept),
+            _held(_cubic_kernel(source - (left + tap), CUBIC_A), kept),
         )
     return weights
 
 
-def cubic_kernel(offset: Any, a: float, xp: Any = jnp) -> Any:
-    """The cubic convolution kernel of Keys (1981) for offsets in [-2, 2], in NumPy or JAX."""
-    distance = xp.abs(offset)
-    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+def _cubic_kernel(offset, a):
+    """The cubic convolution kernel of Keys (1981) for offsets in [-2, 2]."""
+    distance = np.abs(offset)
+    near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
-    return xp.where(distance <= 1, near, xp.where(distance < 2, far, 0))
+    return np.where(distance <= 1, near, np.where(distance < 2, far, 0))
 
 
 # ---- antialiased: the kernel is widened to cover the input elements that an output element stands for
@@ -95,7 +94,7 @@ def _lanczos_kernel(offset):
 
 _ANTIALIASED = {  # name: (kernel, how far it reaches)
     "bilinear2d": (lambda offset: np.maximum(1 - np.abs(offset), 0), 1),
-    "bicubic2d": (lambda offset: cubic_kernel(offset, _ANTIALIASED_CUBIC_A, np), 2),
+    "bicubic2d": (lambda offset: _cubic_kernel(offset, _ANTIALIASED_CUBIC_A), 2),
     "lanczos2d": (_lanczos_kernel, 3),
 }
 
