@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering import rounding
+
 _DTYPES = (jnp.float32, jnp.float64)
 _VECTOR_BYTES = 32
 _LANES = 8  # float32 numbers in a vector
@@ -46,44 +48,9 @@ def scalar_product(left: jax.Array, right: jax.Array, ordinary: Callable[..., ja
 
 def add_scaled(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.Array:
     """``values + factor * others``, on a CPU with one rounding."""
-
-    def twice_rounded(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.Array:
+    if max(values.size, others.size) > _MOST_SCALED:
         return values + factor * others
-
-    if values.dtype not in _DTYPES or max(values.size, others.size) > _MOST_SCALED:
-        return twice_rounded(values, factor, others)
-    return lax.platform_dependent(values, factor, others, cpu=_fused_add_scaled, default=twice_rounded)
-
-
-def _fused_add_scaled(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.Array:
-    if values.dtype == jnp.float32:  # whose products float64 holds
-        wide = [array.astype(jnp.float64) for array in (values, factor, others)]
-        return (wide[0] + wide[1] * wide[2]).astype(jnp.float32)
-    product, lost_in_product = _exact_product(factor, others)
-    total, lost_in_sum = _exact_sum(values, product)
-    lost = lost_in_sum + lost_in_product
-    return jnp.where(jnp.isfinite(lost), total + lost, total)
-
-
-def _exact_product(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded product, and what rounding took from it (Dekker 1971)."""
-    product = left * right
-    (high, low), (other_high, other_low) = _halves(left), _halves(right)
-    return product, ((high * other_high - product) + high * other_low + low * other_high) + low * other_low
-
-
-def _halves(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two float64 numbers of 26 bits that add up to each (Veltkamp)."""
-    moved = (2.0**27 + 1) * values
-    high = moved - (moved - values)
-    return high, values - high
-
-
-def _exact_sum(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded sum, and what rounding took from it (Knuth)."""
-    total = left + right
-    of_right = total - left
-    return total, (left - (total - of_right)) + (right - of_right)
+    return rounding.fused(factor, others, values)
 
 
 def _sum_in_lanes(rows: jax.Array) -> jax.Array:
@@ -110,7 +77,7 @@ def _product_in_lanes(left: jax.Array, right: jax.Array) -> jax.Array:
     """Two vectors accumulate, the second time with one rounding; then halves meet, then neighbours."""
     missing = 4 * _LANES - left.size
     left, right = (jnp.pad(values, (0, missing)).reshape(2, 2, _LANES) for values in (left, right))
-    both = _fused_add_scaled(left[0] * right[0], left[1], right[1])
+    both = rounding.fused(left[1], right[1], left[0] * right[0])
     halves = (both[0] + both[1]).reshape(2, _LANES // 2)
     neighbours = (halves[0] + halves[1]).reshape(2, 2)
     pairs = neighbours[:, 0] + neighbours[:, 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -32,9 +33,56 @@ def log(x: Any) -> Any:
     return _rounded_once(jnp.log, x)
 
 
-def fused(x: Any, factor: float, term: float) -> Any:
-    """x * factor + term, rounded once."""
-    return _rounded_once(lambda x: x * factor + term, x)
+def fused(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, on a CPU rounded once; of a dtype other than float32 and float64 as XLA does it."""
+
+    def ordinary(x: Any, y: Any, z: Any) -> Any:
+        return x * y + z
+
+    dtype = jnp.result_type(x, y, z)
+    if dtype not in _FUSED_ON_CPU:
+        return ordinary(x, y, z)
+    numbers = (jnp.asarray(each, dtype) for each in (x, y, z))
+    return lax.platform_dependent(*numbers, cpu=_FUSED_ON_CPU[dtype], default=ordinary)
+
+
+def _fused_float32(*numbers: jax.Array) -> jax.Array:
+    x, y, z = (number.astype(jnp.float64) for number in numbers)  # which holds the product of two float32
+    return (x * y + z).astype(jnp.float32)
+
+
+def _fused_float64(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+    product, lost_in_product = _exact_product(x, y)
+    total, lost_in_sum = _exact_sum(z, product)
+    lost = lost_in_sum + lost_in_product
+    return jnp.where(jnp.isfinite(lost), total + lost, total)
+
+
+def _exact_product(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rounded product, and what rounding took from it (Dekker 1971)."""
+    product = left * right
+    (high, low), (other_high, other_low) = _halves(left), _halves(right)
+    return product, ((high * other_high - product) + high * other_low + low * other_high) + low * other_low
+
+
+def _halves(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two float64 numbers of 26 bits that add up to each (Veltkamp)."""
+    moved = (2.0**27 + 1) * values
+    high = moved - (moved - values)
+    return high, values - high
+
+
+def _exact_sum(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rounded sum, and what rounding took from it (Knuth)."""
+    total = left + right
+    of_right = total - left
+    return total, (left - (total - of_right)) + (right - of_right)
+
+
+_FUSED_ON_CPU: dict[Any, Callable[..., jax.Array]] = {
+    jnp.dtype("float32"): _fused_float32,
+    jnp.dtype("float64"): _fused_float64,
+}
 
 
 def product(x: Any, y: Any) -> Any:
