@@ -140,3 +140,22 @@ def test_convolutional_net_step() -> None:
     with checks:
         F.cross_entropy(model(images), torch.tensor([1, 4])).backward()
     assert_served(checks)
+
+
+def test_layer_norm_adds_gradients_of_rows_in_pytorchs_order() -> None:
+    values, upstream = torch.randn(3000, 7), torch.randn(3000, 7)
+
+    def grad_bias(device: str) -> torch.Tensor:
+        bias = torch.zeros(7, device=device, requires_grad=True)
+        F.layer_norm(values.to(device), (7,), torch.ones(7, device=device), bias).backward(
+            upstream.to(device)
+        )
+        assert bias.grad is not None
+        return bias.grad.cpu()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each has a part of the rows
+    try:
+        assert torch.equal(grad_bias("tpu"), grad_bias("cpu"))
+    finally:
+        torch.set_num_threads(threads)

@@ -7,6 +7,8 @@ Statistics are computed in float32 for 16-bit inputs, in two passes.  Formulas: 
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -117,10 +119,23 @@ def layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, b
         grad_scale = jnp.mean(grad_normalized * normalized, dims, keepdims=True)
         grad_input = rstd * (grad_normalized - grad_mean - normalized * grad_scale)
     if output_mask[1]:
-        grad_weight = jnp.sum(grad_out * normalized, batch)
+        grad_weight = _sum_of_rows(grad_out * normalized, batch)
     if output_mask[2]:
-        grad_bias = jnp.sum(grad_out, batch)
+        grad_bias = _sum_of_rows(grad_out, batch)
     return grad_input, grad_weight, grad_bias
+
+
+def _sum_of_rows(rows, dims):
+    """On the CPU one row after the other, as PyTorch's kernel: the order of a matrix product there."""
+
+    def product(rows):
+        flat = rows.reshape(math.prod(rows.shape[: len(dims)]), -1)
+        ones = jnp.ones(len(flat), rows.dtype)
+        return jnp.matmul(ones, flat, precision=lax.Precision.HIGHEST).reshape(rows.shape[len(dims) :])
+
+    if rows.size == 0 or rows.dtype != jnp.float32:
+        return jnp.sum(rows, dims)
+    return lax.platform_dependent(rows, cpu=product, default=lambda rows: jnp.sum(rows, dims))
 
 
 @lowering("_fused_rms_norm", promote="opmath")
