@@ -1,9 +1,11 @@
-// Scaled dot-product attention: PyTorch's own composite, its results laid out as those of the CPU's fused kernel. What
+// Scaled dot-product attention: a composite, where the CPU has a fused kernel its results laid out as that one's. What
 // comes after it may be a view that only this layout allows: (B, H, L, E) back to (B, L, H * E) is one.
 #include <ATen/ATen.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <torch/library.h>
+
+#include <limits>
 
 namespace tpu {
 namespace {
@@ -37,6 +39,27 @@ at::Tensor with_such_gradient(const at::Tensor& tensor) {
   return same;
 }
 
+// What the CPU's fused kernel computes: it scales the scores, where PyTorch's composite scales query and key by the
+// square root each, with a rounding more in each factor.
+at::Tensor attend_as_fused(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& mask,
+    bool is_causal,
+    std::optional<double> scale) {
+  auto scores = at::matmul(query, key.transpose(-2, -1)) * sdp::calculate_scale(query, scale);
+  const auto infinity = std::numeric_limits<double>::infinity();
+  if (is_causal) {
+    const auto is_seen =
+        at::ones_symint({query.sym_size(-2), key.sym_size(-2)}, query.options().dtype(at::kBool)).tril();
+    scores = scores.masked_fill(is_seen.logical_not(), -infinity);
+  } else if (mask) {
+    scores = mask->scalar_type() == at::kBool ? scores.masked_fill(mask->logical_not(), -infinity) : scores + *mask;
+  }
+  return at::matmul(at::_safe_softmax(scores, -1), value);
+}
+
 at::Tensor scaled_dot_product_attention(
     const at::Tensor& query,
     const at::Tensor& key,
@@ -46,13 +69,29 @@ at::Tensor scaled_dot_product_attention(
     bool is_causal,
     std::optional<double> scale,
     bool enable_gqa) {
-  const auto attend = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-    return at::native::scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale, enable_gqa);
-  };
   if (!is_fused_on_cpu({query, key, value, mask, dropout, is_causal, enable_gqa})) {
-    return attend(query, key, value);
+    return at::native::scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
-  const auto output = attend(with_such_gradient(query), with_such_gradient(key), with_such_gradient(value));
+  // In 16 bit the scores would be rounded, or overflow, before they are scaled.
+  const auto dtype = query.scalar_type();
+  const bool scales_scores = dtype == at::kFloat || dtype == at::kDouble;
+  const auto for_every_head = [&](const at::Tensor& tensor) {
+    const auto same = with_such_gradient(tensor);
+    return enable_gqa ? same.repeat_interleave_symint(query.sym_size(1) / tensor.sym_size(1), 1) : same;
+  };
+  const auto output = scales_scores
+      ? attend_as_fused(
+            with_such_gradient(query), for_every_head(key), for_every_head(value), mask, is_causal, scale)
+      : at::native::scaled_dot_product_attention(
+            with_such_gradient(query),
+            with_such_gradient(key),
+            with_such_gradient(value),
+            mask,
+            dropout,
+            is_causal,
+            scale,
+            enable_gqa);
   const auto head = query.sym_stride(1), position = query.sym_stride(2);
   return head > 0 && head < position ? with_heads_innermost(output) : output;
 }

@@ -1,4 +1,5 @@
 // Signatures in Python's terms, for the lowering.  Runs on a cache miss only.
+#include "lists.h"
 #include "program.h"
 
 #include <pybind11/complex.h>
@@ -133,6 +134,7 @@ PyObject* describe_signature(uint32_t id) {
     }
   }
   result["arguments"] = arguments;
+  result["on_lists"] = signature.op != nullptr && list_call(signature).length > 0;
   py::list outputs;
   for (const auto& output : signature.outputs) {
     py::dict item;

@@ -211,6 +211,7 @@ Variant& ProgramCache::variant_for(
   program.variants.push_back(std::move(variant));
   return *program.variants.back();
 }
+
 std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) {
   Program& program = find(segment);
   const bool is_new = !program.parts;

@@ -19,16 +19,15 @@ def is_compiling() -> bool:
 
 
 @contextmanager
-def compiling(num_ops: int) -> Iterator[None]:
+def compiling(num_ops: int, advice: str = "") -> Iterator[None]:
     """In here a program of `num_ops` operations is compiled: one line on standard error when that takes
-    long, and another when it is done.
+    long, with what would take less, and another when it is done.
     """
     thread, start = threading.get_ident(), time.perf_counter()
 
     def tell() -> None:
         print(
-            f"tpu: still compiling a program of {num_ops:,} operations (an unrolled loop is "
-            "many: torch.tpu.eager_mode('layered') compiles what repeats once)",
+            f"tpu: still compiling a program of {num_ops:,} operations{advice and f' ({advice})'}",
             file=sys.stderr,
             flush=True,
         )

@@ -125,15 +125,19 @@ def layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, b
     return grad_input, grad_weight, grad_bias
 
 
+_FEW_ROWS = 128  # of more, sums in another order than one after the other are nearer to the truth
+
+
 def _sum_of_rows(rows, dims):
-    """On the CPU one row after the other, as PyTorch's kernel: the order of a matrix product there."""
+    """A few rows on the CPU one after the other, as PyTorch's kernel: the order of a matrix product there."""
+    num_rows = math.prod(rows.shape[: len(dims)])
 
     def product(rows):
-        flat = rows.reshape(math.prod(rows.shape[: len(dims)]), -1)
-        ones = jnp.ones(len(flat), rows.dtype)
-        return jnp.matmul(ones, flat, precision=lax.Precision.HIGHEST).reshape(rows.shape[len(dims) :])
+        ones = jnp.ones(num_rows, rows.dtype)
+        sums = jnp.matmul(ones, rows.reshape(num_rows, -1), precision=lax.Precision.HIGHEST)
+        return sums.reshape(rows.shape[len(dims) :])
 
-    if rows.size == 0 or rows.dtype != jnp.float32:
+    if rows.dtype != jnp.float32 or not 0 < num_rows <= _FEW_ROWS or rows.size == 0:
         return jnp.sum(rows, dims)
     return lax.platform_dependent(rows, cpu=product, default=lambda rows: jnp.sum(rows, dims))
 

@@ -5,24 +5,39 @@ and then what fused mode will run.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+_MOST_UNWANTED = 512  # programs; more than the different parts of a step
 
 _promised: dict[Hashable, Future[Any]] = {}
 _threads: ThreadPoolExecutor | None = None
 
 
 def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], Any]) -> None:
-    """Have a thread compile the program of a segment; they take them in this order. The interpreter waits for
-    them when it exits: XLA cannot be left while it works.
+    """Have a thread compile the program of a segment; they take them in this order. When the interpreter
+    exits it waits for what is being compiled, since XLA cannot be left while it works, and drops the rest.
     """
     global _threads
     if _threads is None:
         _threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile ahead")
     key = _key(description)
     if key not in _promised:
-        _promised[key] = _threads.submit(compile_now, description)
+        _forget_unwanted()
+        _promised[key] = _threads.submit(_unless_exiting, compile_now, description)
+
+
+def _unless_exiting(compile_now: Callable[[dict[str, Any]], Any], description: dict[str, Any]) -> Any:
+    return compile_now(description) if threading.main_thread().is_alive() else None
+
+
+def _forget_unwanted() -> None:
+    """Programs that nobody has asked for, the oldest first: a step that was not taken again."""
+    unwanted = [key for key, future in _promised.items() if future.done()]
+    for key in unwanted[: max(0, len(unwanted) - _MOST_UNWANTED)]:
+        del _promised[key]
 
 
 def result(description: dict[str, Any]) -> Any:

@@ -110,14 +110,18 @@ def _options(description: dict[str, Any]) -> dict[str, Any] | None:
     return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if is_large else _SUMS}
 
 
+_ADVICE = "an unrolled loop is many: torch.tpu.eager_mode('layered') compiles what repeats once"
+
+
 def compile_segment(description: dict[str, Any]) -> Executable:
     """The executable of a segment for the device of this process (`lower_segment` says what it takes): from
     the executable cache if it is there, else compiled, and kept there.
     """
-    with compiling(len(description["circumstances"])):
+    mode = device_module.get_eager_mode()
+    with compiling(len(description["circumstances"]), _ADVICE if mode == "fused" else ""):
         if (found := ahead.result(description)) is not None:
             return found
-        return _compile(description, cause_of(description, device_module.get_eager_mode()))
+        return _compile(description, cause_of(description, mode))
 
 
 def compile_ahead(description: dict[str, Any]) -> None:

@@ -18,8 +18,6 @@ import torch
 from tpu_backend import _C, views
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 
-_ON_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")  # as in csrc/lists.cpp
-
 
 @dataclass(frozen=True)
 class TensorArg:
@@ -97,6 +95,7 @@ class Signature:
     random: bool
     compute_dtype: Any
     digest: str  # of all of it: the same in every process
+    is_on_lists: bool  # it does the same with each element of its lists (csrc/lists.h)
 
     def named_leaves(self) -> Iterator[tuple[str, Any]]:
         """The tensors, numbers and constants of its arguments: ``self``, and ``tensors[1]`` of a list."""
@@ -116,7 +115,7 @@ class Signature:
         lists = [
             each.value for each in self.arguments if isinstance(each.value, ListArg) and each.value.items
         ]
-        if not self.overload.startswith(_ON_LISTS) or any(output.element < 0 for output in self.outputs):
+        if not self.is_on_lists:
             return self
         kinds: dict[tuple[Any, ...], int] = {}  # and an element of each
         for element, kind in enumerate(zip(*(each.items for each in lists), strict=True)):
@@ -264,6 +263,7 @@ def signature(number: int) -> Signature:
         raw["random"],
         _result_type(arguments),
         hashlib.sha256(repr(raw).encode()).hexdigest(),
+        raw["on_lists"],
     )
 
 
