@@ -73,9 +73,11 @@ at::Tensor scaled_dot_product_attention(
     return at::native::scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
-  // In 16 bit the scores would be rounded, or overflow, before they are scaled.
+  // In 16 bit the scores would be rounded, or overflow, before they are scaled. Dtypes that do not go together are
+  // refused by PyTorch's composite.
   const auto dtype = query.scalar_type();
-  const bool scales_scores = dtype == at::kFloat || dtype == at::kDouble;
+  const bool scales_scores = (dtype == at::kFloat || dtype == at::kDouble) && key.scalar_type() == dtype &&
+      value.scalar_type() == dtype && (!mask || mask->scalar_type() == at::kBool || mask->scalar_type() == dtype);
   const auto for_every_head = [&](const at::Tensor& tensor) {
     const auto same = with_such_gradient(tensor);
     return enable_gqa ? same.repeat_interleave_symint(query.sym_size(1) / tensor.sym_size(1), 1) : same;

@@ -92,3 +92,19 @@ def test_transforms_and_second_derivatives():
             atol=1e-5,
             msg=lambda m, n=name: f"{n}: {m}",
         )
+
+
+@pytest.mark.parametrize(
+    "key, mask",
+    [(torch.float64, None), (torch.float32, torch.float64), (torch.float32, torch.int64)],
+    ids=["key", "mask", "mask of integers"],
+)
+def test_dtypes_that_do_not_go_together_are_refused_as_on_the_cpu(key, mask):
+    def refusal(device: str) -> str:
+        query, keys = (torch.ones(1, 2, 4, 8, dtype=dtype, device=device) for dtype in (torch.float32, key))
+        attn_mask = None if mask is None else torch.ones(4, 4, dtype=mask, device=device)
+        with pytest.raises(RuntimeError) as raised:
+            F.scaled_dot_product_attention(query, keys, query, attn_mask)
+        return str(raised.value)
+
+    assert refusal("tpu") == refusal("cpu")
