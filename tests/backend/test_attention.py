@@ -95,7 +95,7 @@ def test_transforms_and_second_derivatives():
 
 
 @pytest.mark.parametrize(
-    "key, mask",
+    ("key", "mask"),
     [(torch.float64, None), (torch.float32, torch.float64), (torch.float32, torch.int64)],
     ids=["key", "mask", "mask of integers"],
 )
