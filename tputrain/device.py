@@ -113,6 +113,16 @@ def wait(device: torch.device) -> None:
         torch.tpu.synchronize()  # type: ignore[attr-defined]
 
 
+def rehearsal(device: torch.device) -> AbstractContextManager[object]:
+    """The context in which the tpu device has threads compile what is recorded, and takes it back."""
+    return torch.tpu.rehearsal()  # type: ignore[attr-defined]
+
+
+def is_compiling_ahead(device: torch.device) -> bool:
+    """Whether threads are still compiling what was rehearsed."""
+    return device.type == "tpu" and torch.tpu.is_compiling_ahead()  # type: ignore[attr-defined]
+
+
 def compilations(device: torch.device) -> int:
     """Programs compiled by this process so far."""
     return torch.tpu.compile_stats()["compilations"] if device.type == "tpu" else 0  # type: ignore[attr-defined]

@@ -160,6 +160,19 @@ class Execution:
         self._change_to(form)
         return is_new
 
+    @property
+    def wants_rehearsal(self) -> bool:
+        """Whether the next step shall first be recorded as a compiled one, and taken back."""
+        return self._trial is not None and self._trial.wants_rehearsal
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """In here a step is recorded as a compiled one."""
+        assert self._trial is not None
+        self._trial.rehearsed()
+        with self.in_form("compile"):
+            yield
+
     def after_step(self, step: int) -> None:
         """Step number `step` was dispatched."""
         if self._trial is not None and not self._is_early(step - 1):

@@ -14,14 +14,20 @@ BLOCKS, BLOCK_STEPS = 3, 4  # a form is measured in so many blocks of so many st
 NEEDED = 0.98  # the compiled step must take at most this share of the fused one's time
 
 _MEASURED = BLOCKS * BLOCK_STEPS
-_COMPILED_FROM = WARM_STEPS + _MEASURED
-LENGTH = 2 * _COMPILED_FROM
-"""Steps from the beginning of a run to the choice."""
+_LENGTH = (
+    _MEASURED + WARM_STEPS + _MEASURED
+)  # of fused steps, then of compiled ones, the first of which do not count
+
+SOONEST_COMPILED = WARM_STEPS + 1 + _MEASURED
+"""Steps from the beginning of the trial to the first compiled one, if that is built in the time of one."""
+SOONEST_CHOICE = WARM_STEPS + 1 + _LENGTH
+"""The same to the choice."""
 
 
 @dataclass
 class _Record:
     begun_at: int | None = None  # the step after which the trial began
+    ready_at: int | None = None  # the step after which the compiled step was there, and measuring began
     form: str = "fused"  # of the last step
     seconds: dict[str, float] = field(default_factory=dict)  # a step's, by form: the fastest block
     chosen: str | None = None
@@ -30,9 +36,10 @@ class _Record:
 class Trial:
     """First fused steps, then compiled ones; then one of both, for good.
 
-    Which form a step has follows from its number alone, until the choice. The choice is made from the seconds
-    in the record, which checkpoints hold; so a resumed run does what its checkpoint says. Where blocks begin
-    and end the host waits for the device.
+    While fused steps go on, threads compile the other one; nothing is measured before they are done. From
+    then on which form a step has follows from its number. That number and the seconds, from which the choice
+    is made, are in the record, which checkpoints hold; so a resumed run does what its checkpoint says. Where
+    blocks begin and end the host waits for the device.
     """
 
     def __init__(self, device: torch.device, **record: Any):
@@ -40,6 +47,8 @@ class Trial:
         self._record = _Record(**record)
         self._block_began = 0.0
         self._in_block = False
+        self._warm_steps = 0  # of this process
+        self._is_rehearsed = False
 
     def state(self) -> dict[str, Any]:
         return asdict(self._record)
@@ -56,25 +65,40 @@ class Trial:
             return record.chosen
         if record.begun_at is None:
             record.begun_at = step
-        place = step - record.begun_at
+        if record.ready_at is None:
+            is_ready = self._is_rehearsed and not devices.is_compiling_ahead(self._device)
+            if not is_ready:
+                return "fused"
+            record.ready_at = step
+        place = step - record.ready_at
         if self._is_measured(place) and self._place_in_block(place) == 0:
             devices.wait(self._device)
             self._block_began, self._in_block = time.perf_counter(), True
         return self._form_at(place)
 
+    @property
+    def wants_rehearsal(self) -> bool:
+        """Whether it is time to begin with the compiled step: fused ones are under way."""
+        return self._warm_steps == WARM_STEPS and self._record.ready_at is None and not self._is_rehearsed
+
+    def rehearsed(self) -> None:
+        """The compiled step is being built, or will be when its time comes."""
+        self._is_rehearsed = True
+
     def after_step(self, step: int) -> None:
         """Step number `step` was dispatched."""
         record = self._record
-        if record.chosen is not None or record.begun_at is None:
+        self._warm_steps = min(self._warm_steps + 1, WARM_STEPS)
+        if record.chosen is not None or record.ready_at is None:
             return
-        place = step - 1 - record.begun_at
+        place = step - 1 - record.ready_at
         record.form = self._form_at(place)
         if self._in_block and self._place_in_block(place) == BLOCK_STEPS - 1:
             devices.wait(self._device)
             seconds = (time.perf_counter() - self._block_began) / BLOCK_STEPS
             record.seconds[record.form] = min(seconds, record.seconds.get(record.form, seconds))
             self._in_block = False
-        if place == LENGTH - 1:
+        if place == _LENGTH - 1:
             self._choose(step)
 
     def _choose(self, step: int) -> None:
@@ -93,12 +117,12 @@ class Trial:
 
     @staticmethod
     def _form_at(place: int) -> str:
-        return "fused" if place < _COMPILED_FROM else "compile"
+        return "fused" if place < _MEASURED else "compile"
 
     @staticmethod
     def _is_measured(place: int) -> bool:
-        return place % _COMPILED_FROM >= WARM_STEPS
+        return not _MEASURED <= place < _MEASURED + WARM_STEPS
 
     @staticmethod
     def _place_in_block(place: int) -> int:
-        return (place % _COMPILED_FROM - WARM_STEPS) % BLOCK_STEPS
+        return (place if place < _MEASURED else place - WARM_STEPS) % BLOCK_STEPS

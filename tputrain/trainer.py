@@ -25,7 +25,7 @@ from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
-from tputrain.errors import RunFailedError, UserError
+from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
 from tputrain.feed import feed_of
@@ -46,6 +46,7 @@ from tputrain.optim.optimizer import build_optimizer, create_state, other_rates,
 from tputrain.optim.ownership import check_ownership
 from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
+from tputrain.rehearsed_step import taken_back
 from tputrain.run_lock import RunLock
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.trainer_arguments import check_arguments
@@ -193,6 +194,8 @@ class Trainer:
         if self.is_interrupted:
             return False
         self._bad_steps.replay_if_due(batches.host)
+        if self.execution.wants_rehearsal:
+            self._rehearse(batches)
         self._step_log.begin()
         if self._is_warm:
             with self._watchdog.phase(STEP):
@@ -235,15 +238,38 @@ class Trainer:
             raise UserError(
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
+        loss, grad_norm, rates = self._dispatch(batches)
+        self._writer.let_write()
+        self._count_step(batches.host, loss, grad_norm, rates)
+
+    def _dispatch(self, batches: StepBatches) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Forward, backward and update; returns loss, gradient norm, and the optimizer's rates."""
         withheld = self._bad_steps.withheld_update()
-        loss, grad_norm = self.compute_gradients(batches.device, weights)
+        loss, grad_norm = self.compute_gradients(batches.device, batches.weights)
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
         with withheld.where_bad(loss, grad_norm) if withheld else nullcontext():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         devices.flush(self.device)
-        self._writer.let_write()
-        self._count_step(batches.host, loss, grad_norm, rates)
+        return loss, grad_norm, rates
+
+    def _rehearse(self, batches: StepBatches) -> None:
+        """Have threads build the compiled step while the steps go on as they are. The run does not change."""
+        with self.execution.rehearsed():
+            if self.device.type != "tpu":
+                return
+            try:
+                with (
+                    self._watchdog.phase(FIRST_STEP),
+                    announced("execution.train=auto: a compiled step is recorded, threads compile it"),
+                    taken_back(self.device, self.model, self.optimizer),
+                ):
+                    self._dispatch(batches)
+            except Exception as error:
+                say(
+                    "execution.train=auto: the compiled step is not built in the background but when its "
+                    f"first step comes, since recording it failed: {in_words(error)}"
+                )
 
     def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping."""

@@ -174,10 +174,19 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("device") = 0,
       py::call_guard<py::gil_scoped_release>());
-  m.def("end_step", [](int device) {
+  const auto with_stream = [](int device, const auto& act) {
     auto& stream = tpu::Device::get().stream(static_cast<c10::DeviceIndex>(device));
     tpu::StreamLock lock(stream.mutex());
-    stream.end_step();
+    act(stream);
+  };
+  m.def("end_step", [with_stream](int device) {
+    with_stream(device, [](tpu::Stream& stream) { stream.end_step(); });
+  });
+  m.def("begin_rehearsal", [with_stream](int device) {
+    with_stream(device, [](tpu::Stream& stream) { stream.begin_rehearsal(); });
+  });
+  m.def("end_rehearsal", [with_stream](int device) {
+    with_stream(device, [](tpu::Stream& stream) { stream.end_rehearsal(); });
   });
   m.def(
       "synchronize",

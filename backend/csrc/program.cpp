@@ -135,12 +135,9 @@ Locals live_values(const Segment& segment) {
   return live;
 }
 
-// How many segments hold a value that will be gone when another one is run.
-using Holders = std::unordered_map<const Value*, size_t>;
-
 // An input that only this segment still holds gives its memory to the value that replaced it in its buffer.  (Where
 // its array is held elsewhere, a copy does: see `execute`.)
-Donations donations_of(const Segment& segment, const Locals& live, const Holders& gone = {}) {
+Donations donations_of(const Segment& segment, const Locals& live, const Holders& gone) {
   const auto is_held_elsewhere = [&](const ValuePtr& value) {
     const auto found = gone.find(value.get());
     return value.use_count() - (found == gone.end() ? 0 : found->second) > 1;
@@ -221,12 +218,12 @@ std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) 
   return {program.parts.get(), is_new};
 }
 
-py::object ProgramCache::description_to_prepare(const Segment& segment) {
+py::object ProgramCache::description_to_prepare(const Segment& segment, const Holders& gone) {
   if (std::exchange(find(segment).is_prepared, true)) {
     return py::none();
   }
   const Locals live = live_values(segment);
-  return description_of(segment, live, donations_of(segment, live));
+  return description_of(segment, live, donations_of(segment, live, gone));
 }
 
 std::vector<py::object> ProgramCache::descriptions_of(const std::vector<Segment>& parts) {
@@ -339,7 +336,7 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
   if (live.empty() && segment.checked.empty()) {
     return; // nobody can see what was recorded
   }
-  const Donations donations = donations_of(segment, live);
+  const Donations donations = donations_of(segment, live, {});
   const auto num_integers = segment.numbers.integers.size();
   try {
     Program& program = find(segment);

@@ -104,6 +104,9 @@ struct Program {
   bool is_prepared{false}; // it was compiled ahead
 };
 
+// How many others than buffers and the segment itself hold a value that will be gone when the segment is run.
+using Holders = std::unordered_map<const Value*, size_t>;
+
 using Locals = c10::SmallVector<int32_t, 16>;
 using Donations = c10::SmallVector<std::pair<int32_t, int32_t>, 16>; // (input, the output that takes its memory)
 
@@ -121,7 +124,7 @@ class ProgramCache {
   // How a segment is taken apart, and whether that was found out just now.
   std::pair<const PartPlan*, bool> parts_of(const Segment& segment);
   // What `run` would have compiled, as Python is told it: None if it has the program, or this was asked before.
-  pybind11::object description_to_prepare(const Segment& segment);
+  pybind11::object description_to_prepare(const Segment& segment, const Holders& gone = {});
   // The same of segments that are run one after the other; each program once.
   std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
   // A thread begins to compile it.

@@ -18,6 +18,8 @@ namespace {
 // A segment that nothing cuts (inference that is never read) is cut here, so that memory and compile time stay bounded.
 constexpr size_t kMaxEntries = 16384;
 
+constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
+
 std::atomic<Mode> g_mode{Mode::Fused};
 std::atomic<bool> g_compiles_ahead{false};
 std::atomic<bool> g_forked{false};
@@ -243,6 +245,9 @@ void Stream::append(
     if (buffer->value && buffer->value->segment == segment_.serial) {
       origin = segment_.origin[buffer->value->local];
     }
+    if (rehearsal_) {
+      rehearsal_->keep(*buffer);
+    }
     auto value = c10::make_intrusive<Value>(output.layout);
     number(value, false, origin);
     buffer->value = std::move(value);
@@ -297,7 +302,31 @@ void Stream::check_launches() {
   }
 }
 
+void Stream::rehearse(Segment& segment) {
+  programs_.compile_ahead(programs_.description_to_prepare(segment, rehearsal_->holders()));
+  segment.fail(kRehearsed);
+}
+
+void Stream::begin_rehearsal() {
+  TORCH_CHECK(!rehearsal_, "torch.tpu.rehearsal inside another one");
+  cut();
+  rehearsal_.emplace();
+}
+
+void Stream::end_rehearsal() {
+  segment_.fail(kRehearsed); // what an error has left there
+  segment_.clear();
+  segment_.serial = 0;
+  step_ended_ = false;
+  rehearsal_->take_back();
+  rehearsal_.reset();
+}
+
 void Stream::run(Segment& segment) {
+  if (rehearsal_) {
+    rehearse(segment);
+    return;
+  }
   if (mode() != Mode::Layered || notes != nullptr) {
     programs_.run(segment, counters);
     note_launch(segment);
@@ -444,6 +473,9 @@ void Stream::overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_arr
 }
 
 void Stream::assign(Buffer* buffer, ValuePtr value) {
+  if (rehearsal_) {
+    rehearsal_->keep(*buffer);
+  }
   buffer->layout = value->layout;
   buffer->value = std::move(value);
   if (notes != nullptr && notes->thread == std::this_thread::get_id()) {

@@ -2,11 +2,13 @@
 #pragma once
 
 #include "program.h"
+#include "rehearsal.h"
 #include "signature.h"
 
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <optional>
 
 namespace tpu {
 
@@ -113,6 +115,13 @@ class Stream {
     step_ended_ = !segment_.entries.empty();
   }
 
+  // From here on what is recorded is compiled, by threads, and not run; in the end the buffers are what they were.
+  void begin_rehearsal();
+  void end_rehearsal();
+  bool is_rehearsing() const {
+    return rehearsal_.has_value();
+  }
+
   // A program that was run before, on other arrays (see ProgramCache::launch), for these entries; wants the GIL.  It ends with
   // `end_launch`, when its outputs are where they belong: that raises what an earlier launch found out of range.
   PyObject* launch_again(
@@ -133,6 +142,7 @@ class Stream {
   bool belongs_to_ended_step(const EncodedCall& call) const;
   void note_run(const Segment& segment);
   void run(Segment& segment);
+  void rehearse(Segment& segment);
   void note_launch(Segment& segment);
   void check_launches();
 
@@ -155,6 +165,7 @@ class Stream {
   uint64_t next_serial_{1};
   uint64_t last_mark_{0};
   bool step_ended_{false};
+  std::optional<Rehearsal> rehearsal_;
 };
 
 Mode mode();

@@ -284,9 +284,44 @@ def capture(
     return captured(function, modules=modules, optimizers=optimizers)
 
 
+@contextmanager
+def rehearsal(device: Any = None) -> Iterator[None]:
+    """What is recorded in here is compiled by threads and not run, so that later the same begins at once.
+    At the end each tensor of the device has the value that it had, and so has the device's generator; what
+    Python changes is not taken back. What was computed in here has no value. `is_compiling_ahead` says when
+    the threads are done.
+
+    Raises RuntimeError inside another one, in a mode other than fused and layered, and for a read of what
+    is computed in here (``item()``, ``print``, an operator that runs on the CPU); nothing is changed then.
+    """
+    if get_eager_mode() not in ("fused", "layered"):
+        raise RuntimeError(
+            f"torch.tpu.rehearsal in mode {get_eager_mode()!r}, which has a program an op: use fused mode"
+        )
+    init()
+    index = _index(device)
+    generator = get_rng_state(index)
+    _C.begin_rehearsal(index)
+    try:
+        yield
+        flush(index)
+    finally:
+        _C.end_rehearsal(index)
+        set_rng_state(generator, index)
+
+
 def is_compiling() -> bool:
-    """Whether some thread of this process is compiling a program right now; takes no lock."""
+    """Whether some thread of this process is compiling a program that is waited for; takes no lock."""
     return compiling.is_compiling()
+
+
+def is_compiling_ahead() -> bool:
+    """Whether threads are still compiling what a rehearsal or layered mode has told them to."""
+    if not is_initialized():
+        return False
+    from tpu_backend.runtime import ahead
+
+    return ahead.is_busy()
 
 
 def recent_ops() -> list[tuple[str, bool]]:

@@ -19,8 +19,9 @@ from tputrain import (
     TrainerConfig,
     UserError,
 )
+from tputrain import device as devices
 from tputrain.execution import Execution
-from tputrain.execution_trial import LENGTH
+from tputrain.execution_trial import SOONEST_CHOICE, SOONEST_COMPILED
 
 
 class Classifier(nn.Module):
@@ -43,6 +44,7 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> KeptRecords:
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
+    optimizer, log_every = changes.pop("optimizer", None), changes.pop("log_every", 2)
     records = KeptRecords()
     Trainer(
         model or Classifier(),
@@ -53,11 +55,12 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
             execution=execution,
             schedule=ScheduleConfig(name="constant", warmup_steps=0),  # not of how many steps there are
             checkpoint=CheckpointConfig(every=4),
-            log=LogConfig(every=2, progress="none"),
+            log=LogConfig(every=log_every, progress="none"),
         ),
         train_loader=batches(sizes),
         val_loader=batches([6, 6]),
         loss_fn=F.cross_entropy,
+        optimizer=optimizer,
         loggers=[records],
     ).fit()
     torch._dynamo.reset()
@@ -128,6 +131,21 @@ def test_first_steps_are_layered_and_a_resumed_run_changes_over_at_the_same_step
     assert min(programs_of("gelu_backward")) < 60
 
 
+@pytest.fixture
+def built_at_once(monkeypatch):
+    """The compiled step is there one step after threads have begun with it. The number of its program."""
+    program: list[int] = []
+
+    def wait(_: torch.device) -> bool:
+        while torch.tpu.is_compiling_ahead():
+            time.sleep(0.01)
+        program[:] = [each.number for each in torch.tpu.compilations()[-1:]]
+        return False
+
+    monkeypatch.setattr(devices, "is_compiling_ahead", wait)
+    return program
+
+
 @torch.compiler.disable
 def dawdle() -> None:
     time.sleep(0.03)
@@ -147,18 +165,20 @@ class SlowWhere(Classifier):
 @pytest.mark.parametrize(
     ("slow_where_compiled", "line"),
     [
-        (False, f"compile from step {LENGTH + 1} on; a compiled step takes"),
+        (False, f"compile from step {SOONEST_CHOICE + 1} on; a compiled step takes"),
         (True, "stays fused; a compiled step takes"),
     ],
 )
+@pytest.mark.usefixtures("built_at_once")
 def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tmp_path, capsys):
-    steps = LENGTH + 2
+    steps = SOONEST_CHOICE + 2
     auto = ExecutionConfig(train="auto", validate="auto")
     changes = {"run_dir": tmp_path, "evaluate_every": None}
     fit(auto, steps, SlowWhere(slow_where_compiled), **changes)
     said = [each for each in capsys.readouterr().out.splitlines() if "execution.train=auto" in each]
-    assert len(said) == 1
-    assert line in said[0]
+    assert "a compiled step is recorded, threads compile it" in said[0]
+    assert line in said[-1]
+    assert sum("compiled step takes" in each for each in said) == 1
     newest = tmp_path / "checkpoints" / f"step-{steps}" / "state.json"
     state = json.loads(newest.read_text())["execution"]
     assert state["chosen"] == ("fused" if slow_where_compiled else "compile")
@@ -188,16 +208,19 @@ class SaysItsMode(Classifier):
         return super().forward(x)
 
 
+@pytest.mark.usefixtures("built_at_once")
 def test_auto_begins_its_trial_behind_the_layered_steps(tmp_path):
     auto = ExecutionConfig(train="auto", first_steps=3)
     changes = {"run_dir": tmp_path, "evaluate_every": None}
     model = SaysItsMode()
-    fit(auto, 3 + LENGTH // 2, model, **changes)
-    assert model.modes == ["layered"] * 3 + ["fused"] * (LENGTH // 2)
-    newest = tmp_path / "checkpoints" / f"step-{3 + LENGTH // 2}" / "state.json"
-    assert json.loads(newest.read_text())["execution"]["begun_at"] == 3
+    steps = 3 + SOONEST_COMPILED
+    fit(auto, steps, model, **changes)
+    assert model.modes == ["layered"] * 3 + ["fused"] * SOONEST_COMPILED
+    newest = tmp_path / "checkpoints" / f"step-{steps}" / "state.json"
+    record = json.loads(newest.read_text())["execution"]
+    assert (record["begun_at"], record["ready_at"]) == (3, 8)
     resumed = SaysItsMode()
-    fit(auto, 4 + LENGTH // 2, resumed, **changes, sizes=[6] * (4 + LENGTH // 2))
+    fit(auto, steps + 1, resumed, **changes, sizes=[6] * (steps + 1))
     assert "layered" not in resumed.modes
 
 
@@ -220,6 +243,12 @@ def test_before_the_first_step_of_a_resumed_run_evaluations_run_as_they_did(reco
             assert (execution.model is not model) == (form == "compile")
 
 
+def rehearse(execution: Execution) -> None:
+    if execution.wants_rehearsal:
+        with execution.rehearsed():
+            pass
+
+
 def test_the_first_step_of_each_form_is_one_whatever_an_evaluation_has_compiled():
     execution = Execution(
         Classifier(), torch.device("tpu"), ExecutionConfig(train="auto", validate="compile")
@@ -227,18 +256,20 @@ def test_the_first_step_of_each_form_is_one_whatever_an_evaluation_has_compiled(
     with execution.phase("validate"):
         assert execution.model is not None  # the compiled one
     firsts = {}
-    for step in range(LENGTH):
+    for step in range(SOONEST_CHOICE):
         if execution.before_step(step):
             firsts[step] = execution.first_of
+        rehearse(execution)
         execution.after_step(step + 1)
-    assert firsts == {0: "of this process", LENGTH // 2: "by torch.compile"}
+    assert firsts == {0: "of this process", SOONEST_COMPILED: "by torch.compile"}
 
 
 def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
     model = Classifier()
     execution = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
-    for step in range(LENGTH):
+    for step in range(SOONEST_CHOICE):
         execution.before_step(step)
+        rehearse(execution)
         execution.after_step(step + 1)
         with execution.phase("validate"):
             live = execution.model
@@ -248,12 +279,66 @@ def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
             assert (live is model) == (resumed.model is model)
 
 
+@pytest.mark.usefixtures("built_at_once")
 def test_random_numbers_do_not_change_by_switching():
     fused, auto = (
-        fit(ExecutionConfig(train=form), LENGTH + 2, evaluate_every=None) for form in ("fused", "auto")
+        fit(ExecutionConfig(train=form), SOONEST_CHOICE + 2, evaluate_every=None)
+        for form in ("fused", "auto")
     )
     losses = [[record["loss"] for record in run.steps] for run in (fused, auto)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+class HasState(nn.Module):
+    """What a step changes: averages, and random numbers of the host's and of the device's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.dropout = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.25)
+        self.down = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x + torch.rand(1).to(x.device)
+        return self.down(self.dropout(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
+def test_the_rehearsal_changes_no_bit_and_the_step_is_there_when_it_comes(options, built_at_once, capsys):
+    runs = {}
+    for form in ("fused", "auto"):
+        model = HasState()
+        optimizer = torch.optim.AdamW(model.parameters(), **options)  # foreach: counts its steps on the host
+        runs[form] = fit(
+            ExecutionConfig(train=form),
+            SOONEST_COMPILED + 2,
+            model,
+            optimizer=optimizer,
+            evaluate_every=None,
+            log_every=1,
+        )
+    before = {form: [each["loss_hex"] for each in run.steps][:SOONEST_COMPILED] for form, run in runs.items()}
+    assert before["auto"] == before["fused"]
+    said = capsys.readouterr().out
+    assert f"step {SOONEST_COMPILED + 1}, the first by torch.compile" in said
+    assert [each.number for each in torch.tpu.compilations()[-1:]] == built_at_once
+
+
+@pytest.mark.usefixtures("built_at_once")
+def test_a_step_that_cannot_be_rehearsed_is_compiled_when_it_comes(capsys):
+    class Reads(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if self.training and y.sum().item() > 1e9:
+                return 2 * y
+            return y
+
+    records = fit(ExecutionConfig(train="auto"), SOONEST_CHOICE + 1, Reads(), evaluate_every=None)
+    said = capsys.readouterr().out
+    assert "is not built in the background but when its first step comes, since recording it failed" in said
+    assert "a compiled step takes" in said
+    assert len(records.steps) == SOONEST_CHOICE + 1
 
 
 def test_an_unknown_form_is_refused():

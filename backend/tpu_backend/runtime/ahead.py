@@ -1,5 +1,5 @@
-"""Programs that threads compile before they are asked for, in layered mode: the parts of a step all at once,
-and then what fused mode will run.
+"""Programs that threads compile before they are asked for: in layered mode the parts of a step all at once,
+and then what fused mode will run; and what was rehearsed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def _forget_unwanted() -> None:
     unwanted = [key for key, future in _promised.items() if future.done()]
     for key in unwanted[: max(0, len(unwanted) - _MOST_UNWANTED)]:
         del _promised[key]
+
+
+def is_busy() -> bool:
+    """Whether some of it is still to be done."""
+    return any(not future.done() for future in list(_promised.values()))
 
 
 def result(description: dict[str, Any]) -> Any:
