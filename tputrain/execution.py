@@ -31,7 +31,7 @@ class ExecutionConfig:
     """Evaluations; auto: what training does."""
     sample: str = "fused"
     """Text from the model; auto: what training does."""
-    first_steps: int = 0
+    first_steps: int = 32
     """Steps of a run, from 0, in which what is fused runs layered: they begin soon, and meanwhile a thread
     compiles the programs that follow. A resumed run changes over at the same step."""
     autocast: str | None = None
@@ -151,11 +151,14 @@ class Execution:
     # -- training, step by step
 
     def before_step(self, step: int) -> bool:
-        """Take the form for the step after `step`; whether it is one that this process has not run."""
+        """Take the form for the step after `step`; whether it is one that this process has not run, and that
+        takes its time."""
         if self._trial is not None and not self._is_early(step):
             self._form_of_training = self._trial.before_step(step)
         form = self._form_of("train")
         is_new = form not in self._forms_trained
+        if form == "fused" and "layered" in self._forms_trained:
+            is_new = is_new and devices.is_compiling_ahead(self._device)  # else its program is there
         self._forms_trained.add(form)
         self._change_to(form)
         return is_new

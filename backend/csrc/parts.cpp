@@ -9,10 +9,13 @@
 namespace tpu {
 namespace {
 
-// Shorter stretches are not worth a launch of their own, and two layers compile no sooner apart: the first step of a Llama
-// took 1.0 (2 layers), 0.9 (4) and 0.4 (12) times as long as that of the whole.
+// Shorter stretches are not worth a launch of their own.
 constexpr size_t kShortestRepeat = 12;
+
+// What a segment must repeat to be cut at all.  Two layers compile no sooner apart: the first step of a Llama (115 entries
+// a layer) took 1.0 (2 layers), 0.9 (4) and 0.4 (12) times as long as with one program.
 constexpr size_t kFewestTimes = 3;
+constexpr size_t kFewestSaved = 100; // entries that need not be compiled
 
 uint64_t mixed(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9fb21c651e98df25ULL;
@@ -68,7 +71,7 @@ class Planner {
       }
       begin = end;
     }
-    if (most_times_ < kFewestTimes) {
+    if (most_times_ < kFewestTimes || num_saved_ < kFewestSaved) {
       plan_.clear();
       add(0, num_entries);
     }
@@ -139,6 +142,11 @@ class Planner {
     plan_ = std::move(joined);
   }
 
+  void note(const Repeat& repeat, size_t entries_a_place) {
+    most_times_ = std::max(most_times_, repeat.times);
+    num_saved_ += (repeat.times - 1) * repeat.length * entries_a_place;
+  }
+
   void add(size_t begin, size_t end) {
     if (begin == end) {
       return;
@@ -159,7 +167,7 @@ class Planner {
     }
     size_t done = begin;
     for (const auto& repeat : find_repeats(words, c10::ArrayRef<uint64_t>(crossing_).slice(begin, end - begin), kShortestRepeat)) {
-      most_times_ = std::max(most_times_, repeat.times);
+      note(repeat, 1);
       add(done, begin + repeat.begin);
       for (size_t time = 0; time < repeat.times; ++time) {
         done = begin + repeat.begin + time * repeat.length;
@@ -198,7 +206,7 @@ class Planner {
     };
     size_t done = 0;
     for (const auto& repeat : repeats) {
-      most_times_ = std::max(most_times_, repeat.times);
+      note(repeat, end - begin);
       add_elements(done, repeat.begin);
       for (size_t time = 0; time < repeat.times; ++time) {
         done = repeat.begin + time * repeat.length;
@@ -213,6 +221,7 @@ class Planner {
   std::vector<std::shared_ptr<const ListCall>> calls_; // by entry
   std::vector<uint64_t> crossing_;
   size_t most_times_{0};
+  size_t num_saved_{0};
   PartPlan plan_;
 };
 

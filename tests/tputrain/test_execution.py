@@ -23,6 +23,9 @@ from tputrain import device as devices
 from tputrain.execution import Execution
 from tputrain.execution_trial import SOONEST_CHOICE, SOONEST_COMPILED
 
+AUTO = ExecutionConfig(train="auto", first_steps=0)
+ALL_AUTO = ExecutionConfig(train="auto", validate="auto", first_steps=0)
+
 
 class Classifier(nn.Module):
     def __init__(self) -> None:
@@ -115,20 +118,32 @@ def programs_of(operation: str) -> list[int]:
     ]
 
 
-def test_first_steps_are_layered_and_a_resumed_run_changes_over_at_the_same_step(tmp_path, capsys):
+def test_first_steps_are_layered_and_a_resumed_run_changes_over_at_the_same_step(
+    tmp_path, capsys, monkeypatch
+):
     early = ExecutionConfig(first_steps=6)
+    assert ExecutionConfig().first_steps > 0
+    monkeypatch.setattr(devices, "is_compiling_ahead", lambda _: True)
     whole = fit(early, 10, Deep())
     assert "step 7, the first that is fused, is recorded" in capsys.readouterr().out
     first = fit(early, 4, Deep(), run_dir=tmp_path, sizes=[6] * 10)
     second = fit(early, 8, Deep(), run_dir=tmp_path, sizes=[6] * 10)
     third = fit(early, 10, Deep(), run_dir=tmp_path)
     assert losses(first) | losses(second) | losses(third) == losses(whole)
-    fused = fit(ExecutionConfig(), 10, Deep())
+    fused = fit(ExecutionConfig(first_steps=0), 10, Deep())
     assert [each["loss"] for each in whole.steps] == pytest.approx(
         [each["loss"] for each in fused.steps], rel=1e-4
     )
     assert max(programs_of("gelu_backward")) > 4 * 12
     assert min(programs_of("gelu_backward")) < 60
+
+
+def test_nothing_is_said_where_the_program_is_there_when_the_first_steps_are_over(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "is_compiling_ahead", lambda _: False)
+    fit(ExecutionConfig(first_steps=3), 6)
+    said = capsys.readouterr().out
+    assert "step 1, the first of this process" in said
+    assert "that is fused" not in said
 
 
 @pytest.fixture
@@ -172,9 +187,8 @@ class SlowWhere(Classifier):
 @pytest.mark.usefixtures("built_at_once")
 def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tmp_path, capsys):
     steps = SOONEST_CHOICE + 2
-    auto = ExecutionConfig(train="auto", validate="auto")
     changes = {"run_dir": tmp_path, "evaluate_every": None}
-    fit(auto, steps, SlowWhere(slow_where_compiled), **changes)
+    fit(ALL_AUTO, steps, SlowWhere(slow_where_compiled), **changes)
     said = [each for each in capsys.readouterr().out.splitlines() if "execution.train=auto" in each]
     assert "a compiled step is recorded, threads compile it" in said[0]
     assert line in said[-1]
@@ -184,7 +198,7 @@ def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tm
     assert state["chosen"] == ("fused" if slow_where_compiled else "compile")
     # What the checkpoint says holds, whatever would be measured now.
     torch.tpu.flush()
-    fit(auto, steps + 2, SlowWhere(not slow_where_compiled), **changes, sizes=[6] * (steps + 2))
+    fit(ALL_AUTO, steps + 2, SlowWhere(not slow_where_compiled), **changes, sizes=[6] * (steps + 2))
     assert "execution.train=auto" not in capsys.readouterr().out
     assert (
         json.loads((newest.parents[1] / f"step-{steps + 2}" / "state.json").read_text())["execution"] == state
@@ -251,7 +265,7 @@ def rehearse(execution: Execution) -> None:
 
 def test_the_first_step_of_each_form_is_one_whatever_an_evaluation_has_compiled():
     execution = Execution(
-        Classifier(), torch.device("tpu"), ExecutionConfig(train="auto", validate="compile")
+        Classifier(), torch.device("tpu"), ExecutionConfig(train="auto", validate="compile", first_steps=0)
     )
     with execution.phase("validate"):
         assert execution.model is not None  # the compiled one
@@ -266,14 +280,14 @@ def test_the_first_step_of_each_form_is_one_whatever_an_evaluation_has_compiled(
 
 def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
     model = Classifier()
-    execution = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
+    execution = Execution(model, torch.device("tpu"), ALL_AUTO)
     for step in range(SOONEST_CHOICE):
         execution.before_step(step)
         rehearse(execution)
         execution.after_step(step + 1)
         with execution.phase("validate"):
             live = execution.model
-        resumed = Execution(model, torch.device("tpu"), ExecutionConfig(train="auto", validate="auto"))
+        resumed = Execution(model, torch.device("tpu"), ALL_AUTO)
         resumed.restore(execution.state())
         with resumed.phase("validate"):
             assert (live is model) == (resumed.model is model)
@@ -282,7 +296,7 @@ def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
 @pytest.mark.usefixtures("built_at_once")
 def test_random_numbers_do_not_change_by_switching():
     fused, auto = (
-        fit(ExecutionConfig(train=form), SOONEST_CHOICE + 2, evaluate_every=None)
+        fit(ExecutionConfig(train=form, first_steps=0), SOONEST_CHOICE + 2, evaluate_every=None)
         for form in ("fused", "auto")
     )
     losses = [[record["loss"] for record in run.steps] for run in (fused, auto)]
@@ -311,7 +325,7 @@ def test_the_rehearsal_changes_no_bit_and_the_step_is_there_when_it_comes(option
         model = HasState()
         optimizer = torch.optim.AdamW(model.parameters(), **options)  # foreach: counts its steps on the host
         runs[form] = fit(
-            ExecutionConfig(train=form),
+            ExecutionConfig(train=form, first_steps=0),
             SOONEST_COMPILED + 2,
             model,
             optimizer=optimizer,
@@ -334,7 +348,7 @@ def test_a_step_that_cannot_be_rehearsed_is_compiled_when_it_comes(capsys):
                 return 2 * y
             return y
 
-    records = fit(ExecutionConfig(train="auto"), SOONEST_CHOICE + 1, Reads(), evaluate_every=None)
+    records = fit(AUTO, SOONEST_CHOICE + 1, Reads(), evaluate_every=None)
     said = capsys.readouterr().out
     assert "is not built in the background but when its first step comes, since recording it failed" in said
     assert "a compiled step takes" in said

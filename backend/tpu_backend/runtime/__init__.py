@@ -12,7 +12,7 @@ from tpu_backend import _C, data_dependent, device_module
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
-from tpu_backend.runtime.memory import describe_memory
+from tpu_backend.runtime.memory import describe_shortage
 from tpu_backend.runtime.range_errors import raise_range_error
 from tpu_backend.runtime.segment import trace_form
 from tpu_backend.untraced import untraced
@@ -83,7 +83,7 @@ def initialize() -> None:
             untraced(transfer.get),
             untraced(transfer.wait),
             untraced(after_debug_op),
-            untraced(describe_memory),
+            untraced(describe_shortage),
             untraced(raise_range_error),
             user_line.NOT_THE_USERS,
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tpu_backend import _C
+from tpu_backend import _C, device_module
 from tpu_backend.runtime.dtypes import TORCH_DTYPES
 from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line
 
 _LARGEST = 12
+_ADVICE = "layered mode keeps what its parts hand on; fused mode needs less (execution.first_steps=0)"
 
 
 def describe_memory(device: int = 0) -> str:
@@ -32,3 +33,9 @@ def describe_memory(device: int = 0) -> str:
         rest = bytes_of.total() - sum(num_bytes for _, num_bytes in bytes_of.most_common(_LARGEST))
         lines.append(f"  {rest / 2**20:10,.1f} MiB  in tensors of {len(bytes_of) - _LARGEST:,} other kinds")
     return "\n".join(lines)
+
+
+def describe_shortage() -> str:
+    """What an out-of-memory error says: which tensors live; in layered mode that fused mode needs less."""
+    described = describe_memory()
+    return f"{described}\n{_ADVICE}" if device_module.get_eager_mode() == "layered" else described
