@@ -65,3 +65,16 @@ def test_lbfgs_with_a_line_search_takes_the_steps_of_the_cpu(dtype):
         return parameter.detach().cpu()
 
     torch.testing.assert_close(trained("tpu"), trained("cpu"))
+
+
+@NEEDS_VECTORS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (32,), (5, 13), (400,)])
+@pytest.mark.parametrize("alpha", [0.9, -0.3, 3])
+def test_scaled_sums_of_16_bit_round_as_the_cpus(dtype, shape, alpha):
+    values, others = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (0, 1)
+    )
+    for function in (torch.add, torch.sub):
+        expected = function(values, others, alpha=alpha)
+        assert torch.equal(function(values.to("tpu"), others.to("tpu"), alpha=alpha).cpu(), expected)

@@ -23,6 +23,7 @@ _VECTOR_BYTES = 32
 _LANES = 8  # float32 numbers in a vector
 _MOST_ADDED = 128  # in one sum: what stays a few lines of program
 _MOST_MULTIPLIED = 4 * _LANES - 1  # in a scalar product; from there on it has another order
+_NUMBERS_OF_TWO_VECTORS = 32  # of 16 bit
 _MOST_SCALED = 2**14  # where the way over float64 costs no time that anybody would notice
 
 
@@ -51,6 +52,27 @@ def add_scaled(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.A
     if max(values.size, others.size) > _MOST_SCALED:
         return values + factor * others
     return rounding.fused(factor, others, values)
+
+
+def add_scaled_16_bit(
+    values: jax.Array, factor: jax.Array, others: jax.Array, stored: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """The same of 16-bit numbers, computed in float32. The CPU's vectors round once; of what does not fill two
+    of them the product is rounded as well, by ``stored``: of tensors of a few numbers that is all.
+    """
+    total, product = values + factor * others, factor * others
+    left_over = total.size % _NUMBERS_OF_TWO_VECTORS
+    if left_over == 0 or total.size > _MOST_SCALED:
+        return total
+    is_left_over = jnp.arange(total.size).reshape(total.shape) >= total.size - left_over
+    rounded_twice = values + stored(product)
+    return lax.platform_dependent(
+        total, rounded_twice, cpu=partial(_where_not, is_left_over), default=lambda total, _: total
+    )
+
+
+def _where_not(condition: jax.Array, values: jax.Array, others: jax.Array) -> jax.Array:
+    return jnp.where(condition, others, values)
 
 
 def _sum_in_lanes(rows: jax.Array) -> jax.Array:

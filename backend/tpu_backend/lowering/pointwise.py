@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
-from tpu_backend.lowering.few_numbers import add_scaled
+from tpu_backend.lowering.few_numbers import add_scaled, add_scaled_16_bit
 from tpu_backend.lowering.matmul import scaled
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, is_16_bit, lowering, opmath, stored
 
@@ -140,13 +140,19 @@ def _number(value, spec):
 def _plus(self, other, alpha, spec):
     if isinstance(alpha, (int, float)) and alpha == 1:
         return self + other
-    return add_scaled(self, jnp.asarray(_number(alpha, spec), other.dtype), other)
+    return _add_scaled(self, jnp.asarray(_number(alpha, spec), other.dtype), other, spec)
 
 
 def _minus(self, other, alpha, spec):
     if isinstance(alpha, (int, float)) and alpha == 1:
         return self - other
-    return add_scaled(self, -jnp.asarray(_number(alpha, spec), other.dtype), other)
+    return _add_scaled(self, -jnp.asarray(_number(alpha, spec), other.dtype), other, spec)
+
+
+def _add_scaled(self, factor, other, spec):
+    if is_16_bit(spec.dtype):
+        return add_scaled_16_bit(self, factor, other, lambda values: stored(values, spec.dtype))
+    return add_scaled(self, factor, other)
 
 
 @lowering("add.Tensor", "add.Scalar", promote="result")
