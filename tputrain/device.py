@@ -115,11 +115,11 @@ def wait(device: torch.device) -> None:
 
 def rehearsal(device: torch.device) -> AbstractContextManager[object]:
     """The context in which the tpu device has threads compile what is recorded, and takes it back."""
-    return torch.tpu.rehearsal()  # type: ignore[attr-defined]
+    return torch.tpu.rehearsal(device)  # type: ignore[attr-defined]
 
 
 def is_compiling_ahead(device: torch.device) -> bool:
-    """Whether threads are still compiling what was rehearsed."""
+    """Whether threads are still compiling what was rehearsed, or what comes after layered steps."""
     return device.type == "tpu" and torch.tpu.is_compiling_ahead()  # type: ignore[attr-defined]
 
 

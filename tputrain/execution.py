@@ -68,9 +68,15 @@ class Execution:
         device: torch.device,
         cfg: ExecutionConfig,
         steps_done: Callable[[], int] = lambda: sys.maxsize,
+        last_step: int = sys.maxsize,
     ):
         devices.use_executable_cache(device, cfg.executable_cache)
         self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
+        self._prepares_fused = last_step > cfg.first_steps and "layered" not in (
+            cfg.train,
+            cfg.validate,
+            cfg.sample,
+        )
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
         self._mode: tuple[str, str | None] | None = None  # of the device, and the one it gets ready for
@@ -122,10 +128,8 @@ class Execution:
             self._form, self._mode = outer
 
     def _mode_for(self, form: str) -> tuple[str, str | None]:
-        is_asked_for = "layered" in (self._cfg.train, self._cfg.validate, self._cfg.sample)
-        then = (
-            "fused" if form == "layered" and self._is_early(self._steps_done()) and not is_asked_for else None
-        )
+        prepares = self._prepares_fused and form == "layered" and self._is_early(self._steps_done())
+        then = "fused" if prepares else None
         return "fused" if form == "compile" else form, then
 
     def _change_to(self, form: str) -> None:

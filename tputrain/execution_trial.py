@@ -18,11 +18,6 @@ _LENGTH = (
     _MEASURED + WARM_STEPS + _MEASURED
 )  # of fused steps, then of compiled ones, the first of which do not count
 
-SOONEST_COMPILED = WARM_STEPS + 1 + _MEASURED
-"""Steps from the beginning of the trial to the first compiled one, if that is built in the time of one."""
-SOONEST_CHOICE = WARM_STEPS + 1 + _LENGTH
-"""The same to the choice."""
-
 
 @dataclass
 class _Record:
@@ -43,6 +38,9 @@ class Trial:
     """
 
     def __init__(self, device: torch.device, **record: Any):
+        """`record`: what `state` gave; of a trial that had not learned to rehearse, when it began."""
+        if record.get("chosen") is None and "ready_at" not in record:
+            record = {"begun_at": record.get("begun_at")}
         self._device = device
         self._record = _Record(**record)
         self._block_began = 0.0

@@ -112,7 +112,9 @@ class Trainer:
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
-        self.execution = Execution(self.model, self.device, cfg.execution, lambda: self.step)
+        self.execution = Execution(
+            self.model, self.device, cfg.execution, lambda: self.step, cfg.trainer.steps
+        )
         freeze(self.model, cfg.optim.freeze)
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
@@ -191,11 +193,11 @@ class Trainer:
             self._expect_compilation(True)
         if self.step != step:  # what was read meanwhile took the run back
             return self._advance()
+        if self.execution.wants_rehearsal:
+            self._rehearse(batches)
         if self.is_interrupted:
             return False
         self._bad_steps.replay_if_due(batches.host)
-        if self.execution.wants_rehearsal:
-            self._rehearse(batches)
         self._step_log.begin()
         if self._is_warm:
             with self._watchdog.phase(STEP):
@@ -255,6 +257,11 @@ class Trainer:
 
     def _rehearse(self, batches: StepBatches) -> None:
         """Have threads build the compiled step while the steps go on as they are. The run does not change."""
+        self._expect_compilation(True)  # tracing takes long, too
+        with self._watchdog.phase(READING):
+            devices.wait(self.device)  # an error of an earlier step is none of the rehearsal's
+        modules = [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
+        averages = [each for each in (self.evaluation_weights.ema,) if each is not None]
         with self.execution.rehearsed():
             if self.device.type != "tpu":
                 return
@@ -262,7 +269,7 @@ class Trainer:
                 with (
                     self._watchdog.phase(FIRST_STEP),
                     announced("execution.train=auto: a compiled step is recorded, threads compile it"),
-                    taken_back(self.device, self.model, self.optimizer),
+                    taken_back(self.device, modules, self.optimizer, *averages),
                 ):
                     self._dispatch(batches)
             except Exception as error:
@@ -270,6 +277,7 @@ class Trainer:
                     "execution.train=auto: the compiled step is not built in the background but when its "
                     f"first step comes, since recording it failed: {in_words(error)}"
                 )
+        self._signals.rescue_by(None)
 
     def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping."""
@@ -506,6 +514,7 @@ class Trainer:
 
     def repeat_step(self) -> None:
         """A step that was done before `go_back`; it is not logged again."""
+        self.execution.before_step(self.step)
         with self._watchdog.phase(FIRST_STEP):
             self._train_step(self.batches_of_next_step())
             self._step_log.wait()

@@ -43,7 +43,7 @@ void initialize(
     const py::object& get,
     const py::object& wait,
     const py::object& after_debug_op,
-    const py::object& describe_memory,
+    const py::object& describe_shortage,
     const py::object& raise_range_error,
     const std::vector<std::string>& not_the_users) {
   auto& runtime = tpu::runtime();
@@ -56,7 +56,7 @@ void initialize(
   runtime.get = keep(get);
   runtime.wait = keep(wait);
   runtime.after_debug_op = keep(after_debug_op);
-  runtime.describe_memory = keep(describe_memory);
+  runtime.describe_shortage = keep(describe_shortage);
   runtime.raise_range_error = keep(raise_range_error);
   runtime.not_the_users = not_the_users;
   tpu::register_lowered_ops(lowered_ops_of(lowered_ops));

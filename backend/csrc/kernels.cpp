@@ -23,9 +23,8 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
       chosen < Device::get().count(),
       "tpu:",
       static_cast<int>(chosen),
-      " does not exist: there are ",
-      static_cast<int>(Device::get().count()),
-      " tpu devices");
+      " does not exist: there ",
+      Device::get().count() == 1 ? "is one tpu device, tpu:0" : c10::str("are ", static_cast<int>(Device::get().count()), " tpu devices"));
   return chosen;
 }
 
@@ -177,6 +176,7 @@ at::Tensor read_to_host(const at::Tensor& source) {
   }
   auto& stream = Device::get().stream(buffer->device);
   ValuePtr value; // held by us: nobody donates it while it is read
+  std::shared_ptr<PyObject> launch;
   {
     StreamLock lock(stream.mutex());
     ++stream.counters.host_reads;
@@ -184,10 +184,11 @@ at::Tensor read_to_host(const at::Tensor& source) {
       return at::zeros(source.sizes(), source.options().device(at::kCPU));
     }
     value = buffer->value;
+    launch = stream.token_of(value->launch);
   }
   py::gil_scoped_acquire gil;
-  py::object host = py::reinterpret_steal<py::object>(
-      PyObject_CallFunction(runtime().get, "Oi", value->array, static_cast<int>(value->layout->dtype)));
+  py::object host = py::reinterpret_steal<py::object>(PyObject_CallFunction(
+      runtime().get, "OiO", value->array, static_cast<int>(value->layout->dtype), launch ? launch.get() : Py_None));
   if (!host) {
     throw_python_error();
   }

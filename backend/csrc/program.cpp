@@ -331,6 +331,11 @@ std::vector<Launch> ProgramCache::launched(size_t count) const {
   return launches;
 }
 
+std::shared_ptr<PyObject> ProgramCache::token_of(size_t launch) const {
+  const bool is_remembered = launch > num_launched_ - launched_.size();
+  return is_remembered ? launched_[(launch - 1) % kRememberedLaunches].token : nullptr;
+}
+
 void ProgramCache::run(Segment& segment, Counters& counters) {
   const Locals live = live_values(segment);
   if (live.empty() && segment.checked.empty()) {

@@ -142,6 +142,7 @@ class ProgramCache {
 
   // Those of the first `count` launches that may still be running.
   std::vector<Launch> launched(size_t count) const;
+  std::shared_ptr<PyObject> token_of(size_t launch) const;
   size_t num_launched() const {
     return num_launched_;
   }
@@ -166,10 +167,10 @@ struct Runtime {
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
   PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own
-  PyObject* get{nullptr}; // (jax.Array, dtype) -> cpu tensor
+  PyObject* get{nullptr}; // (jax.Array, dtype, token of its launch or None) -> cpu tensor
   PyObject* wait{nullptr}; // (tokens of launches) -> None, when they are done
   PyObject* after_debug_op{nullptr}; // (signature id, arrays, failure) -> None: waits, checks
-  PyObject* describe_memory{nullptr}; // () -> str: which tensors live
+  PyObject* describe_shortage{nullptr}; // () -> str: which tensors live, and what needs less
   PyObject* raise_range_error{nullptr}; // (offenders, Executable, places) -> None: waits, raises
   std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin
 };

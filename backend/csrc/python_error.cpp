@@ -12,7 +12,7 @@ bool is_interrupt(const pybind11::error_already_set& error) {
 
 void throw_torch_error(const std::string& message) {
   if (message.find("RESOURCE_EXHAUSTED") != std::string::npos) {
-    const auto memory = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallNoArgs(runtime().describe_memory));
+    const auto memory = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallNoArgs(runtime().describe_shortage));
     if (!memory) {
       throw pybind11::error_already_set();
     }

@@ -9,9 +9,19 @@ class Rehearsal {
  public:
   // A buffer is about to be written.
   void keep(Buffer& buffer) {
-    if (buffer.address < first_new_address_) {
+    if (was_before(buffer)) {
       kept_.try_emplace(buffer.address, Kept{handle_of(buffer), buffer.value, buffer.layout});
     }
+  }
+
+  // Something is drawn from a generator, which stands there.
+  void keep(const at::Generator& generator, uint64_t seed, uint64_t offset) {
+    generators_.try_emplace(generator.unsafeGetGeneratorImpl(), Drawn{generator, seed, offset});
+  }
+
+  // Whether a buffer is older than the rehearsal.
+  bool was_before(const Buffer& buffer) const {
+    return buffer.address < first_new_address_;
   }
 
   // Whose values would have been replaced, had this been no rehearsal.
@@ -31,6 +41,11 @@ class Rehearsal {
       }
     }
     kept_.clear();
+    for (auto& [key, drawn] : generators_) {
+      drawn.generator.set_current_seed(drawn.seed);
+      drawn.generator.set_offset(drawn.offset);
+    }
+    generators_.clear();
   }
 
  private:
@@ -40,8 +55,15 @@ class Rehearsal {
     const Layout* layout;
   };
 
+  struct Drawn {
+    at::Generator generator;
+    uint64_t seed;
+    uint64_t offset;
+  };
+
   const uintptr_t first_new_address_{next_address()};
   std::unordered_map<uintptr_t, Kept> kept_; // by address
+  std::unordered_map<const void*, Drawn> generators_;
 };
 
 } // namespace tpu

@@ -227,7 +227,12 @@ void Stream::append(
     }
   }
   if (call.generator.defined()) {
-    segment_.draws.push_back({numbers.integers.size() - 2, call.generator, signature.op->num_draws});
+    const size_t place = numbers.integers.size() - 2;
+    segment_.draws.push_back({place, call.generator, signature.op->num_draws});
+    if (rehearsal_) {
+      const auto at = [&](size_t which) { return static_cast<uint64_t>(numbers.integers[which]); };
+      rehearsal_->keep(call.generator, at(place), at(place + 1));
+    }
   }
   if (notes != nullptr) {
     notes->readers.resize(segment_.inputs.size(), signature.id);
@@ -286,7 +291,9 @@ void Stream::cut() {
       check_launches(); // those before the one that failed
       throw;
     }
-    recent.launched();
+    if (!rehearsal_) {
+      recent.launched();
+    }
     if (notes != nullptr) {
       note_run(running);
     }

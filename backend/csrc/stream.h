@@ -101,6 +101,10 @@ class Stream {
   size_t num_launched() const {
     return programs_.num_launched();
   }
+  // What tells that a launch, counted from 1, has ended; null if it is none of the last.
+  std::shared_ptr<PyObject> token_of(size_t launch) const {
+    return programs_.token_of(launch);
+  }
   // Wait for the first so many of them, or ask whether they are computed.  With the GIL, not under the lock: it takes long.
   void wait(size_t num_launched);
   // Raise for the first index of these launches that was out of range.  Waits for them, with the GIL, not under the lock.
@@ -120,6 +124,10 @@ class Stream {
   void end_rehearsal();
   bool is_rehearsing() const {
     return rehearsal_.has_value();
+  }
+  // Whether a rehearsal goes on that this buffer is older than.
+  bool must_keep(const Buffer& buffer) const {
+    return rehearsal_ && rehearsal_->was_before(buffer);
   }
 
   // A program that was run before, on other arrays (see ProgramCache::launch), for these entries; wants the GIL.  It ends with

@@ -17,7 +17,7 @@ def initialize(
     get: Callable[..., Any],
     wait: Callable[..., Any],
     after_debug_op: Callable[..., Any],
-    describe_memory: Callable[..., Any],
+    describe_shortage: Callable[..., Any],
     raise_range_error: Callable[..., Any],
     not_the_users: Sequence[str],
 ) -> None: ...

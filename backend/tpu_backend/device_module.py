@@ -69,8 +69,14 @@ def _index(device: Any) -> int:
             raise ValueError(f"expected a tpu device, got {parsed}")
         index = _C.current_device() if parsed.index is None else parsed.index
     if not 0 <= index < device_count():
-        raise RuntimeError(f"tpu:{index} does not exist: there are {device_count()} tpu devices")
+        raise RuntimeError(f"tpu:{index} does not exist: {_how_many()}")
     return index
+
+
+def _how_many() -> str:
+    return (
+        "there is one tpu device, tpu:0" if device_count() == 1 else f"there are {device_count()} tpu devices"
+    )
 
 
 def set_device(device: Any) -> None:
@@ -287,16 +293,18 @@ def capture(
 @contextmanager
 def rehearsal(device: Any = None) -> Iterator[None]:
     """What is recorded in here is compiled by threads and not run, so that later the same begins at once.
-    At the end each tensor of the device has the value that it had, and so has the device's generator; what
-    Python changes is not taken back. What was computed in here has no value. `is_compiling_ahead` says when
-    the threads are done.
+    At the end each tensor of the device that was there has the value that it had, and generators go on where
+    they stood; a tensor that Python made meanwhile has no value. What Python changes beside tensors is not
+    taken back, and what other threads record on the device in the meantime is rehearsed with it.
+    `is_compiling_ahead` says when the threads are done.
 
-    Raises RuntimeError inside another one, in a mode other than fused and layered, and for a read of what
-    is computed in here (``item()``, ``print``, an operator that runs on the CPU); nothing is changed then.
+    Raises RuntimeError inside another one, in a mode other than fused, for a read of what is computed in here
+    (``item()``, ``print``, an operator that runs on the CPU), and for the resizing of a storage that was
+    there; tensors have their values then, too.
     """
-    if get_eager_mode() not in ("fused", "layered"):
+    if get_eager_mode() != "fused":
         raise RuntimeError(
-            f"torch.tpu.rehearsal in mode {get_eager_mode()!r}, which has a program an op: use fused mode"
+            f"torch.tpu.rehearsal in mode {get_eager_mode()!r}: it prepares fused mode's programs"
         )
     init()
     index = _index(device)
@@ -384,6 +392,18 @@ def reset_peak_memory_stats(device: Any = None) -> None:
     _C.reset_peak_memory(_index(device))
 
 
+reset_max_memory_allocated = reset_peak_memory_stats
+
+
+def ipc_collect() -> None:
+    """Nothing: no memory is shared with other processes."""
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether a graph is being captured, as CUDA does it; never: see `capture`."""
+    return False
+
+
 def memory_stats(device: Any = None) -> dict[str, int]:
     """Counters in bytes, under torch.cuda's names where it has them.
 
@@ -417,8 +437,10 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
-def memory_summary(device: Any = None) -> str:
-    """The live tensors, those alike in one line: bytes, count, dtype, shape, the op and its Python line."""
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """The live tensors, those alike in one line: bytes, count, dtype, shape, the op and its Python line.
+    There is nothing to abbreviate: the largest dozen kinds are listed.
+    """
     index = _index(device)
     init()
     from tpu_backend.runtime.memory import describe_memory
@@ -444,7 +466,7 @@ class _DefaultGenerators:
 
     def __getitem__(self, index: int) -> torch.Generator:
         if not 0 <= index < device_count():
-            raise IndexError(f"tpu:{index} does not exist: there are {device_count()} tpu devices")
+            raise IndexError(f"tpu:{index} does not exist: {_how_many()}")
         return _C.default_generator(index)
 
     def __iter__(self) -> Iterator[torch.Generator]:
@@ -556,6 +578,8 @@ executable_cache.use_environment()
 
 
 def check_environment() -> None:
-    """RuntimeError for a first mode that is none: said at first use, for `import torch` stays unharmed."""
+    """RuntimeError for a variable of unknown meaning: at first use, for `import torch` stays unharmed."""
     if _first_mode not in _MODES:
         raise RuntimeError(f"TPU_EAGER_MODE={_first_mode!r}: expected one of {', '.join(_MODES)}")
+    if (asked := os.environ.get("TPU_DEBUG_NANS", "0")) not in ("", "0", "1"):
+        raise RuntimeError(f"TPU_DEBUG_NANS={asked!r}: expected 1 (debug mode raises at the first NaN) or 0")

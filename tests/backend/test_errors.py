@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.backend.fresh_process import run_python
+
 WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "shapes that do not broadcast": lambda t: t(3) + t(4),
     "matrix product": lambda t: t(2, 3) @ t(2, 3),
@@ -252,12 +254,30 @@ def test_memory_that_cannot_be_had_is_an_out_of_memory_error():
     assert "67,108,864.0 MiB      1 x uint8[70368744177664]  aten::fill_.Scalar at " in message
     assert re.search(r"3 x float32\[1000, 7\]  aten::\S+ at .*test_errors.py:\d+: kept = ", message), message
     assert torch.tpu.memory_summary().splitlines()[0] in message
-    assert "execution.first_steps=0" not in message
+    assert "layered mode" not in message
     with torch.tpu.eager_mode("layered"), pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
-    assert str(raised.value).endswith("fused mode needs less (execution.first_steps=0)")
+    assert str(raised.value).endswith("fused mode needs less: docs/execution.md")
     del too_much, kept
     assert torch.ones(3, device="tpu").sum().item() == 3
+
+
+def test_a_read_of_a_program_without_memory_is_an_out_of_memory_error_too():
+    """The result that is read is small, another one of the same program has no place."""
+    done = run_python(
+        """
+        import resource, torch
+        resource.setrlimit(resource.RLIMIT_AS, (40 * 2**30, 40 * 2**30))
+        x = torch.randn(2**36, device="tpu")
+        try:
+            print(x[5].item())
+        except torch.OutOfMemoryError as error:
+            print("refused:", str(error).splitlines()[0])
+        print(torch.ones(3, device="tpu").sum().item())
+        """
+    )
+    assert "refused: " in done.stdout, done.stderr
+    assert done.stdout.endswith("3.0\n")
 
 
 def test_a_lowering_that_fails_in_backward_is_named_and_the_cpu_computes(broken_lowering):

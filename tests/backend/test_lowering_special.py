@@ -78,3 +78,16 @@ def test_polynomials_agree_with_pytorch_in_every_degree(name: str) -> None:
     degree = np.tile(np.arange(-1.0, 12.0), 7)
     expected = getattr(torch.special, name.removeprefix("special_"))(torch.tensor(x), torch.tensor(degree))
     np.testing.assert_allclose(evaluate(name, x, degree), expected.numpy(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.uint8])
+def test_common_divisors_are_the_cpus_and_the_least_integer_has_some(dtype):
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    left = torch.tensor([7, 12, 0, 0, most, 100], dtype=dtype)
+    right = torch.tensor([most, 18, 5, 0, 7, 75], dtype=dtype)
+    for function in (torch.gcd, torch.lcm):
+        assert torch.equal(function(left.to("tpu"), right.to("tpu")).cpu(), function(left, right))
+        across = function(left.to("tpu")[:, None], right.to("tpu"))
+        assert torch.equal(across.cpu(), function(left[:, None], right))
+    left, right = torch.tensor([least, 6], dtype=dtype), torch.tensor([6, least], dtype=dtype)
+    assert torch.equal(torch.gcd(left.to("tpu"), right.to("tpu")).cpu(), torch.gcd(left, right))

@@ -128,11 +128,32 @@ def test_a_captured_step_is_rehearsed_by_its_python():
     assert captured.problem is None
 
 
-@pytest.mark.parametrize("mode", ["strict", "debug"])
-def test_modes_with_a_program_an_op_refuse(mode):
+@pytest.mark.parametrize("mode", ["strict", "debug", "layered"])
+def test_modes_with_other_programs_refuse(mode):
     with (
         torch.tpu.eager_mode(mode),
-        pytest.raises(RuntimeError, match=f"in mode '{mode}', which has a program an op: use fused mode"),
+        pytest.raises(RuntimeError, match=f"in mode '{mode}': it prepares fused mode's programs"),
         torch.tpu.rehearsal(),
     ):
         pass
+
+
+def test_a_generator_of_the_users_own_goes_on_where_it_stood():
+    ours, theirs = (torch.Generator("tpu").manual_seed(5) for _ in range(2))
+    draws = [torch.rand(3, generator=theirs, device="tpu").tolist() for _ in range(2)]
+    assert torch.rand(3, generator=ours, device="tpu").tolist() == draws[0]
+    with torch.tpu.rehearsal():
+        torch.rand(4, generator=ours, device="tpu").add_(1)
+        torch.rand(4, generator=ours, device="tpu").add_(1)
+    assert torch.rand(3, generator=ours, device="tpu").tolist() == draws[1]
+
+
+def test_what_was_there_is_not_resized():
+    x = torch.arange(4.0, device="tpu")
+    with torch.tpu.rehearsal():
+        (x + 1).resize_(8)
+        with pytest.raises(
+            RuntimeError, match=r"a storage from before torch.tpu.rehearsal cannot be resized"
+        ):
+            x.resize_(8)
+    assert x.tolist() == [0, 1, 2, 3]

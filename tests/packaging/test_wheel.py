@@ -102,7 +102,7 @@ def test_the_wheel_holds_the_extension_and_what_it_was_built_for(wheel):
 def test_it_offers_the_command_and_the_device(installed):
     (information,) = installed.glob("*.dist-info")
     entries = {(entry.group, entry.name, entry.value) for entry in PathDistribution(information).entry_points}
-    assert ("console_scripts", "tputrain", "tputrain.cli:main") in entries
+    assert ("console_scripts", "tputrain", "tputrain.cli:run") in entries
     assert ("torch.backends", "tpu_backend", "tpu_backend:_autoload") in entries
 
 

@@ -13,6 +13,7 @@ from tputrain import (
     CheckpointConfig,
     ExecutionConfig,
     LogConfig,
+    OptimConfig,
     RunConfig,
     ScheduleConfig,
     Trainer,
@@ -21,7 +22,11 @@ from tputrain import (
 )
 from tputrain import device as devices
 from tputrain.execution import Execution
-from tputrain.execution_trial import SOONEST_CHOICE, SOONEST_COMPILED
+from tputrain.execution_trial import BLOCK_STEPS, BLOCKS, WARM_STEPS
+
+# Of a trial whose compiled step is built in the time of one: steps to the first of them, and to the choice.
+SOONEST_COMPILED = WARM_STEPS + 1 + BLOCKS * BLOCK_STEPS
+SOONEST_CHOICE = SOONEST_COMPILED + WARM_STEPS + BLOCKS * BLOCK_STEPS
 
 AUTO = ExecutionConfig(train="auto", first_steps=0)
 ALL_AUTO = ExecutionConfig(train="auto", validate="auto", first_steps=0)
@@ -48,6 +53,7 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> KeptRecords:
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
     optimizer, log_every = changes.pop("optimizer", None), changes.pop("log_every", 2)
+    optim = changes.pop("optim", OptimConfig())
     records = KeptRecords()
     Trainer(
         model or Classifier(),
@@ -56,6 +62,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
             device="tpu",
             trainer=TrainerConfig(steps=steps, **{"evaluate_every": 4} | changes),
             execution=execution,
+            optim=optim,
             schedule=ScheduleConfig(name="constant", warmup_steps=0),  # not of how many steps there are
             checkpoint=CheckpointConfig(every=4),
             log=LogConfig(every=log_every, progress="none"),
@@ -243,7 +250,8 @@ def test_auto_begins_its_trial_behind_the_layered_steps(tmp_path):
     [
         ({"begun_at": 0, "seconds": {}, "chosen": "compile"}, "compile"),
         ({"begun_at": 0, "form": "compile", "chosen": "fused"}, "fused"),
-        ({"begun_at": 0, "form": "compile", "chosen": None}, "compile"),  # in the middle of the trial
+        ({"begun_at": 0, "ready_at": 5, "form": "compile", "chosen": None}, "compile"),  # in the middle of it
+        ({"begun_at": 0, "form": "compile", "chosen": None}, "fused"),  # of a trial without a rehearsal
         ({"begun_at": None}, "fused"),
     ],
 )
@@ -304,23 +312,30 @@ def test_random_numbers_do_not_change_by_switching():
 
 
 class HasState(nn.Module):
-    """What a step changes: averages, and random numbers of the host's and of the device's."""
+    """What a step changes: averages, random numbers of host and device, and attributes of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up, self.norm, self.dropout = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.25)
         self.down = nn.Linear(8, 3)
+        self.last, self.earlier, self.calls = None, [], 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            x = x + torch.rand(1).to(x.device)
-        return self.down(self.dropout(self.norm(self.up(x))))
+        hidden = self.dropout(self.norm(self.up(x + torch.rand(1).to(x.device))))
+        self.remember(hidden)
+        return self.down(hidden)
+
+    @torch.compiler.disable
+    def remember(self, hidden: Tensor) -> None:
+        self.calls += 1
+        self.last = hidden.detach() * self.calls
+        self.earlier = [*self.earlier[-1:], self.last]
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 def test_the_rehearsal_changes_no_bit_and_the_step_is_there_when_it_comes(options, built_at_once, capsys):
-    runs = {}
+    runs, models = {}, {}
     for form in ("fused", "auto"):
         model = HasState()
         optimizer = torch.optim.AdamW(model.parameters(), **options)  # foreach: counts its steps on the host
@@ -329,14 +344,20 @@ def test_the_rehearsal_changes_no_bit_and_the_step_is_there_when_it_comes(option
             SOONEST_COMPILED + 2,
             model,
             optimizer=optimizer,
+            optim=OptimConfig(ema_decay=0.9),
             evaluate_every=None,
             log_every=1,
         )
+        models[form] = model
     before = {form: [each["loss_hex"] for each in run.steps][:SOONEST_COMPILED] for form, run in runs.items()}
     assert before["auto"] == before["fused"]
+    assert models["auto"].calls == models["fused"].calls
+    assert len(models["auto"].earlier) == 2
+    assert all(each.isfinite().all() for each in models["auto"].earlier)
     said = capsys.readouterr().out
     assert f"step {SOONEST_COMPILED + 1}, the first by torch.compile" in said
-    assert [each.number for each in torch.tpu.compilations()[-1:]] == built_at_once
+    later = [each for each in torch.tpu.compilations() if each.number > built_at_once[0]]
+    assert not any("tpu_graph" in name for each in later for name in each.operations)
 
 
 @pytest.mark.usefixtures("built_at_once")

@@ -22,6 +22,12 @@ class RecompileBudget(Callback):
         self._count = 0
         self._known: set[int] | None = None  # the programs that were compiled with the first step or before
 
+    @staticmethod
+    def _counted(trainer: "Trainer", record: Record) -> int:
+        """A layered step is a few programs where a later one is one."""
+        is_layered = record["step"] <= trainer.cfg.execution.first_steps
+        return min(record["compilations"], 1) if is_layered else record["compilations"]
+
     def on_log(self, trainer: "Trainer", records: Sequence[Record]) -> None:
         """Warn where the budget is spent, and again each time twice as much is."""
         if self._limit is None:
@@ -29,7 +35,7 @@ class RecompileBudget(Callback):
         if self._known is None:  # the first step compiles, and is logged by itself
             self._known = set(devices.causes_of_compilations(trainer.device))
             return
-        self._count += sum(record["compilations"] for record in records)
+        self._count += sum(self._counted(trainer, record) for record in records)
         if self._count <= self._limit:
             return
         programs = devices.causes_of_compilations(trainer.device)

@@ -1,7 +1,5 @@
 """`python -m tputrain.cli`."""
 
-import sys
+from tputrain.cli import run
 
-from tputrain.cli import main
-
-sys.exit(main())
+run()

@@ -5,6 +5,7 @@ Exit codes: 0; 1 for a failure; 2 for a mistake of the user (one line, no traceb
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -48,6 +49,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         discard_unwritten()
         signal.signal(signal.SIGTERM, before)
+
+
+def run() -> NoReturn:
+    """`main`, and the end of the process. It does not wait for threads that still compile what would have
+    come next: XLA cannot be interrupted, and a signal gives little time.
+    """
+    try:
+        code: object = main()
+    except SystemExit as left:
+        code = left.code
+    torch = sys.modules.get("torch")
+    if (
+        isinstance(code, int)
+        and torch is not None
+        and hasattr(torch, "tpu")
+        and torch.tpu.is_compiling_ahead()
+    ):
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -28,18 +28,18 @@ class EvaluationWeights:
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._trained = {name: p for name, p in model.named_parameters() if id(p) in trained}
         self._optimizer: Any = optimizer if changes_weights_to_evaluate(optimizer) else None
-        self._ema = None if ema_decay is None else Ema(list(self._trained.values()), optimizer, ema_decay)
+        self.ema = None if ema_decay is None else Ema(list(self._trained.values()), optimizer, ema_decay)
         self._device = device
 
     def begin(self, step: int) -> None:
         """Averages begin with the model's weights as they are now, after `step` steps."""
-        if self._ema is not None:
-            self._ema.begin(step)
+        if self.ema is not None:
+            self.ema.begin(step)
 
     @property
     def averages(self) -> list[Tensor]:
         """Those of an EMA, one a trained parameter; empty without one."""
-        return [] if self._ema is None else self._ema.averages
+        return [] if self.ema is None else self.ema.averages
 
     @contextmanager
     def in_place(self) -> Iterator[dict[str, Tensor]]:
@@ -47,7 +47,7 @@ class EvaluationWeights:
 
         Afterwards it holds, to the bit, what it held before.
         """
-        has_averages = self._ema is not None and bool(self._ema.averages)
+        has_averages = self.ema is not None and bool(self.ema.averages)
         if not has_averages and self._optimizer is None:
             yield {}
             return
@@ -64,8 +64,8 @@ class EvaluationWeights:
     def _put_averages(self) -> None:
         if self._optimizer is not None:
             self._optimizer.eval()
-        if self._ema is not None:
-            for parameter, average in zip(self._ema.parameters, self._ema.averages):
+        if self.ema is not None:
+            for parameter, average in zip(self.ema.parameters, self.ema.averages):
                 parameter.copy_(average)
 
     @torch.no_grad()

@@ -57,8 +57,8 @@ def add_scaled(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.A
 def add_scaled_16_bit(
     values: jax.Array, factor: jax.Array, others: jax.Array, stored: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """The same of 16-bit numbers, computed in float32. The CPU's vectors round once; of what does not fill two
-    of them the product is rounded as well, by ``stored``: of tensors of a few numbers that is all.
+    """The same of 16-bit numbers, computed in float32. The CPU's vectors round once; of what does not fill
+    two of them the product is rounded as well, by ``stored``: of tensors of a few numbers that is all.
     """
     total, product = values + factor * others, factor * others
     left_over = total.size % _NUMBERS_OF_TWO_VECTORS

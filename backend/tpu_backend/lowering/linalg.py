@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from tpu_backend.lowering import lapack
 from tpu_backend.lowering.bounds import require_in_range
 from tpu_backend.lowering.matmul import batched_matmul, matmul, scaled
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering
@@ -43,7 +44,7 @@ def _adjoint(matrix):
 
 @lowering("linalg_cholesky_ex")
 def cholesky_ex(self, *, upper=False, check_errors=False):
-    factor = jnp.linalg.cholesky(_adjoint(self) if upper else self, symmetrize_input=False)
+    factor = lapack.cholesky(_adjoint(self) if upper else self)
     return _adjoint(factor) if upper else factor, _info(factor)
 
 
@@ -55,16 +56,15 @@ def cholesky(self, upper=False):
 @lowering("linalg_qr")
 def qr(A, mode="reduced", out=None):
     if mode == "r":
-        return jnp.zeros(out[0].shape, out[0].dtype), jnp.linalg.qr(A, mode="r")
-    return tuple(jnp.linalg.qr(A, mode=mode))
+        return jnp.zeros(out[0].shape, out[0].dtype), lapack.qr(A, mode="r")
+    return lapack.qr(A, mode=mode)
 
 
 @lowering("_linalg_eigh")
 def eigh(A, UPLO="L", compute_v=True, out=None):
-    lower = UPLO.upper() == "L"
     if compute_v:
-        return tuple(jnp.linalg.eigh(A, UPLO="L" if lower else "U", symmetrize_input=False))
-    return jnp.linalg.eigvalsh(A, UPLO="L" if lower else "U", symmetrize_input=False), _nothing(out[1])
+        return lapack.eigh(A, UPLO.upper())
+    return lapack.eigvalsh(A, UPLO.upper()), _nothing(out[1])
 
 
 def _nothing(spec):
@@ -86,8 +86,8 @@ def _require_finite(A):
 def svd(A, full_matrices=False, compute_uv=True, *, driver=None, out=None):
     _require_finite(A)
     if compute_uv:
-        return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
-    return _nothing(out[0]), jnp.linalg.svd(A, compute_uv=False), _nothing(out[2])
+        return lapack.svd(A, full_matrices=full_matrices)
+    return _nothing(out[0]), lapack.svd(A, compute_uv=False), _nothing(out[2])
 
 
 # ---- triangular systems
@@ -97,7 +97,7 @@ def _solve_triangular(A, B, upper, left, unitriangular, transpose=False):
     batch = jnp.broadcast_shapes(A.shape[:-2], B.shape[:-2])
     A = jnp.broadcast_to(A, batch + A.shape[-2:])
     B = jnp.broadcast_to(B, batch + B.shape[-2:])
-    return lax.linalg.triangular_solve(
+    return lapack.triangular_solve(
         A, B, left_side=left, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
     )
 
@@ -137,7 +137,7 @@ def _needs_pivots(pivot):
 @lowering("linalg_lu_factor_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu_factor_ex(A, *, pivot=True, check_errors=False):
     _needs_pivots(pivot)
-    factors, pivots, _ = lax.linalg.lu(A)
+    factors, pivots, _ = lapack.lu(A)
     return factors, pivots + 1, _first_zero_pivot(factors)
 
 
@@ -175,7 +175,7 @@ def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, out=None
 @lowering("linalg_lu", on_tpu=_LU_OF_SINGLE_PRECISION)
 def lu(A, *, pivot=True):
     _needs_pivots(pivot)
-    factors, _, permutation = lax.linalg.lu(A)
+    factors, _, permutation = lapack.lu(A)
     return _permutation_matrix(permutation, A.dtype), *_unpack(factors)
 
 
@@ -198,7 +198,7 @@ def lu_solve(LU, pivots, B, *, left=True, adjoint=False):
 
 @lowering("linalg_inv_ex", on_tpu=_LU_OF_SINGLE_PRECISION)
 def inv_ex(A, *, check_errors=False):
-    factors, _, permutation = lax.linalg.lu(A)
+    factors, _, permutation = lapack.lu(A)
     lower, upper = _unpack(factors)
     rows = _permutation_matrix(permutation, A.dtype).mT
     inverse = _solve_triangular(upper, _solve_triangular(lower, rows, False, True, True), True, True, False)
@@ -211,15 +211,15 @@ def inv_ex(A, *, check_errors=False):
 
 def _solution_of_full_rank(A, right):
     if A.shape[-2] >= A.shape[-1]:
-        q, r = jnp.linalg.qr(A)
+        q, r = lapack.qr(A)
         return _solve_triangular(r, matmul(_adjoint(q), right), True, True, False)
-    q, r = jnp.linalg.qr(_adjoint(A))
+    q, r = lapack.qr(_adjoint(A))
     return matmul(q, _solve_triangular(_adjoint(r), right, False, True, False))
 
 
 def _solution_of_least_norm(A, right, rcond):
     """With it, A's rank and singular values."""
-    u, values, vh = jnp.linalg.svd(A, full_matrices=False)
+    u, values, vh = lapack.svd(A, full_matrices=False)
     if rcond is None:
         rcond = jnp.finfo(values.dtype).eps * max(A.shape[-2:])
     kept = values > rcond * jnp.max(values, -1, keepdims=True, initial=0)
@@ -264,12 +264,12 @@ def lstsq_over_b(self, b, rcond=None, *, driver=None, out):
 
 @lowering("linalg_householder_product")
 def householder_product(input, tau):
-    return lax.linalg.householder_product(input, tau)
+    return lapack.householder_product(input, tau)
 
 
 @lowering("geqrf")
 def geqrf(self):
-    reflectors, tau = jnp.linalg.qr(self, mode="raw")
+    reflectors, tau = lapack.qr(self, mode="raw")
     return reflectors.mT, tau
 
 
@@ -279,7 +279,7 @@ def ormqr(self, input2, input3, left=True, transpose=False):
     order = input3.shape[-2 if left else -1]
     reflectors = self[..., :order]
     missing = [(0, 0)] * (self.ndim - 1) + [(0, order - reflectors.shape[-1])]
-    rotation = lax.linalg.householder_product(jnp.pad(reflectors, missing), input2)
+    rotation = lapack.householder_product(jnp.pad(reflectors, missing), input2)
     rotation = _adjoint(rotation) if transpose else rotation
     return matmul(rotation, input3) if left else matmul(input3, rotation)
 

@@ -319,8 +319,32 @@ lowering("copysign.Tensor", "copysign.Scalar", promote="result", on_tpu=_NO_FLOA
 )
 lowering("logaddexp2", promote="result")(lambda self, other: jnp.logaddexp2(self, other))
 lowering("nextafter", on_tpu=_NO_FLOAT64_BITS)(lambda self, other: jnp.nextafter(self, other))
-lowering("gcd", promote="result")(lambda self, other: jnp.gcd(self, other))
-lowering("lcm", promote="result")(lambda self, other: jnp.lcm(self, other))
+
+
+@lowering("gcd", promote="result")
+def gcd(self, other):
+    """Euclid's algorithm with C's remainder, as on the CPU: the least integer is its own absolute value."""
+
+    def is_left(pair):
+        return jnp.any(pair[0] != 0)
+
+    def divided(pair):
+        divisor, number = pair
+        remainder = lax.rem(number, jnp.where(divisor == 0, 1, divisor))
+        return jnp.where(divisor == 0, divisor, remainder), jnp.where(divisor == 0, number, divisor)
+
+    pair = jnp.broadcast_arrays(jnp.abs(self), jnp.abs(other))
+    return lax.while_loop(is_left, divided, tuple(pair))[1]
+
+
+@lowering("lcm", promote="result")
+def lcm(self, other):
+    divisor = gcd(self, other)
+    quotient = lax.div(jnp.broadcast_to(self, divisor.shape), jnp.where(divisor == 0, 1, divisor))
+    computed = jnp.promote_types(self.dtype, jnp.int32)  # as C computes with narrower ones
+    return jnp.abs(quotient.astype(computed) * other.astype(computed)).astype(self.dtype)
+
+
 lowering("heaviside")(lambda self, values: jnp.where(self == 0, values, (self > 0).astype(values.dtype)))
 
 

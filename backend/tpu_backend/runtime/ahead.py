@@ -5,7 +5,9 @@ and then what fused mode will run; and what was rehearsed.
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -23,6 +25,7 @@ def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], A
     global _threads
     if _threads is None:
         _threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile ahead")
+        threading.Thread(target=_say_what_the_exit_waits_for, name="exit notice", daemon=True).start()
     key = _key(description)
     if key not in _promised:
         _forget_unwanted()
@@ -31,6 +34,13 @@ def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], A
 
 def _unless_exiting(compile_now: Callable[[dict[str, Any]], Any], description: dict[str, Any]) -> Any:
     return compile_now(description) if threading.main_thread().is_alive() else None
+
+
+def _say_what_the_exit_waits_for() -> None:
+    threading.main_thread().join()
+    time.sleep(1.0)
+    if is_busy():
+        print("tpu: waiting for a compilation in the background to end", file=sys.stderr, flush=True)
 
 
 def _forget_unwanted() -> None:

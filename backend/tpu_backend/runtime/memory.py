@@ -10,7 +10,7 @@ from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line
 
 _LARGEST = 12
-_ADVICE = "layered mode keeps what its parts hand on; fused mode needs less (execution.first_steps=0)"
+_ADVICE = "layered mode keeps what its parts hand on; fused mode needs less: docs/execution.md"
 
 
 def describe_memory(device: int = 0) -> str:

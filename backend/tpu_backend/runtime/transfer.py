@@ -72,8 +72,13 @@ def _form_of_numbers(
     return _aval((count,), dtype), sharding, [device]
 
 
-def get(array: jax.Array, dtype: int) -> torch.Tensor:
-    """A device array as a CPU tensor; waits for it.  Read-only where XLA's memory is shared (the CPU)."""
+def get(array: jax.Array, dtype: int, token: Any) -> torch.Tensor:
+    """A device array as a CPU tensor; waits for it, and first for the launch that computes it, where one is
+    given: if XLA has no memory for one of a program's results, the others never come.  Read-only where XLA's
+    memory is shared (the CPU).
+    """
+    if token is not None:
+        token.block_until_ready()
     return from_numpy(np.asarray(array), TORCH_DTYPES[dtype])
 
 
