@@ -1,9 +1,13 @@
 """Layered mode: what repeats in the stream shares a program, and the numbers are fused mode's."""
 
+import textwrap
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from tests.backend.fresh_process import run_python
 
 
 class Block(nn.Module):
@@ -237,3 +241,33 @@ def test_ctrl_c_while_the_first_part_is_compiled_loses_nothing(monkeypatch):
         again = model(inputs).sum().item()
         assert output.item() == pytest.approx(again, rel=1e-6)
         assert model[0].calls.item() == 2
+
+
+BEGIN = """
+import time, torch
+from tpu_backend.runtime import ahead
+torch.ones(1, device="tpu").sum().item()
+description = {"offsets": [], "offset_is_input": [], "circumstances": None}
+ahead.begin(description, lambda _: time.sleep(SECONDS))
+time.sleep(0.5)
+"""
+
+
+def test_the_end_of_a_process_says_what_it_waits_for():
+    done = run_python(BEGIN.replace("SECONDS", "3"))
+    assert "tpu: waiting for a compilation in the background to end" in done.stderr
+    assert done.returncode == 0
+    assert "waiting" not in run_python(BEGIN.replace("SECONDS", "0")).stderr
+
+
+def test_the_command_does_not_wait_for_what_nobody_will_ask_for():
+    script = """
+    from tputrain.cli import command
+    def main():
+        print("saved")
+        raise SystemExit(143)
+    command.main = main
+    command.run()
+    """
+    done = run_python(BEGIN.replace("SECONDS", "200") + textwrap.dedent(script), timeout=100)
+    assert (done.returncode, done.stdout) == (143, "saved\n")

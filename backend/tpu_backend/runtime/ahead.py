@@ -16,6 +16,7 @@ _MOST_UNWANTED = 512  # programs; more than the different parts of a step
 
 _promised: dict[Hashable, Future[Any]] = {}
 _threads: ThreadPoolExecutor | None = None
+_is_exiting = False
 
 
 def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], Any]) -> None:
@@ -25,7 +26,8 @@ def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], A
     global _threads
     if _threads is None:
         _threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile ahead")
-        threading.Thread(target=_say_what_the_exit_waits_for, name="exit notice", daemon=True).start()
+        # Called before the pool's own, which waits for its threads; there is no public place that is.
+        threading._register_atexit(_begin_to_exit)  # type: ignore[attr-defined]
     key = _key(description)
     if key not in _promised:
         _forget_unwanted()
@@ -33,14 +35,19 @@ def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], A
 
 
 def _unless_exiting(compile_now: Callable[[dict[str, Any]], Any], description: dict[str, Any]) -> Any:
-    return compile_now(description) if threading.main_thread().is_alive() else None
+    return None if _is_exiting else compile_now(description)
 
 
-def _say_what_the_exit_waits_for() -> None:
-    threading.main_thread().join()
-    time.sleep(1.0)
-    if is_busy():
-        print("tpu: waiting for a compilation in the background to end", file=sys.stderr, flush=True)
+def _begin_to_exit() -> None:
+    global _is_exiting
+    _is_exiting = True
+
+    def say_what_is_waited_for() -> None:
+        time.sleep(1.0)
+        if is_busy():
+            print("tpu: waiting for a compilation in the background to end", file=sys.stderr, flush=True)
+
+    threading.Thread(target=say_what_is_waited_for, daemon=True).start()
 
 
 def _forget_unwanted() -> None:
