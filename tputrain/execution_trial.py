@@ -46,7 +46,7 @@ class Trial:
         self._block_began = 0.0
         self._in_block = False
         self._warm_steps = 0  # of this process
-        self._is_rehearsed = False
+        self._is_rehearsed = device.type != "tpu"  # elsewhere nothing is built before it is called
 
     def state(self) -> dict[str, Any]:
         return asdict(self._record)
@@ -64,8 +64,8 @@ class Trial:
         if record.begun_at is None:
             record.begun_at = step
         if record.ready_at is None:
-            is_ready = self._is_rehearsed and not devices.is_compiling_ahead(self._device)
-            if not is_ready:
+            is_warm = self._warm_steps == WARM_STEPS
+            if not (is_warm and self._is_rehearsed) or devices.is_compiling_ahead(self._device):
                 return "fused"
             record.ready_at = step
         place = step - record.ready_at

@@ -263,8 +263,6 @@ class Trainer:
         modules = [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
         averages = [each for each in (self.evaluation_weights.ema,) if each is not None]
         with self.execution.rehearsed():
-            if self.device.type != "tpu":
-                return
             try:
                 with (
                     self._watchdog.phase(FIRST_STEP),

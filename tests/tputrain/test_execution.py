@@ -395,3 +395,15 @@ def test_the_recompile_budget_names_what_compiles(capsys):
 def test_within_the_budget_nothing_is_said(capsys):
     fit(ExecutionConfig(), 6, sizes=[6, 6, 6, 7, 8, 6], recompile_budget=2, evaluate_every=None)
     assert "warning" not in capsys.readouterr().out
+
+
+def test_elsewhere_nothing_is_rehearsed():
+    execution = Execution(Classifier(), torch.device("cpu"), AUTO)
+    forms = []
+    for step in range(SOONEST_CHOICE - 1):
+        execution.before_step(step)
+        assert not execution.wants_rehearsal
+        with execution.phase("train"):
+            forms.append(execution.model is not execution._model)
+        execution.after_step(step + 1)
+    assert forms == [False] * (SOONEST_COMPILED - 1) + [True] * (SOONEST_CHOICE - SOONEST_COMPILED)
