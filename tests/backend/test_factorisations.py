@@ -30,10 +30,13 @@ FUNCTIONS = {
 @pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_a_batch_is_its_matrices(name, batch, dtype):
-    a = matrices(*batch, dtype=dtype)
-    torch.testing.assert_close(
-        FUNCTIONS[name](a.to("tpu")), FUNCTIONS[name](a), check_device=False, rtol=1e-9, atol=1e-9
-    )
+    torch.tpu.reset_fallback_stats()
+    for a in (matrices(*batch, dtype=dtype), torch.empty(*batch, 0, 0, dtype=dtype)):
+        expected = FUNCTIONS[name](a)
+        torch.testing.assert_close(
+            FUNCTIONS[name](a.to("tpu")), expected, check_device=False, rtol=1e-9, atol=1e-9
+        )
+    assert torch.tpu.fallback_stats() == {}
 
 
 def test_many_at_once_end():

@@ -20,11 +20,12 @@ from jax import lax
 def _one_by_one(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     """``function`` of matrices that may stand in batches; all arrays have the same batch dimensions."""
     batch = arrays[0].shape[:-2]
-    if math.prod(batch) <= 1:
+    count = math.prod(batch)
+    if count <= 1 or arrays[0].size == 0:
         return function(*arrays)
 
     def each_alone(*arrays: jax.Array) -> Any:
-        flat = tuple(array.reshape(-1, *array.shape[len(batch) :]) for array in arrays)
+        flat = tuple(array.reshape(count, *array.shape[len(batch) :]) for array in arrays)
         results = lax.map(lambda matrices: function(*matrices), flat)
         return jax.tree.map(lambda result: result.reshape(*batch, *result.shape[1:]), results)
 
