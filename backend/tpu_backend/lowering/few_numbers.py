@@ -60,19 +60,19 @@ def add_scaled_16_bit(
     """The same of 16-bit numbers, computed in float32. The CPU's vectors round once; of what does not fill
     two of them the product is rounded as well, by ``stored``: of tensors of a few numbers that is all.
     """
-    total, product = values + factor * others, factor * others
+    product = factor * others
+    total = values + product
     left_over = total.size % _NUMBERS_OF_TWO_VECTORS
     if left_over == 0 or total.size > _MOST_SCALED:
         return total
     is_left_over = jnp.arange(total.size).reshape(total.shape) >= total.size - left_over
     rounded_twice = values + stored(product)
     return lax.platform_dependent(
-        total, rounded_twice, cpu=partial(_where_not, is_left_over), default=lambda total, _: total
+        total,
+        rounded_twice,
+        cpu=lambda total, rounded_twice: jnp.where(is_left_over, rounded_twice, total),
+        default=lambda total, _: total,
     )
-
-
-def _where_not(condition: jax.Array, values: jax.Array, others: jax.Array) -> jax.Array:
-    return jnp.where(condition, others, values)
 
 
 def _sum_in_lanes(rows: jax.Array) -> jax.Array:
