@@ -188,6 +188,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("end_rehearsal", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.end_rehearsal(); });
   });
+  m.def("stop_launcher", [with_stream](int device) {
+    with_stream(device, [](tpu::Stream& stream) { stream.stop_launcher(); });
+  });
   m.def(
       "synchronize",
       [](int device) { tpu::Device::get().synchronize(static_cast<c10::DeviceIndex>(device)); },

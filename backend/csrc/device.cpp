@@ -290,6 +290,7 @@ size_t Device::dispatch(c10::DeviceIndex device) {
   auto& s = stream(device);
   StreamLock lock(s.mutex());
   s.cut();
+  s.settle();
   return s.num_launched();
 }
 

@@ -256,7 +256,7 @@ void ProgramCache::compile_ahead(const py::object& description) {
   }
 }
 
-PyObject* ProgramCache::launch(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers) {
+ProgramCache::Started ProgramCache::start(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers) {
   const auto add = [&](PyObject* array) {
     if (PyList_Append(arguments, array) != 0) {
       throw py::error_already_set();
@@ -278,18 +278,21 @@ PyObject* ProgramCache::launch(Variant& variant, PyObject* arguments, const Runt
   auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(variant.execute, call, 1, keywords)));
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
-  Launch launch{shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr()), c10::weak_intrusive_ptr<Value>(ValuePtr())};
-  if (launched_.size() < kRememberedLaunches) {
-    launched_.push_back(std::move(launch));
-  } else {
-    launched_[num_launched_ % kRememberedLaunches] = std::move(launch);
-  }
-  ++num_launched_;
-  return arrays.release().ptr();
+  return {
+      std::move(arrays), shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr())};
 }
 
-void ProgramCache::remember_output(const ValuePtr& first) {
-  launched_[(num_launched_ - 1) % kRememberedLaunches].output = c10::weak_intrusive_ptr<Value>(first);
+void ProgramCache::remember(std::shared_ptr<PyObject> token, const ValuePtr& first) {
+  Launched launched{std::move(token), c10::weak_intrusive_ptr<Value>(first)};
+  if (first) {
+    first->is_remembered = true;
+  }
+  if (launched_.size() < kRememberedLaunches) {
+    launched_.push_back(std::move(launched));
+  } else {
+    launched_[num_launched_ % kRememberedLaunches] = std::move(launched);
+  }
+  ++num_launched_;
 }
 
 void ProgramCache::execute(Variant& variant, Segment& segment) {
@@ -307,24 +310,22 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     num_donated += is_donated ? 1 : 0;
     PyList_SET_ITEM(arguments.ptr(), place++, argument_of(value, is_donated, /*is_shared=*/false));
   }
-  const auto arrays = py::reinterpret_steal<py::object>(launch(variant, arguments.ptr(), segment.numbers));
+  auto [arrays, token] = start(variant, arguments.ptr(), segment.numbers);
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
     Value& value = *segment.values[variant.outputs[i]];
     PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
     Py_INCREF(array);
     value.array = array;
-    value.launch = num_launched_;
+    value.launch = num_launched_ + 1;
   }
-  if (!variant.outputs.empty()) {
-    remember_output(segment.values[variant.outputs[0]]);
-  }
+  remember(std::move(token), variant.outputs.empty() ? ValuePtr() : segment.values[variant.outputs[0]]);
   if (variant.has_offenders) {
     segment.offenders = Py_NewRef(check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(variant.outputs.size()))).ptr());
   }
 }
 
-std::vector<Launch> ProgramCache::launched(size_t count) const {
-  std::vector<Launch> launches;
+std::vector<Launched> ProgramCache::launched(size_t count) const {
+  std::vector<Launched> launches;
   for (size_t launch = num_launched_ - launched_.size(); launch < std::min(count, num_launched_); ++launch) {
     launches.push_back(launched_[launch % kRememberedLaunches]);
   }
@@ -340,6 +341,12 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
   const Locals live = live_values(segment);
   if (live.empty() && segment.checked.empty()) {
     return; // nobody can see what was recorded
+  }
+  for (int32_t local : segment.inputs) {
+    if (const auto error = segment.values[local]->error; error != nullptr) { // it was in flight when this was recorded
+      segment.fail(*error);
+      TORCH_CHECK(false, kNoValue, *error);
+    }
   }
   const Donations donations = donations_of(segment, live, {});
   const auto num_integers = segment.numbers.integers.size();

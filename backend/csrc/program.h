@@ -94,6 +94,8 @@ struct Variant {
   PyObject* float_array{nullptr};
   PyObject* double_array{nullptr};
   PyObject* integer_array{nullptr};
+  // Values that a launch was the last to hold, by the output that takes their memory: the next launch's outputs.
+  std::vector<ValuePtr> spare;
 };
 
 // A hash alone decides nothing: the tapes are compared.
@@ -110,7 +112,7 @@ using Holders = std::unordered_map<const Value*, size_t>;
 using Locals = c10::SmallVector<int32_t, 16>;
 using Donations = c10::SmallVector<std::pair<int32_t, int32_t>, 16>; // (input, the output that takes its memory)
 
-struct Launch {
+struct Launched {
   std::shared_ptr<PyObject> token; // of JAX: can be waited for, holds no memory of the device
   c10::weak_intrusive_ptr<Value> output; // the first; may be gone
 };
@@ -134,14 +136,19 @@ class ProgramCache {
   // error_already_set for an interrupt, and the segment may then be run again.
   void run(Segment& segment, Counters& counters);
 
-  // Hands a list of arrays, to which the numbers are added, and what a variant donates of them to XLA.  Returns the list of
-  // arrays that come out.  Raises error_already_set.
-  PyObject* launch(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers);
-  // The first of what the last launch computes: tells whether it is done.
-  void remember_output(const ValuePtr& first);
+  // What comes out when a program is handed to XLA: a list of arrays, and what can be waited for.
+  struct Started {
+    pybind11::object arrays;
+    std::shared_ptr<PyObject> token;
+  };
+  // Hands a list of arrays, to which the numbers are added, and what a variant donates of them to XLA.  Raises
+  // error_already_set.
+  static Started start(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers);
+  // Counts a launch; the first of what it computes (null: nothing) tells whether it is done.
+  void remember(std::shared_ptr<PyObject> token, const ValuePtr& first);
 
   // Those of the first `count` launches that may still be running.
-  std::vector<Launch> launched(size_t count) const;
+  std::vector<Launched> launched(size_t count) const;
   std::shared_ptr<PyObject> token_of(size_t launch) const;
   size_t num_launched() const {
     return num_launched_;
@@ -155,7 +162,7 @@ class ProgramCache {
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
-  std::vector<Launch> launched_; // a ring
+  std::vector<Launched> launched_; // a ring
   size_t num_launched_{0};
 };
 

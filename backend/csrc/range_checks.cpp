@@ -42,8 +42,9 @@ UserPlace user_place() {
   return {};
 }
 
-void RangeChecks::add(size_t launch, PyObject* offenders, PyObject* executable, std::vector<CheckedEntry> entries) {
-  checks_.push_back({launch, shared_reference(offenders), executable, std::move(entries)});
+void RangeChecks::add(
+    size_t launch, std::shared_ptr<PyObject> offenders, PyObject* executable, std::vector<CheckedEntry> entries) {
+  checks_.push_back({launch, std::move(offenders), executable, std::move(entries)});
   if (checks_.size() > kFewChecks) {
     if (py::handle(checks_.front().offenders.get()).attr("is_ready")().cast<bool>()) {
       raise_front();

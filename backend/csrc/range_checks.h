@@ -27,8 +27,8 @@ struct CheckedEntry {
 // What was found by programs that nobody has waited for yet.  Guarded by the GIL.
 class RangeChecks {
  public:
-  // Takes over the array.  Raises what an old program has found when many are kept, so that they stay few.
-  void add(size_t launch, PyObject* offenders, PyObject* executable, std::vector<CheckedEntry> entries);
+  // Raises what an old program has found when many are kept, so that they stay few.
+  void add(size_t launch, std::shared_ptr<PyObject> offenders, PyObject* executable, std::vector<CheckedEntry> entries);
   // Waits for the first so many launches and raises for the first index of theirs that was out of range.
   void raise_failed(size_t num_launched);
 

@@ -261,9 +261,8 @@ py::object RecordedStep::replay(const py::list& arguments) {
   if (stream.is_rehearsing()) {
     return py::str("it is called in torch.tpu.rehearsal, which runs nothing");
   }
-  if (!stream.is_empty()) {
-    stream.cut();
-  }
+  stream.cut();
+  stream.take_launches();
   if (auto reason = take_inputs(taken)) {
     return py::str(*reason);
   }
@@ -332,10 +331,7 @@ std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
       return "a tensor that it uses has another layout";
     }
     const Value& value = *buffer->value;
-    TORCH_CHECK(
-        value.error == nullptr,
-        "this tensor has no value: it was to be computed by a program that failed:\n",
-        *value.error);
+    TORCH_CHECK(value.in_flight || value.error == nullptr, kNoValue, *value.error);
     if (source.input < taken.inputs.size()) { // one more that held the same value
       if (taken.inputs[source.input]->value != buffer->value) {
         return "tensors that were equal no longer are";
@@ -397,38 +393,32 @@ Buffer* RecordedStep::buffer_for(const Target& target, const Taken& taken) const
 }
 
 py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
-  py::object arrays;
-  try {
-    py::list inputs(taken.inputs.size());
-    for (size_t i = 0; i < taken.inputs.size(); ++i) {
-      const ValuePtr& value = taken.inputs[i]->value;
-      PyList_SET_ITEM(
-          inputs.ptr(), static_cast<Py_ssize_t>(i), argument_of(*value, is_donated_[i] != 0, value.use_count() > 1));
-    }
-    arrays =
-        py::reinterpret_steal<py::object>(stream.launch_again(*run_.variant, inputs.ptr(), run_.numbers, run_.entries));
-  } catch (py::error_already_set& error) {
-    if (is_interrupt(error)) {
-      throw;
-    }
-    const std::string message = error.what();
-    poison(taken, message);
-    throw_torch_error(message);
+  auto launch = std::make_unique<Launch>();
+  launch->variant = run_.variant;
+  launch->numbers = run_.numbers;
+  launch->checked = run_.checked;
+  launch->inputs.reserve(taken.inputs.size());
+  for (size_t i = 0; i < taken.inputs.size(); ++i) {
+    const ValuePtr& value = taken.inputs[i]->value;
+    const size_t num_own = value->in_flight ? 2 : 1; // the buffer, and the launch that computes it
+    launch->inputs.push_back({value, is_donated_[i] != 0, value.use_count() > num_own});
   }
+  std::vector<ValuePtr> values;
+  values.reserve(run_.variant->outputs.size());
+  auto& spare = run_.variant->spare;
+  for (const auto& value : spare) { // another thread has written them
+    __builtin_prefetch(value.get(), 1);
+  }
+  for (int32_t local : run_.variant->outputs) {
+    const bool has_spare = values.size() < spare.size() && spare[values.size()].defined();
+    values.push_back(has_spare ? std::move(spare[values.size()]) : c10::make_intrusive<Value>(run_.layouts[local]));
+  }
+  launch->outputs = values;
+  stream.launch_again(std::move(launch), run_.entries);
 
-  std::vector<ValuePtr> values(run_.variant->outputs.size());
-  const auto value_of = [&](size_t output) -> const ValuePtr& {
-    ValuePtr& value = values[output];
-    if (!value) {
-      PyObject* array = PyList_GET_ITEM(arrays.ptr(), static_cast<Py_ssize_t>(output));
-      value = c10::make_intrusive<Value>(run_.layouts[run_.variant->outputs[output]], Py_NewRef(array));
-      value->launch = stream.num_launched();
-    }
-    return value;
-  };
   std::vector<c10::Storage> storages(num_storages_);
   for (const auto& target : targets_) {
-    const ValuePtr& value = value_of(target.output);
+    const ValuePtr& value = values[target.output];
     Buffer* buffer = nullptr;
     if (target.storage >= 0) {
       const auto nbytes = value->layout->nbytes();
@@ -450,23 +440,13 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
   for (const auto& tensor : versioned_) {
     tensor.unsafeGetTensorImpl()->bump_version();
   }
+  values.clear();
+  stream.take_launches();
   py::list results;
   for (const auto& [geometry, storage] : results_) {
     results.append(make_result(storages[storage], geometry.dtype, geometry.sizes, geometry.strides, geometry.offset));
   }
-  stream.end_launch(*run_.variant, values[targets_.front().output], arrays.ptr(), run_.checked);
   return results;
-}
-
-// What was to be written has no value: its memory may have been given away.
-void RecordedStep::poison(const Taken& taken, const std::string& message) const {
-  const auto shared = std::make_shared<const std::string>(message);
-  for (const auto& target : targets_) {
-    if (Buffer* buffer = target.storage < 0 ? buffer_for(target, taken) : nullptr; buffer != nullptr) {
-      buffer->value = c10::make_intrusive<Value>(buffer->layout);
-      buffer->value->error = shared;
-    }
-  }
 }
 
 } // namespace tpu

@@ -125,7 +125,6 @@ class RecordedStep {
   std::optional<std::string> set_numbers(const std::vector<double>& numbers);
   void draw();
   pybind11::object launch(Stream& stream, const Taken& taken);
-  void poison(const Taken& taken, const std::string& message) const;
   Buffer* buffer_for(const Target& target, const Taken& taken) const;
 
   const c10::DeviceIndex device_;

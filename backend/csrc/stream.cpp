@@ -18,6 +18,9 @@ namespace {
 // A segment that nothing cuts (inference that is never read) is cut here, so that memory and compile time stay bounded.
 constexpr size_t kMaxEntries = 16384;
 
+// A program of fewer is launched faster than a thread is woken and the GIL handed over.
+constexpr size_t kManyInputs = 32;
+
 constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
 
 std::atomic<Mode> g_mode{Mode::Fused};
@@ -55,6 +58,8 @@ void set_compiles_ahead(bool compiles_ahead) {
 
 StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
   check_not_forked();
+  // A finalizer that the garbage collector runs there: who holds the lock may be waiting for that thread.
+  TORCH_CHECK(!Launcher::is_this_thread(), "the tpu device cannot be used by a finalizer");
   if (mutex_.try_lock()) {
     return;
   }
@@ -130,7 +135,7 @@ const Value& Stream::readable(Buffer* buffer) {
     append(*builtin_signature(kBuiltinZeros, call, buffer->layout), call, {buffer});
   }
   const Value& value = *buffer->value;
-  TORCH_CHECK(value.error == nullptr, "this tensor has no value: it was to be computed by a program that failed:\n", *value.error);
+  TORCH_CHECK(value.in_flight || value.error == nullptr, kNoValue, *value.error);
   return value;
 }
 
@@ -269,6 +274,7 @@ void Stream::cut() {
   if (segment_.entries.empty()) {
     return;
   }
+  settle();
   Segment running = std::move(segment_);
   segment_ = std::move(spare_);
   segment_.clear();
@@ -305,7 +311,7 @@ void Stream::cut() {
 
 void Stream::check_launches() {
   for (auto& launch : std::exchange(unchecked_, {})) {
-    range_checks_.add(launch.number, launch.offenders, launch.executable, std::move(launch.checked));
+    range_checks_.add(launch.number, std::move(launch.offenders), launch.executable, std::move(launch.checked));
   }
 }
 
@@ -317,6 +323,7 @@ void Stream::rehearse(Segment& segment) {
 void Stream::begin_rehearsal() {
   TORCH_CHECK(!rehearsal_, "torch.tpu.rehearsal inside another one");
   cut();
+  settle();
   rehearsal_.emplace();
 }
 
@@ -389,7 +396,8 @@ void Stream::run(Segment& segment) {
 
 void Stream::note_launch(Segment& segment) {
   if (PyObject* offenders = std::exchange(segment.offenders, nullptr)) {
-    unchecked_.push_back({programs_.num_launched(), offenders, segment.variant->executable, segment.checked});
+    unchecked_.push_back(
+        {programs_.num_launched(), shared_reference(offenders), segment.variant->executable, segment.checked});
   }
 }
 
@@ -467,7 +475,9 @@ PyObject* Stream::concrete(Buffer* buffer) {
   if (!buffer->value) {
     return nullptr;
   }
-  if (buffer->value->array == nullptr && buffer->value->error == nullptr) {
+  if (buffer->value->in_flight) {
+    settle();
+  } else if (buffer->value->array == nullptr && buffer->value->error == nullptr) {
     cut();
   }
   readable(buffer);
@@ -509,9 +519,18 @@ void Stream::note_run(const Segment& segment) {
   notes->run = std::move(run);
 }
 
-PyObject* Stream::launch_again(
-    Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers, const std::vector<const Signature*>& entries) {
-  PyObject* arrays = programs_.launch(variant, arguments, numbers);
+void Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<const Signature*>& entries) {
+  if (!has_launcher_ || launch->inputs.size() < kManyInputs) {
+    settle();
+    launch->run();
+    launches_.push_back(std::move(launch));
+  } else {
+    for (const auto& value : launch->outputs) {
+      value->in_flight = true;
+    }
+    launcher_.add(std::move(launch));
+    has_queued_ = true;
+  }
   for (const auto* signature : entries) {
     recent.add(*signature);
   }
@@ -522,15 +541,52 @@ PyObject* Stream::launch_again(
   if (notes != nullptr) { // a replay inside a step that is being recorded is a program of its own
     ++notes->num_cuts;
   }
-  return arrays;
 }
 
-void Stream::end_launch(Variant& variant, const ValuePtr& first, PyObject* arrays, const std::vector<CheckedEntry>& checked) {
-  programs_.remember_output(first);
-  if (variant.has_offenders) {
-    PyObject* offenders = PyList_GET_ITEM(arrays, static_cast<Py_ssize_t>(variant.outputs.size()));
-    range_checks_.add(programs_.num_launched(), Py_NewRef(offenders), variant.executable, checked);
+void Stream::settle() {
+  if (std::exchange(has_queued_, false)) {
+    launcher_.wait();
+    take_launches();
   }
+}
+
+void Stream::stop_launcher() {
+  has_launcher_ = false;
+  settle();
+}
+
+void Stream::take_launches() {
+  auto launches = std::exchange(launches_, {});
+  for (auto& launch : launcher_.take_done()) {
+    launches.push_back(std::move(launch));
+  }
+  if (launches.empty()) {
+    return;
+  }
+  std::shared_ptr<const std::string> error;
+  for (const auto& launch : launches) {
+    for (const auto& value : launch->outputs) {
+      value->in_flight = false;
+    }
+    if (launch->token == nullptr) {
+      error = error == nullptr && !launch->is_followup ? launch->error : error;
+      continue;
+    }
+    launch->variant->spare = std::move(launch->spare);
+    programs_.remember(launch->token, launch->outputs.empty() ? ValuePtr() : launch->outputs.front());
+    for (const auto& value : launch->outputs) {
+      value->launch = programs_.num_launched();
+    }
+    if (launch->offenders != nullptr) {
+      unchecked_.push_back({programs_.num_launched(), launch->offenders, launch->variant->executable, std::move(launch->checked)});
+    }
+  }
+  pybind11::gil_scoped_acquire gil;
+  launches.clear();
+  if (error != nullptr) {
+    throw_torch_error(*error);
+  }
+  check_launches();
 }
 
 } // namespace tpu

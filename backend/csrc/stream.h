@@ -1,6 +1,7 @@
 // The op stream of one device: entries are appended to a segment, a cut hands the segment to XLA.
 #pragma once
 
+#include "launcher.h"
 #include "program.h"
 #include "rehearsal.h"
 #include "signature.h"
@@ -130,14 +131,16 @@ class Stream {
     return rehearsal_ && rehearsal_->was_before(buffer);
   }
 
-  // A program that was run before, on other arrays (see ProgramCache::launch), for these entries; wants the GIL.  It ends with
-  // `end_launch`, when its outputs are where they belong: that raises what an earlier launch found out of range.
-  PyObject* launch_again(
-      Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers, const std::vector<const Signature*>& entries);
-  void end_launch(Variant& variant, const ValuePtr& first, PyObject* arrays, const std::vector<CheckedEntry>& checked);
-  bool is_empty() const {
-    return segment_.entries.empty();
-  }
+  // Hands over a program that was run before, for these entries; wants the GIL.  By a thread where it is a large one: then
+  // its outputs are in flight.
+  void launch_again(std::unique_ptr<Launch> launch, const std::vector<const Signature*>& entries);
+  // What was handed over and is launched is no longer in flight.  Raises what became of it, and what an earlier launch found
+  // out of range.
+  void take_launches();
+  // Waits until nothing is in flight.  Raises what `take_launches` does.
+  void settle();
+  // From here on no thread launches: the interpreter is about to end.
+  void stop_launcher();
 
   Counters counters; // guarded by the lock
   RecentEntries recent;
@@ -157,7 +160,7 @@ class Stream {
   // A launch whose indices are still to be looked at.
   struct Unchecked {
     size_t number;
-    PyObject* offenders;
+    std::shared_ptr<PyObject> offenders;
     PyObject* executable;
     std::vector<CheckedEntry> checked;
   };
@@ -169,6 +172,10 @@ class Stream {
   ProgramCache programs_;
   RangeChecks range_checks_;
   std::vector<Unchecked> unchecked_; // of the segment that is being run
+  Launcher launcher_;
+  std::vector<std::unique_ptr<Launch>> launches_; // not by the launcher, and not looked at yet
+  bool has_queued_{false}; // since nothing was in flight
+  bool has_launcher_{true};
 
   uint64_t next_serial_{1};
   uint64_t last_mark_{0};

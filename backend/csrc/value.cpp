@@ -116,6 +116,16 @@ Value::~Value() {
   release_resources();
 }
 
+void Value::reset() {
+  release_resources();
+  segment = 0;
+  local = -1;
+  launch = 0;
+  leased = false;
+  error = nullptr;
+  in_flight = is_remembered = false;
+}
+
 void Value::release_resources() {
   if (array != nullptr) {
     release_reference(std::exchange(array, nullptr));

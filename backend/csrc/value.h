@@ -23,16 +23,23 @@ struct Value final : c10::intrusive_ptr_target {
   Value(const Layout* value_layout, PyObject* owned_array) : layout(value_layout), array(owned_array) {}
   ~Value() override;
   void release_resources() override; // the last owner is gone, weak references may remain
+  // As if it were new.
+  void reset();
 
   const Layout* layout;
   PyObject* array{nullptr}; // the jax.Array, owned; null while the value is still to be computed
   uint64_t segment{0}; // serial number of the segment that numbered this value
   int32_t local{-1}; // its number there
   size_t launch{0}; // the launch that computed it, counted from 1; 0 where none did
+  // A launcher is about to set array, launch and error: nobody else looks at them (Stream::settle).  Guarded by the stream's
+  // lock.
+  bool in_flight{false};
+  bool is_remembered{false}; // it tells whether its launch is done (ProgramCache::remember)
   bool leased{false}; // JAX's side has seen the array, other arrays may share its memory: it is never donated
   std::shared_ptr<const std::string> error; // why the value could not be computed
 };
 using ValuePtr = c10::intrusive_ptr<Value>;
+constexpr const char* kNoValue = "this tensor has no value: it was to be computed by a program that failed:\n";
 
 struct Buffer;
 // Tells whether a buffer lives, and does not keep it alive.

@@ -17,6 +17,17 @@ uintptr_t address_of(const at::Tensor& tensor) {
   return is_ours ? buffer_of(tensor)->address : 0;
 }
 
+bool has_gradient(const at::Tensor& tensor) {
+  return tensor.is_leaf() && tensor.grad().defined();
+}
+
+// So many items further on is looked at once memory has brought what was asked for.
+constexpr size_t kAhead = 8;
+
+void fetch(const void* address) {
+  __builtin_prefetch(address);
+}
+
 // Borrowed; null where there is none.
 PyObject* item(PyObject* dictionary, PyObject* key) {
   PyObject* found = PyDict_GetItemWithError(dictionary, key);
@@ -47,24 +58,50 @@ bool is_same(PyObject* before, PyObject* now) {
   return equal == 1;
 }
 
+// What is_unchanged will look at, as far as nothing changed.
+void Watches::TensorState::fetch() const {
+  const auto* impl = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
+  for (size_t line = 0; line < sizeof(at::TensorImpl); line += 64) {
+    tpu::fetch(impl + line);
+  }
+  tpu::fetch(storage);
+  tpu::fetch(buffer);
+  tpu::fetch(autograd);
+}
+
+bool Watches::TensorState::is_unchanged() const {
+  return address_of(tensor) == address && tensor.requires_grad() == requires_grad && has_gradient(tensor) == has_grad;
+}
+
 Watches::Watches(const py::list& entries, const py::list& numbers) {
+  const auto pointer_to = [&](const py::object& object) {
+    kept_.push_back(kept(object));
+    return object.ptr();
+  };
+  int place = 0;
   for (const auto& handle : entries) {
     const auto watched = py::cast<py::tuple>(handle);
-    Entry entry{.container = kept(watched[0]), .key = {}, .value = {}};
-    if (watched[1].is_none()) {
-      entry.length = py::cast<Py_ssize_t>(watched[2]);
+    const py::object container = watched[0], key = watched[1], value = watched[2];
+    if (key.is_none()) {
+      TORCH_INTERNAL_ASSERT(PyDict_Check(container.ptr()) || PyList_Check(container.ptr()));
+      lengths_.push_back({pointer_to(container), py::cast<Py_ssize_t>(value), place});
     } else {
-      entry.key = kept(watched[1]);
-      entry.value = kept(watched[2]);
-      entry.is_tensor = THPVariable_Check(entry.value.get());
+      items_.push_back({pointer_to(container), pointer_to(key), pointer_to(value), place});
+      if (THPVariable_Check(value.ptr())) {
+        const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
+        const bool is_on_device = address_of(tensor) != 0;
+        tensors_.push_back(
+            {.tensor = tensor,
+             .address = address_of(tensor),
+             .requires_grad = tensor.requires_grad(),
+             .has_grad = has_gradient(tensor),
+             .place = place,
+             .storage = is_on_device ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr,
+             .buffer = is_on_device ? buffer_of(tensor) : nullptr,
+             .autograd = tensor.unsafeGetTensorImpl()->autograd_meta()});
+      }
     }
-    if (entry.is_tensor) {
-      const at::Tensor& tensor = THPVariable_Unpack(entry.value.get());
-      entry.address = address_of(tensor);
-      entry.requires_grad = tensor.requires_grad();
-      entry.has_grad = tensor.is_leaf() && tensor.grad().defined();
-    }
-    entries_.push_back(std::move(entry));
+    ++place;
   }
   for (const auto& handle : numbers) {
     const auto number = py::cast<py::tuple>(handle);
@@ -72,22 +109,32 @@ Watches::Watches(const py::list& entries, const py::list& numbers) {
   }
 }
 
-bool Watches::is_unchanged(const Entry& entry) {
-  if (!entry.key) {
-    return PyObject_Length(entry.container.get()) == entry.length;
-  }
-  PyObject* now = item(entry.container.get(), entry.key.get());
-  if (!entry.is_tensor || now != entry.value.get()) {
-    return is_same(entry.value.get(), now);
-  }
-  const at::Tensor& tensor = THPVariable_Unpack(now);
-  return address_of(tensor) == entry.address && tensor.requires_grad() == entry.requires_grad &&
-      (tensor.is_leaf() && tensor.grad().defined()) == entry.has_grad;
-}
-
 int Watches::first_changed() const {
-  const auto changed = std::find_if_not(entries_.begin(), entries_.end(), &Watches::is_unchanged);
-  return changed == entries_.end() ? -1 : static_cast<int>(changed - entries_.begin());
+  for (const auto& [container, length, place] : lengths_) {
+    const auto now = PyDict_Check(container) ? PyDict_GET_SIZE(container) : PyList_GET_SIZE(container);
+    if (now != length) {
+      return place;
+    }
+  }
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (i + 2 * kAhead < items_.size()) {
+      fetch(items_[i + 2 * kAhead].dictionary);
+      fetch(reinterpret_cast<PyDictObject*>(items_[i + kAhead].dictionary)->ma_keys);
+    }
+    const auto& [dictionary, key, value, place] = items_[i];
+    if (!is_same(value, item(dictionary, key))) {
+      return place;
+    }
+  }
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (i + kAhead < tensors_.size()) {
+      tensors_[i + kAhead].fetch();
+    }
+    if (!tensors_[i].is_unchanged()) {
+      return tensors_[i].place;
+    }
+  }
+  return -1;
 }
 
 bool Watches::read_numbers(std::vector<double>& values) const {
@@ -107,9 +154,9 @@ bool Watches::read_numbers(std::vector<double>& values) const {
 
 std::vector<at::Tensor> Watches::tensors_on(const std::vector<uintptr_t>& addresses) const {
   std::vector<at::Tensor> tensors;
-  for (const auto& entry : entries_) {
-    if (entry.address != 0 && std::binary_search(addresses.begin(), addresses.end(), entry.address)) {
-      tensors.push_back(THPVariable_Unpack(entry.value.get()));
+  for (const auto& state : tensors_) {
+    if (state.address != 0 && std::binary_search(addresses.begin(), addresses.end(), state.address)) {
+      tensors.push_back(state.tensor);
     }
   }
   return tensors;

@@ -30,20 +30,36 @@ class Watches {
 
  private:
   using Reference = std::shared_ptr<PyObject>;
-  struct Entry {
-    Reference container;
-    Reference key; // null: the length is watched
-    Reference value;
-    Py_ssize_t length{0};
-    bool is_tensor{false};
-    uintptr_t address{0}; // of a tensor of the device
-    bool requires_grad{false};
-    bool has_grad{false};
+  // Apart and small: a replay comes here with a cold cache, and what is looked at in one short loop is fetched at once.
+  struct Length {
+    PyObject* container; // a dictionary or a list
+    Py_ssize_t length;
+    int place; // among the entries
   };
-  static bool is_unchanged(const Entry& entry);
+  struct Item {
+    PyObject* dictionary;
+    PyObject* key;
+    PyObject* value;
+    int place;
+  };
+  struct TensorState {
+    at::Tensor tensor;
+    uintptr_t address; // of its buffer; 0 where it is a tensor of another device
+    bool requires_grad;
+    bool has_grad;
+    int place;
+    const void* storage; // these are not followed: where memory is asked for
+    const void* buffer;
+    const void* autograd;
+    void fetch() const;
+    bool is_unchanged() const;
+  };
 
-  std::vector<Entry> entries_;
+  std::vector<Length> lengths_;
+  std::vector<Item> items_;
+  std::vector<TensorState> tensors_;
   std::vector<std::pair<Reference, Reference>> numbers_;
+  std::vector<Reference> kept_; // what those above point to
 };
 
 } // namespace tpu

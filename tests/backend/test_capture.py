@@ -16,11 +16,15 @@ def replays() -> int:
 class Setup:
     """A small model that drops out, an optimizer, and a step of both."""
 
-    def __init__(self, form: str = "fused", optimizer: str = "sgd", norm: bool = False):
+    def __init__(
+        self, form: str = "fused", optimizer: str = "sgd", norm: bool = False, is_deep: bool = False
+    ):
+        """`is_deep`: of so many buffers that a thread launches the step's program."""
         torch.manual_seed(0)
-        middle = nn.BatchNorm1d(16) if norm else nn.Identity()
+        middle = [nn.BatchNorm1d(16) if norm else nn.Identity()]
+        middle += [nn.Linear(16, 16) for _ in range(8 if is_deep else 0)]
         self.model = nn.Sequential(
-            nn.Linear(8, 16), middle, nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 4)
+            nn.Linear(8, 16), *middle, nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 4)
         ).to("tpu")
         parameters = self.model.parameters()
         self.optimizer = (
@@ -85,10 +89,19 @@ def check_same(story, least_replays: int = 1, **options) -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured.state(), plain.state(), strict=True))
 
 
+@pytest.fixture(params=[False, True], ids=["small", "deep"])
+def is_deep(request):
+    return request.param
+
+
 @pytest.mark.parametrize(("form", "optimizer"), [("fused", "adamw"), ("compile", "sgd")])
-def test_losses_weights_and_random_numbers_are_those_of_the_step_itself(form, optimizer):
+def test_losses_weights_and_random_numbers_are_those_of_the_step_itself(form, optimizer, is_deep):
     check_same(
-        lambda setup, step: run(setup, step, range(8)), least_replays=4, form=form, optimizer=optimizer
+        lambda setup, step: run(setup, step, range(8)),
+        least_replays=4,
+        form=form,
+        optimizer=optimizer,
+        is_deep=is_deep,
     )
 
 
@@ -114,22 +127,22 @@ def test_rates_that_were_equal_and_part_are_seen():
     check_same(story, least_replays=2)
 
 
-def test_shapes_take_turns():
+def test_shapes_take_turns(is_deep):
     def story(setup, step):
         return [loss for number in range(7) for size in (6, 3) for loss in run(setup, step, [number], size)]
 
-    check_same(story, least_replays=6)
+    check_same(story, least_replays=6, is_deep=is_deep)
 
 
-def test_eval_mode_is_seen():
+def test_eval_mode_is_seen(is_deep):
     def story(setup, step):
         losses = run(setup, step, range(5))
         setup.model.eval()
         losses += run(setup, step, range(5, 9))
-        setup.model[3].train()
+        setup.model[-2].train()
         return losses + run(setup, step, range(9, 13))
 
-    check_same(story, least_replays=4)
+    check_same(story, least_replays=4, is_deep=is_deep)
 
 
 def test_frozen_parameters_are_seen():
@@ -142,13 +155,13 @@ def test_frozen_parameters_are_seen():
 
 
 @pytest.mark.parametrize("way", ["another parameter", "data", "copy", "state"])
-def test_weights_and_state_that_were_replaced_are_seen(way):
+def test_weights_and_state_that_were_replaced_are_seen(way, is_deep):
     def story(setup, step):
         losses = run(setup, step, range(5))
-        weight = setup.model[4].weight
+        weight = setup.model[-1].weight
         kept = weight.data  # what was replaced lives on
         if way == "another parameter":
-            setup.model[4].weight = nn.Parameter(torch.ones(4, 16, device="tpu"))
+            setup.model[-1].weight = nn.Parameter(torch.ones(4, 16, device="tpu"))
         elif way == "data":
             weight.data = torch.ones(4, 16, device="tpu")
         elif way == "copy":
@@ -157,10 +170,10 @@ def test_weights_and_state_that_were_replaced_are_seen(way):
             setup.optimizer.load_state_dict(setup.optimizer.state_dict())
         return losses + run(setup, step, range(5, 9)) + [kept]
 
-    check_same(story, least_replays=2)
+    check_same(story, least_replays=2, is_deep=is_deep)
 
 
-def test_a_copy_that_somebody_took_stays():
+def test_a_copy_that_somebody_took_stays(is_deep):
     def story(setup, step):
         taken = []
         for number in range(6):
@@ -168,10 +181,10 @@ def test_a_copy_that_somebody_took_stays():
             taken.append(setup.model[0].weight.detach().clone())
         return taken
 
-    check_same(story)
+    check_same(story, is_deep=is_deep)
 
 
-def test_gradients_that_are_left_behind_are_the_new_ones():
+def test_gradients_that_are_left_behind_are_the_new_ones(is_deep):
     def story(setup, step):
         def leaving(inputs, labels):
             setup.optimizer.zero_grad()
@@ -185,7 +198,7 @@ def test_gradients_that_are_left_behind_are_the_new_ones():
         setup.optimizer.zero_grad()
         return losses + run(setup, wrapped, range(6, 8)) + [setup.model[0].weight.grad]
 
-    check_same(story, least_replays=2)
+    check_same(story, least_replays=2, is_deep=is_deep)
 
 
 def test_an_error_in_the_step_is_raised_and_nothing_is_lost():
@@ -326,7 +339,7 @@ def _makes_a_tensor(setup):
 
 
 def _has_state_on_the_host(setup):
-    setup.optimizer = torch.optim.AdamW([setup.model[4].bias])
+    setup.optimizer = torch.optim.AdamW([setup.model[-1].bias])
     return setup.step
 
 

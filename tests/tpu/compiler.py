@@ -18,6 +18,7 @@ from tests.tpu.chips import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 24
+LIFETIME = 24  # batches: the compiler gives no memory back, some 12 GB after 90 of them
 TIME_LIMIT = 400  # seconds a batch; what alone takes longer counts as a failure
 
 
@@ -30,6 +31,7 @@ class Compiler:
         self._calls_file.write_bytes(pickle.dumps(list(calls)))
         self._log = Path(self._folder.name) / "stderr"
         self._process: subprocess.Popen[str] | None = None
+        self._num_compiled = 0  # by this process
 
     def __enter__(self) -> Compiler:
         return self
@@ -49,8 +51,12 @@ class Compiler:
         yield from self.problems(positions[half:], chip)
 
     def _compile(self, positions: Sequence[int], chip: str) -> str | None:
+        if self._num_compiled == LIFETIME:
+            self._stop()
         if self._process is None:
             self._process = self._start()
+            self._num_compiled = 0
+        self._num_compiled += 1
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

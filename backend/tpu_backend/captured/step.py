@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from jax.tree_util import PyTreeDef, tree_flatten, tree_unflatten
+from jax.tree_util import PyTreeDef, tree_flatten, tree_structure, tree_unflatten
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -56,6 +56,8 @@ class _Replayable(NamedTuple):
     arguments: PyTreeDef
     result: PyTreeDef
     constants: list[Any] | None  # None: all that is returned are tensors
+    is_flat: bool  # the arguments: by position, each a leaf
+    returns_tensor: bool  # one, and nothing else
     watched: list[reach.Watched]
 
 
@@ -81,17 +83,23 @@ class CapturedStep(Generic[_P, _R]):
         self.problem = "it was not called yet"
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        leaves, tree = tree_flatten((args, kwargs))
-        if (current := self._current) is not None and current.arguments == tree:
-            results = current.step.replay(leaves)
-            if isinstance(results, list):
-                self.problem = None
-                return _returned(current, results)
-            self.problem = _reason(current, results)
-        return self._call_otherwise(leaves, tree, args, kwargs)
+        current = self._current
+        if current is not None:
+            if current.is_flat and not kwargs:
+                leaves, tree = list(args), current.arguments  # that each is a leaf the replay finds out
+            else:
+                leaves, tree = tree_flatten((args, kwargs))
+            if current.arguments == tree:
+                results = current.step.replay(leaves)
+                if isinstance(results, list):
+                    self.problem = None
+                    return _returned(current, results)
+                self.problem = _reason(current, results)
+        return self._call_otherwise(args, kwargs)
 
-    def _call_otherwise(self, leaves: list[Any], tree: PyTreeDef, args: Any, kwargs: Any) -> _R:
+    def _call_otherwise(self, args: Any, kwargs: Any) -> _R:
         """By another recording than the last, or by Python."""
+        leaves, tree = tree_flatten((args, kwargs))
         _check(leaves)
         if _C.get_mode() != _FUSED:
             self.problem = "the eager mode is not fused"
@@ -174,6 +182,8 @@ class CapturedStep(Generic[_P, _R]):
             recording.arguments,
             recording.result,
             recording.constants if has_constants else None,
+            recording.arguments == tree_structure(((0,) * recording.arguments.num_leaves, {})),
+            recording.result == _LEAF and not has_constants,
             watched,
         )
         while len(self._replayable) > _KEPT:
@@ -199,6 +209,7 @@ class CapturedStep(Generic[_P, _R]):
             )
 
 
+_LEAF = tree_structure(0)
 _FIRST = "it was recorded for the first time"
 
 
@@ -215,6 +226,8 @@ def capture(
 
 
 def _returned(replayable: _Replayable, results: list[Tensor]) -> Any:
+    if replayable.returns_tensor:
+        return results[0]
     if replayable.constants is not None:
         tensors = iter(results)
         results = [next(tensors) if each is None else each for each in replayable.constants]

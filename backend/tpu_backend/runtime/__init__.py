@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import threading
 import warnings
@@ -87,6 +88,13 @@ def initialize() -> None:
             untraced(raise_range_error),
             user_line.NOT_THE_USERS,
         )
+        atexit.register(_stop_launchers)
+
+
+def _stop_launchers() -> None:
+    if not _C.is_forked():
+        for device in range(_C.device_count()):
+            _C.stop_launcher(device)
 
 
 __all__ = ["initialize", "lowered_ops"]
