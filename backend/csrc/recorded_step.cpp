@@ -37,12 +37,14 @@ at::Tensor make_result(
 } // namespace
 
 Surroundings Surroundings::now() {
+  const bool autocast = at::autocast::is_autocast_enabled(kDeviceType);
   return {
       .mode = tpu::mode(),
       .grad_mode = c10::GradMode::is_enabled(),
       .inference_mode = c10::InferenceMode::is_enabled(),
-      .autocast = at::autocast::is_autocast_enabled(kDeviceType),
-      .autocast_dtype = at::autocast::get_autocast_dtype(kDeviceType),
+      .autocast = autocast,
+      // Each thread has a dtype of its own, whether it uses it or not.
+      .autocast_dtype = autocast ? at::autocast::get_autocast_dtype(kDeviceType) : c10::ScalarType::Undefined,
       .deterministic = at::globalContext().deterministicAlgorithms(),
       .precision = static_cast<int>(at::globalContext().float32MatmulPrecision())};
 }

@@ -75,6 +75,7 @@ def test_two_threads_replay_two_steps():
     all_counters = [Counters(), Counters()]
     for counters in all_counters:
         counters.go(5)  # recorded
+    before = replays()
     threads = [threading.Thread(target=counters.go, args=(40,)) for counters in all_counters]
     for thread in threads:
         thread.start()
@@ -83,6 +84,7 @@ def test_two_threads_replay_two_steps():
         gc.collect()
     for thread in threads:
         thread.join()
+    assert replays() == before + 80
     for counters in all_counters:
         counters.check()
 
