@@ -7,7 +7,7 @@ tensor      -> model(batch)
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -88,6 +88,11 @@ def weight(batch: Batch) -> int:
     if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.int32) and target.dim() > 0:
         return int(torch.count_nonzero(target != IGNORED_LABEL))
     return num_samples(batch)
+
+
+def shares(weights: Sequence[int]) -> list[float]:
+    """What part of a step's loss the mean loss of each batch is."""
+    return [weight / sum(weights) for weight in weights]
 
 
 def size(batch: Batch) -> int:

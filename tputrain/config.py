@@ -104,3 +104,11 @@ class RunConfig:
             self.schedule.name,
             "constant with optim.name=schedulefree (schedule.warmup_steps is used)",
         )
+        is_all_on_device = self.optim.name in ("adamw", "sgd") and self.optim.ema_decay is None
+        expect(
+            self.execution.train != "captured" or is_all_on_device,
+            "execution.train",
+            self.execution.train,
+            "another form, as optim.ema_decay and all of optim.name but adamw and sgd compute on the host "
+            "with the step's number or rate",
+        )

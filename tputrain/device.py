@@ -5,12 +5,15 @@ Everything that asks "is this tpu?" is here; on any other device the same calls 
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from tputrain.announce import say
 from tputrain.errors import UserError
@@ -111,6 +114,11 @@ def wait(device: torch.device) -> None:
     """Until all that was dispatched is computed."""
     if device.type == "tpu":
         torch.tpu.synchronize()  # type: ignore[attr-defined]
+
+
+def captured(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer: Optimizer) -> Any:
+    """A step of these that the tpu device replays without its Python once it was recorded twice alike."""
+    return torch.tpu.capture(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
 
 
 def rehearsal(device: torch.device) -> AbstractContextManager[object]:

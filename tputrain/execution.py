@@ -14,7 +14,8 @@ from tputrain import device as devices
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.execution_trial import Trial
 
-FORMS = ("debug", "strict", "layered", "fused", "compile", "auto")
+FORMS = ("debug", "strict", "layered", "fused", "compile", "captured", "auto")
+_ONE_PROGRAM = ("fused", "captured")  # made of what is recorded op by op: these begin layered
 _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, training and evaluation
 
 
@@ -22,8 +23,9 @@ _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, t
 class ExecutionConfig:
     """How each phase executes on the tpu device: debug (waits after each operation), strict (a program an
     operation), layered (a few programs a step, which equal layers share: compiled soonest), fused (a program
-    a step), compile (the same through torch.compile, at less cost for the host) or auto (fused, and compile
-    once it was measured to be faster)."""
+    a step), compile (the same through torch.compile, at less cost for the host), captured (fused, and once it
+    was recorded twice alike launched without any Python; training only) or auto (fused, and compile once it
+    was measured to be faster)."""
 
     train: str = "fused"
     """Training steps."""
@@ -53,13 +55,18 @@ class ExecutionConfig:
         if self.autocast is not None:
             expect_choice("execution.autocast", self.autocast, ("bfloat16",))
         expect_at_least("execution.first_steps", self.first_steps, 0)
-        for phase in ("train", "validate", "sample"):
-            expect_choice(f"execution.{phase}", getattr(self, phase), FORMS)
+        expect_choice("execution.train", self.train, FORMS)
+        for phase in ("validate", "sample"):  # which need no gradients, and so little of the host
+            expect_choice(
+                f"execution.{phase}",
+                getattr(self, phase),
+                tuple(form for form in FORMS if form != "captured"),
+            )
 
 
 class Execution:
     """Says in which form each phase runs, and where its programs are kept. On another device than tpu, debug,
-    strict, layered and fused are one.
+    strict, layered, fused and captured are one.
     """
 
     def __init__(
@@ -110,7 +117,7 @@ class Execution:
     def _form_of(self, name: str) -> str:
         form = self._form_of_training if name == "train" else getattr(self._cfg, name)
         form = self._form_of_training if form == "auto" else form
-        return "layered" if form == "fused" and self._is_early(self._steps_done()) else form
+        return "layered" if form in _ONE_PROGRAM and self._is_early(self._steps_done()) else form
 
     def _is_early(self, step: int) -> bool:
         """Whether the step after `step` is one of the first; on another device than tpu there are none."""
@@ -130,7 +137,7 @@ class Execution:
     def _mode_for(self, form: str) -> tuple[str, str | None]:
         prepares = self._prepares_fused and form == "layered" and self._is_early(self._steps_done())
         then = "fused" if prepares else None
-        return "fused" if form == "compile" else form, then
+        return "fused" if form in ("compile", "captured") else form, then
 
     def _change_to(self, form: str) -> None:
         """From here on to the end of the phase it has this form."""
@@ -138,6 +145,16 @@ class Execution:
         if mode != self._mode:
             devices.execution_mode(self._device, *mode)  # sets it; the phase's own context takes it back
             self._mode = mode
+
+    @property
+    def captures_training(self) -> bool:
+        """Whether it ever does what `captures` says."""
+        return self._cfg.train == "captured" and self._device.type == "tpu"
+
+    @property
+    def captures(self) -> bool:
+        """Whether the current phase's step is replayed once it was recorded."""
+        return self._form == "captured" and self.captures_training
 
     @property
     def compiles(self) -> bool:
@@ -161,7 +178,7 @@ class Execution:
             self._form_of_training = self._trial.before_step(step)
         form = self._form_of("train")
         is_new = form not in self._forms_trained
-        if form == "fused" and "layered" in self._forms_trained:
+        if form in _ONE_PROGRAM and "layered" in self._forms_trained:
             is_new = is_new and devices.is_compiling_ahead(self._device)  # else its program is there
         self._forms_trained.add(form)
         self._change_to(form)

@@ -26,6 +26,11 @@ class StepBatches(NamedTuple):
     """What each counts in the loss."""
 
     @property
+    def shares(self) -> list[float]:
+        """What part of the step's loss the mean of each is."""
+        return batch_of.shares(self.weights)
+
+    @property
     def form(self) -> Hashable:
         """What the step's program depends on: shapes, dtypes, and which micro-batches weigh nothing."""
         return tuple(

@@ -185,7 +185,8 @@ class BadSteps:
         trainer = self.trainer
         with _Untouched(trainer.model, trainer.optimizer, trainer.device):
             with trainer.execution.in_form("debug"), looking_for_nonfinite() as looking:
-                trainer.compute_gradients(batches, [batch_of.weight(batch) for batch in batches])
+                weights = [batch_of.weight(batch) for batch in batches]
+                trainer.compute_gradients(batches, batch_of.shares(weights))
         devices.flush(trainer.device)  # the next step's program must not hold any of this
         return looking.found
 

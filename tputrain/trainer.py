@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,11 @@ class Trainer:
         self._scheduled_by_config = optimizer is None and lr_scheduler is None
         self._optimizer_is_given = optimizer is not None
         self.lr_scheduler = lr_scheduler
-        self.optimizer = optimizer if optimizer is not None else build_optimizer(model, cfg.optim)
+        self.optimizer = (
+            optimizer
+            if optimizer is not None
+            else build_optimizer(model, cfg.optim, counts_on_device=self.execution.captures_training)
+        )
         check_ownership(self.model, self.optimizer, lr_scheduler)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         create_state(self.optimizer)
@@ -235,8 +240,7 @@ class Trainer:
         """Forward, backward and update, dispatched as one program; nothing is read back."""
         assert self._data is not None
         self._data.take()
-        weights = batches.weights
-        if sum(weights) == 0:
+        if sum(batches.weights) == 0:
             raise UserError(
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
@@ -246,14 +250,24 @@ class Trainer:
 
     def _dispatch(self, batches: StepBatches) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Forward, backward and update; returns loss, gradient norm, and the optimizer's rates."""
-        withheld = self._bad_steps.withheld_update()
-        loss, grad_norm = self.compute_gradients(batches.device, batches.weights)
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
+        update = self._captured_update if self.execution.captures else self._update
+        loss, grad_norm = update(batches.device, batches.shares)
+        devices.flush(self.device)
+        return loss, grad_norm, rates
+
+    def _update(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
+        withheld = self._bad_steps.withheld_update()
+        loss, grad_norm = self.compute_gradients(batches, shares)
         with withheld.where_bad(loss, grad_norm) if withheld else nullcontext():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        devices.flush(self.device)
-        return loss, grad_norm, rates
+        return loss, grad_norm
+
+    @cached_property
+    def _captured_update(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        modules = [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
+        return devices.captured(self._update, modules, self.optimizer)
 
     def _rehearse(self, batches: StepBatches) -> None:
         """Have threads build the compiled step while the steps go on as they are. The run does not change."""
@@ -277,22 +291,24 @@ class Trainer:
                 )
         self._signals.rescue_by(None)
 
-    def compute_gradients(self, batches: list[Batch], weights: list[int]) -> tuple[Tensor, Tensor]:
-        """Forward and backward; returns the loss, and the norm of all gradients before clipping."""
-        loss = self._accumulate_gradients(batches, weights)
+    def compute_gradients(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
+        """Forward and backward; returns the loss, and the norm of all gradients before clipping.
+
+        `shares`: see StepBatches.
+        """
+        loss = self._accumulate_gradients(batches, shares)
         limits = self.cfg.trainer
         return loss, clip_gradients(self.parameters, limits.max_grad_norm, limits.max_grad_value)
 
-    def _accumulate_gradients(self, batches: list[Batch], weights: list[int]) -> Tensor:
+    def _accumulate_gradients(self, batches: list[Batch], shares: list[float]) -> Tensor:
         """Gradients of the mean over the labels of all micro-batches; returns that mean."""
-        total = sum(weights)
         step_loss: Tensor | None = None
-        for batch, weight in zip(batches, weights, strict=True):
-            if weight == 0:
+        for batch, share in zip(batches, shares, strict=True):
+            if share == 0:
                 continue  # the mean over no labels is not a number
             loss = self.forward(batch)[0]
-            if weight != total:
-                loss = loss * (weight / total)
+            if share != 1:
+                loss = loss * share
             loss.backward()
             step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
         assert step_loss is not None

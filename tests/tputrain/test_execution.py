@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
     optimizer, log_every = changes.pop("optimizer", None), changes.pop("log_every", 2)
     optim = changes.pop("optim", OptimConfig())
+    schedule = changes.pop("schedule", ScheduleConfig(name="constant", warmup_steps=0))
     records = KeptRecords()
     Trainer(
         model or Classifier(),
@@ -63,7 +65,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
             trainer=TrainerConfig(steps=steps, **{"evaluate_every": 4} | changes),
             execution=execution,
             optim=optim,
-            schedule=ScheduleConfig(name="constant", warmup_steps=0),  # not of how many steps there are
+            schedule=schedule,  # the default is not of how many steps there are
             checkpoint=CheckpointConfig(every=4),
             log=LogConfig(every=log_every, progress="none"),
         ),
@@ -83,8 +85,8 @@ def losses(records: KeptRecords) -> dict[int, str]:
 
 def test_phases_in_every_form_compute_the_same():
     fused = fit(ExecutionConfig(), 6)
-    for form in ("debug", "strict", "layered", "compile"):
-        other = fit(ExecutionConfig(train=form, validate=form), 6)
+    for form in ("debug", "strict", "layered", "compile", "captured"):
+        other = fit(ExecutionConfig(train=form, validate="fused" if form == "captured" else form), 6)
         for kind in ("steps", "evaluations"):
             losses = [[record["loss"] for record in getattr(run, kind)] for run in (fused, other)]
             assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -98,6 +100,75 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
     second = fit(compiled, 8, run_dir=tmp_path)
     assert losses(first) | losses(second) == losses(whole)
     assert min(losses(second)) == 5
+
+
+CAPTURED = ExecutionConfig(train="captured", first_steps=2)
+
+
+def replays() -> int:
+    return torch.tpu.compile_stats()["replays"]
+
+
+class Normed(Classifier):
+    """With buffers that each step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(self.norm(torch.relu(self.up(x)))))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulate": 2, "sizes": [6, 6, 6, 5] * 12},
+        {"on_nonfinite": "skip"},
+        {"optim": OptimConfig(name="sgd")},
+        {"optim": OptimConfig(master_weights=True)},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)) or "plain",
+)
+def test_a_captured_run_is_the_fused_one_and_most_of_its_steps_are_replays(changes, monkeypatch):
+    learns = {"schedule": ScheduleConfig(name="cosine", warmup_steps=3)}
+    has_masters = changes.get("optim", OptimConfig()).master_weights
+    form = replace(CAPTURED, autocast="bfloat16" if has_masters else None)
+    before = replays()
+    captured = fit(form, 20, Normed(), **learns, **changes)
+    assert replays() >= before + 10
+    monkeypatch.setattr(Execution, "captures", False)  # the same optimizer, run by Python
+    assert losses(fit(form, 20, Normed(), **learns, **changes)) == losses(captured)
+
+
+def test_a_captured_run_resumes_to_the_bit_and_after_a_fused_one(tmp_path):
+    whole = fit(CAPTURED, 12)
+    first = fit(CAPTURED, 4, run_dir=tmp_path / "a", sizes=[6] * 12)
+    second = fit(CAPTURED, 12, run_dir=tmp_path / "a")
+    assert losses(first) | losses(second) == losses(whole)
+    fused = ExecutionConfig(first_steps=2)
+    expected = losses(fit(fused, 12))
+    for number, forms in enumerate([(fused, CAPTURED), (CAPTURED, fused)]):
+        run_dir = tmp_path / str(number)
+        found = {}
+        for form, steps in zip(forms, (4, 12), strict=True):
+            found |= losses(fit(form, steps, run_dir=run_dir, sizes=[6] * 12))
+        assert [float.fromhex(found[step]) for step in sorted(found)] == pytest.approx(
+            [float.fromhex(expected[step]) for step in sorted(expected)], rel=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [OptimConfig(name="adafactor"), OptimConfig(name="muon"), OptimConfig(ema_decay=0.9)],
+    ids=lambda optim: optim.name,
+)
+def test_what_computes_on_the_host_in_each_step_is_not_captured(optim):
+    with pytest.raises(UserError, match=r"execution\.train=captured: expected another form, as optim"):
+        RunConfig(optim=optim, execution=CAPTURED)
+    with pytest.raises(UserError, match=r"execution\.validate=captured: expected one of debug"):
+        ExecutionConfig(validate="captured")
 
 
 class Deep(nn.Module):
@@ -378,7 +449,7 @@ def test_a_step_that_cannot_be_rehearsed_is_compiled_when_it_comes(capsys):
 
 def test_an_unknown_form_is_refused():
     with pytest.raises(
-        UserError, match=r"execution.train=fast: expected one of debug, strict, layered, fused, compile, auto"
+        UserError, match=r"execution.train=fast: expected one of debug, strict, layered, fused, comp"
     ):
         ExecutionConfig(train="fast")
 

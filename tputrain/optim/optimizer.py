@@ -73,19 +73,22 @@ class OptimConfig:
             )
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, cfg: OptimConfig, counts_on_device: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer of `cfg` over the trainable parameters of `model`, which are already on their device.
 
-    With `cfg.master_weights` the parameters are bfloat16 afterwards.
+    With `cfg.master_weights` the parameters are bfloat16 afterwards. `counts_on_device`: AdamW keeps its step
+    count there (its fused form, equal but for rounding), so that no number of the host changes with it.
     """
-    optimizer = _by_name(model, cfg)
+    optimizer = _by_name(model, cfg, {"fused": True} if counts_on_device else {})
     if not cfg.master_weights:
         return optimizer
     create_state(optimizer)
     return round_weights(model, optimizer)
 
 
-def _by_name(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+def _by_name(model: nn.Module, cfg: OptimConfig, of_adamw: dict[str, bool]) -> torch.optim.Optimizer:
     groups = parameter_groups(model, cfg.weight_decay, cfg.groups)
     betas = (cfg.beta1, cfg.beta2)
     match cfg.name:
@@ -94,13 +97,15 @@ def _by_name(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
         case "adafactor":
             return Adafactor(groups, lr=cfg.learning_rate)
         case "muon":
-            return _muon(model, groups, cfg)
+            return _muon(model, groups, cfg, of_adamw)
         case "schedulefree":
             return build_schedule_free(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.eps)
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.eps)
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.eps, **of_adamw)
 
 
-def _muon(model: nn.Module, groups: list[dict[str, Any]], cfg: OptimConfig) -> MuonWithAdamW:
+def _muon(
+    model: nn.Module, groups: list[dict[str, Any]], cfg: OptimConfig, of_adamw: dict[str, bool]
+) -> MuonWithAdamW:
     hidden, others = split_groups(groups, model)
     if not hidden:
         raise UserError(
@@ -112,7 +117,9 @@ def _muon(model: nn.Module, groups: list[dict[str, Any]], cfg: OptimConfig) -> M
         hidden, lr=cfg.learning_rate, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw"
     )
     betas = (cfg.beta1, cfg.beta2)
-    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, eps=cfg.eps) if others else None
+    if not others:
+        return MuonWithAdamW(muon, None)
+    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, eps=cfg.eps, **of_adamw)
     return MuonWithAdamW(muon, adamw)
 
 
