@@ -92,7 +92,8 @@ def weight(batch: Batch) -> int:
 
 def shares(weights: Sequence[int]) -> list[float]:
     """What part of a step's loss the mean loss of each batch is."""
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def size(batch: Batch) -> int:

@@ -104,6 +104,12 @@ class RunConfig:
             self.schedule.name,
             "constant with optim.name=schedulefree (schedule.warmup_steps is used)",
         )
+        expect(
+            self.execution.train != "captured" or self.trainer.spike_factor is None,
+            "trainer.spike_factor",
+            self.trainer.spike_factor,
+            "none with execution.train=captured, whose steps do not see a limit that moves",
+        )
         is_all_on_device = self.optim.name in ("adamw", "sgd") and self.optim.ema_decay is None
         expect(
             self.execution.train != "captured" or is_all_on_device,

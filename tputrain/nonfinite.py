@@ -72,13 +72,17 @@ class BadSteps:
         if step in self._to_replay:
             say(f"step {step}: {in_one_line(self._replay_and_report(batches))}")
 
+    @property
+    def leaves_out_next(self) -> bool:
+        """Whether the next step is to be done without its update."""
+        return self.trainer.step + 1 in self.left_out
+
     def withheld_update(self) -> WithheldUpdate | None:
         """At the beginning of a step: what takes its update back on the device, where that is wanted."""
-        is_left_out = self.trainer.step + 1 in self.left_out
-        if self.policy != "skip" and not is_left_out:
+        if self.policy != "skip" and not self.leaves_out_next:
             return None
         averages = self.trainer.evaluation_weights.averages
-        largest_norm = -math.inf if is_left_out else self._spike_limit.value
+        largest_norm = -math.inf if self.leaves_out_next else self._spike_limit.value
         return WithheldUpdate(self.trainer.model, self.trainer.optimizer, averages, largest_norm)
 
     def remember(self, step: int, batches: list[Batch]) -> None:

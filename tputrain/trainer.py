@@ -251,8 +251,11 @@ class Trainer:
     def _dispatch(self, batches: StepBatches) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Forward, backward and update; returns loss, gradient norm, and the optimizer's rates."""
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
-        update = self._captured_update if self.execution.captures else self._update
-        loss, grad_norm = update(batches.device, batches.shares)
+        # The mean over no labels is not a number.
+        counted = [(batch, share) for batch, share in zip(batches.device, batches.shares, strict=True) if share]
+        is_captured = self.execution.captures and not self._bad_steps.leaves_out_next
+        update = self._captured_update if is_captured else self._update
+        loss, grad_norm = update(*map(list, zip(*counted, strict=True)))
         devices.flush(self.device)
         return loss, grad_norm, rates
 
@@ -266,22 +269,24 @@ class Trainer:
 
     @cached_property
     def _captured_update(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        modules = [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
-        return devices.captured(self._update, modules, self.optimizer)
+        return devices.captured(self._update, self._modules, self.optimizer)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
 
     def _rehearse(self, batches: StepBatches) -> None:
         """Have threads build the compiled step while the steps go on as they are. The run does not change."""
         self._expect_compilation(True)  # tracing takes long, too
         with self._watchdog.phase(READING):
             devices.wait(self.device)  # an error of an earlier step is none of the rehearsal's
-        modules = [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
         averages = [each for each in (self.evaluation_weights.ema,) if each is not None]
         with self.execution.rehearsed():
             try:
                 with (
                     self._watchdog.phase(FIRST_STEP),
                     announced("execution.train=auto: a compiled step is recorded, threads compile it"),
-                    taken_back(self.device, modules, self.optimizer, *averages),
+                    taken_back(self.device, self._modules, self.optimizer, *averages),
                 ):
                     self._dispatch(batches)
             except Exception as error:
@@ -304,8 +309,6 @@ class Trainer:
         """Gradients of the mean over the labels of all micro-batches; returns that mean."""
         step_loss: Tensor | None = None
         for batch, share in zip(batches, shares, strict=True):
-            if share == 0:
-                continue  # the mean over no labels is not a number
             loss = self.forward(batch)[0]
             if share != 1:
                 loss = loss * share

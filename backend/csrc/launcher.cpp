@@ -21,7 +21,10 @@ thread_local bool t_is_launcher = false;
 
 void Launch::run() {
   try {
-    py::list arguments(inputs.size());
+    py::list arguments = [&] {
+      const WithoutCollector without_collector;
+      return py::list(inputs.size());
+    }();
     for (size_t i = 0; i < inputs.size(); ++i) {
       const auto& [value, is_donated, is_shared] = inputs[i];
       if (value->error != nullptr) {
@@ -47,6 +50,8 @@ void Launch::run() {
       throw;
     }
     error = std::make_shared<const std::string>(raised.what());
+  } catch (const std::exception& raised) {
+    error = std::make_shared<const std::string>(raised.what());
   }
   for (auto& [value, is_donated, is_shared] : inputs) {
     if (is_donated) {
@@ -60,6 +65,14 @@ void Launch::run() {
   inputs.clear();
   for (const auto& output : outputs) {
     output->error = error;
+  }
+}
+
+WithoutCollector::WithoutCollector() : was_on_(t_is_launcher && PyGC_Disable() != 0) {}
+
+WithoutCollector::~WithoutCollector() {
+  if (was_on_) {
+    PyGC_Enable();
   }
 }
 

@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include "launcher.h"
 #include "parts.h"
 #include "python_error.h"
 #include "stream.h"
@@ -262,20 +263,24 @@ ProgramCache::Started ProgramCache::start(Variant& variant, PyObject* arguments,
       throw py::error_already_set();
     }
   };
-  if (!numbers.floats.empty()) {
-    add(packed(numbers.floats, variant.last_floats, variant.float_array));
-  }
-  if (!numbers.doubles.empty()) {
-    add(packed(numbers.doubles, variant.last_doubles, variant.double_array));
-  }
-  if (!numbers.integers.empty()) {
-    add(packed(numbers.integers, variant.last_integers, variant.integer_array));
+  {
+    const WithoutCollector without_collector;
+    if (!numbers.floats.empty()) {
+      add(packed(numbers.floats, variant.last_floats, variant.float_array));
+    }
+    if (!numbers.doubles.empty()) {
+      add(packed(numbers.doubles, variant.last_doubles, variant.double_array));
+    }
+    if (!numbers.integers.empty()) {
+      add(packed(numbers.integers, variant.last_integers, variant.integer_array));
+    }
   }
   static PyObject* const consume = PyUnicode_InternFromString("consume_with_handlers");
   static PyObject* const consume_token = PyUnicode_InternFromString("consume_token");
   static PyObject* const keywords = py::make_tuple("with_tokens").release().ptr();
   PyObject* const call[] = {arguments, Py_True};
   auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(variant.execute, call, 1, keywords)));
+  const WithoutCollector without_collector;
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
   return {

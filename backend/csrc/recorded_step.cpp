@@ -37,16 +37,22 @@ at::Tensor make_result(
 } // namespace
 
 Surroundings Surroundings::now() {
-  const bool autocast = at::autocast::is_autocast_enabled(kDeviceType);
   return {
+      .thread = std::this_thread::get_id(),
       .mode = tpu::mode(),
       .grad_mode = c10::GradMode::is_enabled(),
       .inference_mode = c10::InferenceMode::is_enabled(),
-      .autocast = autocast,
-      // Each thread has a dtype of its own, whether it uses it or not.
-      .autocast_dtype = autocast ? at::autocast::get_autocast_dtype(kDeviceType) : c10::ScalarType::Undefined,
+      .autocast = at::autocast::is_autocast_enabled(kDeviceType),
+      .autocast_dtype = at::autocast::get_autocast_dtype(kDeviceType),
       .deterministic = at::globalContext().deterministicAlgorithms(),
       .precision = static_cast<int>(at::globalContext().float32MatmulPrecision())};
+}
+
+bool Surroundings::operator==(const Surroundings& other) const {
+  // Each thread has an autocast dtype of its own, whether it uses it or not.
+  const bool same_dtype = autocast_dtype == other.autocast_dtype || (!autocast && thread != other.thread);
+  return same_dtype && mode == other.mode && grad_mode == other.grad_mode && inference_mode == other.inference_mode &&
+      autocast == other.autocast && deterministic == other.deterministic && precision == other.precision;
 }
 
 RecordedStep::Geometry RecordedStep::Geometry::of(const at::Tensor& tensor) {
@@ -66,6 +72,7 @@ RecordedStep::RecordedStep(c10::DeviceIndex device)
       "a captured step was called while another one was being recorded: capture the outer one");
   stream.cut();
   stream.notes = &notes_;
+  is_recording_ = true;
 }
 
 RecordedStep::~RecordedStep() {
@@ -73,11 +80,12 @@ RecordedStep::~RecordedStep() {
 }
 
 void RecordedStep::abandon() {
+  if (!std::exchange(is_recording_, false)) {
+    return; // the garbage collector may come here on any thread: it takes no lock
+  }
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
-  if (stream.notes == &notes_) {
-    stream.notes = nullptr;
-  }
+  stream.notes = nullptr;
 }
 
 std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std::vector<at::Tensor>& results) {
@@ -85,6 +93,7 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
   StreamLock lock(stream.mutex());
   stream.cut();
   stream.notes = nullptr;
+  is_recording_ = false;
   if (stream.counters.host_reads != host_reads_before_) {
     return Problem{"it reads a tensor to the host (item(), print, an operator that runs on the CPU)"};
   }
@@ -264,9 +273,12 @@ py::object RecordedStep::replay(const py::list& arguments) {
     return py::str("it is called in torch.tpu.rehearsal, which runs nothing");
   }
   stream.cut();
-  stream.take_launches();
+  stream.get_ready_to_launch(run_.inputs.size()); // what became of earlier launches is raised before anything is changed
   if (auto reason = take_inputs(taken)) {
     return py::str(*reason);
+  }
+  if (stream.has_queued() && donates_shared(taken)) { // with a launch in the queue, perhaps: then not for long
+    stream.settle();
   }
   if (auto reason = set_numbers(numbers)) {
     return py::str(*reason);
@@ -390,6 +402,20 @@ void RecordedStep::draw() {
   }
 }
 
+// Whether anybody but the buffer it is in, and the launch that computes it, holds it.
+bool RecordedStep::is_shared(const ValuePtr& value) {
+  return value.use_count() > (value->in_flight ? 2 : 1);
+}
+
+bool RecordedStep::donates_shared(const Taken& taken) const {
+  for (size_t i = 0; i < taken.inputs.size(); ++i) {
+    if (is_donated_[i] != 0 && is_shared(taken.inputs[i]->value)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 Buffer* RecordedStep::buffer_for(const Target& target, const Taken& taken) const {
   return target.argument >= 0 ? taken.arguments[target.argument] : target.buffer->buffer.load();
 }
@@ -402,8 +428,8 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
   launch->inputs.reserve(taken.inputs.size());
   for (size_t i = 0; i < taken.inputs.size(); ++i) {
     const ValuePtr& value = taken.inputs[i]->value;
-    const size_t num_own = value->in_flight ? 2 : 1; // the buffer, and the launch that computes it
-    launch->inputs.push_back({value, is_donated_[i] != 0, value.use_count() > num_own});
+    const bool is_value_shared = is_shared(value);
+    launch->inputs.push_back({value, is_donated_[i] != 0, is_value_shared});
   }
   std::vector<ValuePtr> values;
   values.reserve(run_.variant->outputs.size());
@@ -416,7 +442,7 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
     values.push_back(has_spare ? std::move(spare[values.size()]) : c10::make_intrusive<Value>(run_.layouts[local]));
   }
   launch->outputs = values;
-  stream.launch_again(std::move(launch), run_.entries);
+  const bool is_queued = stream.launch_again(std::move(launch), run_.entries);
 
   std::vector<c10::Storage> storages(num_storages_);
   for (const auto& target : targets_) {
@@ -443,7 +469,9 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
     tensor.unsafeGetTensorImpl()->bump_version();
   }
   values.clear();
-  stream.take_launches();
+  if (!is_queued) {
+    stream.take_launches();
+  }
   py::list results;
   for (const auto& [geometry, storage] : results_) {
     results.append(make_result(storages[storage], geometry.dtype, geometry.sizes, geometry.strides, geometry.offset));

@@ -9,11 +9,13 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 
 namespace tpu {
 
 // What PyTorch keeps beside tensors and that decides how operations are recorded.
 struct Surroundings {
+  std::thread::id thread;
   Mode mode;
   bool grad_mode;
   bool inference_mode;
@@ -23,7 +25,7 @@ struct Surroundings {
   int precision; // of float32 matrix products
 
   static Surroundings now();
-  bool operator==(const Surroundings&) const = default;
+  bool operator==(const Surroundings& other) const;
 };
 
 // A number of the program that is what a changing number of the host is, or its negative: a learning rate.
@@ -125,6 +127,8 @@ class RecordedStep {
   std::optional<std::string> set_numbers(const std::vector<double>& numbers);
   void draw();
   pybind11::object launch(Stream& stream, const Taken& taken);
+  static bool is_shared(const ValuePtr& value);
+  bool donates_shared(const Taken& taken) const;
   Buffer* buffer_for(const Target& target, const Taken& taken) const;
 
   const c10::DeviceIndex device_;
@@ -132,6 +136,7 @@ class RecordedStep {
   const uintptr_t first_new_address_;
   const uint64_t host_reads_before_;
   Notes notes_;
+  bool is_recording_{false};
   SegmentRun run_;
 
   std::vector<Argument> arguments_;

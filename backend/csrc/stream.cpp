@@ -59,7 +59,9 @@ void set_compiles_ahead(bool compiles_ahead) {
 StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
   check_not_forked();
   // A finalizer that the garbage collector runs there: who holds the lock may be waiting for that thread.
-  TORCH_CHECK(!Launcher::is_this_thread(), "the tpu device cannot be used by a finalizer");
+  TORCH_CHECK(
+      !Launcher::is_this_thread(),
+      "the tpu device cannot be used by what Python runs on the thread that launches programs (a finalizer)");
   if (mutex_.try_lock()) {
     return;
   }
@@ -519,9 +521,21 @@ void Stream::note_run(const Segment& segment) {
   notes->run = std::move(run);
 }
 
-void Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<const Signature*>& entries) {
-  if (!has_launcher_ || launch->inputs.size() < kManyInputs) {
+bool Stream::queues(size_t num_inputs) const {
+  return has_launcher_ && num_inputs >= kManyInputs;
+}
+
+void Stream::get_ready_to_launch(size_t num_inputs) {
+  if (queues(num_inputs)) {
+    take_launches();
+  } else {
     settle();
+  }
+}
+
+bool Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<const Signature*>& entries) {
+  const bool is_queued = queues(launch->inputs.size());
+  if (!is_queued) {
     launch->run();
     launches_.push_back(std::move(launch));
   } else {
@@ -541,6 +555,7 @@ void Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<cons
   if (notes != nullptr) { // a replay inside a step that is being recorded is a program of its own
     ++notes->num_cuts;
   }
+  return is_queued;
 }
 
 void Stream::settle() {
@@ -563,6 +578,7 @@ void Stream::take_launches() {
   if (launches.empty()) {
     return;
   }
+  pybind11::gil_scoped_acquire gil; // who waits for launches holds it, and no lock
   std::shared_ptr<const std::string> error;
   for (const auto& launch : launches) {
     for (const auto& value : launch->outputs) {
@@ -581,7 +597,6 @@ void Stream::take_launches() {
       unchecked_.push_back({programs_.num_launched(), launch->offenders, launch->variant->executable, std::move(launch->checked)});
     }
   }
-  pybind11::gil_scoped_acquire gil;
   launches.clear();
   if (error != nullptr) {
     throw_torch_error(*error);

@@ -48,7 +48,7 @@ class RecentEntries {
     launched_.store(recorded_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
 
-  // Oldest first; and how many of them, the last, were not handed to XLA when this was asked.
+  // Oldest first; and how many of them, the last, were not handed to XLA, or to the thread that does so, when this was asked.
   std::pair<std::vector<const Signature*>, size_t> last() const;
 
  private:
@@ -131,14 +131,19 @@ class Stream {
     return rehearsal_ && rehearsal_->was_before(buffer);
   }
 
-  // Hands over a program that was run before, for these entries; wants the GIL.  By a thread where it is a large one: then
-  // its outputs are in flight.
-  void launch_again(std::unique_ptr<Launch> launch, const std::vector<const Signature*>& entries);
+  // To be called before `launch_again` of a program of so many inputs.  Raises what `take_launches` does.
+  void get_ready_to_launch(size_t num_inputs);
+  // Hands over a program that was run before, for these entries; wants the GIL.  Where it is a large one it is queued, for a
+  // thread: its outputs are in flight.  Returns whether it is; else `take_launches` tells what became of it.
+  bool launch_again(std::unique_ptr<Launch> launch, const std::vector<const Signature*>& entries);
   // What was handed over and is launched is no longer in flight.  Raises what became of it, and what an earlier launch found
   // out of range.
   void take_launches();
   // Waits until nothing is in flight.  Raises what `take_launches` does.
   void settle();
+  bool has_queued() const {
+    return has_queued_;
+  }
   // From here on no thread launches: the interpreter is about to end.
   void stop_launcher();
 
@@ -155,6 +160,7 @@ class Stream {
   void run(Segment& segment);
   void rehearse(Segment& segment);
   void note_launch(Segment& segment);
+  bool queues(size_t num_inputs) const;
   void check_launches();
 
   // A launch whose indices are still to be looked at.

@@ -31,8 +31,8 @@ struct Value final : c10::intrusive_ptr_target {
   uint64_t segment{0}; // serial number of the segment that numbered this value
   int32_t local{-1}; // its number there
   size_t launch{0}; // the launch that computed it, counted from 1; 0 where none did
-  // A launcher is about to set array, launch and error: nobody else looks at them (Stream::settle).  Guarded by the stream's
-  // lock.
+  // A launcher is about to set array and error: nobody else looks at them, or at `launch` (Stream::settle).  Guarded by the
+  // stream's lock.
   bool in_flight{false};
   bool is_remembered{false}; // it tells whether its launch is done (ProgramCache::remember)
   bool leased{false}; // JAX's side has seen the array, other arrays may share its memory: it is never donated

@@ -83,7 +83,6 @@ Watches::Watches(const py::list& entries, const py::list& numbers) {
     const auto watched = py::cast<py::tuple>(handle);
     const py::object container = watched[0], key = watched[1], value = watched[2];
     if (key.is_none()) {
-      TORCH_INTERNAL_ASSERT(PyDict_Check(container.ptr()) || PyList_Check(container.ptr()));
       lengths_.push_back({pointer_to(container), py::cast<Py_ssize_t>(value), place});
     } else {
       items_.push_back({pointer_to(container), pointer_to(key), pointer_to(value), place});
@@ -111,7 +110,7 @@ Watches::Watches(const py::list& entries, const py::list& numbers) {
 
 int Watches::first_changed() const {
   for (const auto& [container, length, place] : lengths_) {
-    const auto now = PyDict_Check(container) ? PyDict_GET_SIZE(container) : PyList_GET_SIZE(container);
+    const auto now = PyDict_Check(container) ? PyDict_GET_SIZE(container) : PyObject_Length(container);
     if (now != length) {
       return place;
     }

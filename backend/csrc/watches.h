@@ -32,7 +32,7 @@ class Watches {
   using Reference = std::shared_ptr<PyObject>;
   // Apart and small: a replay comes here with a cold cache, and what is looked at in one short loop is fetched at once.
   struct Length {
-    PyObject* container; // a dictionary or a list
+    PyObject* container;
     Py_ssize_t length;
     int place; // among the entries
   };

@@ -97,15 +97,13 @@ def _by_name(model: nn.Module, cfg: OptimConfig, of_adamw: dict[str, bool]) -> t
         case "adafactor":
             return Adafactor(groups, lr=cfg.learning_rate)
         case "muon":
-            return _muon(model, groups, cfg, of_adamw)
+            return _muon(model, groups, cfg)
         case "schedulefree":
             return build_schedule_free(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.eps)
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.eps, **of_adamw)
 
 
-def _muon(
-    model: nn.Module, groups: list[dict[str, Any]], cfg: OptimConfig, of_adamw: dict[str, bool]
-) -> MuonWithAdamW:
+def _muon(model: nn.Module, groups: list[dict[str, Any]], cfg: OptimConfig) -> MuonWithAdamW:
     hidden, others = split_groups(groups, model)
     if not hidden:
         raise UserError(
@@ -117,9 +115,7 @@ def _muon(
         hidden, lr=cfg.learning_rate, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw"
     )
     betas = (cfg.beta1, cfg.beta2)
-    if not others:
-        return MuonWithAdamW(muon, None)
-    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, eps=cfg.eps, **of_adamw)
+    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, eps=cfg.eps) if others else None
     return MuonWithAdamW(muon, adamw)
 
 

@@ -37,6 +37,7 @@ _FUSED = 2  # the mode in which a step is one program
 _PATIENCE = (
     3  # calls in a row that are refused for one reason before a warning: the first ones compile, make state
 )
+_MANY_FORMS = 32  # calls in a row, each for the first time, before a warning
 _KEPT = 8  # steps, of other shapes say, that can be replayed at a time
 
 
@@ -80,6 +81,7 @@ class CapturedStep(Generic[_P, _R]):
         self._refused: dict[
             Any, tuple[str, int]
         ] = {}  # by form: why its last calls were not replayed, and how many
+        self._num_first = 0  # calls in a row that were the first of their form
         self.problem = "it was not called yet"
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -139,7 +141,7 @@ class CapturedStep(Generic[_P, _R]):
             step.abandon()
         now = reach.settings_of(optimizers)
         if problem is None:
-            problem = _problem_of_optimizers(optimizers, settings, numbers, now)
+            problem = _problem_of_optimizers(optimizers, settings, numbers, now) or _problem_of_modules(modules)
         if problem is None:
             host = [*numbers, *(leaf for leaf in leaves if reach.is_number(leaf))]
             program = [ProgramNumber(*number) for number in step.numbers()]
@@ -147,6 +149,8 @@ class CapturedStep(Generic[_P, _R]):
             recording = _Recording(step, tree, result_tree, constants, settings, Changes(program, host))
             recording, problem = _compared(before, recording, program, host)
             self._last[form] = recording
+            while len(self._last) > _KEPT:
+                del self._last[next(iter(self._last))]
             if problem is None:
                 self._replay_from_now(form, recording, modules, optimizers, host)
         self._tell(form, problem)
@@ -196,12 +200,21 @@ class CapturedStep(Generic[_P, _R]):
             log.info("captured step %s: the next call is a replay", self._name)
             self.problem = "it was recorded"
             self._refused.pop(form, None)
+            self._num_first = 0
             return
         self.problem = problem
         log.info("captured step %s is not replayed: %s", self._name, problem)
-        before, times = self._refused.get(form, (problem, 0))
+        before, times = self._refused.pop(form, (problem, 0))
         self._refused[form] = (problem, times + 1 if before == problem else 1)
-        if self._refused[form] == (problem, _PATIENCE):
+        while len(self._refused) > _KEPT:
+            del self._refused[next(iter(self._refused))]
+        self._num_first = self._num_first + 1 if problem == _FIRST else 0
+        if self._num_first == _MANY_FORMS:
+            problem = (
+                f"none of its last {_MANY_FORMS} calls had the shapes and constants of another; among the "
+                "arguments tensors and floats may change"
+            )
+        if self._refused[form] == (problem, _PATIENCE) or self._num_first == _MANY_FORMS:
             warnings.warn(
                 f"torch.tpu.capture: {self._name} is run by Python each time: {problem}",
                 UserWarning,
@@ -298,6 +311,14 @@ def _problem_of_optimizers(
     for setting, before in zip(settings, numbers, strict=True):
         if setting.group[setting.key] != before:
             return f"it changes {setting.name} itself: set it before the call"
+    return None
+
+
+def _problem_of_modules(modules: Sequence[nn.Module]) -> str | None:
+    for root in modules:
+        for name, module in root.named_modules(prefix=type(root).__name__):
+            if isinstance(module, torch.jit.ScriptModule):
+                return f"{name} is a module of TorchScript, of which cannot be seen whether it changes"
     return None
 
 
