@@ -252,7 +252,9 @@ class Trainer:
         """Forward, backward and update; returns loss, gradient norm, and the optimizer's rates."""
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
         # The mean over no labels is not a number.
-        counted = [(batch, share) for batch, share in zip(batches.device, batches.shares, strict=True) if share]
+        counted = [
+            (batch, share) for batch, share in zip(batches.device, batches.shares, strict=True) if share
+        ]
         is_captured = self.execution.captures and not self._bad_steps.leaves_out_next
         update = self._captured_update if is_captured else self._update
         loss, grad_norm = update(*map(list, zip(*counted, strict=True)))

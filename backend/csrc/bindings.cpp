@@ -115,7 +115,7 @@ py::list numbers_of(const tpu::RecordedStep& step) {
   py::list all;
   const auto add = [&](int kind, const auto& values, const std::vector<uint32_t>& takers) {
     for (size_t place = 0; place < values.size(); ++place) {
-      const int64_t taker = place < takers.size() ? takers[place] : -1;
+      const int64_t taker = place < takers.size() ? int64_t{takers[place]} : -1;
       all.append(py::make_tuple(kind, place, py::cast(values[place]), taker));
     }
   };

@@ -348,9 +348,15 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
     return; // nobody can see what was recorded
   }
   for (int32_t local : segment.inputs) {
-    if (const auto error = segment.values[local]->error; error != nullptr) { // it was in flight when this was recorded
+    const Value& value = *segment.values[local];
+    if (const auto error = value.error; error != nullptr) { // it was in flight when this was recorded
       segment.fail(*error);
       TORCH_CHECK(false, kNoValue, *error);
+    }
+    if (value.array == nullptr) {
+      const std::string message = "a finalizer reads what is computed by the program that is being compiled right now";
+      segment.fail(message);
+      TORCH_CHECK(false, message);
     }
   }
   const Donations donations = donations_of(segment, live, {});

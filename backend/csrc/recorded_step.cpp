@@ -115,6 +115,7 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
       const at::Tensor& tensor = THPVariable_Unpack(handle.ptr());
       const Buffer* buffer = buffer_of(tensor);
       argument.geometry = Geometry::of(tensor);
+      argument.geometry.offset = 0; // a number, see take_arguments
       argument.layout = buffer->layout;
       argument.requires_grad = tensor.requires_grad();
       argument.alias = argument_at.emplace(buffer->address, arguments_.size()).first->second;
@@ -305,7 +306,9 @@ RecordedStep::take_arguments(const py::list& arguments, Taken& taken, std::vecto
         return "an argument is on another device";
       }
       buffer = buffer_of(tensor);
-      if (!(Geometry::of(tensor) == expected.geometry) || buffer->layout != expected.layout) {
+      auto geometry = Geometry::of(tensor);
+      numbers.push_back(static_cast<double>(std::exchange(geometry.offset, 0))); // a batch may be a slice of all data
+      if (!(geometry == expected.geometry) || buffer->layout != expected.layout) {
         return "an argument has another shape, dtype or memory layout";
       }
       if (tensor.requires_grad() != expected.requires_grad || tensor.is_conj() || tensor.is_neg()) {

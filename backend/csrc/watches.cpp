@@ -30,6 +30,9 @@ void fetch(const void* address) {
 
 // Borrowed; null where there is none.
 PyObject* item(PyObject* dictionary, PyObject* key) {
+  if (PyCell_Check(dictionary)) {
+    return PyCell_GET(dictionary);
+  }
   PyObject* found = PyDict_GetItemWithError(dictionary, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) {
     throw py::error_already_set();
@@ -118,7 +121,9 @@ int Watches::first_changed() const {
   for (size_t i = 0; i < items_.size(); ++i) {
     if (i + 2 * kAhead < items_.size()) {
       fetch(items_[i + 2 * kAhead].dictionary);
-      fetch(reinterpret_cast<PyDictObject*>(items_[i + kAhead].dictionary)->ma_keys);
+      if (PyObject* soon = items_[i + kAhead].dictionary; PyDict_Check(soon)) {
+        fetch(reinterpret_cast<PyDictObject*>(soon)->ma_keys);
+      }
     }
     const auto& [dictionary, key, value, place] = items_[i];
     if (!is_same(value, item(dictionary, key))) {

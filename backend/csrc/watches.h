@@ -37,7 +37,7 @@ class Watches {
     int place; // among the entries
   };
   struct Item {
-    PyObject* dictionary;
+    PyObject* dictionary; // or a closure's cell
     PyObject* key;
     PyObject* value;
     int place;

@@ -367,7 +367,7 @@ def test_what_cannot_be_replayed_is_run_each_time_and_says_why(make, why):
 
 def test_a_tensor_on_the_cpu_is_refused():
     double = torch.tpu.capture(lambda values: values * 2)
-    with pytest.raises(TypeError, match=r"argument 0 is a torch.strided tensor on cpu.*move it first"):
+    with pytest.raises(TypeError, match=r"argument 0 is a tensor on cpu.*move it first"):
         double(torch.ones(2))
 
 
@@ -381,3 +381,85 @@ def test_what_is_recorded_again_says_why(caplog):
         setup.model[3].eval()
         run(setup, step, [5])
     assert any("is recorded again: Sequential.3.training changed" in line for line in caplog.messages)
+
+
+def test_batches_that_are_slices_of_the_data_on_the_device_are_replayed():
+    def story(setup, step):
+        inputs, labels = batch(0, 96)
+        return [step(inputs[at : at + 6], labels[at : at + 6]) for at in range(0, 96, 6)]
+
+    check_same(story, least_replays=10)
+
+
+def test_what_a_function_calls_model_or_optimizer_may_become_another():
+    def story(setup, step):
+        model, optimizer = setup.called, setup.optimizer
+
+        class Holder:
+            loss = staticmethod(F.cross_entropy)
+
+        holder = Holder()
+        holder.optimizer = optimizer
+
+        def by_names(inputs, labels):
+            loss = holder.loss(model(inputs), labels)
+            loss.backward()
+            holder.optimizer.step()
+            holder.optimizer.zero_grad()
+            return loss.detach()
+
+        wrapped = by_names if step == setup.step else torch.tpu.capture(by_names)
+        losses = [wrapped(*batch(number)) for number in range(6)]
+        holder.optimizer = torch.optim.SGD(setup.model.parameters(), lr=0.5)
+        losses += [wrapped(*batch(number)) for number in range(6, 12)]
+        model = nn.Linear(8, 4).to("tpu")
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.zero_()
+        return [*losses, *(wrapped(*batch(number)) for number in range(12, 18))]
+
+    check_same(story, least_replays=6)
+
+
+def test_a_method_has_a_step_of_its_own_in_each_object():
+    class Counter:
+        def __init__(self, by: float) -> None:
+            self.total, self.by = torch.zeros(2, device="tpu"), by
+
+        @torch.tpu.capture
+        def count(self, times: torch.Tensor) -> torch.Tensor:
+            self.total.add_(times * self.by)
+            return self.total * 1
+
+    counters, before = [Counter(1.0), Counter(3.0)], replays()
+    for _ in range(6):
+        for counter in counters:
+            counter.count(torch.ones(2, device="tpu"))
+    assert [counter.total.tolist() for counter in counters] == [[6, 6], [18, 18]]
+    assert replays() >= before + 4
+
+
+@pytest.mark.parametrize(
+    "arguments", [(3,), (nn.Linear(2, 2), [], [nn.Linear(2, 2)]), (lambda: None, nn.Linear(2, 2))]
+)
+def test_what_cannot_be_captured_is_refused(arguments):
+    function, *rest = arguments
+    with pytest.raises(TypeError, match=r"torch\.tpu\.capture: .*expected a "):
+        torch.tpu.capture(function, **dict(zip(("modules", "optimizers"), rest, strict=False)))
+
+
+def test_a_constant_that_is_new_in_each_call_is_warned_of():
+    add = torch.tpu.capture(lambda values, name: values + len(name))
+    values = torch.ones(2, device="tpu")
+    for number in range(23):
+        add(values, "a" * number)
+    with pytest.warns(UserWarning, match="run by Python 24 times in a row"):
+        add(values, "a" * 23)
+
+
+def test_a_module_of_torchscript_is_run_each_time_and_says_why():
+    scripted = torch.jit.script(nn.Linear(2, 2)).to("tpu")
+    step = torch.tpu.capture(lambda values: scripted(values) * 2, modules=[scripted])
+    for _ in range(3):
+        step(torch.ones(1, 2, device="tpu"))
+    assert "is a module of TorchScript" in step.problem

@@ -149,3 +149,73 @@ def test_a_process_ends_with_launches_under_way():
     assert ended.stdout == "None\n"
     assert "Error" not in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_what_is_replaced_is_not_copied():
+    script = (
+        "from tpu_backend.runtime import transfer\n"
+        "copies, copy = [], transfer.copy\n"
+        "transfer.copy = lambda array: copies.append(array) or copy(array)\n"
+        "from tests.backend import test_launcher\n"
+        "for many in (20, 40):\n"
+        "    test_launcher.MANY = many\n"
+        "    counters = test_launcher.Counters()\n"
+        "    counters.go(5)\n"
+        "    copies.clear()\n"
+        "    counters.go(10)\n"
+        "    print(many, counters.step.problem, len(copies))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "20 None 0\n40 None 0\n"
+
+
+def test_finalizers_use_the_device_while_a_thread_launches():
+    done = []
+
+    values = torch.ones(2, device="tpu")
+    torch.tpu.synchronize()
+
+    class Sums:
+        def __init__(self) -> None:
+            self.values, self.me = values, self  # only the collector frees it
+
+        def __del__(self) -> None:
+            done.append(self.values.sum().item())
+
+    counters = Counters()
+    counters.go(5)
+    for number in range(200):
+        Sums()
+        if number % 10 == 0:
+            torch.tpu.capture(Counters(2)._step)(torch.ones(2, device="tpu"))  # a step that becomes garbage
+        counters.go(1)
+    gc.collect()
+    assert done == [2.0] * 200
+    counters.check()
+
+
+def test_steps_that_take_turns_on_the_same_tensors():
+    weights = [torch.zeros(3, device="tpu") for _ in range(MANY)]
+    sums = [torch.zeros(3, device="tpu") for _ in range(MANY)]
+
+    @torch.tpu.capture
+    def add_up(by):
+        for total, weight in zip(sums, weights, strict=True):
+            total.add_(weight + by)
+        return sums[0] * 1
+
+    @torch.tpu.capture
+    def update(by):
+        for total, weight in zip(sums, weights, strict=True):
+            weight.add_(total * by)
+        return weights[0] * 1
+
+    weight = total = 0.0
+    for _ in range(12):
+        add_up(torch.ones(3, device="tpu"))
+        update(torch.full((3,), 0.5, device="tpu"))
+        total += weight + 1
+        weight += total * 0.5
+    assert all(each.tolist() == [weight] * 3 for each in weights)
+    assert all(each.tolist() == [total] * 3 for each in sums)

@@ -56,6 +56,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
     optimizer, log_every = changes.pop("optimizer", None), changes.pop("log_every", 2)
     optim = changes.pop("optim", OptimConfig())
     schedule = changes.pop("schedule", ScheduleConfig(name="constant", warmup_steps=0))
+    data = changes.pop("data", None) or batches(sizes)
     records = KeptRecords()
     Trainer(
         model or Classifier(),
@@ -69,7 +70,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
             checkpoint=CheckpointConfig(every=4),
             log=LogConfig(every=log_every, progress="none"),
         ),
-        train_loader=batches(sizes),
+        train_loader=data,
         val_loader=batches([6, 6]),
         loss_fn=F.cross_entropy,
         optimizer=optimizer,
@@ -157,6 +158,40 @@ def test_a_captured_run_resumes_to_the_bit_and_after_a_fused_one(tmp_path):
         assert [float.fromhex(found[step]) for step in sorted(found)] == pytest.approx(
             [float.fromhex(expected[step]) for step in sorted(expected)], rel=1e-5
         )
+
+
+@pytest.mark.parametrize("policy", ["rollback", "skip"])
+def test_a_captured_run_leaves_out_what_a_fused_one_does(policy, tmp_path):
+    data = batches([6] * 24)
+    data[14][0][0, 0] = float("nan")
+    found = {}
+    for form in (CAPTURED, ExecutionConfig(train="fused", first_steps=2)):
+        model = Classifier().to("tpu")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        run_dir = tmp_path / form.train
+        found[form.train] = losses(
+            fit(form, 24, model, optimizer=optimizer, data=data, run_dir=run_dir, on_nonfinite=policy)
+        )
+    assert found["captured"] == found["fused"]
+    assert len(found["captured"]) >= 23
+
+
+def test_a_micro_batch_without_labels_is_left_out_of_a_captured_step(tmp_path):
+    data = batches([6] * 40)
+    data[25][1].fill_(-100)
+    found = [
+        losses(fit(form, 20, data=data, accumulate=2)) for form in (CAPTURED, ExecutionConfig(first_steps=2))
+    ]
+    assert [float.fromhex(loss) for loss in found[0].values()] == pytest.approx(
+        [float.fromhex(loss) for loss in found[1].values()], rel=1e-5
+    )
+
+
+def test_a_limit_that_moves_is_not_captured():
+    with pytest.raises(
+        UserError, match=r"trainer\.spike_factor=2\.0: expected none with execution\.train=captured"
+    ):
+        RunConfig(trainer=TrainerConfig(spike_factor=2.0), execution=CAPTURED)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from tpu_backend.runtime.user_line import NOT_THE_USERS
 
 
 class Watched(NamedTuple):
-    """An entry of a dictionary that must stay as it is; with key None: a container's length."""
+    """An entry of a dictionary, or what is in a closure's cell, that must stay as it is; with key None: a
+    container's length."""
 
     container: Any
     key: Any
@@ -33,12 +34,21 @@ class Setting(NamedTuple):
     name: str
 
 
-def reached(function: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+class Reached(NamedTuple):
+    """What a function can reach, and where their names stand: a name may be given to another one."""
+
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    bindings: list[Watched]
+
+
+def reached(function: Any) -> Reached:
     """The modules and optimizers in the closure, defaults, `self` and named globals of a function and of the
     user's functions that it finds there; in plain objects, lists, tuples and dictionaries one level deep.
     """
     modules: dict[int, nn.Module] = {}
     optimizers: dict[int, Optimizer] = {}
+    bindings: list[Watched] = []
     seen: dict[int, Any] = {}  # held, or an id might be given again
 
     def visit(value: Any, depth: int) -> None:
@@ -50,40 +60,48 @@ def reached(function: Any) -> tuple[list[nn.Module], list[Optimizer]]:
         elif isinstance(value, Optimizer):
             optimizers[id(value)] = value
         elif isinstance(value, FunctionType | MethodType | functools.partial):
-            for each in _named_in(value):
-                visit(each, 1)
+            visit_all(_named_in(value), 1)
         elif depth > 0:
-            for each in _items_of(value):
-                visit(each, depth - 1)
+            visit_all(_items_of(value), depth - 1)
+
+    def visit_all(found: Iterable[Watched], depth: int) -> None:
+        for each in found:
+            if each.container is not None and isinstance(each.value, nn.Module | Optimizer):
+                bindings.append(each)
+            visit(each.value, depth)
 
     visit(function, 1)
-    return list(modules.values()), list(optimizers.values())
+    return Reached(list(modules.values()), list(optimizers.values()), bindings)
 
 
-def _named_in(function: Any) -> Iterator[Any]:
-    """What a function's code can name."""
+def _unnamed(values: Iterable[Any]) -> Iterator[Watched]:
+    return (Watched(None, None, value, "") for value in values)
+
+
+def _named_in(function: Any) -> Iterator[Watched]:
+    """What a function's code can name; the container is None where a name cannot be given to another."""
     if isinstance(function, functools.partial):
-        yield from (function.func, *function.args, *function.keywords.values())
+        yield from _unnamed((function.func, *function.args, *function.keywords.values()))
         return
     if isinstance(function, MethodType):
-        yield from (function.__self__, function.__func__)
+        yield from _unnamed((function.__self__, function.__func__))
         return
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType):
-        yield function
+        yield from _unnamed([function])
         return
     if function.__code__.co_filename.startswith(NOT_THE_USERS):
         return
-    for cell in function.__closure__ or ():
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield cell.cell_contents
+            yield Watched(cell, name, cell.cell_contents, name)
         except ValueError:  # not yet assigned
             continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from (
-        function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__
-    )
+    yield from _unnamed(function.__defaults__ or ())
+    yield from _unnamed((function.__kwdefaults__ or {}).values())
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield Watched(function.__globals__, name, function.__globals__[name], name)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -91,12 +109,14 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _items_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
+def _items_of(value: Any) -> Iterator[Watched]:
     if isinstance(value, list | tuple):
-        return value
-    return list(getattr(value, "__dict__", {}).values())
+        yield from _unnamed(value)
+        return
+    items = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    kind = type(value).__name__
+    for key, item in list(items.items()):
+        yield Watched(items, key, item, f"{key!r} of a dictionary" if items is value else f"{kind}.{key}")
 
 
 def watched_in_modules(modules: Iterable[nn.Module]) -> Iterator[Watched]:

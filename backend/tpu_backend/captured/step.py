@@ -10,10 +10,12 @@ an argument, a number of an optimizer, or random.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +39,7 @@ _FUSED = 2  # the mode in which a step is one program
 _PATIENCE = (
     3  # calls in a row that are refused for one reason before a warning: the first ones compile, make state
 )
-_MANY_FORMS = 32  # calls in a row, each for the first time, before a warning
+_MANY = 24  # calls in a row that are run for whatever reasons before a warning
 _KEPT = 8  # steps, of other shapes say, that can be replayed at a time
 
 
@@ -74,15 +76,23 @@ class CapturedStep(Generic[_P, _R]):
         functools.update_wrapper(self, function)
         self._function = function
         self._given = (list(modules), list(optimizers))
-        self._reached: tuple[list[nn.Module], list[Optimizer]] | None = None
+        self._noticed: list[Optimizer] = []
         self._current: _Replayable | None = None
         self._replayable: dict[Any, _Replayable] = {}  # by form of the arguments
         self._last: dict[Any, _Recording] = {}
         self._refused: dict[
             Any, tuple[str, int]
         ] = {}  # by form: why its last calls were not replayed, and how many
-        self._num_first = 0  # calls in a row that were the first of their form
+        self._num_by_python = 0  # calls in a row
         self.problem = "it was not called yet"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Of a method: each object has a step of its own, which stands among its attributes from then on."""
+        if instance is None:
+            return self
+        bound = CapturedStep(MethodType(self._function, instance), *self._given)
+        vars(instance)[self._function.__name__] = bound
+        return bound
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         current = self._current
@@ -94,7 +104,7 @@ class CapturedStep(Generic[_P, _R]):
             if current.arguments == tree:
                 results = current.step.replay(leaves)
                 if isinstance(results, list):
-                    self.problem = None
+                    self.problem, self._num_by_python = None, 0
                     return _returned(current, results)
                 self.problem = _reason(current, results)
         return self._call_otherwise(args, kwargs)
@@ -111,7 +121,7 @@ class CapturedStep(Generic[_P, _R]):
         if other is not None and other is not self._current:
             results = other.step.replay(leaves)
             if isinstance(results, list):
-                self._current, self.problem = other, None
+                self._current, self.problem, self._num_by_python = other, None, 0
                 return _returned(other, results)
             self.problem = _reason(other, results)
         if other is not None:
@@ -128,12 +138,23 @@ class CapturedStep(Generic[_P, _R]):
         self._current = None
         self._replayable.pop(form, None)
         before = self._last.pop(form, None)
-        modules, optimizers = self._what_it_reaches()
+        why = self.problem
+        self._num_by_python += 1
+        if self._num_by_python == _MANY:
+            warnings.warn(
+                f"torch.tpu.capture: {self._name} was run by Python {_MANY} times in a row, the last time "
+                f"since {why}; calls that are alike but for tensors, floats and random numbers are replayed",
+                UserWarning,
+                stacklevel=4,
+            )
+        found = reach.reached(self._function)
+        modules, optimizers = [*self._given[0], *found.modules], [*self._given[1], *found.optimizers]
+        optimizers += [each for each in self._noticed if not any(each is other for other in optimizers)]
         settings = reach.settings_of(optimizers)
         numbers = [setting.group[setting.key] for setting in settings]
         step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
         try:
-            with _noticing(optimizers):
+            with _noticing(optimizers, self._noticed):
                 result = self._function(*args, **kwargs)
             returned, result_tree = tree_flatten(_detached(result))
             problem = _finish(step, leaves, returned)
@@ -141,9 +162,11 @@ class CapturedStep(Generic[_P, _R]):
             step.abandon()
         now = reach.settings_of(optimizers)
         if problem is None:
-            problem = _problem_of_optimizers(optimizers, settings, numbers, now) or _problem_of_modules(modules)
+            problem = _problem_of_optimizers(optimizers, settings, numbers, now) or _problem_of_modules(
+                modules
+            )
         if problem is None:
-            host = [*numbers, *(leaf for leaf in leaves if reach.is_number(leaf))]
+            host = [*numbers, *_numbers_of(leaves)]
             program = [ProgramNumber(*number) for number in step.numbers()]
             constants = [None if isinstance(leaf, Tensor) else leaf for leaf in returned]
             recording = _Recording(step, tree, result_tree, constants, settings, Changes(program, host))
@@ -152,25 +175,22 @@ class CapturedStep(Generic[_P, _R]):
             while len(self._last) > _KEPT:
                 del self._last[next(iter(self._last))]
             if problem is None:
-                self._replay_from_now(form, recording, modules, optimizers, host)
+                watched = [
+                    *found.bindings,
+                    *reach.watched_in_modules(modules),
+                    *reach.watched_in_optimizers(optimizers),
+                ]
+                self._replay_from_now(form, recording, watched, host)
         self._tell(form, problem)
         return tree_unflatten(result_tree, returned)
-
-    def _what_it_reaches(self) -> tuple[list[nn.Module], list[Optimizer]]:
-        if self._reached is None:
-            modules, optimizers = reach.reached(self._function)
-            self._reached = ([*self._given[0], *modules], [*self._given[1], *optimizers])
-        return self._reached
 
     def _replay_from_now(
         self,
         form: Any,
         recording: _Recording,
-        modules: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        watched: list[reach.Watched],
         host: list[float],
     ) -> None:
-        watched = [*reach.watched_in_modules(modules), *reach.watched_in_optimizers(optimizers)]
         recording.step.make_replayable(
             [tuple(each[:3]) for each in watched],
             [(setting.group, setting.key) for setting in recording.settings],
@@ -200,7 +220,6 @@ class CapturedStep(Generic[_P, _R]):
             log.info("captured step %s: the next call is a replay", self._name)
             self.problem = "it was recorded"
             self._refused.pop(form, None)
-            self._num_first = 0
             return
         self.problem = problem
         log.info("captured step %s is not replayed: %s", self._name, problem)
@@ -208,13 +227,7 @@ class CapturedStep(Generic[_P, _R]):
         self._refused[form] = (problem, times + 1 if before == problem else 1)
         while len(self._refused) > _KEPT:
             del self._refused[next(iter(self._refused))]
-        self._num_first = self._num_first + 1 if problem == _FIRST else 0
-        if self._num_first == _MANY_FORMS:
-            problem = (
-                f"none of its last {_MANY_FORMS} calls had the shapes and constants of another; among the "
-                "arguments tensors and floats may change"
-            )
-        if self._refused[form] == (problem, _PATIENCE) or self._num_first == _MANY_FORMS:
+        if self._refused[form] == (problem, _PATIENCE):
             warnings.warn(
                 f"torch.tpu.capture: {self._name} is run by Python each time: {problem}",
                 UserWarning,
@@ -235,6 +248,11 @@ def capture(
     """See `torch.tpu.capture`."""
     if function is None:
         return functools.partial(capture, modules=modules, optimizers=optimizers)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise TypeError(f"torch.tpu.capture: expected a function, got {function!r}")
+    for name, given, kind in (("modules", modules, nn.Module), ("optimizers", optimizers, Optimizer)):
+        if isinstance(given, kind) or not all(isinstance(each, kind) for each in given):
+            raise TypeError(f"torch.tpu.capture: {name}: expected a list of {kind.__name__}s, got {given!r}")
     return CapturedStep(function, modules, optimizers)
 
 
@@ -251,14 +269,27 @@ def _reason(replayable: _Replayable, found: str | int) -> str:
     return f"{replayable.watched[found].name} changed" if isinstance(found, int) else found
 
 
+def _numbers_of(leaves: Sequence[Any]) -> Iterator[float]:
+    """The numbers among arguments, and where in its storage each tensor begins."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            yield leaf.storage_offset()
+        elif reach.is_number(leaf):
+            yield leaf
+
+
 def _check(leaves: Sequence[Any]) -> None:
     """Raises TypeError for a tensor that is not on the device."""
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (leaf.device.type != "tpu" or leaf.layout != torch.strided):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.device.type != "tpu":
             raise TypeError(
-                f"torch.tpu.capture: argument {place} is a {leaf.layout} tensor on {leaf.device}; "
-                'a captured step takes strided tensors on the device: move it first, batch.to("tpu")'
+                f"torch.tpu.capture: argument {place} is a tensor on {leaf.device}, and a captured step "
+                'takes tensors on the device: move it first, batch.to("tpu")'
             )
+        if leaf.layout != torch.strided:
+            raise TypeError(f"torch.tpu.capture: argument {place} is {leaf.layout}, and must be strided")
 
 
 def _form(leaves: Sequence[Any], tree: PyTreeDef) -> Any:
@@ -344,12 +375,13 @@ def _compared(
 
 
 @contextmanager
-def _noticing(optimizers: list[Optimizer]) -> Any:
-    """Optimizers that step in here are added."""
+def _noticing(optimizers: list[Optimizer], noticed: list[Optimizer]) -> Any:
+    """Optimizers that step in here are added to both."""
 
     def notice(optimizer: Optimizer, *_: object) -> None:
         if not any(optimizer is each for each in optimizers):
             optimizers.append(optimizer)
+            noticed.append(optimizer)
 
     hook = register_optimizer_step_pre_hook(notice)
     try:
