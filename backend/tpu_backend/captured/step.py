@@ -273,7 +273,7 @@ def _numbers_of(leaves: Sequence[Any]) -> Iterator[float]:
     """The numbers among arguments, and where in its storage each tensor begins."""
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            yield leaf.storage_offset()
+            yield int(leaf.storage_offset())
         elif reach.is_number(leaf):
             yield leaf
 
