@@ -252,7 +252,7 @@ void RecordedStep::make_replayable(
 
 // ---- replaying ----
 
-py::object RecordedStep::replay(const py::list& arguments) {
+py::object RecordedStep::replay(const py::sequence& arguments) {
   TORCH_INTERNAL_ASSERT(watches_.has_value(), "a step that was recorded once is not replayed");
   if (!(Surroundings::now() == surroundings_)) {
     return py::str("a mode changed: gradients, autocast, precision, determinism or the eager mode");
@@ -289,13 +289,14 @@ py::object RecordedStep::replay(const py::list& arguments) {
 }
 
 std::optional<std::string>
-RecordedStep::take_arguments(const py::list& arguments, Taken& taken, std::vector<double>& numbers) const {
+RecordedStep::take_arguments(const py::sequence& arguments, Taken& taken, std::vector<double>& numbers) const {
   if (arguments.size() != arguments_.size()) {
     return "it has another number of arguments";
   }
+  taken.arguments.reserve(arguments_.size());
   for (size_t i = 0; i < arguments_.size(); ++i) {
     const Argument& expected = arguments_[i];
-    const py::handle given = arguments[i];
+    const py::handle given = PySequence_Fast_GET_ITEM(arguments.ptr(), static_cast<Py_ssize_t>(i));
     Buffer* buffer = nullptr;
     if (expected.layout != nullptr) {
       if (!THPVariable_Check(given.ptr())) {

@@ -70,7 +70,8 @@ class RecordedStep {
   void make_replayable(
       Watches watches, std::vector<double> numbers, std::vector<uint8_t> may_change, std::vector<Binding> bindings);
   // Launches it: the results, in order; or why it must be recorded anew: a text, or the number of a changed watch.
-  pybind11::object replay(const pybind11::list& arguments);
+  // `arguments`: a list or a tuple.
+  pybind11::object replay(const pybind11::sequence& arguments);
 
  private:
   using Handle = std::shared_ptr<BufferHandle>;
@@ -122,7 +123,7 @@ class RecordedStep {
 
   std::optional<Problem> resolve(const pybind11::list& arguments, const std::vector<at::Tensor>& results);
   std::optional<std::string>
-  take_arguments(const pybind11::list& arguments, Taken& taken, std::vector<double>& numbers) const;
+  take_arguments(const pybind11::sequence& arguments, Taken& taken, std::vector<double>& numbers) const;
   std::optional<std::string> take_inputs(Taken& taken) const;
   std::optional<std::string> set_numbers(const std::vector<double>& numbers);
   void draw();

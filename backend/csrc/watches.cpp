@@ -5,6 +5,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <unordered_map>
+#include <chrono>
+#include <cstdio>
 
 namespace py = pybind11;
 
@@ -17,6 +20,10 @@ uintptr_t address_of(const at::Tensor& tensor) {
   return is_ours ? buffer_of(tensor)->address : 0;
 }
 
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
 bool has_gradient(const at::Tensor& tensor) {
   return tensor.is_leaf() && tensor.grad().defined();
 }
@@ -26,6 +33,19 @@ constexpr size_t kAhead = 8;
 
 void fetch(const void* address) {
   __builtin_prefetch(address);
+}
+
+// Changes with whatever is set or removed; 0: not known.  (PEP 509; later Pythons no longer say it.)
+uint64_t version_of(PyObject* container) {
+#if PY_VERSION_HEX < 0x030C0000
+  return PyDict_Check(container) ? reinterpret_cast<PyDictObject*>(container)->ma_version_tag : 0;
+#else
+  return 0;
+#endif
+}
+
+Py_ssize_t length_of(PyObject* container) {
+  return PyDict_Check(container) ? PyDict_GET_SIZE(container) : PyObject_Length(container);
 }
 
 // Borrowed; null where there is none.
@@ -61,74 +81,110 @@ bool is_same(PyObject* before, PyObject* now) {
   return equal == 1;
 }
 
+Watches::TensorState::TensorState(at::Tensor watched, int at)
+    : tensor(std::move(watched)), kept_place(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
+      storage(storage_of(tensor)), autograd(tensor.unsafeGetTensorImpl()->autograd_meta()), address(address_of(tensor)),
+      requires_grad(tensor.requires_grad()), has_grad(has_gradient(tensor)), place(at) {
+  if (address != 0) {
+    sizes = tensor.sizes();
+    strides = tensor.strides();
+    offset = tensor.storage_offset();
+  }
+}
+
 // What is_unchanged will look at, as far as nothing changed.
 void Watches::TensorState::fetch() const {
   const auto* impl = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
   for (size_t line = 0; line < sizeof(at::TensorImpl); line += 64) {
     tpu::fetch(impl + line);
   }
-  tpu::fetch(storage);
-  tpu::fetch(buffer);
   tpu::fetch(autograd);
 }
 
 bool Watches::TensorState::is_unchanged() const {
-  return address_of(tensor) == address && tensor.requires_grad() == requires_grad && has_gradient(tensor) == has_grad;
+  if (storage_of(tensor) != storage) {
+    return false;
+  }
+  if (address != 0 && (tensor.sizes() != sizes || tensor.strides() != strides || tensor.storage_offset() != offset)) {
+    return false;
+  }
+  const auto* now = tensor.unsafeGetTensorImpl()->autograd_meta();
+  if (now == nullptr && autograd == nullptr) {
+    return true;
+  }
+  return tensor.requires_grad() == requires_grad && has_gradient(tensor) == has_grad;
 }
 
 Watches::Watches(const py::list& entries, const py::list& numbers) {
-  const auto pointer_to = [&](const py::object& object) {
-    kept_.push_back(kept(object));
-    return object.ptr();
-  };
-  int place = 0;
-  for (const auto& handle : entries) {
-    const auto watched = py::cast<py::tuple>(handle);
-    const py::object container = watched[0], key = watched[1], value = watched[2];
-    if (key.is_none()) {
-      lengths_.push_back({pointer_to(container), py::cast<Py_ssize_t>(value), place});
-    } else {
-      items_.push_back({pointer_to(container), pointer_to(key), pointer_to(value), place});
-      if (THPVariable_Check(value.ptr())) {
-        const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
-        const bool is_on_device = address_of(tensor) != 0;
-        tensors_.push_back(
-            {.tensor = tensor,
-             .address = address_of(tensor),
-             .requires_grad = tensor.requires_grad(),
-             .has_grad = has_gradient(tensor),
-             .place = place,
-             .storage = is_on_device ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr,
-             .buffer = is_on_device ? buffer_of(tensor) : nullptr,
-             .autograd = tensor.unsafeGetTensorImpl()->autograd_meta()});
-      }
-    }
-    ++place;
-  }
+  add_containers(entries);
   for (const auto& handle : numbers) {
     const auto number = py::cast<py::tuple>(handle);
     numbers_.emplace_back(kept(number[0]), kept(number[1]));
   }
 }
 
-int Watches::first_changed() const {
-  for (const auto& [container, length, place] : lengths_) {
-    const auto now = PyDict_Check(container) ? PyDict_GET_SIZE(container) : PyObject_Length(container);
-    if (now != length) {
-      return place;
+void Watches::add_containers(const py::list& entries) {
+  const auto pointer_to = [&](const py::object& object) {
+    kept_.push_back(kept(object));
+    return object.ptr();
+  };
+  std::unordered_map<PyObject*, std::vector<std::pair<py::tuple, int>>> by_container;
+  std::vector<PyObject*> order;
+  int place = 0;
+  for (const auto& handle : entries) {
+    auto entry = py::cast<py::tuple>(handle);
+    PyObject* container = pointer_to(entry[0]);
+    auto& its_entries = by_container[container];
+    if (its_entries.empty()) {
+      order.push_back(container);
     }
+    its_entries.emplace_back(std::move(entry), place++);
   }
-  for (size_t i = 0; i < items_.size(); ++i) {
-    if (i + 2 * kAhead < items_.size()) {
-      fetch(items_[i + 2 * kAhead].dictionary);
-      if (PyObject* soon = items_[i + kAhead].dictionary; PyDict_Check(soon)) {
-        fetch(reinterpret_cast<PyDictObject*>(soon)->ma_keys);
+  for (PyObject* object : order) {
+    Container container{object, version_of(object), -1, 0, 0};
+    for (const auto& [entry, at] : by_container[object]) {
+      const py::object key = entry[1], value = entry[2];
+      if (key.is_none()) {
+        container.length = py::cast<Py_ssize_t>(value);
+        container.length_place = at;
+        continue;
+      }
+      items_.push_back({pointer_to(key), pointer_to(value), at});
+      if (THPVariable_Check(value.ptr())) {
+        tensors_.emplace_back(THPVariable_Unpack(value.ptr()), at);
       }
     }
-    const auto& [dictionary, key, value, place] = items_[i];
-    if (!is_same(value, item(dictionary, key))) {
+    container.end = items_.size();
+    containers_.push_back(container);
+  }
+}
+
+int Watches::first_changed_in(const Container& container, size_t begin) const {
+  if (container.length >= 0 && length_of(container.object) != container.length) {
+    return container.length_place;
+  }
+  for (size_t i = begin; i < container.end; ++i) {
+    if (!is_same(items_[i].value, item(container.object, items_[i].key))) {
+      return items_[i].place;
+    }
+  }
+  return -1;
+}
+
+int Watches::first_changed() const {
+  for (size_t i = 0, begin = 0; i < containers_.size(); begin = containers_[i++].end) {
+    if (i + kAhead < containers_.size()) {
+      fetch(containers_[i + kAhead].object);
+    }
+    const Container& container = containers_[i];
+    const uint64_t version = version_of(container.object);
+    if (version != 0 && version == container.version) {
+      continue;
+    }
+    if (const int place = first_changed_in(container, begin); place >= 0) {
       return place;
     }
+    container.version = version;
   }
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (i + kAhead < tensors_.size()) {

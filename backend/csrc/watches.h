@@ -16,8 +16,8 @@ bool is_same(PyObject* before, PyObject* now);
 // All of it wants the GIL.
 class Watches {
  public:
-  // `entries`: (dictionary, key, value) that must stay: a tensor the same object, on the same storage, with or without
-  // a gradient as now; another value equal.  (container, None, length): how many items it has. `numbers`: (dictionary,
+  // `entries`: (dictionary, key, value) that must stay: a tensor the same object, on the same storage, of the same
+  // shape and strides, with or without a gradient as now; another value equal.  (container, None, length): how many items it has. `numbers`: (dictionary,
   // key) of numbers that may change.
   Watches(const pybind11::list& entries, const pybind11::list& numbers);
 
@@ -31,31 +31,41 @@ class Watches {
  private:
   using Reference = std::shared_ptr<PyObject>;
   // Apart and small: a replay comes here with a cold cache, and what is looked at in one short loop is fetched at once.
-  struct Length {
-    PyObject* container;
-    Py_ssize_t length;
-    int place; // among the entries
+  struct Container { // a dictionary, a closure's cell, or what has a length
+    PyObject* object;
+    mutable uint64_t version; // 0: unknown.  As long as it stays, so do all items
+    Py_ssize_t length;        // -1: it may change
+    int length_place;         // among the entries
+    size_t end;               // of its items, which begin where those of the container before end
   };
   struct Item {
-    PyObject* dictionary; // or a closure's cell
     PyObject* key;
     PyObject* value;
-    int place;
+    int place; // among the entries
   };
+  // Its buffer is not looked at: while the storage is the same one, the step finds out itself that a buffer is gone.
   struct TensorState {
     at::Tensor tensor;
-    uintptr_t address; // of its buffer; 0 where it is a tensor of another device
+    c10::weak_intrusive_ptr<c10::StorageImpl> kept_place; // no other storage can come to stand where this one does
+    const c10::StorageImpl* storage;
+    const c10::AutogradMetaInterface* autograd; // where memory is asked for
+    uintptr_t address;                          // of its buffer; 0 where it is a tensor of another device
+    c10::DimVector sizes;                       // empty for a tensor of another device
+    c10::DimVector strides;
+    int64_t offset{0};
     bool requires_grad;
     bool has_grad;
     int place;
-    const void* storage; // these are not followed: where memory is asked for
-    const void* buffer;
-    const void* autograd;
+
+    TensorState(at::Tensor watched, int at);
     void fetch() const;
     bool is_unchanged() const;
   };
 
-  std::vector<Length> lengths_;
+  void add_containers(const pybind11::list& entries);
+  int first_changed_in(const Container& container, size_t begin) const;
+
+  std::vector<Container> containers_;
   std::vector<Item> items_;
   std::vector<TensorState> tensors_;
   std::vector<std::pair<Reference, Reference>> numbers_;

@@ -134,6 +134,26 @@ def test_shapes_take_turns(is_deep):
     check_same(story, least_replays=6, is_deep=is_deep)
 
 
+def test_a_parameter_that_lies_otherwise_in_its_storage_is_seen():
+    def story(setup, step):
+        losses = run(setup, step, range(5))
+        weight = setup.model[3].weight
+        weight.data = weight.data.t()
+        return [*losses, *run(setup, step, range(5, 10))]
+
+    check_same(story, least_replays=4, is_deep=True)
+
+
+def test_a_setting_that_changes_and_changes_back_is_replayed(is_deep):
+    def story(setup, step):
+        losses = run(setup, step, range(5))
+        setup.model.eval()
+        setup.model.train()
+        return [*losses, *run(setup, step, range(5, 8))]
+
+    check_same(story, least_replays=5, is_deep=is_deep)
+
+
 def test_eval_mode_is_seen(is_deep):
     def story(setup, step):
         losses = run(setup, step, range(5))

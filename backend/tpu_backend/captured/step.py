@@ -97,11 +97,9 @@ class CapturedStep(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         current = self._current
         if current is not None:
-            if current.is_flat and not kwargs:
-                leaves, tree = list(args), current.arguments  # that each is a leaf the replay finds out
-            else:
-                leaves, tree = tree_flatten((args, kwargs))
-            if current.arguments == tree:
+            is_flat = current.is_flat and not kwargs  # how many, and that each is a leaf, replay finds out
+            leaves, tree = (args, None) if is_flat else tree_flatten((args, kwargs))
+            if is_flat or tree == current.arguments:
                 results = current.step.replay(leaves)
                 if isinstance(results, list):
                     self.problem, self._num_by_python = None, 0
