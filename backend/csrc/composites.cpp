@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
+#include <ATen/native/ForeachUtils.h>
 #include <ATen/native/Resize.h>
 #include <torch/library.h>
 
@@ -272,6 +273,32 @@ std::tuple<at::Tensor&, at::Tensor&, at::Tensor&> native_batch_norm_legit_out(
       input, weight, bias, running_mean, running_var, training, momentum, eps, out, save_mean, save_invstd);
 }
 
+// ---- lists of tensors with their scalars in one tensor, which is on the CPU
+
+std::vector<at::Tensor>
+foreach_addcdiv(at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
+  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
+  return at::_foreach_addcdiv(self, tensor1, tensor2, values);
+}
+
+std::vector<at::Tensor>
+foreach_addcmul(at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
+  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
+  return at::_foreach_addcmul(self, tensor1, tensor2, values);
+}
+
+void foreach_addcdiv_(
+    at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
+  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
+  at::_foreach_addcdiv_(self, tensor1, tensor2, values);
+}
+
+void foreach_addcmul_(
+    at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
+  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
+  at::_foreach_addcmul_(self, tensor1, tensor2, values);
+}
+
 } // namespace
 } // namespace tpu
 
@@ -285,6 +312,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_ctc_loss_backward", &tpu::ctc_loss_backward);
   m.impl("_efficientzerotensor", &tpu::efficient_zero_tensor);
   m.impl("narrow_copy.out", &tpu::narrow_copy_out);
+  m.impl("_foreach_addcdiv.Tensor", &tpu::foreach_addcdiv);
+  m.impl("_foreach_addcmul.Tensor", &tpu::foreach_addcmul);
+  m.impl("_foreach_addcdiv_.Tensor", &tpu::foreach_addcdiv_);
+  m.impl("_foreach_addcmul_.Tensor", &tpu::foreach_addcmul_);
   m.impl("native_batch_norm", &tpu::native_batch_norm);
   m.impl("_native_batch_norm_legit", &tpu::native_batch_norm_legit);
   m.impl("native_batch_norm.out", &tpu::native_batch_norm_out);

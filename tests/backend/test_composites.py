@@ -186,3 +186,28 @@ def test_integers_are_shifted_in_place() -> None:
         return numbers
 
     torch.testing.assert_close(shifted("tpu").cpu(), shifted("cpu"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["addcdiv", "addcmul"])
+def test_a_scalar_for_each_tensor_of_a_list_comes_in_a_tensor_on_the_cpu(name: str) -> None:
+    lists = [[torch.rand(size) + 0.5 for size in (3, 4)] for _ in range(3)]
+    scalars = torch.tensor([0.5, -2.0])
+    on_device = [[tensor.to("tpu") for tensor in each] for each in lists]
+    function, in_place = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
+    expected = function(*lists, scalars)
+    found = function(*on_device, scalars)
+    in_place(*on_device, scalars)
+    for want, got, written in zip(expected, found, on_device[0], strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+        assert torch.equal(written.cpu(), got.cpu())
+    with pytest.raises(RuntimeError, match="Expected scalars to be on CPU, got tpu:0"):
+        function(*on_device, scalars.to("tpu"))
+
+
+@pytest.mark.parametrize(("mask_type", "mask_shape"), [(0, (5, 5)), (1, (2, 5)), (2, (2, 3, 5, 5))])
+def test_masked_softmax(mask_type: int, mask_shape: tuple[int, ...]) -> None:
+    scores, mask = torch.randn(2, 3, 5, 5), torch.rand(mask_shape) > 0.6
+    mask[-1] = True  # all of it
+    expected = torch._masked_softmax(scores, mask, 3, mask_type)
+    found = torch._masked_softmax(scores.to("tpu"), mask.to("tpu"), 3, mask_type)
+    torch.testing.assert_close(found.cpu(), expected, equal_nan=True)

@@ -54,6 +54,19 @@ def test_dirichlet_draws_have_the_mean_of_their_concentrations() -> None:
     assert np.abs(np.asarray(values).mean(0) - mean).max() < 5 * std.max() / math.sqrt(shape[0])
 
 
+def test_binomial_draws_have_the_moments_of_their_counts_and_chances() -> None:
+    counts, chances = np.array([[1.0], [10.0], [300.0]], np.float32), np.array([0.0, 0.3, 1.0], np.float32)
+    with jax.enable_x64(True):
+        shape = (20000, 3, 3)
+        out = (jax.ShapeDtypeStruct(shape, jnp.float32),)
+        given = [jnp.broadcast_to(counts, shape), jnp.broadcast_to(chances, shape)]
+        values = np.asarray(apply(TABLE["binomial"], given, {}, out, key=jax.random.key(0))[0])
+    std = np.sqrt(counts * chances * (1 - chances))
+    assert np.all(values == np.round(values))
+    assert np.all(np.abs(values.mean(0) - counts * chances) <= 5 * std / math.sqrt(shape[0]))
+    assert values.std(0) == pytest.approx(std, rel=0.03)
+
+
 def test_uniform_stays_below_its_upper_end_in_bfloat16() -> None:
     values = np.asarray(draw("uniform", 0.0, 1.0, dtype=jnp.bfloat16).astype(jnp.float32))
     assert values.min() >= 0

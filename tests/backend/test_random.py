@@ -36,6 +36,7 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "multinomial": lambda: torch.multinomial(torch.arange(1.0, 9, device="tpu"), 48, replacement=True),
     "multinomial without replacement": lambda: torch.multinomial(torch.ones(3, 8, device="tpu"), 6),
     "Dirichlet": lambda: torch._sample_dirichlet(torch.arange(1.0, 7, device="tpu").expand(8, 6)),
+    "binomial": lambda: torch.binomial(torch.full((8, 6), 9.0, device="tpu"), torch.rand(6, device="tpu")),
     "dropout": lambda: nn.functional.dropout(torch.ones(8, 6, device="tpu"), 0.4),
     "kaiming_uniform_": _initial_values(nn.init.kaiming_uniform_),
     "trunc_normal_": _initial_values(nn.init.trunc_normal_),

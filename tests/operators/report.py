@@ -120,7 +120,7 @@ def document(known: dict[str, Any]) -> str:
         "## What falls back to the CPU",
         "",
         "Correct, but each call waits for the device. Operators, with the entries that met them. What no",
-        "entry calls (binomial, fake quantisation) is missing: `torch.tpu.fallback_stats()` counts all.",
+        "entry calls (fake quantisation) is missing: `torch.tpu.fallback_stats()` counts all.",
         "",
         "| operator | entries |",
         "|---|---|",

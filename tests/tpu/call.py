@@ -25,7 +25,8 @@ class Call:
     def inputs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of its arrays, in order; a random lowering's last one is the PRNG key's data."""
         shapes = [leaf for leaf in jax.tree.leaves((self.args, self.kwargs)) if is_shape(leaf)]
-        return [*shapes, _KEY] if TABLE[self.lowering].draws else shapes
+        draws = TABLE[self.lowering].draws
+        return [*shapes, jax.ShapeDtypeStruct((draws, 2)[draws == 1 :], np.uint32)] if draws else shapes
 
     def evaluate(self, arrays: list[jax.Array]) -> tuple[jax.Array | None, ...]:
         """The lowering's results for these arrays; for use inside ``jax.jit``."""
@@ -54,7 +55,11 @@ class Call:
         return f"{self.lowering}({shapes})"
 
 
-_KEY = jax.ShapeDtypeStruct((2,), np.uint32)
+def shape_of(leaf: Any) -> Any:
+    """What stands for a leaf of a call's arguments."""
+    if isinstance(leaf, jax.Array) and leaf.dtype == np.complex128 and leaf.ndim == 0:
+        return complex(leaf)  # a complex Scalar: the runtime has no inputs of that kind, it is a constant
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
 
 
 def is_shape(leaf: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 from tests.backend.lowering_harness import CheckLowerings, check_sample
-from tests.tpu.call import Call, is_shape
+from tests.tpu.call import Call, is_shape, shape_of
 from tpu_backend.lowering import NotLoweredError
 
 DTYPES = (
@@ -38,12 +38,6 @@ DTYPES = (
 )
 
 
-def _shape_of(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and leaf.dtype == np.complex128 and leaf.ndim == 0:
-        return complex(leaf)  # a complex Scalar: the runtime has no inputs of that kind, it is a constant
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
-
-
 @dataclass
 class CollectCalls(CheckLowerings):
     """A dispatch mode that keeps, of the calls made under it, up to `each` a lowering and dtype."""
@@ -52,7 +46,7 @@ class CollectCalls(CheckLowerings):
     calls: dict[tuple[str, str], list[Call]] = field(default_factory=dict)
 
     def _check(self, name: str, call: Any, expected: list[torch.Tensor | None]) -> None:
-        args, kwargs = jax.tree.map(_shape_of, (call.args, call.kwargs))
+        args, kwargs = jax.tree.map(shape_of, (call.args, call.kwargs))
         with jax.enable_x64(True):
             out = tuple(None if value is None else _result_shape(value) for value in expected)
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_shape(leaf)]

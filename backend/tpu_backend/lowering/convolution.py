@@ -57,7 +57,7 @@ def _convolve(input, weight, stride, padding, dilation, transposed, output_paddi
     )
 
 
-@lowering("convolution", "convolution_overrideable", on_tpu=NO_INT64_PRODUCTS)
+@lowering("convolution", on_tpu=NO_INT64_PRODUCTS)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     compute = opmath(input.dtype)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
@@ -85,15 +85,6 @@ def _convolution_backward(grad_output, input, weight, geometry, output_mask):
 @lowering("convolution_backward")
 def convolution_backward(
     grad_output, input, weight, bias_sizes,
-    stride, padding, dilation, transposed, output_padding, groups, output_mask,
-):  # fmt: skip
-    geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    return _convolution_backward(grad_output, input, weight, geometry, output_mask)
-
-
-@lowering("convolution_backward_overrideable")
-def convolution_backward_overrideable(
-    grad_output, input, weight,
     stride, padding, dilation, transposed, output_padding, groups, output_mask,
 ):  # fmt: skip
     geometry = (stride, padding, dilation, transposed, output_padding, groups)

@@ -107,32 +107,6 @@ def embedding_bag_backward(
     )
 
 
-@lowering("_embedding_bag_dense_backward", promote="opmath")
-def embedding_bag_dense_backward(
-    grad,
-    indices,
-    offset2bag,
-    bag_size,
-    maximum_indices,
-    num_weights,
-    scale_grad_by_freq,
-    mode,
-    per_sample_weights,
-    padding_idx=-1,
-):
-    return _weight_grad(
-        grad,
-        indices,
-        offset2bag,
-        maximum_indices,
-        num_weights,
-        scale_grad_by_freq,
-        mode,
-        per_sample_weights,
-        padding_idx,
-    )
-
-
 def _weight_grad(
     grad, indices, bags, chosen, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
 ):

@@ -64,7 +64,7 @@ def arange(end, *, out=None, **options):
     return spaced(0, 1, out)
 
 
-@lowering("range", "range.step", "range.out", static=("start", "end", "step"))
+@lowering("range.step", "range.out", static=("start", "end", "step"))
 def range_(start, end, step=1, *, out=None, **options):
     return spaced(start, step, out)
 

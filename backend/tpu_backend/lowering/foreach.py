@@ -62,8 +62,8 @@ def _with_value(single: str):
     entry = TABLE[single]
 
     def foreach(self, tensor1, tensor2, value=1, *, out):
-        def of(i):  # one scalar for all, or a list or 1-d tensor of them
-            return value[i] if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1 else value
+        def of(i):  # one scalar for all, or a list of them
+            return value[i] if isinstance(value, (list, tuple)) else value
 
         return [
             apply(entry, tensors, {"value": of(i)}, (out[i],))
@@ -74,9 +74,7 @@ def _with_value(single: str):
 
 
 for _name in ("addcmul", "addcdiv"):
-    lowering(f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList", f"_foreach_{_name}.Tensor")(
-        _with_value(_name)
-    )
+    lowering(f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList")(_with_value(_name))
 
 
 @lowering("_foreach_norm.Scalar", static=("ord",))

@@ -105,7 +105,7 @@ def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
     return jnp.broadcast_to(_add_product(self, product, beta, alpha), out[0].shape)
 
 
-@lowering("addmm.dtype", "baddbmm.dtype")
+@lowering("addmm.dtype")
 def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1):
     return _add_product(self, matmul(mat1, mat2), beta, alpha)
 

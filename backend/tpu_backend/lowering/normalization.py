@@ -79,10 +79,11 @@ def masked_softmax(self, mask, dim=None, mask_type=None):
         mask = mask.reshape((1, 1, *mask.shape))
     elif mask_type == 1:  # (B, L): keys that are padding
         mask = mask.reshape(mask.shape[0], 1, 1, mask.shape[1])
-    return safe_softmax(jnp.where(mask.astype(bool), -jnp.inf, self), -1 if dim is None else dim)
+    # NaN where all is masked, as on the CPU.
+    return jax.nn.softmax(jnp.where(mask.astype(bool), -jnp.inf, self), -1 if dim is None else dim)
 
 
-# ---- layer norm and RMS norm
+# ---- layer norm
 
 
 def _trailing(self, normalized_shape):
@@ -140,27 +141,6 @@ def _sum_of_rows(rows, dims):
     if rows.dtype != jnp.float32 or not 0 < num_rows <= _FEW_ROWS or rows.size == 0:
         return jnp.sum(rows, dims)
     return lax.platform_dependent(rows, cpu=product, default=lambda rows: jnp.sum(rows, dims))
-
-
-@lowering("_fused_rms_norm", promote="opmath")
-def rms_norm(input, normalized_shape, weight, eps, out=None):
-    eps = jnp.finfo(out[0].dtype).eps if eps is None else eps
-    rstd = lax.rsqrt(jnp.mean(input * input, _trailing(input, normalized_shape), keepdims=True) + eps)
-    return _affine(input * rstd, weight, None), rstd
-
-
-@lowering("_fused_rms_norm_backward", promote="opmath")
-def rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask):
-    normalized = input * rstd
-    grad_normalized = grad_out if weight is None else grad_out * weight
-    grad_input = grad_weight = None
-    if output_mask[0]:
-        dims = _trailing(input, normalized_shape)
-        grad_scale = jnp.mean(grad_normalized * normalized, dims, keepdims=True)
-        grad_input = rstd * (grad_normalized - normalized * grad_scale)
-    if output_mask[1] and weight is not None:
-        grad_weight = jnp.sum(grad_out * normalized, _leading(input, normalized_shape))
-    return grad_input, grad_weight
 
 
 # ---- group norm
@@ -309,11 +289,6 @@ def batch_norm_backward_reserve(
     return batch_norm_backward(
         grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
     )
-
-
-@lowering("batch_norm_update_stats", promote="opmath")
-def batch_norm_update_stats(input, running_mean, running_var, momentum):
-    return _batch_statistics(input)
 
 
 # ---- weight norm

@@ -161,7 +161,7 @@ def random_from(self, from_, to, *, generator=None, key, out):
     return jax.random.randint(key, self.shape, from_, to, jnp.int64)
 
 
-@lowering("randperm", "randperm.out", "randperm.generator", "randperm.generator_out")
+@lowering("randperm", "randperm.out", "randperm.generator_out")
 def randperm(n, *, generator=None, key, out, **options):
     return jax.random.permutation(key, n)
 

@@ -93,11 +93,6 @@ def aminmax(self, *, dim=None, keepdim=False):
     return amin(self, dim, keepdim), amax(self, dim, keepdim)
 
 
-@lowering("_aminmax", "_aminmax.dim")
-def _aminmax(self, dim=None, keepdim=False):
-    return amin(self, dim, keepdim), amax(self, dim, keepdim)
-
-
 @lowering("argmax")
 def argmax(self, dim=None, keepdim=False):
     return _arg_extremum(jnp.argmax, self, dim, keepdim)
@@ -248,7 +243,7 @@ def cumprod(self, dim, *, dtype=None):
     return _running(jnp.cumprod, self, dim)
 
 
-@lowering("logcumsumexp", "_logcumsumexp", promote="result")
+@lowering("logcumsumexp", promote="result")
 def logcumsumexp(self, dim):
     # The imaginary parts of complex ones wind up, which a sum of exp() would forget.
     scan = _complex_logcumsumexp if jnp.iscomplexobj(self) else _logcumsumexp

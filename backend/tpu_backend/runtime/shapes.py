@@ -350,7 +350,28 @@ def _sample_dirichlet(self: Tensor, generator: torch.Generator | None = None) ->
     return self.new_empty(self.shape)
 
 
+def _binomial(count: Tensor, prob: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One draw an element of `count` and `prob`, expanded to one shape."""
+    if not count.is_floating_point() or prob.dtype != count.dtype:
+        raise NotImplementedError
+    return count.new_empty(torch.broadcast_shapes(count.shape, prob.shape))
+
+
+def _masked_softmax(
+    self: Tensor, mask: Tensor, dim: int | None = None, mask_type: int | None = None
+) -> Tensor:
+    """(B, heads, L, L) with a mask (L, L) for mask_type 0, (B, L) for 1; any shape, the mask's too, for 2."""
+    expected = [self.shape[2:], (self.shape[0], self.shape[-1]), self.shape]
+    if mask_type not in (0, 1, 2) or (mask_type != 2 and self.dim() != 4):
+        raise NotImplementedError
+    if mask.shape != expected[mask_type] or mask.dtype != torch.bool:
+        raise NotImplementedError
+    return self.new_empty(self.shape)
+
+
 _LIKE_CPU = {
+    "_masked_softmax": _masked_softmax,
+    "binomial": _binomial,
     "_sample_dirichlet": _sample_dirichlet,
     "multi_margin_loss_backward": _like_self,
     "multilabel_margin_loss_backward": _like_self,
