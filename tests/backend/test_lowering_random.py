@@ -67,6 +67,27 @@ def test_binomial_draws_have_the_moments_of_their_counts_and_chances() -> None:
     assert values.std(0) == pytest.approx(std, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("count", "chance", "expected"),
+    [
+        (-3.0, 0.3, 0),
+        (5.0, -0.5, 0),
+        (2.5, 1.5, 2.5),
+        (5.0, math.nan, math.nan),
+        (math.nan, 0.3, math.nan),
+        (math.inf, 0.3, math.nan),
+    ],
+)
+def test_binomial_ends_with_counts_and_chances_that_are_none(
+    count: float, chance: float, expected: float
+) -> None:
+    with jax.enable_x64(True):
+        given = [jnp.asarray([value], jnp.float32) for value in (count, chance)]
+        out = (jax.ShapeDtypeStruct((1,), jnp.float32),)
+        [value] = apply(TABLE["binomial"], given, {}, out, key=jax.random.key(0))[0].tolist()
+    assert value == pytest.approx(expected, nan_ok=True)
+
+
 def test_uniform_stays_below_its_upper_end_in_bfloat16() -> None:
     values = np.asarray(draw("uniform", 0.0, 1.0, dtype=jnp.bfloat16).astype(jnp.float32))
     assert values.min() >= 0

@@ -187,7 +187,11 @@ def poisson(self, generator=None, *, key):
 
 @lowering("binomial", promote="opmath")
 def binomial(count, prob, generator=None, *, key):
-    return jax.random.binomial(key, count, prob)
+    """Of no count or a chance of at most 0 come 0, of a chance of at least 1 the count, as on the CPU."""
+    drawn = (count > 0) & jnp.isfinite(count) & (prob > 0) & (prob < 1)
+    draws = jax.random.binomial(key, jnp.where(drawn, count, 1), jnp.where(drawn, prob, 0.5))
+    certain = jnp.where((count <= 0) | (prob <= 0), 0, jnp.where(prob >= 1, count, jnp.nan))
+    return jnp.where(drawn, draws, certain)
 
 
 @lowering("_standard_gamma", promote="opmath")
