@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -21,6 +23,8 @@ uint64_t host_reads(c10::DeviceIndex device) {
   StreamLock lock(stream.mutex());
   return stream.counters.host_reads;
 }
+
+constexpr double kInexact = 9007199254740992.0; // 2^53: from here on not every integer is a double
 
 bool is_number(const py::handle& object) {
   return (PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr())) && !PyBool_Check(object.ptr());
@@ -111,6 +115,7 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
   std::unordered_map<uintptr_t, size_t> argument_at;
   for (const auto& handle : arguments) {
     Argument argument;
+    argument.type = shared_reference(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(handle.ptr()))));
     if (THPVariable_Check(handle.ptr())) {
       const at::Tensor& tensor = THPVariable_Unpack(handle.ptr());
       const Buffer* buffer = buffer_of(tensor);
@@ -298,10 +303,10 @@ RecordedStep::take_arguments(const py::sequence& arguments, Taken& taken, std::v
     const Argument& expected = arguments_[i];
     const py::handle given = PySequence_Fast_GET_ITEM(arguments.ptr(), static_cast<Py_ssize_t>(i));
     Buffer* buffer = nullptr;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(given.ptr())) != expected.type.get()) {
+      return "an argument is of another type";
+    }
     if (expected.layout != nullptr) {
-      if (!THPVariable_Check(given.ptr())) {
-        return "an argument is no longer a tensor";
-      }
       const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
       if (tensor.device() != c10::Device(kDeviceType, device_) || tensor.layout() != at::kStrided) {
         return "an argument is on another device";
@@ -323,12 +328,12 @@ RecordedStep::take_arguments(const py::sequence& arguments, Taken& taken, std::v
         return "other arguments than before share memory";
       }
     } else if (expected.is_number) {
-      if (!is_number(given)) {
-        return "an argument is no longer a number";
-      }
       numbers.push_back(PyFloat_AsDouble(given.ptr()));
       if (PyErr_Occurred() != nullptr) {
         throw py::error_already_set();
+      }
+      if (PyLong_Check(given.ptr()) && std::abs(numbers.back()) >= kInexact) {
+        return "an argument is an integer of more than 53 bits";
       }
     } else if (!is_same(expected.value.get(), given.ptr())) {
       return "an argument has another value";
@@ -340,10 +345,16 @@ RecordedStep::take_arguments(const py::sequence& arguments, Taken& taken, std::v
 
 std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
   taken.inputs.reserve(run_.inputs.size());
+  const auto is_argument = [&](const Buffer* buffer) {
+    return std::find(taken.arguments.begin(), taken.arguments.end(), buffer) != taken.arguments.end();
+  };
   for (const auto& source : sources_) {
     Buffer* buffer = source.argument >= 0 ? taken.arguments[source.argument] : source.buffer->buffer.load();
     if (buffer == nullptr) {
       return "a tensor that it used is gone";
+    }
+    if (source.argument < 0 && is_argument(buffer)) {
+      return "an argument shares memory with what the step itself uses";
     }
     if (!buffer->value || buffer->value->layout != run_.layouts[run_.inputs[source.input]]) {
       return "a tensor that it uses has another layout";
@@ -359,8 +370,15 @@ std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
     taken.inputs.push_back(buffer);
   }
   for (const auto& target : targets_) {
-    if (target.argument < 0 && target.storage < 0 && target.buffer->buffer.load() == nullptr) {
+    if (target.argument >= 0 || target.storage >= 0) {
+      continue;
+    }
+    const Buffer* buffer = target.buffer->buffer.load();
+    if (buffer == nullptr) {
       return "a tensor that it left behind (a gradient) is gone";
+    }
+    if (is_argument(buffer)) {
+      return "an argument shares memory with what the step itself writes";
     }
   }
   return std::nullopt;
@@ -368,7 +386,8 @@ std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
 
 std::optional<std::string> RecordedStep::set_numbers(const std::vector<double>& numbers) {
   for (size_t i = 0; i < numbers.size(); ++i) {
-    if (may_change_[i] == 0 && numbers[i] != recorded_numbers_[i]) {
+    // By their bits: 0.0 and -0.0 are two numbers, and NaN is one.
+    if (may_change_[i] == 0 && std::bit_cast<uint64_t>(numbers[i]) != std::bit_cast<uint64_t>(recorded_numbers_[i])) {
       return "a number changed for the first time";
     }
   }

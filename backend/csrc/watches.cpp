@@ -6,8 +6,7 @@
 
 #include <algorithm>
 #include <unordered_map>
-#include <chrono>
-#include <cstdio>
+#include <unordered_set>
 
 namespace py = pybind11;
 
@@ -49,11 +48,15 @@ Py_ssize_t length_of(PyObject* container) {
 }
 
 // Borrowed; null where there is none.
-PyObject* item(PyObject* dictionary, PyObject* key) {
-  if (PyCell_Check(dictionary)) {
-    return PyCell_GET(dictionary);
+PyObject* item(PyObject* container, PyObject* key) {
+  if (PyCell_Check(container)) {
+    return PyCell_GET(container);
   }
-  PyObject* found = PyDict_GetItemWithError(dictionary, key);
+  if (PyList_Check(container)) {
+    const Py_ssize_t place = PyLong_AsSsize_t(key);
+    return place < PyList_GET_SIZE(container) ? PyList_GET_ITEM(container, place) : nullptr;
+  }
+  PyObject* found = PyDict_GetItemWithError(container, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) {
     throw py::error_already_set();
   }
@@ -84,8 +87,10 @@ bool is_same(PyObject* before, PyObject* now) {
 Watches::TensorState::TensorState(at::Tensor watched, int at)
     : tensor(std::move(watched)), kept_place(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
       storage(storage_of(tensor)), autograd(tensor.unsafeGetTensorImpl()->autograd_meta()), address(address_of(tensor)),
+      is_strided(tensor.layout() == at::kStrided && !tensor.is_nested()), dtype(tensor.scalar_type()),
+      is_conj(tensor.is_conj()), is_neg(tensor.is_neg()),
       requires_grad(tensor.requires_grad()), has_grad(has_gradient(tensor)), place(at) {
-  if (address != 0) {
+  if (is_strided) {
     sizes = tensor.sizes();
     strides = tensor.strides();
     offset = tensor.storage_offset();
@@ -102,10 +107,11 @@ void Watches::TensorState::fetch() const {
 }
 
 bool Watches::TensorState::is_unchanged() const {
-  if (storage_of(tensor) != storage) {
+  if (storage_of(tensor) != storage || tensor.scalar_type() != dtype || tensor.is_conj() != is_conj ||
+      tensor.is_neg() != is_neg) {
     return false;
   }
-  if (address != 0 && (tensor.sizes() != sizes || tensor.strides() != strides || tensor.storage_offset() != offset)) {
+  if (is_strided && (tensor.sizes() != sizes || tensor.strides() != strides || tensor.storage_offset() != offset)) {
     return false;
   }
   const auto* now = tensor.unsafeGetTensorImpl()->autograd_meta();
@@ -130,6 +136,7 @@ void Watches::add_containers(const py::list& entries) {
   };
   std::unordered_map<PyObject*, std::vector<std::pair<py::tuple, int>>> by_container;
   std::vector<PyObject*> order;
+  std::unordered_set<PyObject*> tensors; // a parameter is its module's and its optimizer's
   int place = 0;
   for (const auto& handle : entries) {
     auto entry = py::cast<py::tuple>(handle);
@@ -141,16 +148,16 @@ void Watches::add_containers(const py::list& entries) {
     its_entries.emplace_back(std::move(entry), place++);
   }
   for (PyObject* object : order) {
-    Container container{object, version_of(object), -1, 0, 0};
+    Container container{object, 0, -1, 0, 0}; // since these items were read, the user's Python ran
     for (const auto& [entry, at] : by_container[object]) {
       const py::object key = entry[1], value = entry[2];
-      if (key.is_none()) {
+      if (key.is(py::ellipsis())) {
         container.length = py::cast<Py_ssize_t>(value);
         container.length_place = at;
         continue;
       }
       items_.push_back({pointer_to(key), pointer_to(value), at});
-      if (THPVariable_Check(value.ptr())) {
+      if (THPVariable_Check(value.ptr()) && tensors.insert(value.ptr()).second) {
         tensors_.emplace_back(THPVariable_Unpack(value.ptr()), at);
       }
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -16,9 +17,9 @@ bool is_same(PyObject* before, PyObject* now);
 // All of it wants the GIL.
 class Watches {
  public:
-  // `entries`: (dictionary, key, value) that must stay: a tensor the same object, on the same storage, of the same
-  // shape and strides, with or without a gradient as now; another value equal.  (container, None, length): how many items it has. `numbers`: (dictionary,
-  // key) of numbers that may change.
+  // `entries`: (container, key, value) that must stay, of a dictionary, a list or a closure's cell: a tensor the same
+  // object, on the same storage, of the same dtype, shape and strides, with or without a gradient as now; another value
+  // equal.  (container, ..., length): how many items it has.  `numbers`: (dictionary, key) of numbers that may change.
   Watches(const pybind11::list& entries, const pybind11::list& numbers);
 
   // The place of the first entry that is no longer as it was; -1: there is none.
@@ -31,9 +32,9 @@ class Watches {
  private:
   using Reference = std::shared_ptr<PyObject>;
   // Apart and small: a replay comes here with a cold cache, and what is looked at in one short loop is fetched at once.
-  struct Container { // a dictionary, a closure's cell, or what has a length
+  struct Container { // a dictionary, a list, a closure's cell, or what has a length
     PyObject* object;
-    mutable uint64_t version; // 0: unknown.  As long as it stays, so do all items
+    mutable uint64_t version; // when all was as it should be; 0: never, or unknown
     Py_ssize_t length;        // -1: it may change
     int length_place;         // among the entries
     size_t end;               // of its items, which begin where those of the container before end
@@ -50,9 +51,13 @@ class Watches {
     const c10::StorageImpl* storage;
     const c10::AutogradMetaInterface* autograd; // where memory is asked for
     uintptr_t address;                          // of its buffer; 0 where it is a tensor of another device
-    c10::DimVector sizes;                       // empty for a tensor of another device
+    bool is_strided;                            // of others not the geometry
+    c10::DimVector sizes;
     c10::DimVector strides;
     int64_t offset{0};
+    c10::ScalarType dtype;
+    bool is_conj;
+    bool is_neg;
     bool requires_grad;
     bool has_grad;
     int place;

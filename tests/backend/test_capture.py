@@ -144,6 +144,124 @@ def test_a_parameter_that_lies_otherwise_in_its_storage_is_seen():
     check_same(story, least_replays=4, is_deep=True)
 
 
+def change_state(setup):
+    parameter = setup.model[-1].weight
+    state = setup.optimizer.state[parameter]
+    setup.optimizer.state[parameter] = {key: torch.ones_like(value) for key, value in state.items()}
+
+
+def change_group(setup):
+    group = setup.optimizer.param_groups[0]
+    setup.optimizer.param_groups[0] = {**group, "weight_decay": 0.1}
+
+
+def change_hook(setup):
+    [number] = setup.model[-1]._forward_hooks
+    setup.model[-1]._forward_hooks[number] = lambda module, arguments, output: output * 3
+
+
+def change_parameters(setup):
+    module = setup.model[-1]
+    module._parameters = {**module._parameters, "bias": nn.Parameter(torch.ones(4, device="tpu"))}
+
+
+@pytest.mark.parametrize("change", [change_state, change_group, change_hook, change_parameters])
+def test_what_stands_in_dictionaries_and_lists_is_seen(change):
+    def story(setup, step):
+        setup.model[-1].register_forward_hook(lambda module, arguments, output: output * 2)
+        losses = run(setup, step, range(5))
+        change(setup)
+        return [*losses, *run(setup, step, range(5, 8))]
+
+    check_same(story, least_replays=2)
+
+
+def test_a_model_that_the_step_itself_exchanges_is_seen():
+    class Warmup:
+        def __init__(self):
+            torch.manual_seed(0)
+            self.model, self.second = (nn.Linear(8, 4).to("tpu") for _ in range(2))
+            self.calls = 0
+
+        def step(self, inputs):
+            result = self.model(inputs).sum()
+            result.backward()
+            self.model.zero_grad()
+            self.calls += 1
+            if self.calls == 2:
+                self.model = self.second
+            return result.detach()
+
+    plain, captured = Warmup(), Warmup()
+    step = torch.tpu.capture(captured.step)
+    for number in range(6):
+        inputs, _ = batch(number)
+        assert torch.equal(step(inputs).cpu(), plain.step(inputs).cpu())
+
+
+def test_an_item_of_a_list_is_seen():
+    models = [nn.Linear(8, 4).to("tpu") for _ in range(2)]
+    others = list(reversed(models))
+
+    @torch.tpu.capture
+    def step(inputs):
+        return models[0](inputs)
+
+    inputs, _ = batch(0)
+    with torch.no_grad():
+        for _ in range(4):
+            step(inputs)
+        models[0] = others[0]
+        assert torch.equal(step(inputs).cpu(), others[0](inputs).cpu())
+
+
+@pytest.mark.parametrize("numbers", [(2, 2.0), (2.0, 2), (0.0, -0.0), (2**53, 2**53 + 1), (1, True)])
+def test_numbers_of_another_kind_are_seen(numbers):
+    @torch.tpu.capture
+    def step(values, number):
+        return 1 / (values * number), values * number
+
+    values = torch.tensor([1, 2], device="tpu")
+    for number in (*numbers[:1] * 4, *numbers[1:] * 2, *numbers[:1] * 2):
+        for found, expected in zip(
+            step(values, number), (1 / (values * number), values * number), strict=True
+        ):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found.cpu(), expected.cpu())
+
+
+def test_an_argument_on_the_memory_of_a_parameter_is_seen():
+    parameter = torch.ones(3, device="tpu")
+    holder = nn.Module()
+    holder.register_buffer("kept", parameter)
+
+    @torch.tpu.capture
+    def step(inputs):
+        holder.kept.mul_(2)
+        return inputs + holder.kept
+
+    other = torch.zeros(3, device="tpu")
+    for _ in range(4):
+        step(other)
+    assert step(holder.kept).tolist() == [64.0] * 3
+    assert step(holder.kept.data).tolist() == [128.0] * 3
+
+
+def test_a_buffer_of_another_dtype_on_the_same_memory_is_seen():
+    holder = nn.Module()
+    holder.register_buffer("kept", torch.ones(3, dtype=torch.float16, device="tpu"))
+
+    @torch.tpu.capture
+    def step(inputs):
+        return inputs + holder.kept
+
+    inputs = torch.zeros(3, device="tpu")
+    for _ in range(4):
+        step(inputs)
+    holder.kept.data = holder.kept.data.view(torch.bfloat16)
+    assert torch.equal(step(inputs).cpu(), holder.kept.cpu().float())
+
+
 def test_a_setting_that_changes_and_changes_back_is_replayed(is_deep):
     def story(setup, step):
         losses = run(setup, step, range(5))

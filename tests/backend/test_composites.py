@@ -211,3 +211,19 @@ def test_masked_softmax(mask_type: int, mask_shape: tuple[int, ...]) -> None:
     expected = torch._masked_softmax(scores, mask, 3, mask_type)
     found = torch._masked_softmax(scores.to("tpu"), mask.to("tpu"), 3, mask_type)
     torch.testing.assert_close(found.cpu(), expected, equal_nan=True)
+
+
+def test_conj_physical_in_place_and_into_a_result() -> None:
+    value = torch.tensor([1 + 2j, -3j])
+    on_device, out = value.to("tpu"), torch.empty(2, dtype=value.dtype, device="tpu")
+    torch.conj_physical(on_device, out=out)
+    assert torch.equal(out.cpu(), value.conj_physical())
+    assert torch.equal(on_device.conj_physical_().cpu(), value.conj_physical())
+
+
+def test_masked_softmax_refuses_what_the_cpu_refuses() -> None:
+    scores = torch.randn(2, 3, 5, 4, device="tpu")
+    with pytest.raises(RuntimeError):
+        torch._masked_softmax(scores, torch.zeros(2, 4, dtype=torch.bool, device="tpu"), 3, 1)
+    with pytest.raises(NotImplementedError):
+        torch._masked_softmax(scores.long(), torch.zeros_like(scores, dtype=torch.bool), 3, 2)

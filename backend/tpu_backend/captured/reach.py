@@ -17,8 +17,8 @@ from tpu_backend.runtime.user_line import NOT_THE_USERS
 
 
 class Watched(NamedTuple):
-    """An entry of a dictionary, or what is in a closure's cell, that must stay as it is; with key None: a
-    container's length."""
+    """An entry of a dictionary or list, or what is in a closure's cell, that must stay as it is; with key
+    `...`: a container's length."""
 
     container: Any
     key: Any
@@ -110,8 +110,13 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _items_of(value: Any) -> Iterator[Watched]:
-    if isinstance(value, list | tuple):
+    if isinstance(value, tuple):
         yield from _unnamed(value)
+        return
+    if isinstance(value, list):
+        yield from (
+            Watched(value, place, item, f"item {place} of a list") for place, item in enumerate(value)
+        )
         return
     items = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     kind = type(value).__name__
@@ -129,8 +134,11 @@ def watched_in_modules(modules: Iterable[nn.Module]) -> Iterator[Watched]:
             seen.add(id(module))
             if "training" in module.__dict__:  # a compiled module asks the one that it wraps
                 yield Watched(module.__dict__, "training", module.training, f"{path}.training")
-            for parts in (module._parameters, module._buffers, module._modules):
-                yield Watched(parts, None, len(parts), f"what {path} consists of")
+            for attribute in ("_parameters", "_buffers", "_modules"):
+                parts = getattr(module, attribute)
+                if attribute in module.__dict__:
+                    yield Watched(module.__dict__, attribute, parts, f"what {path} consists of")
+                yield Watched(parts, ..., len(parts), f"what {path} consists of")
                 for name, part in parts.items():
                     yield Watched(parts, name, part, f"{path}.{name}")
             for hooks in (
@@ -139,7 +147,9 @@ def watched_in_modules(modules: Iterable[nn.Module]) -> Iterator[Watched]:
                 module._backward_hooks,
                 module._backward_pre_hooks,
             ):
-                yield Watched(hooks, None, len(hooks), f"the hooks of {path}")
+                yield Watched(hooks, ..., len(hooks), f"the hooks of {path}")
+                for number, hook in hooks.items():
+                    yield Watched(hooks, number, hook, f"a hook of {path}")
 
 
 def watched_in_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Watched]:
@@ -148,17 +158,24 @@ def watched_in_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Watched]:
         name = type(optimizer).__name__
         groups = optimizer.param_groups
         yield Watched(optimizer.__dict__, "param_groups", groups, f"the groups of {name}")
-        yield Watched(groups, None, len(groups), f"the groups of {name}")
-        yield Watched(optimizer.state, None, len(optimizer.state), f"the state of {name}")
+        yield Watched(groups, ..., len(groups), f"the groups of {name}")
+        yield Watched(optimizer.__dict__, "state", optimizer.state, f"the state of {name}")
+        yield Watched(optimizer.state, ..., len(optimizer.state), f"the state of {name}")
         for number, group in enumerate(groups):
             where = f"{name}.param_groups[{number}]"
-            yield Watched(group["params"], None, len(group["params"]), f"{where}['params']")
+            yield Watched(groups, number, group, where)
+            yield Watched(group["params"], ..., len(group["params"]), f"{where}['params']")
+            for place, parameter in enumerate(group["params"]):
+                yield Watched(group["params"], place, parameter, f"{where}['params'][{place}]")
             for key, value in group.items():
                 if not is_number(value):
                     yield Watched(group, key, value, f"{where}[{key!r}]")
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                yield Watched(state, None, len(state), f"the state of {name}")
+                if parameter not in optimizer.state:
+                    continue
+                state = optimizer.state[parameter]
+                yield Watched(optimizer.state, parameter, state, f"the state of a parameter in {name}")
+                yield Watched(state, ..., len(state), f"the state of a parameter in {name}")
                 for key, value in state.items():
                     yield Watched(state, key, value, f"the {key} of a parameter in {name}")
 

@@ -86,7 +86,7 @@ def signbit(self):
 
 lowering("abs", promote="opmath")(jnp.abs)
 lowering("angle", promote="opmath")(jnp.angle)
-lowering("_conj_physical")(jnp.conj)
+lowering("conj_physical", "_conj_physical")(jnp.conj)
 
 
 @lowering("bitwise_not")

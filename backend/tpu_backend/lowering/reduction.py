@@ -243,7 +243,7 @@ def cumprod(self, dim, *, dtype=None):
     return _running(jnp.cumprod, self, dim)
 
 
-@lowering("logcumsumexp", promote="result")
+@lowering("logcumsumexp", "_logcumsumexp", promote="result")
 def logcumsumexp(self, dim):
     # The imaginary parts of complex ones wind up, which a sum of exp() would forget.
     scan = _complex_logcumsumexp if jnp.iscomplexobj(self) else _logcumsumexp

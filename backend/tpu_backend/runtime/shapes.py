@@ -362,7 +362,8 @@ def _masked_softmax(
 ) -> Tensor:
     """(B, heads, L, L) with a mask (L, L) for mask_type 0, (B, L) for 1; any shape, the mask's too, for 2."""
     expected = [self.shape[2:], (self.shape[0], self.shape[-1]), self.shape]
-    if mask_type not in (0, 1, 2) or (mask_type != 2 and self.dim() != 4):
+    is_square = self.dim() == 4 and self.shape[2] == self.shape[3]
+    if mask_type not in (0, 1, 2) or (mask_type != 2 and not is_square) or not self.is_floating_point():
         raise NotImplementedError
     if mask.shape != expected[mask_type] or mask.dtype != torch.bool:
         raise NotImplementedError
