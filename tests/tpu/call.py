@@ -10,6 +10,8 @@ import numpy as np
 
 from tpu_backend.lowering import TABLE, apply
 
+LOWERINGS = frozenset(TABLE)  # before compiled graphs add theirs
+
 
 @dataclass(frozen=True)
 class Call:
@@ -26,7 +28,8 @@ class Call:
         """Shapes of its arrays, in order; a random lowering's last one is the PRNG key's data."""
         shapes = [leaf for leaf in jax.tree.leaves((self.args, self.kwargs)) if is_shape(leaf)]
         draws = TABLE[self.lowering].draws
-        return [*shapes, jax.ShapeDtypeStruct((draws, 2)[draws == 1 :], np.uint32)] if draws else shapes
+        keys = [jax.ShapeDtypeStruct((2,) if draws == 1 else (draws, 2), np.uint32)]
+        return [*shapes, *(keys if draws else [])]
 
     def evaluate(self, arrays: list[jax.Array]) -> tuple[jax.Array | None, ...]:
         """The lowering's results for these arrays; for use inside ``jax.jit``."""

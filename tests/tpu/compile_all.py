@@ -18,14 +18,11 @@ from pathlib import Path
 
 import torch
 
-from tests.tpu.call import Call
+from tests.tpu.call import LOWERINGS, Call
 from tests.tpu.chips import TOPOLOGIES, compiler_is_installed
 from tests.tpu.collect import DTYPES, collect
 from tests.tpu.compiler import BATCH, Compiler
 from tests.tpu.device_calls import device_calls
-from tpu_backend.lowering import TABLE
-
-_LOWERINGS = frozenset(TABLE)  # before compiled graphs add theirs
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,9 @@ def main() -> int:
         served = {row.lowering for row in rows if row.problems[chip] is None}
         print(
             f"{chip}: {len(rows) - len(failed)} of {len(rows)} calls compile, "
-            f"of {len(served)} of {len(_LOWERINGS)} lowerings"
+            f"of {len(served)} of {len(LOWERINGS)} lowerings"
         )
-    missing = sorted(_LOWERINGS - {row.lowering for row in rows})
+    missing = sorted(LOWERINGS - {row.lowering for row in rows})
     if not options.only and options.part == "0/1":
         print(f"{len(missing)} lowerings without a call: {' '.join(missing)}")
     if options.rows:

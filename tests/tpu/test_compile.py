@@ -13,6 +13,7 @@ from tests.tpu.chips import ENVIRONMENT, TOPOLOGIES, compiler_is_installed
 from tests.tpu.collect import collect
 from tests.tpu.compile_all import compile_calls
 from tests.tpu.compiler import ROOT
+from tests.tpu.device_calls import device_calls
 from tpu_backend.lowering import CannotCompile, Lowering
 from tpu_backend.runtime import segment
 from tpu_backend.runtime.platform import Platform
@@ -100,3 +101,11 @@ def test_a_declaration_holds_for_its_dtypes_only():
 def test_no_lowering_takes_complex128_to_a_tpu():
     assert not _lowering(None).compiles_on_tpu(["complex128"])
     assert _lowering(None).compiles_on_tpu(["complex64", "float64"])
+
+
+@pytest.mark.sweep
+def test_calls_that_are_written_down_stay_on_the_device():
+    torch.tpu.reset_fallback_stats()
+    calls = device_calls(served=set())
+    assert torch.tpu.fallback_stats() == {}
+    assert len({call.lowering for call in calls}) > 150
