@@ -35,7 +35,10 @@ class State(NamedTuple):
 
 def initial_state(model: nn.Module) -> State:
     """A state with copies of a PyTorch model's parameters, each name once."""
-    params = {name: jnp.array(tensor.detach().cpu().numpy()) for name, tensor in model.named_parameters()}
+    params = {
+        name: jnp.array(tensor.detach().cpu().float().numpy(), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in model.named_parameters()
+    }
     zeros = partial(jax.tree.map, jnp.zeros_like)
     return State(params, zeros(params), zeros(params), jnp.zeros((), jnp.int32))
 
@@ -48,6 +51,10 @@ def training_step(
     @partial(jax.jit, donate_argnums=0)
     def step(state: State, learning_rate: Array, batch: Batch) -> tuple[State, Array]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
+        # A step of 16-bit weights computes in float32, as PyTorch's fused AdamW does.
+        gradients, old_params, old_mean, old_variance = jax.tree.map(
+            lambda value: value.astype(jnp.float32), (gradients, state.params, state.mean, state.variance)
+        )
         norm = jnp.sqrt(sum(jnp.vdot(gradient, gradient) for gradient in gradients.values()))
         scale = jnp.minimum(1.0, MAX_NORM / (norm + 1e-6))
         count = state.step + 1
@@ -56,19 +63,20 @@ def training_step(
         params, mean, variance = {}, {}, {}
         for name, gradient in gradients.items():
             gradient = gradient * scale
-            mean[name] = BETA1 * state.mean[name] + (1 - BETA1) * gradient
-            variance[name] = BETA2 * state.variance[name] + (1 - BETA2) * gradient**2
+            mean[name] = BETA1 * old_mean[name] + (1 - BETA1) * gradient
+            variance[name] = BETA2 * old_variance[name] + (1 - BETA2) * gradient**2
             update = mean[name] / correction1 / (jnp.sqrt(variance[name]) / correction2 + EPSILON)
             kept = 1 - learning_rate * WEIGHT_DECAY
-            params[name] = kept * state.params[name] - learning_rate * update
-        return State(params, mean, variance, count), value
+            params[name] = kept * old_params[name] - learning_rate * update
+        new = State(params, mean, variance, count)
+        return jax.tree.map(lambda now, before: now.astype(before.dtype), new, state), value
 
     return step
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """The mean over labels that are not ignored; logits (N, V), labels (N)."""
-    counted = labels != IGNORED_LABEL
+    logits, counted = logits.astype(jnp.float32), labels != IGNORED_LABEL
     own = jnp.take_along_axis(logits, jnp.where(counted, labels, 0)[:, None], axis=1)[:, 0]
     losses = jax.nn.logsumexp(logits, axis=1) - own
     return jnp.sum(jnp.where(counted, losses, 0)) / jnp.sum(counted)
@@ -104,7 +112,8 @@ def llama_loss(config: LlamaConfig) -> Callable[[Params, Batch], Array]:
         G = config.num_attention_heads // K
         frequencies = config.rope_theta ** (-np.arange(0, D, 2, dtype=np.float32) / D)
         angles = positions[:, :, None, None] * frequencies  # (B, S, 1, D / 2)
-        cosine, sine = jnp.cos(angles), jnp.sin(angles)
+        dtype = params["model.embed_tokens.weight"].dtype
+        cosine, sine = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
         may_attend = jnp.tril(jnp.ones((S, S), bool)) & (documents[:, :, None] == documents[:, None, :])
         may_attend = may_attend[:, None, None]  # (B, 1, 1, S, S)
 

@@ -1,0 +1,95 @@
+"""A training step of a Llama in bfloat16 on a GPU: here, by `torch.compile` with inductor, and in JAX alone.
+
+    XLA_PYTHON_CLIENT_PREALLOCATE=false TPU_PLATFORM=cuda python -m tests.benchmarks.gpu_step
+
+It needs JAX's CUDA platform (`pip install '.[cuda]'`) and a CUDA build of torch, and takes the Llama of 1B on
+4 sequences of 1,024 tokens: four states of 7 GB. Where there is no GPU it refuses; `--config llama-5m --host`
+tries it out on the CPU. Bars: 1.05x JAX's time, and no slower than inductor.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import jax
+import torch
+
+from tests.benchmarks import jax_reference, torch_step
+from tests.benchmarks.bars import Row, print_table
+from tests.benchmarks.interleaved import interleave
+from tests.benchmarks.jax_target import JaxSteps
+from tputrain.models.llama import LLAMA_CONFIGS, Llama
+
+
+class InductorSteps:
+    """A target for `interleave`: PyTorch's own compiled step on its own device."""
+
+    def __init__(self, step: torch_step.TrainingStep, synchronize: Callable[[], None]):
+        self.step = step
+        self.synchronize = synchronize
+
+    def __call__(self, calls: int) -> None:
+        for _ in range(calls):
+            self.step()
+        self.synchronize()
+
+
+def rows(name: str, size: int, length: int, rounds: int, calls: int, on_gpu: bool) -> list[Row]:
+    config = LLAMA_CONFIGS[name]
+    batch = torch_step.llama_batch(config, size, length)
+
+    def model() -> Llama:
+        return torch_step.llama(config).to(torch.bfloat16)
+
+    def steps(**form: bool) -> torch_step.DeviceSteps:
+        step = torch_step.TrainingStep(model(), torch_step.llama_loss, batch, "tpu", **form)
+        return torch_step.DeviceSteps(step, "fused")
+
+    own = "cuda" if on_gpu else "cpu"
+    targets = {
+        "captured": steps(captured=True),
+        "compile": steps(compiled=True),
+        "fused": steps(),
+        "inductor": InductorSteps(
+            torch_step.TrainingStep(model(), torch_step.llama_loss, batch, own, compiled=True),
+            torch.cuda.synchronize if on_gpu else lambda: None,
+        ),
+        "jax": JaxSteps(jax_reference.initial_state(model()), jax_reference.llama_loss(config), batch),
+    }
+    timings = interleave(targets, calls=calls, rounds=rounds)
+    return [
+        Row(
+            f"{name}, bfloat16: {form} / {other}",
+            timings[form].minimum / timings[other].minimum,
+            "<=",
+            bar,
+            f"{timings[form]} / {timings[other]}",
+        )
+        for form in ("captured", "compile", "fused")
+        for other, bar in (("jax", 1.05), ("inductor", 1.0))
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="llama-1b", choices=sorted(LLAMA_CONFIGS))
+    parser.add_argument("--size", type=int, default=4, help="sequences in a batch")
+    parser.add_argument("--length", type=int, default=1024, help="tokens in a sequence")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=5, help="steps a round")
+    parser.add_argument("--host", action="store_true", help="on the CPU, to try it out")
+    options = parser.parse_args()
+    if not options.host and (jax.default_backend() != "gpu" or not torch.cuda.is_available()):
+        parser.error(
+            f"expected a GPU in JAX and in torch, found {jax.default_backend()!r} and "
+            f"{'cuda' if torch.cuda.is_available() else 'no cuda'}: install '.[cuda]' and a CUDA build of "
+            "torch, and set TPU_PLATFORM=cuda; --host tries it out on the CPU"
+        )
+    table = rows(
+        options.config, options.size, options.length, options.rounds, options.calls, on_gpu=not options.host
+    )
+    return not print_table(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
