@@ -146,7 +146,8 @@ def test_a_pallas_kernel_is_an_operator():
         return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x, y)
 
     x, y = torch.randn(8, 128), torch.randn(8, 128)
-    assert torch.allclose(jax_op(multiply)(x.to("tpu"), y.to("tpu")).cpu(), x * y + 1)
+    # XLA rounds once where PyTorch rounds twice, so a sum near 0 has no relative tolerance alone.
+    torch.testing.assert_close(jax_op(multiply)(x.to("tpu"), y.to("tpu")).cpu(), x * y + 1)
 
 
 def test_each_set_of_static_values_is_a_function_of_its_own():
