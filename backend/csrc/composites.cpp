@@ -275,28 +275,28 @@ std::tuple<at::Tensor&, at::Tensor&, at::Tensor&> native_batch_norm_legit_out(
 
 // ---- lists of tensors with their scalars in one tensor, which is on the CPU
 
+std::vector<at::Scalar> numbers_in(const at::Tensor& scalars, at::TensorList tensors) {
+  return at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(tensors.size()));
+}
+
 std::vector<at::Tensor>
 foreach_addcdiv(at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
-  return at::_foreach_addcdiv(self, tensor1, tensor2, values);
+  return at::_foreach_addcdiv(self, tensor1, tensor2, numbers_in(scalars, self));
 }
 
 std::vector<at::Tensor>
 foreach_addcmul(at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
-  return at::_foreach_addcmul(self, tensor1, tensor2, values);
+  return at::_foreach_addcmul(self, tensor1, tensor2, numbers_in(scalars, self));
 }
 
 void foreach_addcdiv_(
     at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
-  at::_foreach_addcdiv_(self, tensor1, tensor2, values);
+  at::_foreach_addcdiv_(self, tensor1, tensor2, numbers_in(scalars, self));
 }
 
 void foreach_addcmul_(
     at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  const auto values = at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(self.size()));
-  at::_foreach_addcmul_(self, tensor1, tensor2, values);
+  at::_foreach_addcmul_(self, tensor1, tensor2, numbers_in(scalars, self));
 }
 
 } // namespace

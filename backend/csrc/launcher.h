@@ -38,9 +38,9 @@ struct Launch {
   void run();
 };
 
-// While containers are made on a launcher's thread: where they are, the collector runs, and with it finalizers of the user's.
-// These must not come to that thread, since whoever holds a stream's lock may be waiting for it.  Not while the GIL is given
-// away for long: another thread may switch the collector off itself.
+// While containers are made on a launcher's thread: where they are, the collector runs, and with it finalizers of the
+// user's.  These must not come to that thread, since whoever holds a stream's lock may be waiting for it.  Not while the
+// GIL is given away for long: another thread may switch the collector off itself.
 class WithoutCollector {
  public:
   WithoutCollector();

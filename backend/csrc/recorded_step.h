@@ -84,7 +84,7 @@ class RecordedStep {
     static Geometry of(const at::Tensor& tensor);
   };
   struct Argument {
-    std::shared_ptr<PyObject> type;  // of a tensor or a number
+    std::shared_ptr<PyObject> type;
     std::shared_ptr<PyObject> value; // null for tensors and numbers, which may change
     bool is_number{false};
     Geometry geometry{};

@@ -35,7 +35,7 @@ void fetch(const void* address) {
 }
 
 // Changes with whatever is set or removed; 0: not known.  (PEP 509; later Pythons no longer say it.)
-uint64_t version_of(PyObject* container) {
+uint64_t version_of([[maybe_unused]] PyObject* container) {
 #if PY_VERSION_HEX < 0x030C0000
   return PyDict_Check(container) ? reinterpret_cast<PyDictObject*>(container)->ma_version_tag : 0;
 #else

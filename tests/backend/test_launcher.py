@@ -1,13 +1,12 @@
 """Programs of many buffers that a captured step hands to a thread: order, errors, other threads, the end."""
 
 import gc
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
+from tests.backend.fresh_process import run_python
 from tpu_backend.runtime import compiler
 
 MANY = 40  # tensors: more than a program may have that is launched at once
@@ -144,7 +143,7 @@ def test_a_process_ends_with_launches_under_way():
         "counters.go(30)\n"
         "print(counters.step.problem)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    ended = run_python(script)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "None\n"
     assert "Error" not in ended.stderr
@@ -165,7 +164,7 @@ def test_what_is_replaced_is_not_copied():
         "    counters.go(10)\n"
         "    print(many, counters.step.problem, len(copies))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    ended = run_python(script)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "20 None 0\n40 None 0\n"
 

@@ -3,7 +3,7 @@
     XLA_PYTHON_CLIENT_PREALLOCATE=false TPU_PLATFORM=cuda python -m tests.benchmarks.gpu_step
 
 It needs JAX's CUDA platform (`pip install '.[cuda]'`) and a CUDA build of torch, and takes the Llama of 1B on
-4 sequences of 1,024 tokens: four states of 7 GB. Where there is no GPU it refuses; `--config llama-5m --host`
+4 sequences of 1,024 tokens: five states of 7 GB. Where there is no GPU it refuses; `--config llama-5m --host`
 tries it out on the CPU. Bars: 1.05x JAX's time, and no slower than inductor.
 """
 

@@ -167,10 +167,6 @@ def watched_in_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Watched]:
             yield Watched(group["params"], ..., len(group["params"]), f"{where}['params']")
             for place, parameter in enumerate(group["params"]):
                 yield Watched(group["params"], place, parameter, f"{where}['params'][{place}]")
-            for key, value in group.items():
-                if not is_number(value):
-                    yield Watched(group, key, value, f"{where}[{key!r}]")
-            for parameter in group["params"]:
                 if parameter not in optimizer.state:
                     continue
                 state = optimizer.state[parameter]
@@ -178,6 +174,9 @@ def watched_in_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Watched]:
                 yield Watched(state, ..., len(state), f"the state of a parameter in {name}")
                 for key, value in state.items():
                     yield Watched(state, key, value, f"the {key} of a parameter in {name}")
+            for key, value in group.items():
+                if not is_number(value):
+                    yield Watched(group, key, value, f"{where}[{key!r}]")
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> list[Setting]:
