@@ -90,10 +90,14 @@ def weight(batch: Batch) -> int:
     return num_samples(batch)
 
 
-def shares(weights: Sequence[int]) -> list[float]:
-    """What part of a step's loss the mean loss of each batch is."""
+def counted(batches: Sequence[Batch], weights: Sequence[int]) -> tuple[list[Batch], list[float]]:
+    """The batches that count in a step's loss, and what part of it the mean loss of each is.
+
+    The mean over no labels is not a number: batches without are left out.
+    """
     total = sum(weights)
-    return [weight / total for weight in weights]
+    weighty = [(batch, weight) for batch, weight in zip(batches, weights, strict=True) if weight]
+    return [batch for batch, _ in weighty], [weight / total for _, weight in weighty]
 
 
 def size(batch: Batch) -> int:

@@ -26,9 +26,9 @@ class StepBatches(NamedTuple):
     """What each counts in the loss."""
 
     @property
-    def shares(self) -> list[float]:
-        """What part of the step's loss the mean of each is."""
-        return batch_of.shares(self.weights)
+    def counted(self) -> tuple[list[Batch], list[float]]:
+        """Those on the device that count in the step's loss, and what part of it the mean of each is."""
+        return batch_of.counted(self.device, self.weights)
 
     @property
     def form(self) -> Hashable:

@@ -190,7 +190,7 @@ class BadSteps:
         with _Untouched(trainer.model, trainer.optimizer, trainer.device):
             with trainer.execution.in_form("debug"), looking_for_nonfinite() as looking:
                 weights = [batch_of.weight(batch) for batch in batches]
-                trainer.compute_gradients(batches, batch_of.shares(weights))
+                trainer.compute_gradients(*batch_of.counted(batches, weights))
         devices.flush(trainer.device)  # the next step's program must not hold any of this
         return looking.found
 

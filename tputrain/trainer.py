@@ -251,13 +251,9 @@ class Trainer:
     def _dispatch(self, batches: StepBatches) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Forward, backward and update; returns loss, gradient norm, and the optimizer's rates."""
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
-        # The mean over no labels is not a number.
-        counted = [
-            (batch, share) for batch, share in zip(batches.device, batches.shares, strict=True) if share
-        ]
         is_captured = self.execution.captures and not self._bad_steps.leaves_out_next
         update = self._captured_update if is_captured else self._update
-        loss, grad_norm = update(*map(list, zip(*counted, strict=True)))
+        loss, grad_norm = update(*batches.counted)
         devices.flush(self.device)
         return loss, grad_norm, rates
 
@@ -301,7 +297,7 @@ class Trainer:
     def compute_gradients(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping.
 
-        `shares`: see StepBatches.
+        `batches` and `shares`: see batches.counted.
         """
         loss = self._accumulate_gradients(batches, shares)
         limits = self.cfg.trainer

@@ -119,6 +119,18 @@ def test_stop_goes_back_and_says_which_line_made_the_first_nan(tmp_path, device)
     assert trainer.store.steps() == [4, 2]
 
 
+def test_a_micro_batch_without_labels_is_not_blamed(tmp_path):
+    class Unlabelled(Batches):
+        def batch_at(self, step: int, micro: int) -> list[Tensor]:
+            inputs, labels = super().batch_at(step, micro)
+            if step + 1 == BAD and micro == 0:
+                labels.fill_(-100)
+            return [inputs, labels]
+
+    with pytest.raises(UserError, match=r"aten\.sqrt\.default made the first NaN"):
+        trainer_of(tmp_path, "cpu", "stop", Unlabelled(BAD)).fit()
+
+
 def test_skip_leaves_the_weights_as_if_the_bad_step_had_not_been(tmp_path, capsys):
     trainer = trainer_of(tmp_path, "cpu", "skip", Batches(BAD))
     trainer.fit()
