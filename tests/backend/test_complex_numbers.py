@@ -65,3 +65,13 @@ def test_complex32_is_converted_viewed_written_and_differentiated_as_on_the_cpu(
 def test_jax_refuses_complex32() -> None:
     with pytest.raises(TypeError, match=r"JAX has no equivalent of torch\.complex32"):
         to_jax(torch.zeros(2, dtype=torch.complex64, device="tpu").chalf())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [((32, 16), (16, 24)), ((3, 20, 30), (3, 30, 20)), ((9, 7), (7,))], ids=str
+)
+def test_products_are_as_near_as_the_cpus(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (6 * torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes)
+    torch.testing.assert_close((left.to("tpu") @ right.to("tpu")).cpu(), left @ right)

@@ -227,3 +227,19 @@ def test_masked_softmax_refuses_what_the_cpu_refuses() -> None:
         torch._masked_softmax(scores, torch.zeros(2, 4, dtype=torch.bool, device="tpu"), 3, 1)
     with pytest.raises(NotImplementedError):
         torch._masked_softmax(scores.long(), torch.zeros_like(scores, dtype=torch.bool), 3, 2)
+
+
+@pytest.mark.parametrize("power", [True, False, 2, 0.5])
+def test_powers_of_truth_values(power: float) -> None:
+    truth = torch.tensor([True, False])
+    on_device = truth.to("tpu")
+    for found, expected in (
+        (on_device**power, truth**power),
+        (torch._foreach_pow([on_device], power)[0], torch._foreach_pow([truth], power)[0]),
+    ):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.cpu(), expected)
+    for function in (lambda base: base**base, lambda base: True**base):
+        for base in (truth, on_device):
+            with pytest.raises(NotImplementedError, match="\"pow\" not implemented for 'Bool'"):
+                function(base)

@@ -78,3 +78,11 @@ def test_scaled_sums_of_16_bit_round_as_the_cpus(dtype, shape, alpha):
     for function in (torch.add, torch.sub):
         expected = function(values, others, alpha=alpha)
         assert torch.equal(function(values.to("tpu"), others.to("tpu"), alpha=alpha).cpu(), expected)
+
+
+@NEEDS_VECTORS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (32,), (5, 13), (400,)])
+def test_reciprocal_roots_of_16_bit_round_as_the_cpus(dtype, shape):
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(dtype) + 0.1
+    assert torch.equal(values.to("tpu").rsqrt().cpu(), values.rsqrt())

@@ -6,6 +6,11 @@ _TIES = "equal elements: the CPU takes whichever the steps of its selection leav
 _UNSTABLE = "equal elements: the CPU's sort leaves them in no order of their own, ours in the order they had"
 _ACCUMULATED = "PyTorch's own code accumulates in another dtype on the CPU than on devices it does not know"
 _ILL_CONDITIONED = "last digits that the gradient multiplies, by more than twice what it does to the CPU's"
+_FORMS = (
+    "PyTorch's default steps parameter by parameter on the CPU and by lists on a device, and the CPU rounds"
+    " the factors of lists to 16 bit: its own two forms differ by as much"
+)
+_CHAOTIC = "its line search goes another way for another last digit: so do PyTorch's AVX2 and AVX-512 kernels"
 
 REASONS: dict[str, str] = {
     "topk": _TIES,
@@ -20,5 +25,8 @@ REASONS: dict[str, str] = {
     "svd": _ILL_CONDITIONED,
     "linalg.svd": _ILL_CONDITIONED,
     "linalg.householder_product": _ILL_CONDITIONED,
+    "SGD": _FORMS,
+    "RAdam": _FORMS,
+    "LBFGS": _CHAOTIC,
     "nn.MultiheadAttention": "for some tiny matrices MKL adds even and odd products apart, and without FMA",
 }

@@ -61,17 +61,25 @@ def add_scaled_16_bit(
     two of them the product is rounded as well, by ``stored``: of tensors of a few numbers that is all.
     """
     product = factor * others
-    total = values + product
-    left_over = total.size % _NUMBERS_OF_TWO_VECTORS
-    if left_over == 0 or total.size > _MOST_SCALED:
-        return total
-    is_left_over = jnp.arange(total.size).reshape(total.shape) >= total.size - left_over
-    rounded_twice = values + stored(product)
+    return _with_left_over(values + product, lambda: values + stored(product))
+
+
+def rsqrt_16_bit(values: jax.Array, stored: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """``1 / sqrt(values)`` of 16-bit numbers, in float32; the root of what is left over is rounded."""
+    return _with_left_over(lax.rsqrt(values), lambda: 1 / stored(jnp.sqrt(values)))
+
+
+def _with_left_over(vectors: jax.Array, others: Callable[[], jax.Array]) -> jax.Array:
+    """On a CPU ``others`` for the numbers of 16 bit that do not fill two vectors, at the end."""
+    left_over = vectors.size % _NUMBERS_OF_TWO_VECTORS
+    if left_over == 0 or vectors.size > _MOST_SCALED:
+        return vectors
+    is_left_over = jnp.arange(vectors.size).reshape(vectors.shape) >= vectors.size - left_over
     return lax.platform_dependent(
-        total,
-        rounded_twice,
-        cpu=lambda total, rounded_twice: jnp.where(is_left_over, rounded_twice, total),
-        default=lambda total, _: total,
+        vectors,
+        others(),
+        cpu=lambda vectors, others: jnp.where(is_left_over, others, vectors),
+        default=lambda vectors, _: vectors,
     )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
-from tpu_backend.lowering.few_numbers import add_scaled, add_scaled_16_bit
+from tpu_backend.lowering.few_numbers import add_scaled, add_scaled_16_bit, rsqrt_16_bit
 from tpu_backend.lowering.matmul import scaled
 from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, is_16_bit, lowering, opmath, stored
 
@@ -56,7 +56,6 @@ _UNARY = {
     "rad2deg": jnp.rad2deg,
     "reciprocal": jnp.reciprocal,
     "round": _unless_integral(jnp.round),
-    "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
@@ -126,6 +125,12 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
     if not jnp.issubdtype(self.dtype, jnp.inexact):
         return self
     return jnp.nan_to_num(self, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+@lowering("rsqrt", promote="result")
+def rsqrt(self, *, out):
+    dtype = out[0].dtype
+    return rsqrt_16_bit(self, lambda values: stored(values, dtype)) if is_16_bit(dtype) else lax.rsqrt(self)
 
 
 # ---- arithmetic

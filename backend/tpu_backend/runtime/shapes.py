@@ -19,6 +19,7 @@ from torch._decomp.decompositions import max_unpool2d, multilabel_margin_loss_fo
 from torch._meta_registrations import _exec_fft, _linalg_svd_meta, _sort_dims
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
+from torch.types import Number
 
 
 @cache
@@ -39,6 +40,9 @@ def register_meta_kernels() -> Library:
     library.impl("_fft_c2r", _fft_c2r, "Meta", allow_override=True)
     # PyTorch's own says (1,) for the loss of a single sample, which has no dims.
     library.impl("multilabel_margin_loss_forward", _multilabel_margin_loss, "Meta", allow_override=True)
+    # PyTorch's own says int64 for powers of truth values.
+    for name in ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"):
+        library.impl(name, _pow, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
     for name, meta_kernel in _LIKE_CPU.items():
@@ -74,6 +78,19 @@ def _keeping_statistics(name: str) -> Callable[..., tuple[Tensor, ...]]:
         return result, mean.to(kept), deviation.to(kept), *rest
 
     return kernel
+
+
+def _pow(self: Tensor | Number, exponent: Tensor | Number) -> Tensor:
+    """Of truth values the CPU has powers by one number alone, which are truth values, too."""
+    of_truth = all(
+        each.dtype == torch.bool if isinstance(each, Tensor) else isinstance(each, bool)
+        for each in (self, exponent)
+    )
+    if not of_truth:
+        return decomposition_table[torch.ops.aten.pow.Tensor_Tensor](self, exponent)
+    if isinstance(exponent, Tensor) or not isinstance(self, Tensor):
+        raise NotImplementedError("\"pow\" not implemented for 'Bool'")
+    return torch.empty_like(self)
 
 
 def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tensor:
