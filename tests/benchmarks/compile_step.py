@@ -6,6 +6,10 @@ Python alone take more. On a CPU the step itself empties the caches that the hos
 host's time is also measured for a Llama of as many buffers that computes next to nothing, and both beside
 what JAX's own call takes. A captured step's program is launched by another thread, which that time does not
 count; JAX's own call is the measure of it.
+
+The MLP's step is so short that on a machine of few cores, all of which XLA keeps busy, the host's work adds
+to it. So its rows also say what PyTorch itself takes for the same step on its own CPU tensors of 2 numbers a
+row: less than that no device can make of a step that Python runs.
 """
 
 import sys
@@ -15,6 +19,7 @@ from dataclasses import replace
 from statistics import median
 
 import jax
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,7 +40,10 @@ def step_rows(
     batch: torch_step.Batch,
     calls: int,
     rounds: int,
+    native: dict[str, str] | None = None,
 ) -> list[Row]:
+    """`native`: what to say of PyTorch itself in a form's row."""
+
     def steps(**form: bool) -> torch_step.DeviceSteps:
         return torch_step.DeviceSteps(
             torch_step.TrainingStep(make_model(), loss, batch, "tpu", **form), "fused"
@@ -55,10 +63,31 @@ def step_rows(
             timing.minimum / reference.minimum,
             "<=",
             1.05,
-            f"{timing} / {reference}",
+            f"{timing} / {reference}{(native or {}).get(form, '')}",
         )
         for form, timing in timings.items()
     ]
+
+
+def native_host_time(compiled: bool, rounds: int = 20, calls: int = 50) -> str:
+    """The MLP's step with next to nothing to compute, by PyTorch on the CPU."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    batch = np.zeros((2, 2), np.float32), np.zeros(2, np.int64)
+    step = torch_step.TrainingStep(model, torch_step.mlp_loss, batch, "cpu", compiled=compiled)
+    if not compiled:  # on a device PyTorch's default is this
+        step.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    best = float("inf")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's would spin beside XLA's
+    try:
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for _ in range(calls):
+                step()
+            best = min(best, (time.perf_counter() - start) / calls)
+    finally:
+        torch.set_num_threads(threads)
+    return f"; PyTorch's own host time {best * 1e6:.0f} µs"
 
 
 # As many buffers as the Llama of the bars, and as few operations as may be.
@@ -113,6 +142,7 @@ def rows() -> list[Row]:
             torch_step.mlp_batch(),
             calls=20,
             rounds=30,
+            native={"compile": native_host_time(True), "fused": native_host_time(False)},
         ),
         *step_rows(
             "Llama",
