@@ -36,6 +36,7 @@ void initialize(
     const py::list& lowered_ops,
     const py::object& trace_form,
     const py::object& compile,
+    const py::object& is_room_short,
     const py::object& compile_ahead,
     const py::object& put_numbers,
     const py::object& put,
@@ -49,6 +50,7 @@ void initialize(
   auto& runtime = tpu::runtime();
   runtime.trace_form = keep(trace_form);
   runtime.compile = keep(compile);
+  runtime.is_room_short = keep(is_room_short);
   runtime.compile_ahead = keep(compile_ahead);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);

@@ -23,6 +23,9 @@ namespace {
 // A synchronisation waits for this many launches; the device works them off in order.
 constexpr size_t kRememberedLaunches = 64;
 
+// Programs that are loaded before it is looked again whether there is room for more.
+constexpr size_t kLoadedBetweenLooks = 8;
+
 py::handle check(PyObject* object) {
   if (object == nullptr) {
     throw py::error_already_set();
@@ -75,9 +78,9 @@ Variant* fitting_variant(const Program& program, const Segment& segment, const L
   return best;
 }
 
-std::unique_ptr<Variant> new_variant(
+std::shared_ptr<Variant> new_variant(
     const Program& program, const Segment& segment, const Locals& live, const Donations& donations) {
-  auto variant = std::make_unique<Variant>();
+  auto variant = std::make_shared<Variant>();
   variant->offsets = segment.offsets;
   variant->offset_is_input.assign(segment.offsets.size(), 0);
   // An offset that has been seen with two values becomes an input.
@@ -122,6 +125,7 @@ py::dict describe(const Variant& variant, const Segment& segment) {
   description["num_floats"] = segment.numbers.floats.size();
   description["num_doubles"] = segment.numbers.doubles.size();
   description["num_integers"] = segment.numbers.integers.size();
+  description["was_given_back"] = variant.demands != nullptr;
   return description;
 }
 
@@ -174,6 +178,12 @@ Runtime& runtime() {
   return *instance;
 }
 
+void Variant::unload() {
+  Py_CLEAR(executable);
+  Py_CLEAR(execute);
+  Py_CLEAR(handlers);
+}
+
 Program& ProgramCache::find(const Segment& segment) {
   auto& bucket = programs_[segment.hash];
   for (auto& program : bucket) {
@@ -189,25 +199,67 @@ Program& ProgramCache::find(const Segment& segment) {
 Variant& ProgramCache::variant_for(
     Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters) {
   if (Variant* known = fitting_variant(program, segment, live, donations)) {
-    ++counters.memory_hits;
+    if (known->is_loaded()) {
+      ++counters.memory_hits;
+    } else {
+      load(*known, segment, counters);
+    }
     return *known;
   }
-
   auto variant = new_variant(program, segment, live, donations);
+  load(*variant, segment, counters);
+  program.variants.push_back(std::move(variant));
+  return *program.variants.back();
+}
+
+void ProgramCache::load(Variant& variant, const Segment& segment, Counters& counters) {
+  make_room();
   const auto start = std::chrono::steady_clock::now();
-  const auto description = describe(*variant, segment);
-  variant->executable = check(PyObject_CallOneArg(runtime().compile, description.ptr())).ptr();
-  variant->execute = check(PyObject_GetAttrString(variant->executable, "execute")).ptr();
-  variant->handlers = check(PyObject_GetAttrString(variant->executable, "handlers")).ptr();
-  variant->has_offenders = py::len(py::handle(variant->executable).attr("demands")) > 0;
-  if (py::cast<bool>(py::handle(variant->executable).attr("from_disk"))) {
+  const auto description = describe(variant, segment);
+  const auto executable = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().compile, description.ptr())));
+  py::object execute = executable.attr("execute");
+  py::object handlers = executable.attr("handlers");
+  if (variant.demands == nullptr) {
+    variant.demands = py::object(executable.attr("demands")).release().ptr();
+    variant.has_offenders = py::len(py::handle(variant.demands)) > 0;
+  }
+  if (py::cast<bool>(executable.attr("from_disk"))) {
     ++counters.disk_hits;
   } else {
     ++counters.compilations;
     counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  program.variants.push_back(std::move(variant));
-  return *program.variants.back();
+  variant.unload(); // a finalizer may have had it loaded meanwhile
+  variant.executable = Py_NewRef(executable.ptr());
+  variant.execute = execute.release().ptr();
+  variant.handlers = handlers.release().ptr();
+  variant.last_launch = num_launched_;
+}
+
+void ProgramCache::make_room() {
+  if (++num_loaded_ < kLoadedBetweenLooks) {
+    return;
+  }
+  num_loaded_ = 0;
+  const auto is_short = py::reinterpret_steal<py::object>(check(PyObject_CallNoArgs(runtime().is_room_short)));
+  if (!py::cast<bool>(is_short)) {
+    return;
+  }
+  std::vector<Variant*> loaded;
+  for (const auto& [hash, bucket] : programs_) {
+    for (const auto& program : bucket) {
+      for (const auto& variant : program->variants) {
+        if (variant->is_loaded() && variant.use_count() == 1) {
+          loaded.push_back(variant.get());
+        }
+      }
+    }
+  }
+  const auto middle = loaded.begin() + static_cast<std::ptrdiff_t>(loaded.size() / 2);
+  std::nth_element(loaded.begin(), middle, loaded.end(), [](const Variant* some, const Variant* other) {
+    return some->last_launch < other->last_launch;
+  });
+  std::for_each(loaded.begin(), middle, [](Variant* variant) { variant->unload(); });
 }
 
 std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) {
@@ -323,6 +375,7 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     value.array = array;
     value.launch = num_launched_ + 1;
   }
+  variant.last_launch = num_launched_;
   remember(std::move(token), variant.outputs.empty() ? ValuePtr() : segment.values[variant.outputs[0]]);
   if (variant.has_offenders) {
     segment.offenders = Py_NewRef(check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(variant.outputs.size()))).ptr());

@@ -79,15 +79,18 @@ struct Segment {
 };
 
 // One executable of a program: for these outputs, these donations and these constant offsets.
-struct Variant {
+struct Variant : std::enable_shared_from_this<Variant> {
   std::vector<uint8_t> offset_is_input;
   std::vector<int64_t> offsets; // where not an input
   std::vector<int32_t> outputs; // locals, in the order the executable returns them
   std::vector<int32_t> sorted_outputs;
   std::vector<int32_t> donated; // locals of inputs that the executable consumes, ascending
-  PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable; owned, never freed, as all of these
+  // Owned, all of these.  Null where it was given back, see `make_room`:
+  PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable
   PyObject* execute{nullptr}; // (list of arrays) -> results
   PyObject* handlers{nullptr}; // what makes arrays of the results
+  // Never freed:
+  PyObject* demands{nullptr}; // of indices; null until it is compiled
   bool has_offenders{false}; // as a last output
   // The numbers passed last and their device arrays: most repeat from call to call.
   std::string last_floats, last_doubles, last_integers;
@@ -96,12 +99,18 @@ struct Variant {
   PyObject* integer_array{nullptr};
   // Values that a launch was the last to hold, by the output that takes their memory: the next launch's outputs.
   std::vector<ValuePtr> spare;
+  size_t last_launch{0};
+
+  bool is_loaded() const {
+    return execute != nullptr;
+  }
+  void unload();
 };
 
 // A hash alone decides nothing: the tapes are compared.
 struct Program {
   std::vector<uint32_t> tape;
-  std::vector<std::unique_ptr<Variant>> variants;
+  std::vector<std::shared_ptr<Variant>> variants; // who else holds one keeps it loaded
   std::shared_ptr<const PartPlan> parts; // once it was asked how it is taken apart
   bool is_prepared{false}; // it was compiled ahead
 };
@@ -158,18 +167,23 @@ class ProgramCache {
   Program& find(const Segment& segment);
   Variant& variant_for(
       Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters);
+  void load(Variant& variant, const Segment& segment, Counters& counters);
+  // Gives back what was not used for longest, where the system would soon refuse to load more programs.
+  void make_room();
   pybind11::object description_of(const Segment& segment, const Locals& live, const Donations& donations);
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
   std::vector<Launched> launched_; // a ring
   size_t num_launched_{0};
+  size_t num_loaded_{0}; // since it was looked whether there is room
 };
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
   PyObject* compile{nullptr}; // (description) -> Executable
+  PyObject* is_room_short{nullptr}; // () -> whether few more programs can be loaded
   PyObject* compile_ahead{nullptr}; // (description) -> None: begins what `compile` of it will ask for
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
@@ -178,7 +192,7 @@ struct Runtime {
   PyObject* wait{nullptr}; // (tokens of launches) -> None, when they are done
   PyObject* after_debug_op{nullptr}; // (signature id, arrays, failure) -> None: waits, checks
   PyObject* describe_shortage{nullptr}; // () -> str: which tensors live, and what needs less
-  PyObject* raise_range_error{nullptr}; // (offenders, Executable, places) -> None: waits, raises
+  PyObject* raise_range_error{nullptr}; // (offenders, demands, places) -> None: waits, raises
   std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin
 };
 Runtime& runtime();

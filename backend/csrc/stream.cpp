@@ -313,7 +313,7 @@ void Stream::cut() {
 
 void Stream::check_launches() {
   for (auto& launch : std::exchange(unchecked_, {})) {
-    range_checks_.add(launch.number, std::move(launch.offenders), launch.executable, std::move(launch.checked));
+    range_checks_.add(launch.number, std::move(launch.offenders), launch.demands, std::move(launch.checked));
   }
 }
 
@@ -399,7 +399,7 @@ void Stream::run(Segment& segment) {
 void Stream::note_launch(Segment& segment) {
   if (PyObject* offenders = std::exchange(segment.offenders, nullptr)) {
     unchecked_.push_back(
-        {programs_.num_launched(), shared_reference(offenders), segment.variant->executable, segment.checked});
+        {programs_.num_launched(), shared_reference(offenders), segment.variant->demands, segment.checked});
   }
 }
 
@@ -505,7 +505,7 @@ void Stream::assign(Buffer* buffer, ValuePtr value) {
 void Stream::note_run(const Segment& segment) {
   ++notes->num_cuts;
   SegmentRun run{
-      .variant = segment.variant,
+      .variant = segment.variant == nullptr ? nullptr : segment.variant->shared_from_this(),
       .serial = segment.serial,
       .entries = segment.entries,
       .inputs = segment.inputs,
@@ -594,7 +594,7 @@ void Stream::take_launches() {
       value->launch = programs_.num_launched();
     }
     if (launch->offenders != nullptr) {
-      unchecked_.push_back({programs_.num_launched(), launch->offenders, launch->variant->executable, std::move(launch->checked)});
+      unchecked_.push_back({programs_.num_launched(), launch->offenders, launch->variant->demands, std::move(launch->checked)});
     }
   }
   launches.clear();

@@ -167,7 +167,7 @@ class Stream {
   struct Unchecked {
     size_t number;
     std::shared_ptr<PyObject> offenders;
-    PyObject* executable;
+    PyObject* demands;
     std::vector<CheckedEntry> checked;
   };
 

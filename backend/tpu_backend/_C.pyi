@@ -10,6 +10,7 @@ def initialize(
     lowered_ops: list[tuple[str, str, list[str], list[str], list[str], int]],
     trace_form: Callable[..., Any],
     compile: Callable[..., Any],
+    is_room_short: Callable[..., Any],
     compile_ahead: Callable[..., Any],
     put_numbers: Callable[..., Any],
     put: Callable[..., Any],

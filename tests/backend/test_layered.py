@@ -247,7 +247,7 @@ BEGIN = """
 import time, torch
 from tpu_backend.runtime import ahead
 torch.ones(1, device="tpu").sum().item()
-description = {"offsets": [], "offset_is_input": [], "circumstances": None}
+description = {"offsets": [], "offset_is_input": [], "circumstances": None, "was_given_back": False}
 ahead.begin(description, lambda _: time.sleep(SECONDS))
 time.sleep(0.5)
 """

@@ -11,7 +11,7 @@ import torch
 
 from tpu_backend import _C, data_dependent, device_module
 from tpu_backend.lowering import names, registry
-from tpu_backend.runtime import compiler, platform, shapes, transfer, user_line
+from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
 from tpu_backend.runtime.memory import describe_shortage
 from tpu_backend.runtime.range_errors import raise_range_error
@@ -77,6 +77,7 @@ def initialize() -> None:
             lowered_ops(),
             untraced(trace_form),
             untraced(compiler.compile_segment),
+            untraced(mappings.are_scarce),
             untraced(compiler.compile_ahead),
             untraced(transfer.put_numbers),
             untraced(transfer.put),

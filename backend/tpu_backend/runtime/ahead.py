@@ -80,5 +80,6 @@ def _key(description: dict[str, Any]) -> Hashable:
     decisive = description | {
         "offsets": [None if is_input else start for start, is_input in starts],
         "circumstances": None,
+        "was_given_back": None,
     }
     return repr(sorted(decisive.items()))

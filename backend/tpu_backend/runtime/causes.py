@@ -48,6 +48,7 @@ KINDS = (
     "results",  # others stay alive
     "slice",  # where a slice starts has become an input
     "memory",  # an input's memory can be used again, or cannot any more
+    "room",  # it was given back when there was room for few more programs
 )
 
 
@@ -71,6 +72,9 @@ def cause_of(description: dict[str, Any], mode: str) -> Cause:
     new = _program(description, mode)
     # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
     cause = _mode_changed(new) if len(new.entries) == 1 else None
+    if description["was_given_back"]:
+        text = "it was given back: the system had room for few more programs (vm.max_map_count)"
+        cause = Cause("room", text, first_line(new.entries[-1].number))
     cause = cause or _difference_from_nearest(new) or _mode_changed(new)
     if cause is None:
         first = new.entries[0]

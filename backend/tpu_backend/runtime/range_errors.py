@@ -8,15 +8,14 @@ from types import CodeType
 import jax
 import numpy as np
 
-from tpu_backend.lowering.bounds import IN_RANGE
-from tpu_backend.runtime.compiler import Executable
+from tpu_backend.lowering.bounds import IN_RANGE, Demand
 from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import line_of
 
 Place = tuple[int, int, CodeType | None, int]  # entry of the segment, signature, code, offset in it
 
 
-def raise_range_error(offenders: jax.Array, executable: Executable, places: Sequence[Place]) -> None:
+def raise_range_error(offenders: jax.Array, demands: Sequence[Demand], places: Sequence[Place]) -> None:
     """Wait for a program's offenders and raise for the first one; nothing where all indices are in range.
 
     Raises what the lowering declared: IndexError or RuntimeError, with PyTorch's text.
@@ -25,7 +24,7 @@ def raise_range_error(offenders: jax.Array, executable: Executable, places: Sequ
     if (values == IN_RANGE).all():
         return
     first = int(np.argmax(values != IN_RANGE))
-    demand = executable.demands[first]
+    demand = demands[first]
     _, number, code, lasti = next(place for place in places if place[0] == demand.entry)
     raise demand.error(
         f"{demand.text.format(index=int(values[first]))}\n  in {signature(number).described()}\n"

@@ -1,0 +1,21 @@
+"""Memory mappings: XLA takes a dozen to 500 of them for each program that it loads on a CPU, and ends the
+process where Linux has no more to give.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tpu_backend.runtime.platform import platform
+
+_MOST = Path("/proc/sys/vm/max_map_count")
+_MAPS = Path("/proc/self/maps")
+_SCARCE_FROM = 0.75  # of them
+
+
+def are_scarce() -> bool:
+    """Whether few are left; False where programs take none, or nobody says how many there are."""
+    if platform().name != "cpu" or not _MOST.exists():
+        return False
+    with _MAPS.open() as maps:
+        return sum(1 for _ in maps) > _SCARCE_FROM * int(_MOST.read_text())

@@ -1,0 +1,91 @@
+"""Programs are given back before the system refuses to load more of them: XLA would end the process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backend.fresh_process import run_python
+from tpu_backend.runtime import mappings
+
+# In a process of its own, where nothing else was loaded: the older half is what this script did first.
+SCRIPT = """
+    import json
+    import torch
+    from tpu_backend.runtime import mappings
+
+    mappings._SCARCE_FROM = 0.0
+    BETWEEN_LOOKS = 8  # programs, as in csrc/program.cpp
+    compilations = lambda: torch.tpu.compile_stats()["compilations"]
+    numbers = torch.arange(1.0, 9.0, device="tpu")
+    torch.tpu.synchronize()
+    weighted = lambda: (numbers * 3).cumsum(0)[-1].item()
+    found = {"weighted": [weighted()], "errors": []}
+
+    def look_up():
+        try:
+            numbers[torch.tensor([8], device="tpu")].sum().item()
+        except IndexError as error:
+            found["errors"].append(str(error).splitlines()[0])
+
+    weight = torch.nn.Parameter(torch.ones(3, device="tpu"))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    @torch.tpu.capture
+    def step(inputs):
+        loss = (weight * inputs).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    inputs = torch.ones(3, device="tpu")
+    found["losses"] = [step(inputs).item() for _ in range(4)]
+    look_up()
+
+    for size in range(100, 100 + 4 * BETWEEN_LOOKS):
+        total = torch.ones(size, device="tpu").sum().item()
+    before = compilations()
+    torch.ones(size, device="tpu").sum().item()
+    found["of the last"] = compilations() - before
+
+    before = compilations()
+    found["losses"] += [step(inputs).item() for _ in range(2)]
+    found["of the captured"] = compilations() - before
+
+    before = compilations()
+    found["weighted"].append(weighted())
+    found["of the first"] = compilations() - before
+    found["cause"] = torch.tpu.compilations()[-1].cause.kind
+    look_up()
+    print(json.dumps(found))
+"""
+
+
+def test_what_was_not_used_for_longest_is_compiled_again() -> None:
+    result = run_python(SCRIPT)
+    assert result.returncode == 0, result.stderr
+    error = "index 8 is out of bounds for dimension 0 with size 8"
+    assert json.loads(result.stdout) == {
+        "weighted": [108.0, 108.0],
+        "errors": [error, error],
+        "losses": [3.0, 1.5, 0.0, -1.5, -3.0, -4.5],
+        "of the last": 0,
+        "of the captured": 0,
+        "of the first": 1,
+        "cause": "room",
+    }
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mappings are counted on Linux")
+def test_mappings_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.tpu.synchronize()
+    most = tmp_path / "max_map_count"
+    monkeypatch.setattr(mappings, "_MOST", most)
+    most.write_text("1000000\n")
+    assert not mappings.are_scarce()
+    most.write_text("10\n")
+    assert mappings.are_scarce()
+    monkeypatch.setattr(mappings, "_MOST", tmp_path / "nothing")
+    assert not mappings.are_scarce()
