@@ -197,6 +197,10 @@ PYBIND11_MODULE(_C, m) {
       "synchronize",
       [](int device) { tpu::Device::get().synchronize(static_cast<c10::DeviceIndex>(device)); },
       py::call_guard<py::gil_scoped_release>());
+  m.def("wait_for_launches", [](int device) { // and for nothing that is only recorded
+    const auto index = static_cast<c10::DeviceIndex>(device);
+    tpu::Device::get().wait(index, tpu::Device::get().stream(index).num_launched());
+  });
   m.def("describe_signature", [](uint32_t id) {
     return py::reinterpret_steal<py::object>(tpu::describe_signature(id));
   });

@@ -159,3 +159,30 @@ def test_layer_norm_adds_gradients_of_rows_in_pytorchs_order() -> None:
         assert torch.equal(grad_bias("tpu"), grad_bias("cpu"))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_momentum_of_its_own_in_each_step_compiles_nothing() -> None:
+    """`BatchNorm(momentum=None)` averages over all batches so far: its factor is 1, 1/2, 1/3, ..."""
+    batches = [torch.randn(6, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    norm = torch.nn.BatchNorm1d(3, momentum=None)
+    on_device = torch.nn.BatchNorm1d(3, momentum=None, device="tpu")
+    compilations = []
+    for batch in batches:
+        norm(batch)
+        on_device(batch.to("tpu"))
+        torch.tpu.synchronize()
+        compilations.append(torch.tpu.compile_stats()["compilations"])
+    assert compilations[-1] == compilations[2]
+    torch.testing.assert_close(on_device.running_mean.cpu(), norm.running_mean)
+    torch.testing.assert_close(on_device.running_var.cpu(), norm.running_var)
+
+
+def test_parameters_of_another_dtype_are_refused_as_on_the_cpu() -> None:
+    for device in ("cpu", "tpu"):
+        for norm in (torch.nn.LayerNorm(3), torch.nn.BatchNorm1d(3)):
+            with pytest.raises(RuntimeError, match="all inputs must share same datatype"):
+                norm.to(device)(torch.ones(2, 3, dtype=torch.float64, device=device))
+
+
+def test_the_median_of_nothing_is_nan() -> None:
+    assert torch.ones(0, device="tpu").median().isnan()

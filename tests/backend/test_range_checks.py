@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.backend.fresh_process import run_python
+
 Index = Callable[..., Tensor]
 
 WRONG: dict[str, Callable[[Tensor, Index], object]] = {
@@ -46,6 +48,15 @@ WRONG: dict[str, Callable[[Tensor, Index], object]] = {
     "loss against what is no probability": lambda x, i: F.binary_cross_entropy(x, x * 2),
     "label": lambda x, i: F.nll_loss(x, i(1, 2, 4)),
     "label, negative": lambda x, i: F.cross_entropy(x, i(1, 2, -1)),
+    "bag, largest": lambda x, i: F.embedding_bag(i(1, 3), x, i(0), mode="max"),
+    "bag of doubles": lambda x, i: F.embedding_bag(i(1, 3), x.double(), i(0)),
+    "bag with padding": lambda x, i: F.embedding_bag(i(1, -2), x, i(0), padding_idx=1, mode="max"),
+    "first bag": lambda x, i: F.embedding_bag(i(1, 2), x, i(1)),
+    "last bag": lambda x, i: F.embedding_bag(i(1, 2), x, i(0, 3)),
+    "index_add to a vector": lambda x, i: x[0].index_add(0, i(4), x[0, :1]),
+    "rate below zero": lambda x, i: torch.poisson(x - 0.5),
+    "label of a margin": lambda x, i: F.multi_margin_loss(x, i(1, 2, 4)),
+    "labels of a margin": lambda x, i: F.multilabel_margin_loss(x[0], i(1, -1, 4, 0)),
     "label of an image": lambda x, i: F.nll_loss(x[None, :, None], i(0, 1, 2, 3)[None, None]),
 }
 
@@ -84,6 +95,20 @@ def test_an_index_out_of_range_raises_what_the_cpu_raises(mode: str) -> None:
             said = str(expected).splitlines()[0].removesuffix(_NOT_WORDED)
             assert str(met).splitlines()[0] == said, name
     assert torch.ones(3, device="tpu").sum().item() == 3
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_an_index_of_a_bag_out_of_range_is_said_in_one_way(mode: str) -> None:
+    """The CPU has three for its kinds of bags and dtypes, one of which names no index."""
+    table = torch.ones(3, 2, device="tpu")
+    for index in (3, -1):
+        with pytest.raises(RuntimeError, match=f"num_embeddings but found idx to be {index}"):
+            F.embedding_bag(torch.tensor([[1, index]], device="tpu"), table, mode=mode).cpu()
+
+
+def test_a_histogram_of_what_is_not_finite_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="torch.histc: the range of the elements is not finite"):
+        torch.histc(torch.tensor([1.0, torch.nan], device="tpu"), 4).cpu()
 
 
 def test_a_number_of_values_that_is_not_the_masks_raises_what_the_cpu_raises() -> None:
@@ -169,3 +194,21 @@ def test_a_known_divisor_of_zero_raises_at_once() -> None:
     assert torch.isinf(torch.div(x, 0)).all()
     assert (x[:0] // 0).shape == (0,)
     assert (x[:0] % torch.tensor([0], device="tpu")).tolist() == []
+
+
+def test_what_nobody_waited_for_is_said_at_exit() -> None:
+    result = run_python(
+        """
+        import torch
+        table = torch.nn.Embedding(5, 3, device="tpu")
+        optimizer = torch.optim.SGD(table.parameters(), 0.1)
+        for row in (1, 9, 2):
+            table(torch.tensor([row], device="tpu")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print("done")
+        """
+    )
+    assert result.stdout == "done\n"
+    assert "tpu: found at exit: IndexError: index out of range in self" in result.stderr
+    assert result.returncode == 0

@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from tpu_backend.lowering.bounds import require_in_range
 from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -20,6 +21,16 @@ def _bags(indices: jax.Array, offsets: jax.Array, num_bags: int) -> jax.Array:
     """The bag of every position; past the last bag where a closing offset ends before the end."""
     positions = jnp.arange(indices.shape[0], dtype=offsets.dtype)
     return jnp.clip(jnp.searchsorted(offsets, positions, side="right") - 1, 0, num_bags)
+
+
+def _require_rows_and_bags(indices, offsets, num_rows):
+    text = "embedding_bag: Expected idx >= 0 && idx < num_embeddings but found idx to be {index}"
+    require_in_range(indices, 0, num_rows, RuntimeError, text)
+    text = "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0."
+    require_in_range(offsets[:1], 0, 1, RuntimeError, f"{text} However, got {{index}}")
+    count = indices.shape[0]
+    text = f"offsets[-1] can not be greater than input's length {count} but got offsets[-1] of {{index}}"
+    require_in_range(offsets[-1:], jnp.iinfo(offsets.dtype).min, count + 1, RuntimeError, text)
 
 
 def _counted(indices, padding_idx):
@@ -51,6 +62,7 @@ def embedding_bag(
     *,
     out,
 ):
+    _require_rows_and_bags(indices, offsets, weight.shape[0])
     num_bags = out[0].shape[0]
     bags, counted = _bags(indices, offsets, num_bags), _counted(indices, padding_idx)
     rows = jnp.take(weight, indices, axis=0, mode="clip")

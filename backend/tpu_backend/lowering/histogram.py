@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.bounds import require_all
+from tpu_backend.lowering.pointwise import is_floating
 from tpu_backend.lowering.registry import lowering, opmath, stored
 
 
@@ -88,6 +90,9 @@ def histogramdd_between(self, bins, *, weight=None, density=False):
 def histc(self, bins=100, min=0, max=0):
     flat = self.reshape(-1)
     low, high = _range(flat, None if min == max and self.size else (min, max), 1)
+    if is_floating(flat):
+        finite = jnp.isfinite(low) & jnp.isfinite(high)
+        require_all(finite, RuntimeError, "torch.histc: the range of the elements is not finite")
     inside = (flat >= low) & (flat <= high)
     # PyTorch rounds each step to the dtype of the values, and a bin may hang on it. Behind the barrier: XLA
     # multiplies by the inverse of a constant, which is not exact.

@@ -287,7 +287,10 @@ def index_add(self, dim, index, source, *, alpha=1):
     if not (isinstance(alpha, (int, float)) and alpha == 1):
         source = source * jnp.asarray(alpha, dtype)
     base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
-    _require_row(index, axis, base.shape[axis])
+    if self.ndim > 1:
+        _require_row(index, axis, base.shape[axis])
+    else:
+        _require_from_front(index, base.shape[axis])
     return _accumulate(base, _rows(base, dim, index), source).reshape(self.shape)
 
 

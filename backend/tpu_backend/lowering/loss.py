@@ -211,6 +211,7 @@ def _multi_margin(self, target, p, margin, weight, reduction):
 
 @lowering("multi_margin_loss", promote="opmath", static=("p", "margin"))
 def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=_MEAN):
+    require_in_range(target, 0, self.shape[-1], RuntimeError, "target out of range")
     return _multi_margin(self, target, p, margin, weight, reduction)
 
 
@@ -224,6 +225,9 @@ def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None
 @lowering("multilabel_margin_loss_forward", promote="opmath")
 def multilabel_margin_loss_forward(self, target, reduction):
     """Targets are class numbers, ended by the first -1."""
+    require_in_range(
+        target, -1, at_least_1d(self).shape[-1], RuntimeError, "argument #2 'target' is out of range"
+    )
     is_target = _label_mask(at_least_1d(self), at_least_1d(target)).reshape(target.shape)
     return _multilabel_margin(self, target, reduction), is_target
 

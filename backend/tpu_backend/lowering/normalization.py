@@ -96,6 +96,10 @@ def _leading(self, normalized_shape):
 
 
 def _affine(normalized, weight, bias):
+    if any(parameter is not None and parameter.dtype != normalized.dtype for parameter in (weight, bias)):
+        raise NotLoweredError(
+            "parameters of another dtype: PyTorch refuses them, in its own words on the CPU"
+        )
     if weight is not None:
         normalized = normalized * weight
     return normalized if bias is None else normalized + bias
@@ -208,7 +212,7 @@ def _normalize(input, weight, bias, mean, rstd):
     return _affine(normalized, _per_channel(weight, ndim), _per_channel(bias, ndim))
 
 
-@lowering("native_batch_norm", promote="opmath")
+@lowering("native_batch_norm", promote="opmath", runtime=("momentum",))
 def batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, out=None):
     """Does not update the running statistics: see ``names.HIDDEN_WRITES``."""
     if not training:
@@ -220,12 +224,12 @@ def batch_norm(input, weight, bias, running_mean, running_var, training, momentu
     return _normalize(input, weight, bias, mean, rstd), mean, rstd
 
 
-@lowering("_native_batch_norm_legit.no_stats", promote="opmath")
+@lowering("_native_batch_norm_legit.no_stats", promote="opmath", runtime=("momentum",))
 def batch_norm_no_stats(input, weight, bias, training, momentum, eps, out=None):
     return batch_norm(input, weight, bias, None, None, True, momentum, eps, out)
 
 
-@lowering("_native_batch_norm_legit_no_training", promote="opmath")
+@lowering("_native_batch_norm_legit_no_training", promote="opmath", runtime=("momentum",))
 def batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
     return batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, out)
 
@@ -234,13 +238,11 @@ def _updated_statistics(input, running_mean, running_var, momentum):
     mean, variance = _batch_statistics(input)
     count = input.size // input.shape[1]
     unbiased = variance * (count / max(count - 1, 1))
-    return (
-        (1 - momentum) * running_mean + momentum * mean,
-        (1 - momentum) * running_var + momentum * unbiased,
-    )
+    kept, momentum = (jnp.asarray(share, mean.dtype) for share in (1 - momentum, momentum))
+    return kept * running_mean + momentum * mean, kept * running_var + momentum * unbiased
 
 
-@lowering("_native_batch_norm_legit_functional", promote="opmath")
+@lowering("_native_batch_norm_legit_functional", promote="opmath", runtime=("momentum",))
 def batch_norm_functional(input, weight, bias, running_mean, running_var, training, momentum, eps, out=None):
     """(output, mean, rstd, new running_mean, new running_var)."""
     results = batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, out)
@@ -249,14 +251,14 @@ def batch_norm_functional(input, weight, bias, running_mean, running_var, traini
     return *results, running_mean, running_var
 
 
-@lowering("_batch_norm_with_update_functional", promote="opmath")
+@lowering("_batch_norm_with_update_functional", promote="opmath", runtime=("momentum",))
 def batch_norm_with_update(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
     """(output, mean, rstd, reserve, new running_mean, new running_var)."""
     results = batch_norm_functional(input, weight, bias, running_mean, running_var, True, momentum, eps, out)
     return *results[:3], jnp.zeros(out[3].shape), *results[3:]
 
 
-@lowering("_batch_norm_no_update", promote="opmath")
+@lowering("_batch_norm_no_update", promote="opmath", runtime=("momentum",))
 def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
     results = batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, out)
     return *results, jnp.zeros(out[3].shape)

@@ -182,6 +182,7 @@ def normal_of_tensors(mean, std, *, generator=None, key, out):
 
 @lowering("poisson", promote="opmath")
 def poisson(self, generator=None, *, key):
+    require_all(self >= 0, RuntimeError, "invalid Poisson rate, expected rate to be non-negative")
     return jax.random.poisson(key, self, dtype=jnp.int32)
 
 

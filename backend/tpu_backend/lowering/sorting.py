@@ -82,6 +82,8 @@ def nanmedian_dim(self, dim, keepdim=False):
 
 @lowering("median")
 def median(self):
+    if self.size == 0 and jnp.issubdtype(self.dtype, jnp.floating):
+        return jnp.full((), jnp.nan, self.dtype)
     return median_dim(self.reshape(-1), 0)[0]
 
 

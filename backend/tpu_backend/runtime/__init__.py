@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import sys
 import threading
 import warnings
 
@@ -89,13 +90,19 @@ def initialize() -> None:
             untraced(raise_range_error),
             user_line.NOT_THE_USERS,
         )
-        atexit.register(_stop_launchers)
+        atexit.register(_end)
 
 
-def _stop_launchers() -> None:
-    if not _C.is_forked():
-        for device in range(_C.device_count()):
+def _end() -> None:
+    """Stops launchers, and says what was wrong with indices that nobody has waited for."""
+    if _C.is_forked():
+        return
+    for device in range(_C.device_count()):
+        try:
             _C.stop_launcher(device)
+            _C.wait_for_launches(device)
+        except Exception as error:
+            print(f"tpu: found at exit: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 __all__ = ["initialize", "lowered_ops"]
