@@ -211,7 +211,7 @@ def _multi_margin(self, target, p, margin, weight, reduction):
 
 @lowering("multi_margin_loss", promote="opmath", static=("p", "margin"))
 def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=_MEAN):
-    require_in_range(target, 0, self.shape[-1], RuntimeError, "target out of range")
+    require_in_range(target, 0, at_least_1d(self).shape[-1], RuntimeError, "target out of range")
     return _multi_margin(self, target, p, margin, weight, reduction)
 
 
