@@ -68,10 +68,13 @@ Variant* fitting_variant(const Program& program, const Segment& segment, const L
     return std::includes(all.begin(), all.end(), some.begin(), some.end());
   };
   // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
+  const auto is_better = [](const Variant& variant, const Variant& other) {
+    return variant.is_loaded() != other.is_loaded() ? variant.is_loaded() : variant.outputs.size() < other.outputs.size();
+  };
   Variant* best = nullptr;
   for (auto& variant : program.variants) {
     if (offsets_match(*variant) && includes(donors, variant->donated) && includes(variant->sorted_outputs, live) &&
-        (best == nullptr || variant->outputs.size() < best->outputs.size())) {
+        (best == nullptr || is_better(*variant, *best))) {
       best = variant.get();
     }
   }
@@ -178,12 +181,6 @@ Runtime& runtime() {
   return *instance;
 }
 
-void Variant::unload() {
-  Py_CLEAR(executable);
-  Py_CLEAR(execute);
-  Py_CLEAR(handlers);
-}
-
 Program& ProgramCache::find(const Segment& segment) {
   auto& bucket = programs_[segment.hash];
   for (auto& program : bucket) {
@@ -196,20 +193,21 @@ Program& ProgramCache::find(const Segment& segment) {
   return *bucket.back();
 }
 
-Variant& ProgramCache::variant_for(
+std::shared_ptr<Variant> ProgramCache::variant_for(
     Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters) {
-  if (Variant* known = fitting_variant(program, segment, live, donations)) {
+  if (Variant* fitting = fitting_variant(program, segment, live, donations)) {
+    auto known = fitting->shared_from_this();
     if (known->is_loaded()) {
       ++counters.memory_hits;
     } else {
       load(*known, segment, counters);
     }
-    return *known;
+    return known;
   }
   auto variant = new_variant(program, segment, live, donations);
   load(*variant, segment, counters);
-  program.variants.push_back(std::move(variant));
-  return *program.variants.back();
+  program.variants.push_back(variant);
+  return variant;
 }
 
 void ProgramCache::load(Variant& variant, const Segment& segment, Counters& counters) {
@@ -229,7 +227,9 @@ void ProgramCache::load(Variant& variant, const Segment& segment, Counters& coun
     ++counters.compilations;
     counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  variant.unload(); // a finalizer may have had it loaded meanwhile
+  if (variant.is_loaded()) { // by a finalizer, meanwhile
+    return;
+  }
   variant.executable = Py_NewRef(executable.ptr());
   variant.execute = execute.release().ptr();
   variant.handlers = handlers.release().ptr();
@@ -241,25 +241,46 @@ void ProgramCache::make_room() {
     return;
   }
   num_loaded_ = 0;
-  const auto is_short = py::reinterpret_steal<py::object>(check(PyObject_CallNoArgs(runtime().is_room_short)));
-  if (!py::cast<bool>(is_short)) {
+  const auto is_short = [] {
+    return py::cast<bool>(py::reinterpret_steal<py::object>(check(PyObject_CallNoArgs(runtime().is_room_short))));
+  };
+  if (!is_short()) {
     return;
   }
-  std::vector<Variant*> loaded;
+  struct Candidate {
+    Program* program;
+    Variant* variant;
+  };
+  std::vector<Candidate> unused;
   for (const auto& [hash, bucket] : programs_) {
     for (const auto& program : bucket) {
       for (const auto& variant : program->variants) {
-        if (variant->is_loaded() && variant.use_count() == 1) {
-          loaded.push_back(variant.get());
+        if (variant->is_loaded() && variant.use_count() == 1 && variant->last_launch <= last_look_) {
+          unused.push_back({program.get(), variant.get()});
         }
       }
     }
   }
-  const auto middle = loaded.begin() + static_cast<std::ptrdiff_t>(loaded.size() / 2);
-  std::nth_element(loaded.begin(), middle, loaded.end(), [](const Variant* some, const Variant* other) {
-    return some->last_launch < other->last_launch;
+  last_look_ = num_launched_;
+  const auto middle = unused.begin() + static_cast<std::ptrdiff_t>((unused.size() + 1) / 2);
+  std::nth_element(unused.begin(), middle, unused.end(), [](const Candidate& some, const Candidate& other) {
+    return some.variant->last_launch < other.variant->last_launch;
   });
-  std::for_each(loaded.begin(), middle, [](Variant* variant) { variant->unload(); });
+  std::vector<PyObject*> given_back; // released when nothing is half done: that runs Python
+  std::for_each(unused.begin(), middle, [&](const Candidate& candidate) {
+    candidate.program->is_prepared = false;
+    for (PyObject** part : {&candidate.variant->executable, &candidate.variant->execute, &candidate.variant->handlers}) {
+      given_back.push_back(std::exchange(*part, nullptr));
+    }
+  });
+  for (PyObject* part : given_back) {
+    Py_DECREF(part);
+  }
+  if (is_short()) {
+    TORCH_WARN_ONCE(
+        "the process has few memory mappings left, and programs of the device hold only a part of them: programs that were "
+        "not used lately are compiled again when they are; raise vm.max_map_count");
+  }
 }
 
 std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) {
@@ -296,15 +317,19 @@ std::vector<py::object> ProgramCache::descriptions_of(const std::vector<Segment>
 }
 
 py::object ProgramCache::description_of(const Segment& segment, const Locals& live, const Donations& donations) {
-  const Program& program = find(segment);
-  if ((live.empty() && segment.checked.empty()) || fitting_variant(program, segment, live, donations) != nullptr) {
+  if (live.empty() && segment.checked.empty()) {
     return py::none();
+  }
+  const Program& program = find(segment);
+  if (const Variant* known = fitting_variant(program, segment, live, donations)) {
+    return known->is_loaded() ? py::none() : py::object(describe(*known, segment));
   }
   return describe(*new_variant(program, segment, live, donations), segment);
 }
 
 void ProgramCache::compile_ahead(const py::object& description) {
   if (!description.is_none()) {
+    make_room();
     check(PyObject_CallOneArg(runtime().compile_ahead, description.ptr())).dec_ref();
   }
 }
@@ -416,9 +441,9 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
   const auto num_integers = segment.numbers.integers.size();
   try {
     Program& program = find(segment);
-    Variant& variant = variant_for(program, segment, live, donations, counters);
-    execute(variant, segment);
-    segment.variant = &variant;
+    const auto variant = variant_for(program, segment, live, donations, counters);
+    execute(*variant, segment);
+    segment.variant = variant.get();
     ++counters.segments_run;
   } catch (py::error_already_set& error) {
     if (is_interrupt(error)) {

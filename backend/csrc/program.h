@@ -104,7 +104,6 @@ struct Variant : std::enable_shared_from_this<Variant> {
   bool is_loaded() const {
     return execute != nullptr;
   }
-  void unload();
 };
 
 // A hash alone decides nothing: the tapes are compared.
@@ -139,7 +138,7 @@ class ProgramCache {
   // The same of segments that are run one after the other; each program once.
   std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
   // A thread begins to compile it.
-  static void compile_ahead(const pybind11::object& description);
+  void compile_ahead(const pybind11::object& description);
 
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
   // error_already_set for an interrupt, and the segment may then be run again.
@@ -165,10 +164,12 @@ class ProgramCache {
 
  private:
   Program& find(const Segment& segment);
-  Variant& variant_for(
+  // Who holds what it returns keeps it loaded.
+  std::shared_ptr<Variant> variant_for(
       Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters);
   void load(Variant& variant, const Segment& segment, Counters& counters);
-  // Gives back what was not used for longest, where the system would soon refuse to load more programs.
+  // Called before a program is loaded.  Where the system would soon refuse that, gives back half of those that were not used
+  // since it looked last, the oldest.
   void make_room();
   pybind11::object description_of(const Segment& segment, const Locals& live, const Donations& donations);
   void execute(Variant& variant, Segment& segment);
@@ -176,14 +177,16 @@ class ProgramCache {
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
   std::vector<Launched> launched_; // a ring
   size_t num_launched_{0};
-  size_t num_loaded_{0}; // since it was looked whether there is room
+  // Since it was looked whether there is room: programs loaded, and the launch that was the last.
+  size_t num_loaded_{0};
+  size_t last_look_{0};
 };
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
   PyObject* compile{nullptr}; // (description) -> Executable
-  PyObject* is_room_short{nullptr}; // () -> whether few more programs can be loaded
+  PyObject* is_room_short{nullptr}; // () -> bool: whether few more programs can be loaded
   PyObject* compile_ahead{nullptr}; // (description) -> None: begins what `compile` of it will ask for
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array

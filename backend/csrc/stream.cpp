@@ -590,6 +590,7 @@ void Stream::take_launches() {
     }
     launch->variant->spare = std::move(launch->spare);
     programs_.remember(launch->token, launch->outputs.empty() ? ValuePtr() : launch->outputs.front());
+    launch->variant->last_launch = programs_.num_launched();
     for (const auto& value : launch->outputs) {
       value->launch = programs_.num_launched();
     }

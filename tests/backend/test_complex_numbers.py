@@ -71,7 +71,22 @@ def test_jax_refuses_complex32() -> None:
 @pytest.mark.parametrize(
     "shapes", [((32, 16), (16, 24)), ((3, 20, 30), (3, 30, 20)), ((9, 7), (7,))], ids=str
 )
-def test_products_are_as_near_as_the_cpus(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    left, right = (6 * torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes)
+def test_products_agree_with_the_cpu(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    left, right = _factors(*shapes, dtype=dtype)
     torch.testing.assert_close((left.to("tpu") @ right.to("tpu")).cpu(), left @ right)
+
+
+def test_products_are_as_near_to_the_true_ones_as_the_cpus() -> None:
+    """XLA's own are 1.09 times as far, in the mean of the largest distances."""
+    left, right = _factors((40, 32, 16), (40, 16, 24), dtype=torch.complex64)
+    true = left.to(torch.complex128) @ right.to(torch.complex128)
+
+    def distance(product: Tensor) -> float:
+        return ((product - true).abs() / true.abs().clamp(min=10)).flatten(1).amax(1).mean().item()
+
+    assert distance((left.to("tpu") @ right.to("tpu")).cpu()) <= 1.04 * distance(left @ right)
+
+
+def _factors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [6 * torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]

@@ -56,6 +56,7 @@ WRONG: dict[str, Callable[[Tensor, Index], object]] = {
     "index_add to a vector": lambda x, i: x[0].index_add(0, i(4), x[0, :1]),
     "rate below zero": lambda x, i: torch.poisson(x - 0.5),
     "label of a margin": lambda x, i: F.multi_margin_loss(x, i(1, 2, 4)),
+    "label of a single margin": lambda x, i: F.multi_margin_loss(x[0], i(4)[0]),
     "labels of a margin": lambda x, i: F.multilabel_margin_loss(x[0], i(1, -1, 4, 0)),
     "label of an image": lambda x, i: F.nll_loss(x[None, :, None], i(0, 1, 2, 3)[None, None]),
 }

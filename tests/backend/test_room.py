@@ -15,7 +15,7 @@ SCRIPT = """
     import torch
     from tpu_backend.runtime import mappings
 
-    mappings._SCARCE_FROM = 0.0
+    mappings._SHORT_FROM = 0.0
     BETWEEN_LOOKS = 8  # programs, as in csrc/program.cpp
     compilations = lambda: torch.tpu.compile_stats()["compilations"]
     numbers = torch.arange(1.0, 9.0, device="tpu")
@@ -84,8 +84,76 @@ def test_mappings_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     most = tmp_path / "max_map_count"
     monkeypatch.setattr(mappings, "_MOST", most)
     most.write_text("1000000\n")
-    assert not mappings.are_scarce()
+    assert not mappings.is_room_short()
     most.write_text("10\n")
-    assert mappings.are_scarce()
+    assert mappings.is_room_short()
     monkeypatch.setattr(mappings, "_MOST", tmp_path / "nothing")
-    assert not mappings.are_scarce()
+    assert not mappings.is_room_short()
+
+
+def test_a_program_that_is_run_is_not_given_back_by_a_finalizer() -> None:
+    """While one is launched memory is allocated: the collector may run, and finalizers with programs."""
+    result = run_python(
+        """
+        import gc
+        import torch
+        from tpu_backend.runtime import mappings
+
+        mappings._SHORT_FROM = 0.0
+        numbers = torch.ones(3, device="tpu")
+        sizes = iter(range(100, 1000))
+        doubled = lambda: (numbers * 2).sum()
+        new_program = lambda: torch.ones(next(sizes), device="tpu").sum().item()
+
+        class Cycle:
+            def __init__(self):
+                self.me = self
+
+            def __del__(self):
+                gc.disable()
+                for _ in range(17):  # two looks
+                    new_program()
+
+        gc.disable()
+        doubled().item()
+        for allocations in range(1, 16):
+            new_program()
+            gc.collect()
+            Cycle()
+            total = doubled()
+            gc.set_threshold(allocations, 1, 1)
+            gc.enable()
+            assert total.item() == 6
+            gc.disable()
+        print("done")
+        """
+    )
+    assert result.stdout == "done\n", result.stderr
+
+
+def test_a_rehearsal_prepares_what_was_given_back() -> None:
+    result = run_python(
+        """
+        import time
+        import torch
+        from tpu_backend.runtime import mappings
+
+        mappings._SHORT_FROM = 0.0
+        numbers = torch.ones(3, device="tpu")
+        torch.tpu.synchronize()
+        step = lambda: (numbers * 2).cumsum(0)
+        step().cpu()
+        for size in range(100, 132):
+            torch.ones(size, device="tpu").sum().item()
+        mappings._SHORT_FROM = 1.0
+        with torch.tpu.rehearsal():
+            rehearsed = step()
+        while torch.tpu.is_compiling_ahead():
+            time.sleep(0.01)
+        before = torch.tpu.compilations()
+        kept = step()
+        torch.tpu.synchronize()
+        print(before[-1].cause.kind, len(torch.tpu.compilations()) - len(before))
+        """
+    )
+    assert result.stdout == "room 0\n", result.stdout + result.stderr

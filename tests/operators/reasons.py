@@ -1,4 +1,6 @@
-"""Why an entry differs from the CPU by more than rounding, by its name and variant; each is in known.json."""
+"""Why an entry differs from the CPU by more than rounding, by its name and variant, and its dtype where it
+differs for this reason in that one alone; each is in known.json.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ REASONS: dict[str, str] = {
     "svd": _ILL_CONDITIONED,
     "linalg.svd": _ILL_CONDITIONED,
     "linalg.householder_product": _ILL_CONDITIONED,
-    "SGD": _FORMS,
-    "RAdam": _FORMS,
-    "LBFGS": _CHAOTIC,
+    "SGD float16": _FORMS,
+    "RAdam float16": _FORMS,
+    "LBFGS complex64": _CHAOTIC,
     "nn.MultiheadAttention": "for some tiny matrices MKL adds even and odd products apart, and without FMA",
 }

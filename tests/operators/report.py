@@ -137,8 +137,10 @@ def document(known: dict[str, Any]) -> str:
         lines.append(f"| `{operator.removeprefix('aten::')}` | {shown} |")
     lines += ["", "## What differs, and why", "", "| entry | dtypes | why |", "|---|---|---|"]
     for (database, title), texts in _by_title(known["fails"]).items():
-        why = REASONS.get(title) or f"open: {_short(next(iter(texts.values())))}"
-        lines.append(f"| {_named(database, title)} | {', '.join(texts)} | {why} |")
+        dtypes = ", ".join(texts)
+        known_why = REASONS.get(title) or REASONS.get(f"{title} {dtypes}")
+        why = known_why or f"open: {_short(next(iter(texts.values())))}"
+        lines.append(f"| {_named(database, title)} | {dtypes} | {why} |")
     lines += [
         "",
         "## What differs by rounding alone",

@@ -70,7 +70,7 @@ def rsqrt_16_bit(values: jax.Array, stored: Callable[[jax.Array], jax.Array]) ->
 
 
 def _with_left_over(vectors: jax.Array, others: Callable[[], jax.Array]) -> jax.Array:
-    """On a CPU ``others`` for the numbers of 16 bit that do not fill two vectors, at the end."""
+    """On a CPU ``others`` for 16-bit numbers at the end of a contiguous array that fill no two vectors."""
     left_over = vectors.size % _NUMBERS_OF_TWO_VECTORS
     if left_over == 0 or vectors.size > _MOST_SCALED:
         return vectors

@@ -82,14 +82,18 @@ def nanmedian_dim(self, dim, keepdim=False):
 
 @lowering("median")
 def median(self):
-    if self.size == 0 and jnp.issubdtype(self.dtype, jnp.floating):
-        return jnp.full((), jnp.nan, self.dtype)
-    return median_dim(self.reshape(-1), 0)[0]
+    return _of_all(median_dim, self)
 
 
 @lowering("nanmedian")
 def nanmedian(self):
-    return nanmedian_dim(self.reshape(-1), 0)[0]
+    return _of_all(nanmedian_dim, self)
+
+
+def _of_all(along_dim, self):
+    if self.size == 0 and jnp.issubdtype(self.dtype, jnp.floating):
+        return jnp.full((), jnp.nan, self.dtype)
+    return along_dim(self.reshape(-1), 0)[0]
 
 
 @lowering("mode")

@@ -78,7 +78,7 @@ def initialize() -> None:
             lowered_ops(),
             untraced(trace_form),
             untraced(compiler.compile_segment),
-            untraced(mappings.are_scarce),
+            untraced(mappings.is_room_short),
             untraced(compiler.compile_ahead),
             untraced(transfer.put_numbers),
             untraced(transfer.put),
@@ -94,15 +94,15 @@ def initialize() -> None:
 
 
 def _end() -> None:
-    """Stops launchers, and says what was wrong with indices that nobody has waited for."""
+    """Stops launchers, and says what launched programs found wrong that nobody has waited for."""
     if _C.is_forked():
         return
     for device in range(_C.device_count()):
-        try:
-            _C.stop_launcher(device)
-            _C.wait_for_launches(device)
-        except Exception as error:
-            print(f"tpu: found at exit: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        for finish in (_C.stop_launcher, _C.wait_for_launches):
+            try:
+                finish(device)
+            except Exception as error:
+                print(f"tpu: found at exit: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 __all__ = ["initialize", "lowered_ops"]

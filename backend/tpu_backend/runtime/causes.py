@@ -70,17 +70,24 @@ graph_reasons: dict[str, str] = {}  # by operator: what Dynamo says of a graph t
 def cause_of(description: dict[str, Any], mode: str) -> Cause:
     """Why the program of this segment is compiled; remembers the program for those that come after it."""
     new = _program(description, mode)
-    # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
-    cause = _mode_changed(new) if len(new.entries) == 1 else None
-    if description["was_given_back"]:
-        text = "it was given back: the system had room for few more programs (vm.max_map_count)"
-        cause = Cause("room", text, first_line(new.entries[-1].number))
-    cause = cause or _difference_from_nearest(new) or _mode_changed(new)
-    if cause is None:
-        first = new.entries[0]
-        cause = Cause("first", f"{first.overload} begins it", first_line(first.number))
+    cause = _given_back(new) if description["was_given_back"] else _cause_of(new)
     _compiled.append(new)
     return cause
+
+
+def _given_back(new: _Program) -> Cause:
+    text = "it was given back: the system had room for few more programs (vm.max_map_count)"
+    return Cause("room", text, first_line(new.entries[-1].number))
+
+
+def _cause_of(new: _Program) -> Cause:
+    # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
+    cause = _mode_changed(new) if len(new.entries) == 1 else None
+    cause = cause or _difference_from_nearest(new) or _mode_changed(new)
+    if cause is not None:
+        return cause
+    first = new.entries[0]
+    return Cause("first", f"{first.overload} begins it", first_line(first.number))
 
 
 def _difference_from_nearest(new: _Program) -> Cause | None:

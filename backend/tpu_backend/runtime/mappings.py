@@ -10,12 +10,15 @@ from tpu_backend.runtime.platform import platform
 
 _MOST = Path("/proc/sys/vm/max_map_count")
 _MAPS = Path("/proc/self/maps")
-_SCARCE_FROM = 0.75  # of them
+_SHORT_FROM = 0.75  # of them
 
 
-def are_scarce() -> bool:
+def is_room_short() -> bool:
     """Whether few are left; False where programs take none, or nobody says how many there are."""
-    if platform().name != "cpu" or not _MOST.exists():
+    if platform().name != "cpu":
         return False
-    with _MAPS.open() as maps:
-        return sum(1 for _ in maps) > _SCARCE_FROM * int(_MOST.read_text())
+    try:
+        with _MAPS.open() as maps:
+            return sum(1 for _ in maps) > _SHORT_FROM * int(_MOST.read_text())
+    except OSError:
+        return False

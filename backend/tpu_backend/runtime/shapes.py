@@ -40,7 +40,7 @@ def register_meta_kernels() -> Library:
     library.impl("_fft_c2r", _fft_c2r, "Meta", allow_override=True)
     # PyTorch's own says (1,) for the loss of a single sample, which has no dims.
     library.impl("multilabel_margin_loss_forward", _multilabel_margin_loss, "Meta", allow_override=True)
-    # PyTorch's own says int64 for powers of truth values.
+    # PyTorch's own says int64 for powers of truth values. In place and into a result they run on the CPU.
     for name in ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"):
         library.impl(name, _pow, "Meta", allow_override=True)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
