@@ -66,8 +66,10 @@ def test_every_listed_entry_exists() -> None:
 
 
 def test_every_reason_is_of_an_entry_that_fails() -> None:
-    failing = {title_of(Entry.from_key(key)) for key in load()["fails"]}
-    assert sorted({*REASONS} - failing) == []
+    failing = [Entry.from_key(key) for key in load()["fails"]]
+    titles = {title_of(entry) for entry in failing}
+    in_one_dtype = {f"{title_of(entry)} {entry.dtype}" for entry in failing}
+    assert sorted({*REASONS} - titles - in_one_dtype) == []
 
 
 # ---- the instrument itself
