@@ -165,6 +165,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_device", [](int device) { tpu::Device::get().set_current(static_cast<c10::DeviceIndex>(device)); });
   m.def("compiles_ahead", &tpu::compiles_ahead);
   m.def("set_compiles_ahead", &tpu::set_compiles_ahead);
+  m.def("begins_layered", &tpu::begins_layered);
+  m.def("set_begins_layered", &tpu::set_begins_layered);
   m.def("set_mode", [](int mode) { tpu::set_mode(static_cast<tpu::Mode>(mode)); });
   m.def("get_mode", [] { return static_cast<int>(tpu::mode()); });
   m.def(

@@ -109,7 +109,7 @@ std::shared_ptr<Variant> new_variant(
 }
 
 // What `compile` in tpu_backend/runtime/compiler.py is told.
-py::dict describe(const Variant& variant, const Segment& segment) {
+py::dict describe(const Program& program, const Variant& variant, const Segment& segment) {
   py::dict description;
   description["tape"] = py::cast(segment.tape);
   description["circumstances"] = py::cast(segment.circumstances);
@@ -129,6 +129,7 @@ py::dict describe(const Variant& variant, const Segment& segment) {
   description["num_doubles"] = segment.numbers.doubles.size();
   description["num_integers"] = segment.numbers.integers.size();
   description["was_given_back"] = variant.demands != nullptr;
+  description["was_layered"] = program.parts && program.parts->size() > 1;
   return description;
 }
 
@@ -200,20 +201,20 @@ std::shared_ptr<Variant> ProgramCache::variant_for(
     if (known->is_loaded()) {
       ++counters.memory_hits;
     } else {
-      load(*known, segment, counters);
+      load(program, *known, segment, counters);
     }
     return known;
   }
   auto variant = new_variant(program, segment, live, donations);
-  load(*variant, segment, counters);
+  load(program, *variant, segment, counters);
   program.variants.push_back(variant);
   return variant;
 }
 
-void ProgramCache::load(Variant& variant, const Segment& segment, Counters& counters) {
+void ProgramCache::load(const Program& program, Variant& variant, const Segment& segment, Counters& counters) {
   make_room();
   const auto start = std::chrono::steady_clock::now();
-  const auto description = describe(variant, segment);
+  const auto description = describe(program, variant, segment);
   const auto executable = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().compile, description.ptr())));
   py::object execute = executable.attr("execute");
   py::object handlers = executable.attr("handlers");
@@ -283,13 +284,13 @@ void ProgramCache::make_room() {
   }
 }
 
-std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) {
+ProgramCache::Parts ProgramCache::parts_of(const Segment& segment) {
   Program& program = find(segment);
   const bool is_new = !program.parts;
   if (is_new) {
     program.parts = std::make_shared<const PartPlan>(plan_parts(segment));
   }
-  return {program.parts.get(), is_new};
+  return {program.parts.get(), is_new, ++program.num_asked};
 }
 
 py::object ProgramCache::description_to_prepare(const Segment& segment, const Holders& gone) {
@@ -322,9 +323,9 @@ py::object ProgramCache::description_of(const Segment& segment, const Locals& li
   }
   const Program& program = find(segment);
   if (const Variant* known = fitting_variant(program, segment, live, donations)) {
-    return known->is_loaded() ? py::none() : py::object(describe(*known, segment));
+    return known->is_loaded() ? py::none() : py::object(describe(program, *known, segment));
   }
-  return describe(*new_variant(program, segment, live, donations), segment);
+  return describe(program, *new_variant(program, segment, live, donations), segment);
 }
 
 void ProgramCache::compile_ahead(const py::object& description) {

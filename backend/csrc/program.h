@@ -111,6 +111,7 @@ struct Program {
   std::vector<uint32_t> tape;
   std::vector<std::shared_ptr<Variant>> variants; // who else holds one keeps it loaded
   std::shared_ptr<const PartPlan> parts; // once it was asked how it is taken apart
+  size_t num_asked{0}; // how often
   bool is_prepared{false}; // it was compiled ahead
 };
 
@@ -131,8 +132,13 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 
 class ProgramCache {
  public:
-  // How a segment is taken apart, and whether that was found out just now.
-  std::pair<const PartPlan*, bool> parts_of(const Segment& segment);
+  // How a segment is taken apart; whether that was found out just now; how often it was asked, this time included.
+  struct Parts {
+    const PartPlan* plan;
+    bool is_new;
+    size_t num_asked;
+  };
+  Parts parts_of(const Segment& segment);
   // What `run` would have compiled, as Python is told it: None if it has the program, or this was asked before.
   pybind11::object description_to_prepare(const Segment& segment, const Holders& gone = {});
   // The same of segments that are run one after the other; each program once.
@@ -167,7 +173,7 @@ class ProgramCache {
   // Who holds what it returns keeps it loaded.
   std::shared_ptr<Variant> variant_for(
       Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters);
-  void load(Variant& variant, const Segment& segment, Counters& counters);
+  void load(const Program& program, Variant& variant, const Segment& segment, Counters& counters);
   // Called before a program is loaded.  Where the system would soon refuse that, gives back half of those that were not used
   // since it looked last, the oldest.
   void make_room();

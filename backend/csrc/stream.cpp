@@ -21,10 +21,17 @@ constexpr size_t kMaxEntries = 16384;
 // A program of fewer is launched faster than a thread is woken and the GIL handed over.
 constexpr size_t kManyInputs = 32;
 
+// In fused mode that begins layered: of a segment's runs, counted from 1, the last that is layered, and the one at which a
+// thread begins to compile what comes then.  Counts, not moments: the last digits change with it, and a script that is run
+// again gives the same.  What is run less often (an initialisation, a few steps) is not compiled a second time.
+constexpr size_t kLastLayeredRun = 32;
+constexpr size_t kRunThatPrepares = 8;
+
 constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
 
 std::atomic<Mode> g_mode{Mode::Fused};
 std::atomic<bool> g_compiles_ahead{false};
+std::atomic<bool> g_begins_layered{false};
 std::atomic<bool> g_forked{false};
 
 } // namespace
@@ -54,6 +61,13 @@ bool compiles_ahead() {
 }
 void set_compiles_ahead(bool compiles_ahead) {
   g_compiles_ahead.store(compiles_ahead, std::memory_order_relaxed);
+}
+
+bool begins_layered() {
+  return g_begins_layered.load(std::memory_order_relaxed);
+}
+void set_begins_layered(bool begins_layered) {
+  g_begins_layered.store(begins_layered, std::memory_order_relaxed);
 }
 
 StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -343,18 +357,24 @@ void Stream::run(Segment& segment) {
     rehearse(segment);
     return;
   }
-  if (mode() != Mode::Layered || notes != nullptr) {
+  const auto run_as_one = [&] {
     programs_.run(segment, counters);
     note_launch(segment);
+  };
+  const bool is_fused = mode() == Mode::Fused;
+  // Who asks for deterministic algorithms wants the same digits from the first run on.
+  const bool begins = is_fused && begins_layered() && !at::globalContext().deterministicAlgorithms();
+  if (notes != nullptr || (mode() != Mode::Layered && !begins)) {
+    run_as_one();
     return;
   }
-  const auto [plan, is_new] = programs_.parts_of(segment);
-  if (plan->size() <= 1) {
-    programs_.run(segment, counters);
-    note_launch(segment);
+  const auto [plan, is_new, run] = programs_.parts_of(segment);
+  if (plan->size() <= 1 || (is_fused && run > kLastLayeredRun)) {
+    run_as_one();
     return;
   }
-  const auto whole = compiles_ahead() ? programs_.description_to_prepare(segment) : pybind11::none();
+  const bool prepares = is_fused ? run == kRunThatPrepares : compiles_ahead();
+  const auto whole = prepares ? programs_.description_to_prepare(segment) : pybind11::none();
   std::vector<Value*> values; // alive in the parts
   for (const auto& value : segment.values) {
     values.push_back(value.get());

@@ -19,7 +19,7 @@ struct Notes;
 enum class Mode : uint8_t {
   Debug, // after each op, and wait for it
   Strict, // after each op
-  Fused, // at a natural boundary: a host read, a flush, the op after an optimizer step
+  Fused, // at a natural boundary: a host read, a flush, the op after an optimizer step; see `begins_layered`
   Layered, // there, and where the stream repeats itself: equal parts share a program (see parts.h)
 };
 
@@ -197,6 +197,9 @@ inline bool cuts_after_each_op() {
 // In layered mode: whether the program that fused mode would run is compiled meanwhile, by a thread.
 bool compiles_ahead();
 void set_compiles_ahead(bool compiles_ahead);
+// In fused mode: whether a segment is run as in layered mode the first times.
+bool begins_layered();
+void set_begins_layered(bool begins_layered);
 
 // Whether this process was forked from one in which the device was running.  JAX's threads are not in it, so a launch
 // would hang; every use of a stream raises instead.

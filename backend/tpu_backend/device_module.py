@@ -178,23 +178,34 @@ class eager_mode:  # noqa: N801 - reads as a function
     ``check_nans`` makes debug mode raise at the first op whose result holds a NaN, naming it (default: as
     ``TPU_DEBUG_NANS=1`` says). Raises ValueError for another name, and for ``check_nans`` in another mode.
     ``then="fused"``, in layered mode: a thread compiles the one program that fused mode will run.
-    The environment variable ``TPU_EAGER_MODE`` sets the mode that a process starts in.
+    ``first="layered"``, in fused mode: a step that repeats itself is layered the first 32 times that it is
+    recorded alike; from the eighth on a thread compiles the one program. Not while PyTorch's deterministic
+    algorithms are asked for, since sums may differ in the last digits. A process starts so; in the mode that
+    the environment variable ``TPU_EAGER_MODE`` names where it is set.
     """
 
-    def __init__(self, mode: str, *, check_nans: bool | None = None, then: str | None = None):
+    def __init__(
+        self,
+        mode: str,
+        *,
+        check_nans: bool | None = None,
+        then: str | None = None,
+        first: str | None = None,
+    ):
         if mode not in _MODES:
             raise ValueError(f"unknown eager mode {mode!r}: expected one of {', '.join(_MODES)}")
         if check_nans and mode != "debug":
             raise ValueError(f'check_nans=True looks at every op, which mode {mode!r} does not: use "debug"')
         if then is not None and (mode, then) != ("layered", "fused"):
             raise ValueError(f'then={then!r} after mode {mode!r}: expected "fused" after "layered"')
-        self._before = _C.get_mode(), _C.compiles_ahead()
+        if first is not None and (mode, first) != ("fused", "layered"):
+            raise ValueError(f'first={first!r} in mode {mode!r}: expected "layered" in mode "fused"')
+        self._before = _C.get_mode(), _C.compiles_ahead(), _C.begins_layered()
         self._checked_before = nan_check.enabled()
         if is_initialized():
             flush()
             _remember_line_of_mode()
-        _C.set_mode(_MODES.index(mode))
-        _C.set_compiles_ahead(then is not None)
+        _set_mode(_MODES.index(mode), then is not None, first is not None)
         if check_nans is not None:
             nan_check.enable(check_nans)
 
@@ -207,10 +218,14 @@ class eager_mode:  # noqa: N801 - reads as a function
                 flush()
                 _remember_line_of_mode()
         finally:
-            mode, compiles_ahead = self._before
-            _C.set_mode(mode)
-            _C.set_compiles_ahead(compiles_ahead)
+            _set_mode(*self._before)
             nan_check.enable(self._checked_before)
+
+
+def _set_mode(mode: int, compiles_ahead: bool, begins_layered: bool) -> None:
+    _C.set_mode(mode)
+    _C.set_compiles_ahead(compiles_ahead)
+    _C.set_begins_layered(begins_layered)
 
 
 def _remember_line_of_mode() -> None:
@@ -571,15 +586,17 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     yield
 
 
-_first_mode = os.environ.get("TPU_EAGER_MODE", "fused")
+_first_mode = os.environ.get("TPU_EAGER_MODE")
 if _first_mode in _MODES:
     eager_mode(_first_mode)
+elif _first_mode is None:
+    eager_mode("fused", first="layered")
 executable_cache.use_environment()
 
 
 def check_environment() -> None:
     """RuntimeError for a variable of unknown meaning: at first use, for `import torch` stays unharmed."""
-    if _first_mode not in _MODES:
+    if _first_mode not in (None, *_MODES):
         raise RuntimeError(f"TPU_EAGER_MODE={_first_mode!r}: expected one of {', '.join(_MODES)}")
     if (asked := os.environ.get("TPU_DEBUG_NANS", "0")) not in ("", "0", "1"):
         raise RuntimeError(f"TPU_DEBUG_NANS={asked!r}: expected 1 (debug mode raises at the first NaN) or 0")

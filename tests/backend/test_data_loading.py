@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 SECONDS = 120
 
@@ -48,3 +48,23 @@ def test_a_generator_on_the_host_orders_the_data_whatever_the_device_draws():
         return [label.item() for _, label in DataLoader(_pairs(), shuffle=True)]
 
     assert order(0) == order(5)
+
+
+class _OnDevice(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(2, device="tpu") * index
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_the_device_refuses_to_start_in_a_worker(method):
+    torch.ones(2, device="tpu")
+    loader = DataLoader(_OnDevice(), num_workers=1, multiprocessing_context=method, timeout=SECONDS)
+    expected = (
+        "in a forked process" if method == "fork" else "in a DataLoader's worker .number 0.: give"
+    )
+    with pytest.raises(RuntimeError, match=f"the tpu device cannot be used {expected}"):
+        next(iter(loader))

@@ -110,12 +110,103 @@ def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
         step()
         made = torch.tpu.compilations()
         step()
-    step()
-    (whole,) = (each for each in torch.tpu.compilations() if each.number > made[-1].number)
-    assert len(whole.operations) > 4 * 12
-    after = compilations()
-    step()
-    assert compilations() == after
+    with torch.tpu.eager_mode("fused"):
+        step()
+        (whole,) = (each for each in torch.tpu.compilations() if each.number > made[-1].number)
+        assert len(whole.operations) > 4 * 12
+        after = compilations()
+        step()
+        assert compilations() == after
+
+
+def longest_program_since(number: int) -> int:
+    """Operations."""
+    return max((len(each.operations) for each in torch.tpu.compilations() if each.number > number), default=0)
+
+
+def number_of_last_program() -> int:
+    torch.tpu.synchronize()
+    return max((each.number for each in torch.tpu.compilations()), default=0)
+
+
+def test_fused_mode_may_begin_layered():
+    model = model_of(5, width=20).to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(6, 20, device="tpu")
+    before = number_of_last_program()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.tpu.flush()
+
+    with torch.tpu.eager_mode("fused", first="layered"):
+        steps(7)
+        in_layers = compilations()
+        assert 0 < longest_program_since(before) < 5 * 12
+        assert not torch.tpu.is_compiling_ahead()
+        steps(25)  # at the first of them a thread begins
+        assert compilations() == in_layers
+        steps(1)
+        assert compilations() == in_layers + 1
+        whole = torch.tpu.compilations()[-1]
+        assert len(whole.operations) > 5 * 12
+        assert whole.cause.kind == "whole"
+        steps(3)
+        assert compilations() == in_layers + 1
+    steps(1)
+    assert compilations() == in_layers + 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fused_mode_by_its_name_and_what_is_deterministic_are_one_program_at_once(deterministic):
+    model = model_of(5, width=22 + 2 * deterministic).to("tpu")
+    inputs = torch.randn(6, 22 + 2 * deterministic, device="tpu")
+    before = number_of_last_program()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with torch.tpu.eager_mode("fused", first="layered" if deterministic else None):
+            model(inputs).square().mean().backward()
+            torch.tpu.flush()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert longest_program_since(before) > 5 * 12
+
+
+def test_a_captured_step_is_one_program_at_once():
+    model = model_of(5, width=26).to("tpu")
+    before = number_of_last_program()
+
+    @torch.tpu.capture
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs).square().mean()
+
+    with torch.tpu.eager_mode("fused", first="layered"):
+        step(torch.randn(6, 26, device="tpu"))
+        torch.tpu.flush()
+    assert longest_program_since(before) > 5 * 12
+
+
+@pytest.mark.parametrize("named", [None, "fused"])
+def test_a_process_begins_layered_unless_its_mode_is_named(named):
+    script = """
+    import torch
+    x = torch.ones(2, device="tpu")
+    y = x * 2
+    for _ in range(12):
+        y = (y + x).sin().cos().exp().tanh().sigmoid().sqrt().log1p().abs().neg().square() - x
+    y.sum().item()
+    print(torch.tpu.get_eager_mode(), max(len(each.operations) for each in torch.tpu.compilations()) > 100)
+    """
+    done = run_python(script, **({} if named is None else {"TPU_EAGER_MODE": named}))
+    assert done.stdout == f"fused {named is not None}\n"
+
+
+def test_first_is_refused_in_another_mode():
+    with pytest.raises(ValueError, match=r"first='layered' in mode 'strict': expected"):
+        torch.tpu.eager_mode("strict", first="layered")
 
 
 def test_then_is_refused_after_another_mode():
@@ -247,7 +338,8 @@ BEGIN = """
 import time, torch
 from tpu_backend.runtime import ahead
 torch.ones(1, device="tpu").sum().item()
-description = {"offsets": [], "offset_is_input": [], "circumstances": None, "was_given_back": False}
+description = {"offsets": [], "offset_is_input": [], "circumstances": None}
+description |= {"was_given_back": False, "was_layered": False}
 ahead.begin(description, lambda _: time.sleep(SECONDS))
 time.sleep(0.5)
 """

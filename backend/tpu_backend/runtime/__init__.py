@@ -9,6 +9,7 @@ import threading
 import warnings
 
 import torch
+from torch.utils.data import get_worker_info
 
 from tpu_backend import _C, data_dependent, device_module
 from tpu_backend.lowering import names, registry
@@ -65,6 +66,7 @@ def initialize() -> None:
         if _C.is_initialized():
             return
         device_module.check_environment()
+        _check_no_worker()
         compiler.configure_logging()
         platform.announce()
         shapes.register_meta_kernels()
@@ -91,6 +93,15 @@ def initialize() -> None:
             user_line.NOT_THE_USERS,
         )
         atexit.register(_end)
+
+
+def _check_no_worker() -> None:
+    """A worker's tensors could not be handed over: its loader would stand still. And a TPU serves one process."""
+    if (worker := get_worker_info()) is not None:
+        raise RuntimeError(
+            f"the tpu device cannot be used in a DataLoader's worker (number {worker.id}): give out CPU "
+            "tensors there, and move each batch to the device in the training loop"
+        )
 
 
 def _end() -> None:

@@ -81,5 +81,6 @@ def _key(description: dict[str, Any]) -> Hashable:
         "offsets": [None if is_input else start for start, is_input in starts],
         "circumstances": None,
         "was_given_back": None,
+        "was_layered": None,
     }
     return repr(sorted(decisive.items()))

@@ -48,6 +48,7 @@ KINDS = (
     "results",  # others stay alive
     "slice",  # where a slice starts has become an input
     "memory",  # an input's memory can be used again, or cannot any more
+    "whole",  # it was run in layers so far
     "room",  # it was given back when there was room for few more programs
 )
 
@@ -70,7 +71,7 @@ graph_reasons: dict[str, str] = {}  # by operator: what Dynamo says of a graph t
 def cause_of(description: dict[str, Any], mode: str) -> Cause:
     """Why the program of this segment is compiled; remembers the program for those that come after it."""
     new = _program(description, mode)
-    cause = _given_back(new) if description["was_given_back"] else _cause_of(new)
+    cause = _given_back(new) if description["was_given_back"] else _cause_of(new, description["was_layered"])
     _compiled.append(new)
     return cause
 
@@ -80,13 +81,17 @@ def _given_back(new: _Program) -> Cause:
     return Cause("room", text, first_line(new.entries[-1].number))
 
 
-def _cause_of(new: _Program) -> Cause:
+def _cause_of(new: _Program, was_layered: bool) -> Cause:
     # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
     cause = _mode_changed(new) if len(new.entries) == 1 else None
-    cause = cause or _difference_from_nearest(new) or _mode_changed(new)
+    cause = cause or _difference_from_nearest(new)
+    first = new.entries[0]
+    if cause is None and was_layered:
+        text = f"what {first.overload} begins was run in layers, which share programs, and becomes one"
+        return Cause("whole", text, first_line(first.number))
+    cause = cause or _mode_changed(new)
     if cause is not None:
         return cause
-    first = new.entries[0]
     return Cause("first", f"{first.overload} begins it", first_line(first.number))
 
 

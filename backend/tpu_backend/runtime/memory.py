@@ -10,7 +10,9 @@ from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line
 
 _LARGEST = 12
-_ADVICE = "layered mode keeps what its parts hand on; fused mode needs less: docs/execution.md"
+_ADVICE = (
+    "layered steps keep what they hand on; torch.tpu.eager_mode('fused') needs less: docs/execution.md"
+)
 
 
 def describe_memory(device: int = 0) -> str:
@@ -36,6 +38,7 @@ def describe_memory(device: int = 0) -> str:
 
 
 def describe_shortage() -> str:
-    """What an out-of-memory error says: which tensors live; in layered mode that fused mode needs less."""
+    """What an out-of-memory error says: which tensors live; where steps may be layered, what needs less."""
     described = describe_memory()
-    return f"{described}\n{_ADVICE}" if device_module.get_eager_mode() == "layered" else described
+    may_be_layered = device_module.get_eager_mode() == "layered" or _C.begins_layered()
+    return f"{described}\n{_ADVICE}" if may_be_layered else described
