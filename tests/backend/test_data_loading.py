@@ -63,8 +63,6 @@ class _OnDevice(Dataset[torch.Tensor]):
 def test_the_device_refuses_to_start_in_a_worker(method):
     torch.ones(2, device="tpu")
     loader = DataLoader(_OnDevice(), num_workers=1, multiprocessing_context=method, timeout=SECONDS)
-    expected = (
-        "in a forked process" if method == "fork" else "in a DataLoader's worker .number 0.: give"
-    )
+    expected = "in a forked process" if method == "fork" else "in a DataLoader's worker .number 0.: give"
     with pytest.raises(RuntimeError, match=f"the tpu device cannot be used {expected}"):
         next(iter(loader))

@@ -147,7 +147,7 @@ def test_fused_mode_may_begin_layered():
         in_layers = compilations()
         assert 0 < longest_program_since(before) < 5 * 12
         assert not torch.tpu.is_compiling_ahead()
-        steps(25)  # at the first of them a thread begins
+        steps(249)  # at the first of them a thread begins
         assert compilations() == in_layers
         steps(1)
         assert compilations() == in_layers + 1

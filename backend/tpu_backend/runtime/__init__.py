@@ -96,7 +96,7 @@ def initialize() -> None:
 
 
 def _check_no_worker() -> None:
-    """A worker's tensors could not be handed over: its loader would stand still. And a TPU serves one process."""
+    """A worker's tensors could not be handed over: its loader would stand still."""
     if (worker := get_worker_info()) is not None:
         raise RuntimeError(
             f"the tpu device cannot be used in a DataLoader's worker (number {worker.id}): give out CPU "

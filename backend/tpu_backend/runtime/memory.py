@@ -10,9 +10,7 @@ from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line
 
 _LARGEST = 12
-_ADVICE = (
-    "layered steps keep what they hand on; torch.tpu.eager_mode('fused') needs less: docs/execution.md"
-)
+_ADVICE = "layered steps keep what they hand on; torch.tpu.eager_mode('fused') needs less: docs/execution.md"
 
 
 def describe_memory(device: int = 0) -> str:
