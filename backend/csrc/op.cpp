@@ -49,6 +49,7 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   }
   op.is_fill = handle.operator_name().name == "aten::fill_" || handle.operator_name().name == "aten::zero_";
   op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  op.is_graph = handle.operator_name().name.starts_with("tpu_graph::");
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {

@@ -71,7 +71,7 @@ class Planner {
       }
       begin = end;
     }
-    if (most_times_ < kFewestTimes || num_saved_ < kFewestSaved) {
+    if (most_times_ < kFewestTimes || num_saved_ < kFewestSaved || is_compiled_) {
       plan_.clear();
       add(0, num_entries);
     }
@@ -157,6 +157,15 @@ class Planner {
     }
   }
 
+  // Entries that no others repeat.
+  void add_single(size_t begin, size_t end) {
+    for (size_t entry = begin; entry < end; ++entry) {
+      const OpInfo* op = whole_.entries[entry]->op;
+      is_compiled_ |= op != nullptr && op->is_graph;
+    }
+    add(begin, end);
+  }
+
   void add_stretch(size_t begin, size_t end) {
     if (crossing_.empty()) {
       crossing_ = crossing_bytes(whole_);
@@ -168,14 +177,14 @@ class Planner {
     size_t done = begin;
     for (const auto& repeat : find_repeats(words, c10::ArrayRef<uint64_t>(crossing_).slice(begin, end - begin), kShortestRepeat)) {
       note(repeat, 1);
-      add(done, begin + repeat.begin);
+      add_single(done, begin + repeat.begin);
       for (size_t time = 0; time < repeat.times; ++time) {
         done = begin + repeat.begin + time * repeat.length;
         add(done, done + repeat.length);
       }
       done += repeat.length;
     }
-    add(done, end);
+    add_single(done, end);
   }
 
   // Entries [begin, end) all take lists of this length.
@@ -222,6 +231,7 @@ class Planner {
   std::vector<uint64_t> crossing_;
   size_t most_times_{0};
   size_t num_saved_{0};
+  bool is_compiled_{false}; // it has a graph of a whole model, which takes longer than all that might be shared
   PartPlan plan_;
 };
 

@@ -189,6 +189,21 @@ def test_a_captured_step_is_one_program_at_once():
     assert longest_program_since(before) > 5 * 12
 
 
+def test_the_optimizer_of_a_compiled_model_is_not_taken_apart():
+    model = model_of(5, width=30).to("tpu")
+    called = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    inputs = torch.randn(6, 30, device="tpu")
+    with torch.tpu.eager_mode("fused", first="layered"):
+        for _ in range(2):
+            before = compilations()
+            called(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.tpu.flush()
+    assert compilations() == before + 1  # the optimizer's state was made in the first step
+
+
 @pytest.mark.parametrize("named", [None, "fused"])
 def test_a_process_begins_layered_unless_its_mode_is_named(named):
     script = """

@@ -47,10 +47,11 @@ def record_segments() -> None:
 def largest_segment(model: nn.Module, loss: torch_step.Loss, batch: torch_step.Batch) -> dict[str, Any]:
     """The segment of a whole training step with AdamW, once its state is there."""
     step = torch_step.TrainingStep(model, loss, batch, "tpu")
-    for _ in range(2):
-        segments.clear()
-        step()
-        torch.tpu.synchronize()
+    with torch.tpu.eager_mode("fused"):  # one program from the first step on
+        for _ in range(2):
+            segments.clear()
+            step()
+            torch.tpu.synchronize()
     return max(segments, key=lambda description: len(description["tape"]))
 
 
