@@ -15,6 +15,9 @@ from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.execution_trial import Trial
 
 FORMS = ("debug", "strict", "layered", "fused", "compile", "captured", "auto")
+_PREPARED_AT = (
+    4  # layered steps alike: then a thread begins with what comes after them (torch.tpu.eager_mode)
+)
 _ONE_PROGRAM = ("fused", "captured")  # made of what is recorded op by op: these begin layered
 _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, training and evaluation
 
@@ -88,6 +91,7 @@ class Execution:
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
         self._mode: tuple[str, str | None] | None = None  # of the device, and the one it gets ready for
         self._forms_trained: set[str] = set()
+        self._num_layered = 0  # steps trained in this process
         self._seen: set[Hashable] = set()
 
     @property
@@ -179,8 +183,10 @@ class Execution:
         form = self._form_of("train")
         is_new = form not in self._forms_trained
         if form in _ONE_PROGRAM and "layered" in self._forms_trained:
-            is_new = is_new and devices.is_compiling_ahead(self._device)  # else its program is there
+            was_prepared = self._num_layered >= _PREPARED_AT and not devices.is_compiling_ahead(self._device)
+            is_new = is_new and not was_prepared
         self._forms_trained.add(form)
+        self._num_layered += form == "layered"
         self._change_to(form)
         return is_new
 

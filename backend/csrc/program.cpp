@@ -290,7 +290,12 @@ ProgramCache::Parts ProgramCache::parts_of(const Segment& segment) {
   if (is_new) {
     program.parts = std::make_shared<const PartPlan>(plan_parts(segment));
   }
-  return {program.parts.get(), is_new, ++program.num_asked};
+  return {program.parts.get(), is_new, ++program.num_asked, program.is_rehearsed};
+}
+
+void ProgramCache::rehearse(const Segment& segment, const Holders& gone) {
+  find(segment).is_rehearsed = true;
+  compile_ahead(description_to_prepare(segment, gone));
 }
 
 py::object ProgramCache::description_to_prepare(const Segment& segment, const Holders& gone) {

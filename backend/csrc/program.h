@@ -112,6 +112,7 @@ struct Program {
   std::vector<std::shared_ptr<Variant>> variants; // who else holds one keeps it loaded
   std::shared_ptr<const PartPlan> parts; // once it was asked how it is taken apart
   size_t num_asked{0}; // how often
+  bool is_rehearsed{false}; // then it is what was compiled
   bool is_prepared{false}; // it was compiled ahead
 };
 
@@ -132,13 +133,17 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 
 class ProgramCache {
  public:
-  // How a segment is taken apart; whether that was found out just now; how often it was asked, this time included.
+  // How a segment is taken apart; whether that was found out just now; how often it was asked, this time included; whether
+  // it was rehearsed as it is.
   struct Parts {
     const PartPlan* plan;
     bool is_new;
     size_t num_asked;
+    bool is_rehearsed;
   };
   Parts parts_of(const Segment& segment);
+  // A thread begins to compile what `run` would have compiled.
+  void rehearse(const Segment& segment, const Holders& gone);
   // What `run` would have compiled, as Python is told it: None if it has the program, or this was asked before.
   pybind11::object description_to_prepare(const Segment& segment, const Holders& gone = {});
   // The same of segments that are run one after the other; each program once.

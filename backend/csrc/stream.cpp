@@ -21,12 +21,14 @@ constexpr size_t kMaxEntries = 16384;
 // A program of fewer is launched faster than a thread is woken and the GIL handed over.
 constexpr size_t kManyInputs = 32;
 
-// In fused mode that begins layered: of a segment's runs, counted from 1, the one at which a thread begins to compile what
-// comes in the end, and the last that is layered.  Counts, not moments: the last digits change with it, and a script that is
-// run again gives the same.  What is run less often (an initialisation, a few steps) is not compiled a second time; and few
-// programs take longer than so many steps, for the first run that wants one waits for it (Llama of 32 layers, two cores:
-// 14 s, 0.25 s a step).
-constexpr size_t kRunThatPrepares = 8;
+// Of a segment's layered runs, counted from 1, the one at which a thread begins to compile the one program that comes in the
+// end: a first step shares its cores with nothing, and what is run less often (an initialisation, a look at a few batches)
+// is not compiled a second time.
+constexpr size_t kRunThatPrepares = 4;
+
+// The last that is layered in fused mode that begins so.  A count, not a moment: the last digits change with it, and a script
+// that is run again gives the same.  So many steps take longer than most programs, which the next run waits for (Llama of 32
+// layers, two cores: 14 s, 0.25 s a step).
 constexpr size_t kLastLayeredRun = 256;
 
 constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
@@ -334,7 +336,7 @@ void Stream::check_launches() {
 }
 
 void Stream::rehearse(Segment& segment) {
-  programs_.compile_ahead(programs_.description_to_prepare(segment, rehearsal_->holders()));
+  programs_.rehearse(segment, rehearsal_->holders());
   segment.fail(kRehearsed);
 }
 
@@ -370,12 +372,12 @@ void Stream::run(Segment& segment) {
     run_as_one();
     return;
   }
-  const auto [plan, is_new, run] = programs_.parts_of(segment);
-  if (plan->size() <= 1 || (is_fused && run > kLastLayeredRun)) {
+  const auto [plan, is_new, run, is_rehearsed] = programs_.parts_of(segment);
+  if (plan->size() <= 1 || (is_fused && (is_rehearsed || run > kLastLayeredRun))) {
     run_as_one();
     return;
   }
-  const bool prepares = is_fused ? run == kRunThatPrepares : compiles_ahead();
+  const bool prepares = run == kRunThatPrepares && (is_fused || compiles_ahead());
   const auto whole = prepares ? programs_.description_to_prepare(segment) : pybind11::none();
   std::vector<Value*> values; // alive in the parts
   for (const auto& value : segment.values) {

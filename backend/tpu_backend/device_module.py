@@ -177,11 +177,12 @@ class eager_mode:  # noqa: N801 - reads as a function
     ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.
     ``check_nans`` makes debug mode raise at the first op whose result holds a NaN, naming it (default: as
     ``TPU_DEBUG_NANS=1`` says). Raises ValueError for another name, and for ``check_nans`` in another mode.
-    ``then="fused"``, in layered mode: a thread compiles the one program that fused mode will run.
+    ``then="fused"``, in layered mode: when a step is recorded alike for the fourth time, a thread begins to
+    compile the one program that fused mode will run.
     ``first="layered"``, in fused mode: a step that repeats itself is layered the first 256 times that it is
-    recorded alike; from the eighth on a thread compiles the one program. Not while PyTorch's deterministic
-    algorithms are asked for, since sums may differ in the last digits. A process starts so; in the mode that
-    the environment variable ``TPU_EAGER_MODE`` names where it is set.
+    recorded alike; at the fourth a thread begins to compile the one program. Not while deterministic
+    algorithms are asked of PyTorch, since sums may differ in the last digits. A process starts so, or in the
+    mode that the environment variable ``TPU_EAGER_MODE`` names.
     """
 
     def __init__(

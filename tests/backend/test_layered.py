@@ -107,8 +107,10 @@ def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
     with torch.tpu.eager_mode("layered"):
         step()  # makes the optimizer's state
     with torch.tpu.eager_mode("layered", then="fused"):
-        step()
+        for _ in range(3):
+            step()
         made = torch.tpu.compilations()
+        assert not torch.tpu.is_compiling_ahead()
         step()
     with torch.tpu.eager_mode("fused"):
         step()
@@ -143,11 +145,11 @@ def test_fused_mode_may_begin_layered():
             torch.tpu.flush()
 
     with torch.tpu.eager_mode("fused", first="layered"):
-        steps(7)
+        steps(3)
         in_layers = compilations()
         assert 0 < longest_program_since(before) < 5 * 12
         assert not torch.tpu.is_compiling_ahead()
-        steps(249)  # at the first of them a thread begins
+        steps(253)  # at the first of them a thread begins
         assert compilations() == in_layers
         steps(1)
         assert compilations() == in_layers + 1

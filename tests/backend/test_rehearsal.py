@@ -41,6 +41,21 @@ def last_program() -> int:
     return torch.tpu.compilations()[-1].number
 
 
+def test_what_was_rehearsed_does_not_begin_layered():
+    layers = nn.Sequential(*(nn.Sequential(*(nn.Linear(9, 9), nn.Tanh()) * 6) for _ in range(5))).to("tpu")
+    inputs = torch.randn(3, 9).to("tpu")
+    with torch.tpu.eager_mode("fused", first="layered"):
+        torch.tpu.flush()
+        with torch.tpu.rehearsal():
+            layers(inputs).sum().backward()
+        wait_for_threads()
+        layers.zero_grad()
+        prepared = last_program()
+        layers(inputs).sum().backward()
+        torch.tpu.synchronize()
+        assert last_program() == prepared
+
+
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "capturable": True}])
 def test_a_rehearsed_step_is_taken_back_and_has_its_program_when_it_comes(options):
     twin, step = Step(**options), Step(**options)
