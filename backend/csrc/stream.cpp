@@ -22,11 +22,12 @@ constexpr size_t kMaxEntries = 16384;
 constexpr size_t kManyInputs = 32;
 
 // Of a segment's layered runs, counted from 1, the one at which a thread begins to compile the one program that comes in the
-// end: a first step shares its cores with nothing, and what is run less often (an initialisation, a look at a few batches)
-// is not compiled a second time.
-constexpr size_t kRunThatPrepares = 4;
+// end.  Never the first, which shares its cores with nothing.  Where nobody said that fused steps will come, what is run less
+// often (an initialisation, a look at a few batches) is not compiled a second time.
+constexpr size_t kRunThatPrepares = 2;
+constexpr size_t kRunThatPreparesUnasked = 4;
 
-// The last that is layered in fused mode that begins so.  A count, not a moment: the last digits change with it, and a script
+// The last run that is layered in fused mode that begins so.  A count, not a moment: the last digits change with it, and a script
 // that is run again gives the same.  So many steps take longer than most programs, which the next run waits for (Llama of 32
 // layers, two cores: 14 s, 0.25 s a step).
 constexpr size_t kLastLayeredRun = 256;
@@ -377,7 +378,7 @@ void Stream::run(Segment& segment) {
     run_as_one();
     return;
   }
-  const bool prepares = run == kRunThatPrepares && (is_fused || compiles_ahead());
+  const bool prepares = is_fused ? run == kRunThatPreparesUnasked : compiles_ahead() && run == kRunThatPrepares;
   const auto whole = prepares ? programs_.description_to_prepare(segment) : pybind11::none();
   std::vector<Value*> values; // alive in the parts
   for (const auto& value : segment.values) {

@@ -177,7 +177,7 @@ class eager_mode:  # noqa: N801 - reads as a function
     ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.
     ``check_nans`` makes debug mode raise at the first op whose result holds a NaN, naming it (default: as
     ``TPU_DEBUG_NANS=1`` says). Raises ValueError for another name, and for ``check_nans`` in another mode.
-    ``then="fused"``, in layered mode: when a step is recorded alike for the fourth time, a thread begins to
+    ``then="fused"``, in layered mode: when a step is recorded alike for the second time, a thread begins to
     compile the one program that fused mode will run.
     ``first="layered"``, in fused mode: a step that repeats itself is layered the first 256 times that it is
     recorded alike; at the fourth a thread begins to compile the one program. Not while deterministic
