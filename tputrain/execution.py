@@ -15,9 +15,7 @@ from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.execution_trial import Trial
 
 FORMS = ("debug", "strict", "layered", "fused", "compile", "captured", "auto")
-_PREPARED_AT = (
-    4  # layered steps alike: then a thread begins with what comes after them (torch.tpu.eager_mode)
-)
+_PREPARED_AT = 2  # layered steps alike: then a thread begins with what comes after (torch.tpu.eager_mode)
 _ONE_PROGRAM = ("fused", "captured")  # made of what is recorded op by op: these begin layered
 _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, training and evaluation
 

@@ -1,6 +1,7 @@
 """Layered mode: what repeats in the stream shares a program, and the numbers are fused mode's."""
 
 import textwrap
+import time
 
 import pytest
 import torch
@@ -94,6 +95,7 @@ def test_the_optimizers_lists_are_taken_apart_by_layers():
 
 
 def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
+    wait_for_threads()
     model = model_of(4, width=16).to("tpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     inputs = torch.randn(6, 16, device="tpu")
@@ -107,8 +109,7 @@ def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
     with torch.tpu.eager_mode("layered"):
         step()  # makes the optimizer's state
     with torch.tpu.eager_mode("layered", then="fused"):
-        for _ in range(3):
-            step()
+        step()
         made = torch.tpu.compilations()
         assert not torch.tpu.is_compiling_ahead()
         step()
@@ -119,6 +120,11 @@ def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
         after = compilations()
         step()
         assert compilations() == after
+
+
+def wait_for_threads() -> None:
+    while torch.tpu.is_compiling_ahead():
+        time.sleep(0.01)
 
 
 def longest_program_since(number: int) -> int:
@@ -132,6 +138,7 @@ def number_of_last_program() -> int:
 
 
 def test_fused_mode_may_begin_layered():
+    wait_for_threads()
     model = model_of(5, width=20).to("tpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.randn(6, 20, device="tpu")

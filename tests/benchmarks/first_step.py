@@ -60,8 +60,6 @@ def device_step(mode: str = "fused", layers: int = 4, size: int = 8) -> dict[str
         for name in ("compilations", "disk_hits", "compile_seconds"):
             found[name] = after[name] - before[name]
         found["second step"] = timed()
-        for _ in range(2 if mode == "run" else 0):  # at the fourth step the threads begin
-            timed()
     if mode == "run":
         while torch.tpu.is_compiling_ahead():
             time.sleep(0.05)
