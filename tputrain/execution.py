@@ -181,8 +181,8 @@ class Execution:
         form = self._form_of("train")
         is_new = form not in self._forms_trained
         if form in _ONE_PROGRAM and "layered" in self._forms_trained:
-            was_prepared = self._num_layered >= _PREPARED_AT and not devices.is_compiling_ahead(self._device)
-            is_new = is_new and not was_prepared
+            was_prepared = self._prepares_fused and self._num_layered >= _PREPARED_AT
+            is_new = is_new and not (was_prepared and not devices.is_compiling_ahead(self._device))
         self._forms_trained.add(form)
         self._num_layered += form == "layered"
         self._change_to(form)

@@ -76,6 +76,7 @@ py::dict compile_stats(c10::DeviceIndex device) {
   stats["memory_hits"] = counters.memory_hits;
   stats["disk_hits"] = counters.disk_hits;
   stats["compile_seconds"] = counters.compile_seconds;
+  stats["segments_layered"] = counters.segments_layered;
   stats["host_reads"] = counters.host_reads;
   stats["replays"] = counters.replays;
   return stats;

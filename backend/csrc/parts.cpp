@@ -71,7 +71,7 @@ class Planner {
       }
       begin = end;
     }
-    if (most_times_ < kFewestTimes || num_saved_ < kFewestSaved || is_compiled_) {
+    if (most_times_ < kFewestTimes || num_saved_ < kFewestSaved || has_single_graph_) {
       plan_.clear();
       add(0, num_entries);
     }
@@ -161,7 +161,7 @@ class Planner {
   void add_single(size_t begin, size_t end) {
     for (size_t entry = begin; entry < end; ++entry) {
       const OpInfo* op = whole_.entries[entry]->op;
-      is_compiled_ |= op != nullptr && op->is_graph;
+      has_single_graph_ |= op != nullptr && op->is_graph;
     }
     add(begin, end);
   }
@@ -231,7 +231,7 @@ class Planner {
   std::vector<uint64_t> crossing_;
   size_t most_times_{0};
   size_t num_saved_{0};
-  bool is_compiled_{false}; // it has a graph of a whole model, which takes longer than all that might be shared
+  bool has_single_graph_{false}; // of torch.compile: it may take longer than all that might be shared
   PartPlan plan_;
 };
 

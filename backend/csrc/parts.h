@@ -1,4 +1,4 @@
-// A long segment in parts, for Mode::Layered: cut where its entries repeat themselves (the layers of a model, forward and
+// A long segment in parts, for layered steps: cut where its entries repeat themselves (the layers of a model, forward and
 // backward), and where lists of tensors do (an optimizer's, a layer's tensors each time), so that equal parts share a program.
 #pragma once
 

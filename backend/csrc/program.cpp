@@ -284,22 +284,51 @@ void ProgramCache::make_room() {
   }
 }
 
-ProgramCache::Parts ProgramCache::parts_of(const Segment& segment) {
+bool is_wanted(const Segment& segment) {
+  return !segment.checked.empty() || !live_values(segment).empty();
+}
+
+bool ProgramCache::begins_layered(const Segment& segment, size_t most_layered_runs, Counters& counters) {
+  Program& program = find(segment);
+  if (program.is_rehearsed || !program.variants.empty()) {
+    return false;
+  }
+  if (program.is_refused || program.num_layered < most_layered_runs) {
+    return true;
+  }
+  const Locals live = live_values(segment);
+  try {
+    variant_for(program, segment, live, donations_of(segment, live, {}), counters);
+  } catch (const py::error_already_set& error) {
+    if (is_interrupt(error)) {
+      throw;
+    }
+    program.is_refused = true;
+    const std::string message = error.what();
+    TORCH_WARN(
+        "steps that began layered stay so: the one program that should follow cannot be compiled (",
+        message.substr(0, message.find('\n')),
+        ")");
+  }
+  return program.is_refused;
+}
+
+std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) {
   Program& program = find(segment);
   const bool is_new = !program.parts;
   if (is_new) {
     program.parts = std::make_shared<const PartPlan>(plan_parts(segment));
   }
-  return {program.parts.get(), is_new, ++program.num_asked, program.is_rehearsed};
+  return {program.parts.get(), is_new};
 }
 
 void ProgramCache::rehearse(const Segment& segment, const Holders& gone) {
+  prepare(segment, description_to_prepare(segment, gone));
   find(segment).is_rehearsed = true;
-  compile_ahead(description_to_prepare(segment, gone));
 }
 
 py::object ProgramCache::description_to_prepare(const Segment& segment, const Holders& gone) {
-  if (std::exchange(find(segment).is_prepared, true)) {
+  if (find(segment).is_prepared) {
     return py::none();
   }
   const Locals live = live_values(segment);
@@ -331,6 +360,11 @@ py::object ProgramCache::description_of(const Segment& segment, const Locals& li
     return known->is_loaded() ? py::none() : py::object(describe(program, *known, segment));
   }
   return describe(program, *new_variant(program, segment, live, donations), segment);
+}
+
+void ProgramCache::prepare(const Segment& segment, const py::object& description) {
+  compile_ahead(description);
+  find(segment).is_prepared = true;
 }
 
 void ProgramCache::compile_ahead(const py::object& description) {

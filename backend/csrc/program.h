@@ -111,9 +111,10 @@ struct Program {
   std::vector<uint32_t> tape;
   std::vector<std::shared_ptr<Variant>> variants; // who else holds one keeps it loaded
   std::shared_ptr<const PartPlan> parts; // once it was asked how it is taken apart
-  size_t num_asked{0}; // how often
-  bool is_rehearsed{false}; // then it is what was compiled
+  size_t num_layered{0}; // how often it was run in parts
   bool is_prepared{false}; // it was compiled ahead
+  bool is_rehearsed{false}; // and that by a rehearsal
+  bool is_refused{false}; // XLA could not compile it as one
 };
 
 // How many others than buffers and the segment itself hold a value that will be gone when the segment is run.
@@ -127,28 +128,35 @@ struct Launched {
   c10::weak_intrusive_ptr<Value> output; // the first; may be gone
 };
 
+// Whether anybody can see what comes of a segment.
+bool is_wanted(const Segment& segment);
+
 // A value's array as an argument of a program, a new reference.  What is donated and somebody else may look at is copied, and
 // the copy donated: the program is the same either way.  `is_shared`: other buffers than the one it is taken from hold it.
 PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 
 class ProgramCache {
  public:
-  // How a segment is taken apart; whether that was found out just now; how often it was asked, this time included; whether
-  // it was rehearsed as it is.
-  struct Parts {
-    const PartPlan* plan;
-    bool is_new;
-    size_t num_asked;
-    bool is_rehearsed;
-  };
-  Parts parts_of(const Segment& segment);
+  // Whether a segment is to be run in parts still: neither was it run or rehearsed as one program, nor so often in parts, or
+  // XLA refuses the one program, which a warning says.
+  bool begins_layered(const Segment& segment, size_t most_layered_runs, Counters& counters);
+  // How a segment is taken apart, and whether that was found out just now.
+  std::pair<const PartPlan*, bool> parts_of(const Segment& segment);
+  size_t num_layered(const Segment& segment) {
+    return find(segment).num_layered;
+  }
+  void count_layered(const Segment& segment) {
+    ++find(segment).num_layered;
+  }
   // A thread begins to compile what `run` would have compiled.
   void rehearse(const Segment& segment, const Holders& gone);
-  // What `run` would have compiled, as Python is told it: None if it has the program, or this was asked before.
+  // What `run` would have compiled, as Python is told it: None if it has the program, or began to prepare it before.
   pybind11::object description_to_prepare(const Segment& segment, const Holders& gone = {});
   // The same of segments that are run one after the other; each program once.
   std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
-  // A thread begins to compile it.
+  // A thread begins to compile what `description_to_prepare` gave for it.
+  void prepare(const Segment& segment, const pybind11::object& description);
+  // The same of any description.
   void compile_ahead(const pybind11::object& description);
 
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;

@@ -357,28 +357,38 @@ void Stream::end_rehearsal() {
   rehearsal_.reset();
 }
 
+bool Stream::may_be_layered(const Segment& segment) {
+  if (notes != nullptr) {
+    return false;
+  }
+  // Who asks for deterministic algorithms wants the same digits from the first run on.
+  const bool begins = mode() == Mode::Fused && begins_layered() && !at::globalContext().deterministicAlgorithms() &&
+      programs_.begins_layered(segment, kLastLayeredRun, counters);
+  // Of what nobody can see nothing is run; a part would be seen by the next one.
+  return (begins || mode() == Mode::Layered) && is_wanted(segment);
+}
+
 void Stream::run(Segment& segment) {
   if (rehearsal_) {
     rehearse(segment);
     return;
   }
-  const auto run_as_one = [&] {
+  const auto run_whole = [&] {
     programs_.run(segment, counters);
     note_launch(segment);
   };
-  const bool is_fused = mode() == Mode::Fused;
-  // Who asks for deterministic algorithms wants the same digits from the first run on.
-  const bool begins = is_fused && begins_layered() && !at::globalContext().deterministicAlgorithms();
-  if (notes != nullptr || (mode() != Mode::Layered && !begins)) {
-    run_as_one();
+  if (!may_be_layered(segment)) {
+    run_whole();
     return;
   }
-  const auto [plan, is_new, run, is_rehearsed] = programs_.parts_of(segment);
-  if (plan->size() <= 1 || (is_fused && (is_rehearsed || run > kLastLayeredRun))) {
-    run_as_one();
+  const auto [plan, is_new] = programs_.parts_of(segment);
+  if (plan->size() <= 1) {
+    run_whole();
     return;
   }
-  const bool prepares = is_fused ? run == kRunThatPreparesUnasked : compiles_ahead() && run == kRunThatPrepares;
+  const size_t run = programs_.num_layered(segment) + 1;
+  const bool prepares =
+      mode() == Mode::Layered ? compiles_ahead() && run >= kRunThatPrepares : run >= kRunThatPreparesUnasked;
   const auto whole = prepares ? programs_.description_to_prepare(segment) : pybind11::none();
   std::vector<Value*> values; // alive in the parts
   for (const auto& value : segment.values) {
@@ -397,12 +407,16 @@ void Stream::run(Segment& segment) {
         programs_.compile_ahead(description);
       }
     }
-    programs_.compile_ahead(whole);
+    if (prepares) {
+      programs_.prepare(segment, whole);
+    }
     for (; num_run < parts.size(); ++num_run) {
       programs_.run(parts[num_run], counters);
       note_launch(parts[num_run]);
       parts[num_run].clear();
     }
+    programs_.count_layered(segment);
+    ++counters.segments_layered;
   } catch (const pybind11::error_already_set&) {
     if (num_run == 0) { // nothing is lost: the segment is what it was
       for (Value* value : values) {

@@ -26,6 +26,7 @@ enum class Mode : uint8_t {
 struct Counters {
   uint64_t ops_recorded{0};
   uint64_t segments_run{0};
+  uint64_t segments_layered{0}; // each of several that were run
   uint64_t compilations{0};
   uint64_t memory_hits{0};
   uint64_t disk_hits{0};
@@ -157,6 +158,8 @@ class Stream {
   const Value& readable(Buffer* buffer);
   bool belongs_to_ended_step(const EncodedCall& call) const;
   void note_run(const Segment& segment);
+  // Whether a segment is run in parts, if it has any.
+  bool may_be_layered(const Segment& segment);
   void run(Segment& segment);
   void rehearse(Segment& segment);
   void note_launch(Segment& segment);

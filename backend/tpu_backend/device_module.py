@@ -240,9 +240,9 @@ def get_eager_mode() -> str:
 
 
 def compile_stats() -> dict[str, Any]:
-    """Counters since the start: ops_recorded, segments_run, compilations, memory_hits, disk_hits,
-    compile_seconds, host_reads, replays (of captured steps).  A program comes of a compilation or of a disk
-    hit (`set_executable_cache`).
+    """Counters since the start: ops_recorded, segments_run, segments_layered (each of them several that were
+    run), compilations, memory_hits, disk_hits, compile_seconds, host_reads, replays (of captured steps).  A
+    program comes of a compilation or of a disk hit (`set_executable_cache`).
     """
     return _C.compile_stats(_C.current_device())
 

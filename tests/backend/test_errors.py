@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.backend.fresh_process import run_python
+from tpu_backend import device_module
 
 WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "shapes that do not broadcast": lambda t: t(3) + t(4),
@@ -240,7 +241,7 @@ def test_ctrl_c_during_a_compilation_is_itself_and_loses_nothing(monkeypatch):
     assert y.sum().item() == 7 * 107 + 104
 
 
-def test_memory_that_cannot_be_had_is_an_out_of_memory_error():
+def test_memory_that_cannot_be_had_is_an_out_of_memory_error(monkeypatch):
     too_much = torch.empty(2**46, dtype=torch.uint8, device="tpu")  # nothing is written yet
     kept = [torch.ones(1000, 7, device="tpu") for _ in range(3)]  # the line that holds memory
 
@@ -248,16 +249,19 @@ def test_memory_that_cannot_be_had_is_an_out_of_memory_error():
         tensor.fill_(1)
         torch.tpu.synchronize()
 
-    with torch.tpu.eager_mode("fused"), pytest.raises(torch.OutOfMemoryError) as raised:
+    monkeypatch.setattr(device_module, "compile_stats", lambda: {"segments_layered": 0})
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
     message = str(raised.value)
     assert "67,108,864.0 MiB      1 x uint8[70368744177664]  aten::fill_.Scalar at " in message
     assert re.search(r"3 x float32\[1000, 7\]  aten::\S+ at .*test_errors.py:\d+: kept = ", message), message
     assert torch.tpu.memory_summary().splitlines()[0] in message
-    assert "layered steps" not in message
-    with torch.tpu.eager_mode("layered"), pytest.raises(torch.OutOfMemoryError) as raised:
+    assert "needs less" not in message
+    monkeypatch.setattr(device_module, "compile_stats", lambda: {"segments_layered": 1})
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
     assert str(raised.value).endswith("needs less: docs/execution.md")
+    monkeypatch.undo()
     del too_much, kept
     assert torch.ones(3, device="tpu").sum().item() == 3
 

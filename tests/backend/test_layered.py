@@ -169,6 +169,68 @@ def test_fused_mode_may_begin_layered():
     assert compilations() == in_layers + 1
 
 
+def test_steps_whose_one_program_is_refused_stay_layered(monkeypatch):
+    from tpu_backend.runtime import compiler
+
+    lower = compiler.lower_segment
+
+    def refuse_large(description, *arguments):
+        if len(description["circumstances"]) > 4 * 12:
+            raise RuntimeError("too large for the test")
+        return lower(description, *arguments)
+
+    monkeypatch.setattr(compiler, "lower_segment", refuse_large)
+    model = model_of(10, width=32).to("tpu").requires_grad_(False)
+    inputs = torch.randn(6, 32, device="tpu")
+    with torch.tpu.eager_mode("fused", first="layered"):
+        expected = model(inputs).cpu()
+        for _ in range(255):
+            model(inputs).cpu()
+        with pytest.warns(UserWarning, match="stay so: .* cannot be compiled .*too large"):
+            assert torch.equal(model(inputs).cpu(), expected)
+        monkeypatch.undo()
+        after = compilations()
+        assert torch.equal(model(inputs).cpu(), expected)
+        assert compilations() == after
+
+
+def test_layered_steps_of_another_time_count():
+    wait_for_threads()
+    model = model_of(10, width=34).to("tpu").requires_grad_(False)
+    inputs = torch.randn(6, 34, device="tpu")
+    with torch.tpu.eager_mode("layered"):
+        for _ in range(3):
+            model(inputs).cpu()
+    assert not torch.tpu.is_compiling_ahead()
+    with torch.tpu.eager_mode("layered", then="fused"):
+        model(inputs).cpu()
+        assert torch.tpu.is_compiling_ahead()
+
+
+def test_what_nobody_sees_is_not_run_in_parts_either():
+    x = torch.ones(3, device="tpu")
+    torch.tpu.flush()
+    before = torch.tpu.compile_stats()["segments_run"]
+    with torch.tpu.eager_mode("fused", first="layered"):
+        y = x * 2
+        for _ in range(12):
+            y = (y + x).sin().cos().exp().tanh().sigmoid().sqrt().log1p().abs().neg().square() - x
+        del y
+        torch.tpu.flush()
+    assert torch.tpu.compile_stats()["segments_run"] == before
+
+
+def test_a_program_that_is_there_is_run_at_once():
+    model = model_of(10, width=36).to("tpu").requires_grad_(False)
+    inputs = torch.randn(6, 36, device="tpu")
+    with torch.tpu.eager_mode("fused"):
+        expected = model(inputs).cpu()
+    after = compilations()
+    with torch.tpu.eager_mode("fused", first="layered"):
+        assert torch.equal(model(inputs).cpu(), expected)
+    assert compilations() == after
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_fused_mode_by_its_name_and_what_is_deterministic_are_one_program_at_once(deterministic):
     model = model_of(5, width=22 + 2 * deterministic).to("tpu")

@@ -1,5 +1,5 @@
-"""Programs that threads compile before they are asked for: in layered mode the parts of a step all at once,
-and then what fused mode will run; and what was rehearsed.
+"""Programs that threads compile before they are asked for: the parts of a layered step all at once, then the
+program that follows such steps; and what was rehearsed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def result(description: dict[str, Any]) -> Any:
         return future.result()
     finally:
         if future.done():  # else the wait was interrupted, and somebody may ask again
-            del _promised[key]
+            _promised.pop(key, None)
 
 
 def _key(description: dict[str, Any]) -> Hashable:

@@ -82,14 +82,13 @@ def _given_back(new: _Program) -> Cause:
 
 
 def _cause_of(new: _Program, was_layered: bool) -> Cause:
-    # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
-    cause = _mode_changed(new) if len(new.entries) == 1 else None
-    cause = cause or _difference_from_nearest(new)
     first = new.entries[0]
-    if cause is None and was_layered:
+    if was_layered and all(old.tape != new.tape for old in _compiled):
         text = f"what {first.overload} begins was run in layers, which share programs, and becomes one"
         return Cause("whole", text, first_line(first.number))
-    cause = cause or _mode_changed(new)
+    # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
+    cause = _mode_changed(new) if len(new.entries) == 1 else None
+    cause = cause or _difference_from_nearest(new) or _mode_changed(new)
     if cause is not None:
         return cause
     return Cause("first", f"{first.overload} begins it", first_line(first.number))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from tpu_backend import device_module, executable_cache
+from tpu_backend import _C, device_module, executable_cache
 from tpu_backend.compiling import compiling
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
@@ -118,7 +118,8 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     the executable cache if it is there, else compiled, and kept there.
     """
     mode = device_module.get_eager_mode()
-    with compiling(len(description["circumstances"]), _ADVICE if mode == "fused" else ""):
+    advice = _ADVICE if mode == "fused" and not _C.begins_layered() else ""
+    with compiling(len(description["circumstances"]), advice):
         if (found := ahead.result(description)) is not None:
             return found
         return _compile(description, cause_of(description, mode))

@@ -36,7 +36,7 @@ def describe_memory(device: int = 0) -> str:
 
 
 def describe_shortage() -> str:
-    """What an out-of-memory error says: which tensors live; where steps may be layered, what needs less."""
+    """What an out-of-memory error says: which tensors live; where steps are layered, what needs less."""
     described = describe_memory()
-    may_be_layered = device_module.get_eager_mode() == "layered" or _C.begins_layered()
-    return f"{described}\n{_ADVICE}" if may_be_layered else described
+    are_layered = device_module.compile_stats()["segments_layered"] > 0
+    return f"{described}\n{_ADVICE}" if are_layered else described
