@@ -38,6 +38,7 @@ void initialize(
     const py::object& compile,
     const py::object& is_room_short,
     const py::object& compile_ahead,
+    const py::object& wait_ahead,
     const py::object& put_numbers,
     const py::object& put,
     const py::object& copy,
@@ -52,6 +53,7 @@ void initialize(
   runtime.compile = keep(compile);
   runtime.is_room_short = keep(is_room_short);
   runtime.compile_ahead = keep(compile_ahead);
+  runtime.wait_ahead = keep(wait_ahead);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);
   runtime.copy = keep(copy);
@@ -166,6 +168,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_device", [](int device) { tpu::Device::get().set_current(static_cast<c10::DeviceIndex>(device)); });
   m.def("compiles_ahead", &tpu::compiles_ahead);
   m.def("set_compiles_ahead", &tpu::set_compiles_ahead);
+  m.def("whole_signature", [](uint32_t id) {
+    const auto& signature = tpu::signature_by_id(id);
+    return signature.part_of == nullptr ? id : signature.part_of->id;
+  });
   m.def("begins_layered", &tpu::begins_layered);
   m.def("set_begins_layered", &tpu::set_begins_layered);
   m.def("set_mode", [](int mode) { tpu::set_mode(static_cast<tpu::Mode>(mode)); });

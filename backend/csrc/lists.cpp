@@ -129,6 +129,7 @@ const Signature* part_of_lists(const Signature& signature, const ListCall& call,
   }
   Signature part;
   part.op = signature.op;
+  part.part_of = &signature;
   part.words = std::move(words);
   part.wide = signature.wide;
   for (const auto& output : signature.outputs) {

@@ -313,13 +313,12 @@ bool ProgramCache::begins_layered(const Segment& segment, size_t most_layered_ru
   return program.is_refused;
 }
 
-std::pair<const PartPlan*, bool> ProgramCache::parts_of(const Segment& segment) {
+const PartPlan* ProgramCache::parts_of(const Segment& segment) {
   Program& program = find(segment);
-  const bool is_new = !program.parts;
-  if (is_new) {
+  if (!program.parts) {
     program.parts = std::make_shared<const PartPlan>(plan_parts(segment));
   }
-  return {program.parts.get(), is_new};
+  return program.parts.get();
 }
 
 void ProgramCache::rehearse(const Segment& segment, const Holders& gone) {
@@ -365,6 +364,19 @@ py::object ProgramCache::description_of(const Segment& segment, const Locals& li
 void ProgramCache::prepare(const Segment& segment, const py::object& description) {
   compile_ahead(description);
   find(segment).is_prepared = true;
+}
+
+void ProgramCache::compile_all(const std::vector<Segment>& parts, Counters& counters) {
+  const auto start = std::chrono::steady_clock::now();
+  py::list descriptions;
+  for (const auto& description : descriptions_of(parts)) {
+    if (!description.is_none()) {
+      compile_ahead(description);
+      descriptions.append(description);
+    }
+  }
+  check(PyObject_CallOneArg(runtime().wait_ahead, descriptions.ptr())).dec_ref();
+  counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 void ProgramCache::compile_ahead(const py::object& description) {

@@ -140,8 +140,8 @@ class ProgramCache {
   // Whether a segment is to be run in parts still: neither was it run or rehearsed as one program, nor so often in parts, or
   // XLA refuses the one program, which a warning says.
   bool begins_layered(const Segment& segment, size_t most_layered_runs, Counters& counters);
-  // How a segment is taken apart, and whether that was found out just now.
-  std::pair<const PartPlan*, bool> parts_of(const Segment& segment);
+  // How a segment is taken apart.
+  const PartPlan* parts_of(const Segment& segment);
   size_t num_layered(const Segment& segment) {
     return find(segment).num_layered;
   }
@@ -152,12 +152,10 @@ class ProgramCache {
   void rehearse(const Segment& segment, const Holders& gone);
   // What `run` would have compiled, as Python is told it: None if it has the program, or began to prepare it before.
   pybind11::object description_to_prepare(const Segment& segment, const Holders& gone = {});
-  // The same of segments that are run one after the other; each program once.
-  std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
   // A thread begins to compile what `description_to_prepare` gave for it.
   void prepare(const Segment& segment, const pybind11::object& description);
-  // The same of any description.
-  void compile_ahead(const pybind11::object& description);
+  // Compiles what segments that are run one after the other need, as far as there are cores at once, and waits for it.
+  void compile_all(const std::vector<Segment>& parts, Counters& counters);
 
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
   // error_already_set for an interrupt, and the segment may then be run again.
@@ -190,6 +188,9 @@ class ProgramCache {
   // Called before a program is loaded.  Where the system would soon refuse that, gives back half of those that were not used
   // since it looked last, the oldest.
   void make_room();
+  // What `run` of each would have compiled; each program once.
+  std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
+  void compile_ahead(const pybind11::object& description);
   pybind11::object description_of(const Segment& segment, const Locals& live, const Donations& donations);
   void execute(Variant& variant, Segment& segment);
 
@@ -207,6 +208,7 @@ struct Runtime {
   PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* is_room_short{nullptr}; // () -> bool: whether few more programs can be loaded
   PyObject* compile_ahead{nullptr}; // (description) -> None: begins what `compile` of it will ask for
+  PyObject* wait_ahead{nullptr}; // (descriptions) -> None: until all of them are compiled, or have failed
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
   PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own

@@ -72,6 +72,7 @@ struct Signature {
   std::string lowering_failure; // why, where the lowering failed on arguments that may be wrong
   bool by_parts{false}; // lists of tensors of two devices: PyTorch's own kernel takes them one by one
   bool checked{false}; // the lowering makes demands of index values
+  const Signature* part_of{nullptr}; // whose lists it takes elements of, see `part_of_lists`
   bool reads_precision{false}; // the lowering reads PyTorch's matrix product precision
 };
 

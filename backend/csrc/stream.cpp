@@ -25,7 +25,7 @@ constexpr size_t kManyInputs = 32;
 // end.  Never the first, which shares its cores with nothing.  Where nobody said that fused steps will come, what is run less
 // often (an initialisation, a look at a few batches) is not compiled a second time.
 constexpr size_t kRunThatPrepares = 2;
-constexpr size_t kRunThatPreparesUnasked = 4;
+constexpr size_t kRunThatPreparesUnasked = 32;
 
 // The last run that is layered in fused mode that begins so.  A count, not a moment: the last digits change with it, and a script
 // that is run again gives the same.  So many steps take longer than most programs, which the next run waits for (Llama of 32
@@ -50,8 +50,8 @@ void watch_forks() {
 void check_not_forked() {
   TORCH_CHECK(
       !forked(),
-      "the tpu device cannot be used in a forked process (its parent had started it): start processes with "
-      "multiprocessing's \"spawn\" or \"forkserver\", or keep tpu tensors out of this one");
+      "the tpu device cannot be used in a forked process (its parent had started it): keep tpu tensors out of it (a "
+      "DataLoader's worker gives out CPU tensors), or start processes with multiprocessing's \"spawn\" or \"forkserver\"");
 }
 
 Mode mode() {
@@ -381,7 +381,7 @@ void Stream::run(Segment& segment) {
     run_whole();
     return;
   }
-  const auto [plan, is_new] = programs_.parts_of(segment);
+  const PartPlan* plan = programs_.parts_of(segment);
   if (plan->size() <= 1) {
     run_whole();
     return;
@@ -402,10 +402,8 @@ void Stream::run(Segment& segment) {
     }
   };
   try {
-    if (is_new) { // all at once, as far as there are cores
-      for (const auto& description : programs_.descriptions_of(parts)) {
-        programs_.compile_ahead(description);
-      }
+    if (run == 1) { // before the first of them is run: Ctrl-C meanwhile loses nothing
+      programs_.compile_all(parts, counters);
     }
     if (prepares) {
       programs_.prepare(segment, whole);

@@ -180,7 +180,7 @@ class eager_mode:  # noqa: N801 - reads as a function
     ``then="fused"``, in layered mode: when a step is recorded alike for the second time, a thread begins to
     compile the one program that fused mode will run.
     ``first="layered"``, in fused mode: a step that repeats itself is layered the first 256 times that it is
-    recorded alike; at the fourth a thread begins to compile the one program. Not while deterministic
+    recorded alike; at the 32nd a thread begins to compile the one program. Not while deterministic
     algorithms are asked of PyTorch, since sums may differ in the last digits. A process starts so, or in the
     mode that the environment variable ``TPU_EAGER_MODE`` names.
     """
@@ -200,7 +200,9 @@ class eager_mode:  # noqa: N801 - reads as a function
         if then is not None and (mode, then) != ("layered", "fused"):
             raise ValueError(f'then={then!r} after mode {mode!r}: expected "fused" after "layered"')
         if first is not None and (mode, first) != ("fused", "layered"):
-            raise ValueError(f'first={first!r} in mode {mode!r}: expected "layered" in mode "fused"')
+            raise ValueError(
+                f'mode {mode!r} with first={first!r}: there is only "fused" with first="layered"'
+            )
         self._before = _C.get_mode(), _C.compiles_ahead(), _C.begins_layered()
         self._checked_before = nan_check.enabled()
         if is_initialized():
@@ -241,7 +243,8 @@ def get_eager_mode() -> str:
 
 def compile_stats() -> dict[str, Any]:
     """Counters since the start: ops_recorded, segments_run, segments_layered (each of them several that were
-    run), compilations, memory_hits, disk_hits, compile_seconds, host_reads, replays (of captured steps).  A
+    run), compilations, memory_hits, disk_hits, compile_seconds (that a program was waited for; threads
+    may have compiled longer), host_reads, replays (of captured steps).  A
     program comes of a compilation or of a disk hit (`set_executable_cache`).
     """
     return _C.compile_stats(_C.current_device())
@@ -587,7 +590,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     yield
 
 
-_first_mode = os.environ.get("TPU_EAGER_MODE")
+_first_mode = os.environ.get("TPU_EAGER_MODE") or None
 if _first_mode in _MODES:
     eager_mode(_first_mode)
 elif _first_mode is None:

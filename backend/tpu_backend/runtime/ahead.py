@@ -4,11 +4,13 @@ program that follows such steps; and what was rehearsed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,9 +47,20 @@ def _begin_to_exit() -> None:
     def say_what_is_waited_for() -> None:
         time.sleep(1.0)
         if is_busy():
-            print("tpu: waiting for a compilation in the background to end", file=sys.stderr, flush=True)
+            print(
+                "tpu: waiting for a compilation in the background to end (Ctrl-C leaves it)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     threading.Thread(target=say_what_is_waited_for, daemon=True).start()
+    try:
+        futures.wait(list(_promised.values()))
+    except KeyboardInterrupt:  # the interpreter must not end beside XLA's thread, but the process may
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
 
 
 def _forget_unwanted() -> None:
@@ -55,6 +68,17 @@ def _forget_unwanted() -> None:
     unwanted = [key for key, future in _promised.items() if future.done()]
     for key in unwanted[: max(0, len(unwanted) - _MOST_UNWANTED)]:
         del _promised[key]
+
+
+def wait(descriptions: list[dict[str, Any]]) -> None:
+    """Until threads are done with those of these that `begin` was told to compile."""
+    futures.wait([_promised[key] for key in map(_key, descriptions) if key in _promised])
+
+
+def is_compiling(description: dict[str, Any]) -> bool:
+    """Whether `result` would have to wait for it."""
+    future = _promised.get(_key(description))
+    return future is not None and not future.done()
 
 
 def is_busy() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -110,6 +111,7 @@ def _options(description: dict[str, Any]) -> dict[str, Any] | None:
     return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if is_large else _SUMS}
 
 
+_WAITS = "tpu: waiting for the one program that follows layered first steps, this once (docs/execution.md)"
 _ADVICE = "an unrolled loop is many: torch.tpu.eager_mode('layered') compiles what repeats once"
 
 
@@ -118,6 +120,8 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     the executable cache if it is there, else compiled, and kept there.
     """
     mode = device_module.get_eager_mode()
+    if _C.begins_layered() and description["was_layered"] and ahead.is_compiling(description):
+        print(_WAITS, file=sys.stderr, flush=True)
     advice = _ADVICE if mode == "fused" and not _C.begins_layered() else ""
     with compiling(len(description["circumstances"]), advice):
         if (found := ahead.result(description)) is not None:
@@ -129,6 +133,12 @@ def compile_ahead(description: dict[str, Any]) -> None:
     """Have a thread make the executable that `compile_segment` will be asked for."""
     cause = cause_of(description, device_module.get_eager_mode())
     ahead.begin(description, lambda described: _compile(described, cause))
+
+
+def wait_ahead(descriptions: list[dict[str, Any]]) -> None:
+    """Wait until what threads compile of these is there, or has failed; `compile_segment` then tells."""
+    with compiling(sum(len(description["circumstances"]) for description in descriptions)):
+        ahead.wait(descriptions)
 
 
 def _compile(description: dict[str, Any], cause: Cause) -> Executable:

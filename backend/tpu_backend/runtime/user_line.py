@@ -10,6 +10,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from tpu_backend import _C
+
 NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(torch.__file__).parent), "<frozen")
 
 
@@ -55,7 +57,8 @@ def line_of_mode() -> str:
 
 def first_line(number: int) -> str:
     """Where a signature was first met."""
-    return line_of(*_first_places.get(number, (None, 0)))
+    place = _first_places.get(number) or _first_places.get(_C.whole_signature(number))
+    return line_of(*(place or (None, 0)))
 
 
 def line_of(code: CodeType | None, lasti: int) -> str:
