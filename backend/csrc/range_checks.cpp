@@ -3,6 +3,10 @@
 #include "program.h"
 #include "python_error.h"
 
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+#include <limits>
 #include <string_view>
 
 namespace py = pybind11;
@@ -11,6 +15,18 @@ namespace tpu {
 namespace {
 
 constexpr size_t kFewChecks = 64;
+
+// As in tpu_backend/lowering/bounds.py.
+constexpr int64_t kInRange = std::numeric_limits<int64_t>::min();
+
+// Waits for the program that looked, and raises what became of it.
+bool all_in_range(PyObject* offenders) try {
+  const py::array_t<int64_t> indices(py::reinterpret_borrow<py::object>(offenders));
+  return std::all_of(indices.data(), indices.data() + indices.size(), [](int64_t index) { return index == kInRange; });
+} catch (py::error_already_set& error) {
+  error.restore();
+  throw_python_error();
+}
 
 bool is_users(PyCodeObject* code) {
   const char* file = PyUnicode_AsUTF8(code->co_filename);
@@ -62,16 +78,16 @@ void RangeChecks::raise_failed(size_t num_launched) {
 void RangeChecks::raise_front() {
   const Check check = std::move(checks_.front());
   checks_.pop_front();
+  if (all_in_range(check.offenders.get())) {
+    return;
+  }
   py::list places;
   for (const auto& entry : check.entries) {
     py::object code = entry.place.code ? py::reinterpret_borrow<py::object>(entry.place.code.get()) : py::none();
     places.append(py::make_tuple(entry.entry, entry.signature, code, entry.place.lasti));
   }
-  auto done = py::reinterpret_steal<py::object>(PyObject_CallFunction(
-      runtime().raise_range_error, "OOO", check.offenders.get(), check.demands, places.ptr()));
-  if (!done) {
-    throw_python_error();
-  }
+  PyObject_CallFunction(runtime().raise_range_error, "OOO", check.offenders.get(), check.demands, places.ptr());
+  throw_python_error();
 }
 
 } // namespace tpu

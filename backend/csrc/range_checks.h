@@ -12,7 +12,7 @@ namespace tpu {
 
 // An instruction of the user's program: the innermost one that is neither ours nor PyTorch's.
 struct UserPlace {
-  std::shared_ptr<PyObject> code; // null where no Python runs (autograd's threads)
+  std::shared_ptr<PyObject> code; // null where no Python runs (a thread of C++'s)
   int lasti{0}; // offset in it, in bytes
 };
 UserPlace user_place();

@@ -78,12 +78,38 @@ def test_a_thread_that_flushes_does_not_disturb_another():
     assert _together(flush, work)[1] == [20.0] * 5
 
 
-def test_backward_runs_on_autograds_threads_beside_the_main_one():
+def _thread_of_backward() -> int | None:
+    x = torch.ones(3, device="tpu", requires_grad=True)
+    threads = []
+    x.register_hook(lambda grad: threads.append(threading.get_ident()))
+    (x * x).sum().backward()
+    return threads[0]
+
+
+def test_backward_runs_in_the_thread_that_calls_it_unless_the_user_says_otherwise():
+    def look() -> None:
+        before = torch.autograd.is_multithreading_enabled()
+        (torch.ones(3, requires_grad=True) * 2).sum().backward()
+        assert before and torch.autograd.is_multithreading_enabled()  # a thread without tpu tensors
+        with torch.inference_mode():
+            torch.ones(3, device="tpu")
+        assert _thread_of_backward() == threading.get_ident()
+        with torch.autograd.set_multithreading_enabled(True):
+            assert _thread_of_backward() != threading.get_ident()
+        assert _thread_of_backward() == threading.get_ident()
+
+    _together(look)
+    assert _thread_of_backward() == threading.get_ident()
+
+
+@pytest.mark.parametrize("is_autograds", [False, True])
+def test_backward_passes_of_two_threads_at_once(is_autograds):
     def gradient(value: float) -> list[float]:
         x = torch.full((3,), value, device="tpu", requires_grad=True)
-        for _ in range(5):
-            x.grad = None
-            (x * x).sum().backward()
+        with torch.autograd.set_multithreading_enabled(is_autograds):
+            for _ in range(5):
+                x.grad = None
+                (x * x).sum().backward()
         return x.grad.tolist()
 
     with torch.tpu.eager_mode("strict"):
