@@ -38,7 +38,6 @@ void initialize(
     const py::object& compile,
     const py::object& is_room_short,
     const py::object& compile_ahead,
-    const py::object& wait_ahead,
     const py::object& put_numbers,
     const py::object& put,
     const py::object& copy,
@@ -53,7 +52,6 @@ void initialize(
   runtime.compile = keep(compile);
   runtime.is_room_short = keep(is_room_short);
   runtime.compile_ahead = keep(compile_ahead);
-  runtime.wait_ahead = keep(wait_ahead);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);
   runtime.copy = keep(copy);

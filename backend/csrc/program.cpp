@@ -362,7 +362,11 @@ py::object ProgramCache::description_of(const Segment& segment, const Locals& li
 }
 
 void ProgramCache::prepare(const Segment& segment, const py::object& description) {
-  compile_ahead(description);
+  if (!description.is_none()) {
+    py::list descriptions;
+    descriptions.append(description);
+    compile_ahead(descriptions, /*waits=*/false);
+  }
   find(segment).is_prepared = true;
 }
 
@@ -371,19 +375,22 @@ void ProgramCache::compile_all(const std::vector<Segment>& parts, Counters& coun
   py::list descriptions;
   for (const auto& description : descriptions_of(parts)) {
     if (!description.is_none()) {
-      compile_ahead(description);
       descriptions.append(description);
     }
   }
-  check(PyObject_CallOneArg(runtime().wait_ahead, descriptions.ptr())).dec_ref();
+  compile_ahead(descriptions, /*waits=*/true);
   counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-void ProgramCache::compile_ahead(const py::object& description) {
-  if (!description.is_none()) {
-    make_room();
-    check(PyObject_CallOneArg(runtime().compile_ahead, description.ptr())).dec_ref();
+void ProgramCache::compile_ahead(const py::list& descriptions, bool waits) {
+  if (descriptions.empty()) {
+    return;
   }
+  for (size_t i = 0; i < descriptions.size(); ++i) {
+    make_room();
+  }
+  PyObject* const call[] = {descriptions.ptr(), waits ? Py_True : Py_False};
+  check(PyObject_Vectorcall(runtime().compile_ahead, call, 2, nullptr)).dec_ref();
 }
 
 ProgramCache::Started ProgramCache::start(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers) {

@@ -190,7 +190,7 @@ class ProgramCache {
   void make_room();
   // What `run` of each would have compiled; each program once.
   std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
-  void compile_ahead(const pybind11::object& description);
+  void compile_ahead(const pybind11::list& descriptions, bool waits);
   pybind11::object description_of(const Segment& segment, const Locals& live, const Donations& donations);
   void execute(Variant& variant, Segment& segment);
 
@@ -207,8 +207,8 @@ struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
   PyObject* compile{nullptr}; // (description) -> Executable
   PyObject* is_room_short{nullptr}; // () -> bool: whether few more programs can be loaded
-  PyObject* compile_ahead{nullptr}; // (description) -> None: begins what `compile` of it will ask for
-  PyObject* wait_ahead{nullptr}; // (descriptions) -> None: until all of them are compiled, or have failed
+  // (descriptions, waits) -> None: begins what `compile` of each will ask for; waits until all of it is there, or has failed
+  PyObject* compile_ahead{nullptr};
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
   PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own

@@ -12,7 +12,6 @@ def initialize(
     compile: Callable[..., Any],
     is_room_short: Callable[..., Any],
     compile_ahead: Callable[..., Any],
-    wait_ahead: Callable[..., Any],
     put_numbers: Callable[..., Any],
     put: Callable[..., Any],
     copy: Callable[..., Any],

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -203,6 +203,10 @@ class eager_mode:  # noqa: N801 - reads as a function
             raise ValueError(
                 f'mode {mode!r} with first={first!r}: there is only "fused" with first="layered"'
             )
+        options = {"then": then, "first": first}
+        self._said = ", ".join(
+            [repr(mode), *(f"{name}={value!r}" for name, value in options.items() if value is not None)]
+        )
         self._before = _C.get_mode(), _C.compiles_ahead(), _C.begins_layered()
         self._checked_before = nan_check.enabled()
         if is_initialized():
@@ -211,6 +215,14 @@ class eager_mode:  # noqa: N801 - reads as a function
         _set_mode(_MODES.index(mode), then is not None, first is not None)
         if check_nans is not None:
             nan_check.enable(check_nans)
+
+    def __repr__(self) -> str:
+        return f"torch.tpu.eager_mode({self._said})"
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "torch.tpu.eager_mode is no decorator: write `with torch.tpu.eager_mode(...):` in the function"
+        )
 
     def __enter__(self) -> None:
         pass

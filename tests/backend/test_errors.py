@@ -95,6 +95,24 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "glu of an odd size": lambda t: F.glu(t(3)),
     "classes of int32": lambda t: F.nll_loss(t(3, 3), t(3).int()),
     "loss of probabilities": lambda t: F.binary_cross_entropy(t(3) * 0.5, t(4)),
+    # of two dtypes
+    "probabilities": lambda t: F.binary_cross_entropy(t(3) * 0.5, t(3).double()),
+    "weights of classes": lambda t: F.cross_entropy(t(3, 4), t(3).long(), weight=t(4).double()),
+    "parameters of layer norm": lambda t: F.layer_norm(t(2, 3), (3,), t(3).half(), t(3).half()),
+    "parameters of group norm": lambda t: F.group_norm(t(2, 4, 3), 2, t(4).bfloat16(), t(4).bfloat16()),
+    "statistics of batch norm": lambda t: F.batch_norm(t(2, 3), t(3).half(), t(3).half(), t(3), t(3)),
+    "bias of a linear layer": lambda t: F.linear(t(2, 3), t(4, 3), t(4).double()),
+    "bias of a transposed convolution": lambda t: F.conv_transpose3d(
+        t(1, 2, 3, 3, 3), t(2, 2, 2, 2, 2), t(2).double()
+    ),
+    "what is put at an index": lambda t: t(3).index_put_((t(1).long(),), t(1).double()),
+    "what is put at a mask": lambda t: t(3).__setitem__(t(3) > 0, t(3).double()),
+    "what is added at an index": lambda t: t(3).index_add_(0, t(1).long(), t(1).double()),
+    "what is copied to an index": lambda t: t(3).index_copy_(0, t(1).long(), t(1).double()),
+    "grid": lambda t: F.grid_sample(t(1, 1, 3, 3), t(1, 2, 2, 2).double(), align_corners=False),
+    "weights of a bag": lambda t: F.embedding_bag(
+        t(1, 2).long(), t(3, 2), per_sample_weights=t(1, 2).double(), mode="sum"
+    ),
 }
 
 

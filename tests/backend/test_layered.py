@@ -290,6 +290,26 @@ def test_a_process_begins_layered_unless_its_mode_is_named(named):
     assert done.stdout == f"fused {named is not None}\n"
 
 
+def test_parts_of_one_step_are_not_compared_with_each_other():
+    done = run_python(
+        """
+        import torch
+        from tests.backend.test_layered import model_of
+
+        model = model_of(4, width=22).to("tpu")
+        torch.tpu.eager_mode("layered")
+        for rows in (6, 7):
+            before = len(torch.tpu.compilations())
+            model(torch.randn(rows, 22, device="tpu")).square().mean().backward()
+            torch.tpu.flush()
+            print(*[each.cause.kind for each in torch.tpu.compilations()[before:]])
+        """
+    )
+    first, second = (set(line.split()) for line in done.stdout.splitlines())
+    assert first == {"first"}
+    assert second == {"shape"}
+
+
 def test_first_is_refused_in_another_mode():
     with pytest.raises(ValueError, match=r"mode 'strict' with first='layered': there is only"):
         torch.tpu.eager_mode("strict", first="layered")

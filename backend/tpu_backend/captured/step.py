@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -249,7 +249,8 @@ def capture(
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise TypeError(f"torch.tpu.capture: expected a function, got {function!r}")
     for name, given, kind in (("modules", modules, nn.Module), ("optimizers", optimizers, Optimizer)):
-        if isinstance(given, kind) or not all(isinstance(each, kind) for each in given):
+        is_list = isinstance(given, Collection) and not isinstance(given, nn.Module)
+        if not is_list or not all(isinstance(each, kind) for each in given):
             raise TypeError(f"torch.tpu.capture: {name}: expected a list of {kind.__name__}s, got {given!r}")
     return CapturedStep(function, modules, optimizers)
 

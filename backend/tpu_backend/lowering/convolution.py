@@ -57,7 +57,7 @@ def _convolve(input, weight, stride, padding, dilation, transposed, output_paddi
     )
 
 
-@lowering("convolution", on_tpu=NO_INT64_PRODUCTS)
+@lowering("convolution", on_tpu=NO_INT64_PRODUCTS, one_dtype=("input", "weight", "bias"))
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     compute = opmath(input.dtype)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)

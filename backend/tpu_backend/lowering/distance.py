@@ -41,7 +41,7 @@ def _difference_grad(grad, difference, distance, p):
     return jnp.where(distance == 0, 0, result)
 
 
-@lowering("_cdist_forward")
+@lowering("_cdist_forward", one_dtype=("x1", "x2"))
 def cdist(x1, x2, p, compute_mode):
     return _distance(x1[..., :, None, :] - x2[..., None, :, :], p)
 

@@ -48,7 +48,12 @@ def _filled(value, spec):
     return jnp.pad(flat[:size], (0, max(size - flat.shape[0], 0))).reshape(spec.shape)
 
 
-@lowering("_embedding_bag", "_embedding_bag_forward_only", promote="opmath")
+@lowering(
+    "_embedding_bag",
+    "_embedding_bag_forward_only",
+    promote="opmath",
+    one_dtype=("weight", "per_sample_weights"),
+)
 def embedding_bag(
     weight,
     indices,

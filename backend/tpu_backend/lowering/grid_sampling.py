@@ -110,7 +110,7 @@ def _index(places, plane, num_images):
     return (batch, *(place.astype(jnp.int32) for place in clipped)), inside[..., None]
 
 
-@lowering("grid_sampler_2d", "grid_sampler_3d", promote="opmath")
+@lowering("grid_sampler_2d", "grid_sampler_3d", promote="opmath", one_dtype=("input", "grid"))
 def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
     plane, channels_last = input.shape[2:], jnp.moveaxis(input, 1, -1)
     positions = _positions(grid, plane, align_corners)

@@ -114,7 +114,7 @@ def unsafe_index(self, indices):
     return _read(self, _numpy_index(self, indices, checked=False))
 
 
-@lowering("index_put", "_index_put_impl")
+@lowering("index_put", "_index_put_impl", one_dtype=("self", "values"))
 def index_put(self, indices, values, accumulate=False, unsafe=False):
     if any(_is_mask(index) for index in indices):
         return _put_masked(self, indices, values, accumulate)
@@ -124,7 +124,7 @@ def index_put(self, indices, values, accumulate=False, unsafe=False):
     return _write(self, places)("set", values.astype(self.dtype))
 
 
-@lowering("_unsafe_index_put")
+@lowering("_unsafe_index_put", one_dtype=("self", "values"))
 def unsafe_index_put(self, indices, values, accumulate=False):
     return index_put(self, indices, values, accumulate, unsafe=True)
 
@@ -249,7 +249,7 @@ def unsafe_masked_index(self, mask, indices, fill):
     return jnp.where(mask, _read(self, clamped), jnp.asarray(fill, self.dtype))
 
 
-@lowering("_unsafe_masked_index_put_accumulate")
+@lowering("_unsafe_masked_index_put_accumulate", one_dtype=("self", "values"))
 def unsafe_masked_index_put_accumulate(self, mask, indices, values):
     """Added up in the dtype of the tensor, as on the CPU."""
     return _write(self, _clamped_indices(self, indices))("add", jnp.where(mask, values, 0).astype(self.dtype))
@@ -280,7 +280,7 @@ def _rows(self, dim, index):
     return (slice(None),) * axis + (_positions(at_least_1d(index), self.shape[axis]),)
 
 
-@lowering("index_add")
+@lowering("index_add", one_dtype=("self", "source"))
 def index_add(self, dim, index, source, *, alpha=1):
     dtype = _sum_dtype(self.dtype)
     source = at_least_1d(source).astype(dtype)
@@ -294,7 +294,7 @@ def index_add(self, dim, index, source, *, alpha=1):
     return _accumulate(base, _rows(base, dim, index), source).reshape(self.shape)
 
 
-@lowering("index_copy")
+@lowering("index_copy", one_dtype=("self", "source"))
 def index_copy(self, dim, index, source):
     base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
     text = (
@@ -312,7 +312,7 @@ def index_fill(self, dim, index, value):
     return _write(base, _rows(base, dim, index))("set", value).reshape(self.shape)
 
 
-@lowering("index_reduce")
+@lowering("index_reduce", one_dtype=("self", "source"))
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
     base, source = at_least_1d(self), at_least_1d(source)
     _require_from_front(index, base.shape[wrap_dim(dim, self.ndim)])
@@ -332,7 +332,7 @@ def take(self, index):
     return _read(self.reshape(-1), _positions(index, self.size))
 
 
-@lowering("put")
+@lowering("put", one_dtype=("self", "source"))
 def put(self, index, source, accumulate=False):
     _require_place(index, self.size)
     flat, index = self.reshape(-1), _positions(index, self.size)

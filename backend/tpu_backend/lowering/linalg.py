@@ -287,7 +287,7 @@ def ormqr(self, input2, input3, left=True, transpose=False):
 # ---- products
 
 
-@lowering("linalg_cross")
+@lowering("linalg_cross", one_dtype=("self", "other"))
 def cross(self, other, *, dim=-1):
     self, other = jnp.broadcast_arrays(self, other)
     return jnp.cross(self, other, axis=dim)

@@ -44,7 +44,7 @@ def _target_weights(self, target, weight, ignore_index):
     ), safe
 
 
-@lowering("nll_loss_forward", "nll_loss2d_forward", promote="opmath")
+@lowering("nll_loss_forward", "nll_loss2d_forward", promote="opmath", one_dtype=("self", "weight"))
 def nll_loss_forward(self, target, weight, reduction, ignore_index):
     if target.dtype not in (jnp.int64, jnp.uint8):
         raise NotLoweredError("classes of another dtype: PyTorch refuses them, in its own words on the CPU")
@@ -146,7 +146,7 @@ def huber_loss_backward(grad_output, self, target, reduction, delta, *, out):
 # ---- probabilities
 
 
-@lowering("binary_cross_entropy", promote="result")
+@lowering("binary_cross_entropy", promote="result", one_dtype=("self", "target", "weight"))
 def binary_cross_entropy(self, target, weight=None, reduction=_MEAN):
     for name, values in (("input", self), ("target", target)):
         within = (values >= 0) & (values <= 1)
@@ -209,7 +209,7 @@ def _multi_margin(self, target, p, margin, weight, reduction):
     return _reduced(losses if self.ndim == 2 else losses[0], reduction)
 
 
-@lowering("multi_margin_loss", promote="opmath", static=("p", "margin"))
+@lowering("multi_margin_loss", promote="opmath", static=("p", "margin"), one_dtype=("self", "weight"))
 def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=_MEAN):
     require_in_range(target, 0, at_least_1d(self).shape[-1], RuntimeError, "target out of range")
     return _multi_margin(self, target, p, margin, weight, reduction)

@@ -8,6 +8,7 @@ Statistics are computed in float32 for 16-bit inputs, in two passes.  Formulas: 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def log_softmax(self, dim, half_to_float, *, out):
     return shifted - jnp.log(total)
 
 
-@lowering("_softmax_backward_data", promote="opmath")
+@lowering("_softmax_backward_data", promote="opmath", one_dtype=("grad_output", "output"))
 def softmax_backward(grad_output, output, dim, input_dtype):
     """As a product: where one output is close to 1, its gradient less the mean is exact."""
     grad, weights = at_least_1d(grad_output), at_least_1d(output)
@@ -68,7 +69,7 @@ def softmax_backward(grad_output, output, dim, input_dtype):
     return (weights * (grad - mean)).reshape(output.shape)
 
 
-@lowering("_log_softmax_backward_data", promote="opmath")
+@lowering("_log_softmax_backward_data", promote="opmath", one_dtype=("grad_output", "output"))
 def log_softmax_backward(grad_output, output, dim, input_dtype):
     total = jnp.sum(at_least_1d(grad_output), dim, keepdims=True)
     return grad_output - jnp.exp(output) * (total.reshape(()) if output.ndim == 0 else total)
@@ -95,17 +96,17 @@ def _leading(self, normalized_shape):
     return tuple(range(self.ndim - len(normalized_shape)))
 
 
+# Of one dtype, or what is not the input of the one that it is computed in.
+_PARAMETERS = ("input", "weight", "bias", "running_mean", "running_var")
+
+
 def _affine(normalized, weight, bias):
-    if any(parameter is not None and parameter.dtype != normalized.dtype for parameter in (weight, bias)):
-        raise NotLoweredError(
-            "parameters of another dtype: PyTorch refuses them, in its own words on the CPU"
-        )
     if weight is not None:
         normalized = normalized * weight
     return normalized if bias is None else normalized + bias
 
 
-@lowering("native_layer_norm", promote="opmath")
+@lowering("native_layer_norm", promote="opmath", one_dtype=_PARAMETERS, or_wider=True)
 def layer_norm(input, normalized_shape, weight, bias, eps, *, out):
     dims = _trailing(input, normalized_shape)
     mean = jnp.mean(input, dims, keepdims=True)
@@ -151,7 +152,7 @@ def _sum_of_rows(rows, dims):
 # ---- group norm
 
 
-@lowering("native_group_norm", promote="opmath")
+@lowering("native_group_norm", promote="opmath", one_dtype=_PARAMETERS, or_wider=True)
 def group_norm(input, weight, bias, N, C, HxW, group, eps):
     grouped = input.reshape(N, group, C // group * HxW)  # no -1: there may be no elements
     mean = jnp.mean(grouped, -1, keepdims=True)
@@ -212,7 +213,10 @@ def _normalize(input, weight, bias, mean, rstd):
     return _affine(normalized, _per_channel(weight, ndim), _per_channel(bias, ndim))
 
 
-@lowering("native_batch_norm", promote="opmath", runtime=("momentum",))
+_batch_norm = partial(lowering, promote="opmath", runtime=("momentum",), one_dtype=_PARAMETERS, or_wider=True)
+
+
+@_batch_norm("native_batch_norm")
 def batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, out=None):
     """Does not update the running statistics: see ``names.HIDDEN_WRITES``."""
     if not training:
@@ -224,12 +228,12 @@ def batch_norm(input, weight, bias, running_mean, running_var, training, momentu
     return _normalize(input, weight, bias, mean, rstd), mean, rstd
 
 
-@lowering("_native_batch_norm_legit.no_stats", promote="opmath", runtime=("momentum",))
+@_batch_norm("_native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(input, weight, bias, training, momentum, eps, out=None):
     return batch_norm(input, weight, bias, None, None, True, momentum, eps, out)
 
 
-@lowering("_native_batch_norm_legit_no_training", promote="opmath", runtime=("momentum",))
+@_batch_norm("_native_batch_norm_legit_no_training")
 def batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
     return batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, out)
 
@@ -242,7 +246,7 @@ def _updated_statistics(input, running_mean, running_var, momentum):
     return kept * running_mean + momentum * mean, kept * running_var + momentum * unbiased
 
 
-@lowering("_native_batch_norm_legit_functional", promote="opmath", runtime=("momentum",))
+@_batch_norm("_native_batch_norm_legit_functional")
 def batch_norm_functional(input, weight, bias, running_mean, running_var, training, momentum, eps, out=None):
     """(output, mean, rstd, new running_mean, new running_var)."""
     results = batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, out)
@@ -251,14 +255,14 @@ def batch_norm_functional(input, weight, bias, running_mean, running_var, traini
     return *results, running_mean, running_var
 
 
-@lowering("_batch_norm_with_update_functional", promote="opmath", runtime=("momentum",))
+@_batch_norm("_batch_norm_with_update_functional")
 def batch_norm_with_update(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
     """(output, mean, rstd, reserve, new running_mean, new running_var)."""
     results = batch_norm_functional(input, weight, bias, running_mean, running_var, True, momentum, eps, out)
     return *results[:3], jnp.zeros(out[3].shape), *results[3:]
 
 
-@lowering("_batch_norm_no_update", promote="opmath", runtime=("momentum",))
+@_batch_norm("_batch_norm_no_update")
 def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentum, eps, out=None):
     results = batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, out)
     return *results, jnp.zeros(out[3].shape)

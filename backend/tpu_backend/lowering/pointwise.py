@@ -350,7 +350,9 @@ def lcm(self, other):
     return jnp.abs(quotient.astype(computed) * other.astype(computed)).astype(self.dtype)
 
 
-lowering("heaviside")(lambda self, values: jnp.where(self == 0, values, (self > 0).astype(values.dtype)))
+lowering("heaviside", one_dtype=("self", "values"))(
+    lambda self, values: jnp.where(self == 0, values, (self > 0).astype(values.dtype))
+)
 
 
 @lowering("ldexp.Tensor", promote="result")
@@ -443,6 +445,6 @@ def complex_(real, imag):
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
-@lowering("polar")
+@lowering("polar", one_dtype=("abs", "angle"))
 def polar(abs, angle):
     return lax.complex(abs * jnp.cos(angle), abs * jnp.sin(angle))

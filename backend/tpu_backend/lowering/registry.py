@@ -41,7 +41,7 @@ static arguments alone decide (a boolean mask as index) raises ``NotLoweredError
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,11 +84,19 @@ class Lowering:
     draws: int
     """Random numbers it takes from the generator, each a (seed, offset)."""
     on_tpu: CannotCompile | None = None
+    one_dtype: tuple[str, ...] = ()
+    or_wider: bool = False
 
     def compiles_on_tpu(self, dtypes: Collection[Any]) -> bool:
         """Whether the compiler of a real TPU takes a call whose inputs and outputs have these dtypes."""
         limits = (NO_COMPLEX128_ON_TPU, self.on_tpu)
         return not any(limit is not None and limit.covers(dtypes) for limit in limits)
+
+    def takes(self, dtypes: Mapping[str, Any]) -> bool:
+        """Whether PyTorch takes tensor arguments of these dtypes, by name, in one call."""
+        given = [jnp.dtype(dtypes[name]) for name in self.one_dtype if name in dtypes]
+        first, others = given[:1], set(given[1:])
+        return others <= set(first) or (self.or_wider and others == {opmath(first[0])})
 
 
 class NotLoweredError(NotImplementedError):
@@ -105,6 +113,8 @@ def lowering(
     runtime: Sequence[str] = (),
     on_tpu: CannotCompile | None = None,
     draws: int | None = None,
+    one_dtype: Sequence[str] = (),
+    or_wider: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar",
     promote="result")``.
@@ -113,6 +123,9 @@ def lowering(
     name the numeric arguments whose values are part of the program or its inputs. Undeclared: ``Scalar``
     arguments are runtime, ``float`` and ``int`` arguments are static. ``on_tpu`` says which calls
     the compiler of a real TPU does not take. ``draws``: the number of keys, where that is not one.
+    ``one_dtype`` names tensors that PyTorch refuses unless they are of one dtype; ``or_wider``: those after
+    the first may all be of the dtype that it is computed in.  What is refused is not traced: the CPU says so,
+    in its own words.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,6 +142,8 @@ def lowering(
                 "out" in parameters,
                 int("key" in parameters) if draws is None else draws,
                 on_tpu,
+                tuple(one_dtype),
+                or_wider,
             )
         return function
 

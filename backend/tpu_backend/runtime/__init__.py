@@ -82,7 +82,6 @@ def initialize() -> None:
             untraced(compiler.compile_segment),
             untraced(mappings.is_room_short),
             untraced(compiler.compile_ahead),
-            untraced(compiler.wait_ahead),
             untraced(transfer.put_numbers),
             untraced(transfer.put),
             untraced(transfer.copy),

@@ -68,12 +68,19 @@ _compiled: deque[_Program] = deque(maxlen=_KEPT)
 graph_reasons: dict[str, str] = {}  # by operator: what Dynamo says of a graph that it made again
 
 
-def cause_of(description: dict[str, Any], mode: str) -> Cause:
-    """Why the program of this segment is compiled; remembers the program for those that come after it."""
-    new = _program(description, mode)
-    cause = _given_back(new) if description["was_given_back"] else _cause_of(new, description["was_layered"])
-    _compiled.append(new)
-    return cause
+def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
+    """Why the programs of these segments are compiled. Those given at once are parts of one step: they are
+    compared with programs from before, not with each other. Remembers them for those that come after.
+    """
+    new = [_program(description, mode) for description in descriptions]
+    causes = [
+        _given_back(program)
+        if description["was_given_back"]
+        else _cause_of(program, description["was_layered"])
+        for program, description in zip(new, descriptions, strict=True)
+    ]
+    _compiled.extend(new)
+    return causes
 
 
 def _given_back(new: _Program) -> Cause:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.runtime import ahead, compile_log, known_forms
-from tpu_backend.runtime.causes import Cause, cause_of
+from tpu_backend.runtime.causes import Cause, causes_of
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import environment, key_of_tape, key_of_text
@@ -126,19 +127,19 @@ def compile_segment(description: dict[str, Any]) -> Executable:
     with compiling(len(description["circumstances"]), advice):
         if (found := ahead.result(description)) is not None:
             return found
-        return _compile(description, cause_of(description, mode))
+        return _compile(description, causes_of([description], mode)[0])
 
 
-def compile_ahead(description: dict[str, Any]) -> None:
-    """Have a thread make the executable that `compile_segment` will be asked for."""
-    cause = cause_of(description, device_module.get_eager_mode())
-    ahead.begin(description, lambda described: _compile(described, cause))
-
-
-def wait_ahead(descriptions: list[dict[str, Any]]) -> None:
-    """Wait until what threads compile of these is there, or has failed; `compile_segment` then tells."""
-    with compiling(sum(len(description["circumstances"]) for description in descriptions)):
-        ahead.wait(descriptions)
+def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
+    """Have threads make the executables that `compile_segment` will be asked for. `waits` until each is
+    there, or has failed, which `compile_segment` then tells.
+    """
+    causes = causes_of(descriptions, device_module.get_eager_mode())
+    for description, cause in zip(descriptions, causes, strict=True):
+        ahead.begin(description, partial(_compile, cause=cause))
+    if waits:
+        with compiling(sum(len(description["circumstances"]) for description in descriptions)):
+            ahead.wait(descriptions)
 
 
 def _compile(description: dict[str, Any], cause: Cause) -> Executable:

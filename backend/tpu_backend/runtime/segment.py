@@ -167,7 +167,7 @@ def trace_form(number: int) -> Answer:
 
 
 def _traced(entry: Signature) -> Answer:
-    if platform().name == "tpu" and not _compiles_on_tpu(entry):
+    if _is_refused(entry) or (platform().name == "tpu" and not _compiles_on_tpu(entry)):
         return _NOT_LOWERED
     shapes = [
         jax.ShapeDtypeStruct(tensor.base_dims, stored_dtype(tensor.base_dtype))
@@ -196,6 +196,18 @@ def _traced(entry: Signature) -> Answer:
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
         ) from error
     return Answer(True, bool(demands.made), settings.was_read)
+
+
+def _is_refused(entry: Signature) -> bool:
+    """Whether PyTorch takes no such dtypes together, which the CPU's kernel will tell."""
+    if (lowering := registry.TABLE.get(entry.name)) is None:
+        return False
+    dtypes = {
+        argument.name: lowered_dtype(argument.value.dtype)
+        for argument in entry.arguments
+        if isinstance(argument.value, (TensorArg, RuntimeArg))
+    }
+    return not lowering.takes(dtypes)
 
 
 def _compiles_on_tpu(entry: Signature) -> bool:
