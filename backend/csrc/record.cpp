@@ -81,6 +81,22 @@ void keep_backward_in_this_thread() {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 
+// Or an input would take another shape before it is read.
+void check_resized_apart(const Signature& signature, c10::ArrayRef<c10::IValue> arguments) {
+  for (const auto& [arg, sizes] : signature.out_resizes) {
+    const at::Tensor& resized = arguments[arg].toTensor();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].isTensor() && static_cast<int>(i) != arg && arguments[i].toTensor().defined()) {
+        at::assert_no_overlap(resized, arguments[i].toTensor());
+      } else if (arguments[i].isTensorList()) {
+        for (const at::Tensor& element : arguments[i].toTensorVector()) {
+          at::assert_no_overlap(resized, element);
+        }
+      }
+    }
+  }
+}
+
 // Takes the arguments off the stack and puts the returns on it; list returns are gathered again.
 void return_results(
     const OpInfo& op, const Signature& signature, c10::ArrayRef<at::Tensor> results, torch::jit::Stack& stack) {
@@ -173,6 +189,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     return;
   }
   if (!signature->out_resizes.empty()) {
+    check_resized_apart(*signature, arguments);
     for (const auto& [arg, sizes] : signature->out_resizes) {
       at::native::resize_output(arguments[arg].toTensor(), sizes);
     }

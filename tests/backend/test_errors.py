@@ -95,6 +95,11 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "glu of an odd size": lambda t: F.glu(t(3)),
     "classes of int32": lambda t: F.nll_loss(t(3, 3), t(3).int()),
     "loss of probabilities": lambda t: F.binary_cross_entropy(t(3) * 0.5, t(4)),
+    "index_add of other rows": lambda t: t(3, 2).index_add(0, t(2).long(), t(2)),
+    "index_reduce of other rows": lambda t: t(3, 2).index_reduce(0, t(2).long(), t(2), "prod"),
+    "negative padding": lambda t: F.conv3d(t(1, 1, 4, 4, 4), t(1, 1, 2, 2, 2), padding=-1),
+    "rows of boundaries": lambda t: torch.bucketize(t(3), t(2, 2)),
+    "masked_scatter by numbers": lambda t: t(3).masked_scatter(t(3).byte(), t(3)),
     # of two dtypes
     "probabilities": lambda t: F.binary_cross_entropy(t(3) * 0.5, t(3).double()),
     "weights of classes": lambda t: F.cross_entropy(t(3, 4), t(3).long(), weight=t(4).double()),
@@ -143,6 +148,14 @@ def test_a_wrong_call_raises_what_the_cpu_raises(mode):
             torch.tpu.flush()
     assert not different, "\n".join(different)
     assert torch.ones(3, device="tpu").sum().item() == 3
+
+
+def test_an_input_that_would_be_resized_as_the_result_is_refused():
+    x = torch.ones(4, 6, device="tpu")
+    for call in (lambda: torch.cat((x, x), out=x), lambda: torch.mm(x, x.t(), out=x)):
+        with pytest.raises(RuntimeError, match="written-to tensor refer to a single memory location"):
+            call()
+    assert x.sum().item() == 24
 
 
 def test_a_tensor_of_another_device_is_named():

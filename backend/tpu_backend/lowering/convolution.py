@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.matmul import NO_INT64_PRODUCTS, product_precision
-from tpu_backend.lowering.registry import lowering, opmath
+from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
 
 
 def _each_dim(values: Sequence[int], rank: int) -> tuple[int, ...]:
@@ -59,6 +59,8 @@ def _convolve(input, weight, stride, padding, dilation, transposed, output_paddi
 
 @lowering("convolution", on_tpu=NO_INT64_PRODUCTS, one_dtype=("input", "weight", "bias"))
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    if min(padding, default=0) < 0:
+        raise NotLoweredError("negative padding: PyTorch refuses it, in its own words on the CPU")
     compute = opmath(input.dtype)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     result = _convolve(input, weight, *geometry, dtype=compute)

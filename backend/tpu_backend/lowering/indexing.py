@@ -280,8 +280,16 @@ def _rows(self, dim, index):
     return (slice(None),) * axis + (_positions(at_least_1d(index), self.shape[axis]),)
 
 
+def _expect_rows_of(self, dim, source):
+    shapes = [at_least_1d(each).shape for each in (self, source)]
+    axis = wrap_dim(dim, self.ndim)
+    if len({shape[:axis] + shape[axis + 1 :] for shape in shapes}) > 1:
+        raise NotLoweredError("rows of another size: PyTorch refuses them, in its own words on the CPU")
+
+
 @lowering("index_add", one_dtype=("self", "source"))
 def index_add(self, dim, index, source, *, alpha=1):
+    _expect_rows_of(self, dim, source)
     dtype = _sum_dtype(self.dtype)
     source = at_least_1d(source).astype(dtype)
     if not (isinstance(alpha, (int, float)) and alpha == 1):
@@ -314,6 +322,7 @@ def index_fill(self, dim, index, value):
 
 @lowering("index_reduce", one_dtype=("self", "source"))
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
+    _expect_rows_of(self, dim, source)
     base, source = at_least_1d(self), at_least_1d(source)
     _require_from_front(index, base.shape[wrap_dim(dim, self.ndim)])
     # In 16 bit PyTorch's CPU works in the dtype of the tensor, where scatter_reduce is in float32.
@@ -466,7 +475,9 @@ def masked_fill(self, mask, value):
 
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
-    self, mask = jnp.broadcast_arrays(self, mask.astype(bool))
+    if mask.dtype != bool:
+        raise NotLoweredError("a mask of numbers: PyTorch refuses it, in its own words on the CPU")
+    self, mask = jnp.broadcast_arrays(self, mask)
     text = f"Number of elements of source, {source.size}, < number of ones in mask, {{index}}"
     require_in_range(jnp.sum(mask), 0, source.size + 1, RuntimeError, text)
     if source.size == 0:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import NotLoweredError, lowering
 
 
 def _sorted(values: jax.Array, axis: int, descending: bool) -> tuple[jax.Array, jax.Array]:
@@ -132,6 +132,8 @@ def searchsorted(sorted_sequence, self, *, out_int32=False, right=False, side=No
 
 @lowering("bucketize.Tensor", "bucketize.Scalar")
 def bucketize(self, boundaries, *, out_int32=False, right=False):
+    if boundaries.ndim != 1:
+        raise NotLoweredError("rows of boundaries: PyTorch refuses them, in its own words on the CPU")
     return searchsorted(boundaries, self, right=right)
 
 
