@@ -184,22 +184,6 @@ def test_parameters_of_another_dtype_are_refused_as_on_the_cpu() -> None:
                 norm.to(device)(torch.ones(2, 3, dtype=torch.float64, device=device))
 
 
-@pytest.mark.parametrize("channels_last", ["input", "weight"])
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_convolution_keeps_channels_last(channels_last, dims, dtype) -> None:
-    memory_format = {2: torch.channels_last, 3: torch.channels_last_3d}[dims]
-
-    def strides(device: str) -> list[tuple[int, ...]]:
-        tensors = {"input": torch.ones(2, 4, *[5] * dims), "weight": torch.ones(4, 4, *[3] * dims)}
-        tensors[channels_last] = tensors[channels_last].to(memory_format=memory_format)
-        arguments = [each.to(device, dtype) for each in tensors.values()]
-        function, transposed = (F.conv2d, F.conv_transpose2d) if dims == 2 else (F.conv3d, F.conv_transpose3d)
-        return [function(*arguments).stride(), transposed(*arguments).stride()]
-
-    assert strides("tpu") == strides("cpu")
-
-
 def test_of_two_dtypes_results_are_of_the_cpus() -> None:
     def dtypes(device: str) -> list[torch.dtype]:
         narrow, wide = torch.ones(1, 4, 3, device=device).bfloat16(), torch.ones(4, device=device)

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._decomp.decompositions import max_unpool2d, multilabel_margin_loss_forward
-from torch._meta_registrations import (
-    _exec_fft,
-    _linalg_svd_meta,
-    _sort_dims,
-    meta_conv,
-)
+from torch._meta_registrations import _exec_fft, _linalg_svd_meta, _sort_dims
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
 from torch.types import Number
@@ -43,8 +38,6 @@ def register_meta_kernels() -> Library:
     # PyTorch's own promote the input to the target's dtype; the CPU's kernels return the input's.
     for name in ("huber_loss", "soft_margin_loss"):
         library.impl(name, _of_inputs_dtype(name), "Meta", allow_override=True)
-    # PyTorch's own knows no memory format: a tensor without a device has no kernel that would choose one.
-    library.impl("convolution", _convolution, "Meta", allow_override=True)
     # PyTorch's own lie in the order of CUDA's.
     library.impl("_fft_r2c", _fft_r2c, "Meta", allow_override=True)
     library.impl("_fft_c2r", _fft_c2r, "Meta", allow_override=True)
@@ -94,17 +87,6 @@ def _keeping_statistics(name: str) -> Callable[..., tuple[Tensor, ...]]:
 def _of_inputs_dtype(name: str) -> Callable[..., Tensor]:
     infer = decomposition_table[getattr(torch.ops.aten, name).default]
     return lambda self, *others, **keywords: infer(self, *others, **keywords).to(self.dtype)
-
-
-def _convolution(input: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    """Channels come last where those of the input or of the weight do, as from the CPU's kernels."""
-    result = meta_conv(input, weight, *others)
-    formats = {suggest_memory_format(input), suggest_memory_format(weight)}
-    if torch.channels_last in formats:
-        return result.to(memory_format=torch.channels_last)
-    if torch.channels_last_3d in formats and input.dtype != torch.float64:
-        return result.to(memory_format=torch.channels_last_3d)
-    return result
 
 
 def _pow(self: Tensor | Number, exponent: Tensor | Number) -> Tensor:
