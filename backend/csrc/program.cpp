@@ -387,7 +387,7 @@ void ProgramCache::compile_ahead(const py::list& descriptions, bool waits) {
     return;
   }
   for (size_t i = 0; i < descriptions.size(); ++i) {
-    make_room();
+    make_room(); // counts the programs: each will be loaded
   }
   PyObject* const call[] = {descriptions.ptr(), waits ? Py_True : Py_False};
   check(PyObject_Vectorcall(runtime().compile_ahead, call, 2, nullptr)).dec_ref();

@@ -216,7 +216,7 @@ struct Runtime {
   PyObject* wait{nullptr}; // (tokens of launches) -> None, when they are done
   PyObject* after_debug_op{nullptr}; // (signature id, arrays, failure) -> None: waits, checks
   PyObject* describe_shortage{nullptr}; // () -> str: which tensors live, and what needs less
-  PyObject* raise_range_error{nullptr}; // (offenders, demands, places): raises
+  PyObject* raise_range_error{nullptr}; // (offenders, demands, places) -> None: waits, raises
   std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin
 };
 Runtime& runtime();

@@ -70,15 +70,18 @@ void check_partial_overlap(const Signature& signature, c10::ArrayRef<c10::IValue
 
 // Autograd would run a backward pass of this device in a thread of its own, as it does for devices whose kernels take
 // time.  Here an operation is only recorded, and to hand over to that thread, and the GIL to and fro between the two,
-// took a small step 0.2 to 0.3 ms of 0.85.  Said once a thread, so that what the user sets afterwards holds; with grad
-// mode on, since inference mode restores what it found.
+// took a small step 0.2 to 0.3 ms of 0.85.  Said once a thread, so that what the user sets afterwards holds; not where it
+// is off or grad mode is: inference mode and the like restore what they found.
 void keep_backward_in_this_thread() {
   static thread_local bool is_said = false;
-  if (is_said || !c10::AutogradState::get_tls_state().get_grad_mode()) {
+  if (is_said) {
     return;
   }
-  is_said = true;
-  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+  auto& state = c10::AutogradState::get_tls_state();
+  if (state.get_grad_mode() && state.get_multithreading_enabled()) {
+    is_said = true;
+    state.set_multithreading_enabled(false);
+  }
 }
 
 // Or an input would take another shape before it is read.

@@ -203,7 +203,7 @@ class eager_mode:  # noqa: N801 - reads as a function
             raise ValueError(
                 f'mode {mode!r} with first={first!r}: there is only "fused" with first="layered"'
             )
-        options = {"then": then, "first": first}
+        options = {"check_nans": check_nans, "then": then, "first": first}
         self._said = ", ".join(
             [repr(mode), *(f"{name}={value!r}" for name, value in options.items() if value is not None)]
         )
@@ -220,6 +220,7 @@ class eager_mode:  # noqa: N801 - reads as a function
         return f"torch.tpu.eager_mode({self._said})"
 
     def __call__(self, *_: object) -> NoReturn:
+        self.__exit__()
         raise TypeError(
             "torch.tpu.eager_mode is no decorator: write `with torch.tpu.eager_mode(...):` in the function"
         )

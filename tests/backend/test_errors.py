@@ -150,6 +150,26 @@ def test_a_wrong_call_raises_what_the_cpu_raises(mode):
     assert torch.ones(3, device="tpu").sum().item() == 3
 
 
+def test_what_is_refused_is_refused_in_a_compiled_graph_too():
+    def normalize(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x * 2, (3,), weight, weight) + 1
+
+    compiled = torch.compile(normalize, backend="tpu")
+    arguments = torch.ones(2, 3), torch.ones(3).half()
+    for function, device in ((normalize, "cpu"), (compiled, "tpu")):
+        with pytest.raises(RuntimeError, match="mixed dtype"):
+            function(*(each.to(device) for each in arguments))
+
+
+def test_one_number_at_a_mask_is_of_any_dtype_and_stays_on_the_device():
+    before = torch.tpu.fallback_stats()
+    for value in (torch.tensor(float("-inf")), torch.tensor(float("-inf"), device="tpu")):
+        scores = torch.zeros(3, device="tpu", dtype=torch.bfloat16)
+        scores[torch.tensor([True, False, True], device="tpu")] = value
+        assert scores.tolist() == [float("-inf"), 0, float("-inf")]
+    assert torch.tpu.fallback_stats() == before
+
+
 def test_an_input_that_would_be_resized_as_the_result_is_refused():
     x = torch.ones(4, 6, device="tpu")
     for call in (lambda: torch.cat((x, x), out=x), lambda: torch.mm(x, x.t(), out=x)):

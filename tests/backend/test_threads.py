@@ -90,7 +90,7 @@ def test_backward_runs_in_the_thread_that_calls_it_unless_the_user_says_otherwis
     def look() -> None:
         (torch.ones(3, requires_grad=True) * 2).sum().backward()
         assert torch.autograd.is_multithreading_enabled()  # in a thread without tpu tensors
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.enable_grad():
             torch.ones(3, device="tpu")
         assert _thread_of_backward() == threading.get_ident()
         with torch.autograd.set_multithreading_enabled(True):

@@ -249,7 +249,7 @@ class _Call:
         out = tuple(jax.tree.leaves(specs, is_leaf=lambda spec: spec is None))
         arrays = [leaf for leaf in (*out, *jax.tree.leaves((args, kwargs))) if hasattr(leaf, "dtype")]
         wide = any(leaf.dtype in ("float64", "complex128") for leaf in arrays)
-        positional, named = [], {}
+        positional, named, dtypes = [], {}, {}
         for position, (name, kind, kwarg_only) in enumerate(self.arguments):
             if position < len(args):
                 value = args[position]
@@ -261,11 +261,17 @@ class _Call:
                 value = self.node.target._schema.arguments[position].default_value  # type: ignore[union-attr]
             if kind.endswith("Generator]") and value is not None:
                 raise UnsupportedGraphError(f"{self.node.target} with a generator of its own")
+            if isinstance(value, jax.Array):
+                dtypes[name] = value.dtype
             value = self._number(name, kind, value, wide)
             if not kwarg_only:
                 positional.append(value)
             elif name not in _DROPPED:
                 named[name] = value
+        if not self.entry.takes(dtypes):
+            raise registry.NotLoweredError(
+                f"{self.node.target} of dtypes that PyTorch does not take together"
+            )
         compute = (
             result_type(_examples((self.node.args, self.node.kwargs)))
             if self.entry.promote == "inputs"

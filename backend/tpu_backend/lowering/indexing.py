@@ -114,17 +114,19 @@ def unsafe_index(self, indices):
     return _read(self, _numpy_index(self, indices, checked=False))
 
 
-@lowering("index_put", "_index_put_impl", one_dtype=("self", "values"))
+@lowering("index_put", "_index_put_impl")
 def index_put(self, indices, values, accumulate=False, unsafe=False):
     if any(_is_mask(index) for index in indices):
         return _put_masked(self, indices, values, accumulate)
+    if values.dtype != self.dtype and values.ndim > 0:  # one number may come from the CPU, in a wider dtype
+        raise NotLoweredError("values of another dtype: PyTorch refuses them, in its own words on the CPU")
     places = _numpy_index(self, indices, checked=not unsafe)
     if accumulate:
         return _accumulate(self, places, values)
     return _write(self, places)("set", values.astype(self.dtype))
 
 
-@lowering("_unsafe_index_put", one_dtype=("self", "values"))
+@lowering("_unsafe_index_put")
 def unsafe_index_put(self, indices, values, accumulate=False):
     return index_put(self, indices, values, accumulate, unsafe=True)
 
@@ -281,9 +283,9 @@ def _rows(self, dim, index):
 
 
 def _expect_rows_of(self, dim, source):
-    shapes = [at_least_1d(each).shape for each in (self, source)]
     axis = wrap_dim(dim, self.ndim)
-    if len({shape[:axis] + shape[axis + 1 :] for shape in shapes}) > 1:
+    rows = {each.shape[:axis] + each.shape[axis + 1 :] for each in (self, source)}
+    if len(rows) > 1 or self.ndim != source.ndim:
         raise NotLoweredError("rows of another size: PyTorch refuses them, in its own words on the CPU")
 
 

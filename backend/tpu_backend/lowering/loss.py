@@ -146,7 +146,7 @@ def huber_loss_backward(grad_output, self, target, reduction, delta, *, out):
 # ---- probabilities
 
 
-@lowering("binary_cross_entropy", promote="result", one_dtype=("self", "target", "weight"))
+@lowering("binary_cross_entropy", promote="result", one_dtype=("self", "target"))
 def binary_cross_entropy(self, target, weight=None, reduction=_MEAN):
     for name, values in (("input", self), ("target", target)):
         within = (values >= 0) & (values <= 1)

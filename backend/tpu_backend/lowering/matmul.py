@@ -107,10 +107,9 @@ def vdot(self, other):
     return matmul(self.conj(), other)
 
 
-_OPERANDS = ("self", "mat1", "mat2", "batch1", "batch2", "mat", "vec")
-
-
-@lowering("addmm", "baddbmm", "addmv", on_tpu=NO_INT64_PRODUCTS, one_dtype=_OPERANDS)
+@lowering("addmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat1", "mat2"))
+@lowering("baddbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"))
+@lowering("addmv", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat", "vec"))
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
     product = batched_matmul(mat1, mat2) if mat1.ndim == 3 else matmul(mat1, mat2)
     return jnp.broadcast_to(_add_product(self, product, beta, alpha), out[0].shape)
@@ -121,13 +120,13 @@ def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1):
     return _add_product(self, matmul(mat1, mat2), beta, alpha)
 
 
-@lowering("_addmm_activation", one_dtype=_OPERANDS)
+@lowering("_addmm_activation", one_dtype=("self", "mat1", "mat2"))
 def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
     result = _add_product(self, matmul(mat1, mat2), beta, alpha)
     return jax.nn.gelu(result, approximate=True) if use_gelu else jnp.maximum(result, 0)
 
 
-@lowering("addbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=_OPERANDS)
+@lowering("addbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"))
 def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
     product = jnp.einsum(
         "bij,bjk->ik",

@@ -123,9 +123,9 @@ def lowering(
     name the numeric arguments whose values are part of the program or its inputs. Undeclared: ``Scalar``
     arguments are runtime, ``float`` and ``int`` arguments are static. ``on_tpu`` says which calls
     the compiler of a real TPU does not take. ``draws``: the number of keys, where that is not one.
-    ``one_dtype`` names tensors that PyTorch refuses unless they are of one dtype; ``or_wider``: those after
-    the first may all be of the dtype that it is computed in.  What is refused is not traced: the CPU says so,
-    in its own words.
+    ``one_dtype`` names tensor arguments (not lists) that PyTorch refuses unless they are of one dtype;
+    ``or_wider``: those after the first may all be of the dtype that it is computed in.  What is refused is
+    not traced: the CPU says so, in its own words.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

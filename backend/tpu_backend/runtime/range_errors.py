@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import CodeType
-from typing import NoReturn
 
 import jax
 import numpy as np
@@ -16,12 +15,14 @@ from tpu_backend.runtime.user_line import line_of
 Place = tuple[int, int, CodeType | None, int]  # entry of the segment, signature, code, offset in it
 
 
-def raise_range_error(offenders: jax.Array, demands: Sequence[Demand], places: Sequence[Place]) -> NoReturn:
-    """Raise for the first of a program's offenders, which csrc/range_checks.cpp has seen among them.
+def raise_range_error(offenders: jax.Array, demands: Sequence[Demand], places: Sequence[Place]) -> None:
+    """Wait for a program's offenders and raise for the first one; nothing where all indices are in range.
 
     Raises what the lowering declared: IndexError or RuntimeError, with PyTorch's text.
     """
     values = np.asarray(offenders)
+    if (values == IN_RANGE).all():
+        return
     first = int(np.argmax(values != IN_RANGE))
     demand = demands[first]
     _, number, code, lasti = next(place for place in places if place[0] == demand.entry)

@@ -35,9 +35,6 @@ def register_meta_kernels() -> Library:
     # PyTorch's own keep statistics in float32 as CUDA's kernels do; the CPU keeps 16-bit ones in 16 bit.
     for name in _NORMALIZATIONS:
         library.impl(name, _keeping_statistics(name), "Meta", allow_override=True)
-    # PyTorch's own promote the input to the target's dtype; the CPU's kernels return the input's.
-    for name in ("huber_loss", "soft_margin_loss"):
-        library.impl(name, _of_inputs_dtype(name), "Meta", allow_override=True)
     # PyTorch's own lie in the order of CUDA's.
     library.impl("_fft_r2c", _fft_r2c, "Meta", allow_override=True)
     library.impl("_fft_c2r", _fft_c2r, "Meta", allow_override=True)
@@ -82,11 +79,6 @@ def _keeping_statistics(name: str) -> Callable[..., tuple[Tensor, ...]]:
         return result, mean.to(kept), deviation.to(kept), *rest
 
     return kernel
-
-
-def _of_inputs_dtype(name: str) -> Callable[..., Tensor]:
-    infer = decomposition_table[getattr(torch.ops.aten, name).default]
-    return lambda self, *others, **keywords: infer(self, *others, **keywords).to(self.dtype)
 
 
 def _pow(self: Tensor | Number, exponent: Tensor | Number) -> Tensor:
