@@ -105,7 +105,7 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "weights of classes": lambda t: F.cross_entropy(t(3, 4), t(3).long(), weight=t(4).double()),
     "parameters of layer norm": lambda t: F.layer_norm(t(2, 3), (3,), t(3).half(), t(3).half()),
     "parameters of group norm": lambda t: F.group_norm(t(2, 4, 3), 2, t(4).bfloat16(), t(4).bfloat16()),
-    "statistics of batch norm": lambda t: F.batch_norm(t(2, 3), t(3).half(), t(3).half(), t(3), t(3)),
+    "parameters of batch norm": lambda t: F.batch_norm(t(2, 3), t(3), t(3), t(3).half(), t(3).half()),
     "bias of a linear layer": lambda t: F.linear(t(2, 3), t(4, 3), t(4).double()),
     "bias of a transposed convolution": lambda t: F.conv_transpose3d(
         t(1, 2, 3, 3, 3), t(2, 2, 2, 2, 2), t(2).double()

@@ -96,8 +96,9 @@ def _leading(self, normalized_shape):
     return tuple(range(self.ndim - len(normalized_shape)))
 
 
-# Of one dtype, or what is not the input of the one that it is computed in.
-_PARAMETERS = ("input", "weight", "bias", "running_mean", "running_var")
+# Of one dtype, or the parameters of the one that it is computed in.  Running statistics may be wider than
+# both, as on a GPU: a bfloat16 model may keep its buffers in float32.
+_PARAMETERS = ("input", "weight", "bias")
 
 
 def _affine(normalized, weight, bias):
