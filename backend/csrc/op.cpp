@@ -51,6 +51,7 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
   op.is_graph = handle.operator_name().name.starts_with("tpu_graph::");
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
+  op.is_foreach = handle.operator_name().name.starts_with("aten::_foreach_");
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
     ArgInfo info;

@@ -43,6 +43,7 @@ struct OpInfo {
   ArgumentCheck check{nullptr}; // raises where an argument's value is wrong
   bool is_fill{false}; // writes one value everywhere: PyTorch lets it write places that elements share
   bool has_parts{false}; // PyTorch has a kernel that is made of other ops (`_foreach_add_` of `add_`)
+  bool is_foreach{false}; // of lists, which it may write
   bool is_graph{false}; // what torch.compile made of many ops
   bool is_pointwise{false}; // PyTorch refuses inputs that overlap what is written in part
 };

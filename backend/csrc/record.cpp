@@ -84,6 +84,18 @@ void keep_backward_in_this_thread() {
   }
 }
 
+// PyTorch leaves it to a device's kernels to say that the elements of a list have changed, so that autograd refuses what
+// was saved of them: of other arguments it says so itself.
+void bump_versions_of_lists(const OpInfo& op, c10::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < op.args.size(); ++i) {
+    if (op.args[i].is_written && arguments[i].isTensorList()) {
+      for (const at::Tensor& element : arguments[i].toTensorVector()) {
+        element.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  }
+}
+
 // Or an input would take another shape before it is read.
 void check_resized_apart(const Signature& signature, c10::ArrayRef<c10::IValue> arguments) {
   for (const auto& [arg, sizes] : signature.out_resizes) {
@@ -245,6 +257,9 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     if (cuts_after_each_op()) {
       stream.cut_after(*signature, {buffers.data(), buffers.size()});
     }
+  }
+  if (op.is_foreach) {
+    bump_versions_of_lists(op, arguments);
   }
   return_results(op, *signature, results, *stack);
 }

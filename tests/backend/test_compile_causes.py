@@ -126,6 +126,27 @@ def test_mode(model, causes, seen):
         assert line.endswith('with torch.tpu.eager_mode("strict"):')
 
 
+def test_what_another_mode_or_precision_had_in_between_is_no_cause(causes):
+    x, w = torch.randn(3, 37, device="tpu"), torch.randn(37, 5, device="tpu")
+
+    def total() -> float:
+        return (x @ w).sum().item()
+
+    def in_between() -> None:
+        with torch.tpu.eager_mode("strict"):
+            total()
+        torch.set_float32_matmul_precision("medium")
+        total()
+        torch.set_float32_matmul_precision("highest")
+
+    causes(total)
+    causes(in_between)
+    (longer,) = causes(lambda: (x @ w).sum().exp().item())
+    assert "because of operations: aten::exp and what follows is new" in longer
+    (other,) = causes(lambda: (x @ w).mean().exp().sqrt().item())
+    assert "because of mode" not in other
+
+
 def test_the_first_program_of_its_kind_says_so(causes):
     x = torch.randn(3, 7, 5, device="tpu")
     torch.tpu.flush()

@@ -97,6 +97,7 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "loss of probabilities": lambda t: F.binary_cross_entropy(t(3) * 0.5, t(4)),
     "index_add of other rows": lambda t: t(3, 2).index_add(0, t(2).long(), t(2)),
     "index_reduce of other rows": lambda t: t(3, 2).index_reduce(0, t(2).long(), t(2), "prod"),
+    "index_select by floats": lambda t: t(3).index_select(0, t(1)),
     "negative padding": lambda t: F.conv3d(t(1, 1, 4, 4, 4), t(1, 1, 2, 2, 2), padding=-1),
     "rows of boundaries": lambda t: torch.bucketize(t(3), t(2, 2)),
     "masked_scatter by numbers": lambda t: t(3).masked_scatter(t(3).byte(), t(3)),

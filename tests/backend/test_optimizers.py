@@ -158,3 +158,26 @@ def test_a_frozen_parameter_stays(model, batch):
     optimizer.step()
     assert torch.equal(moved[0].weight.cpu(), model[0].weight)
     assert not torch.equal(moved[0].bias.cpu(), model[0].bias)
+
+
+def test_list_operations_count_versions_as_on_the_cpu():
+    def versions(device: str) -> list[int]:
+        some, others = ([torch.ones(3, device=device), torch.ones(2, 2, device=device)] for _ in range(2))
+        torch._foreach_add_(some, others)
+        torch._foreach_mul_(some, 2.0)
+        torch._foreach_addcdiv_([some[0][:1], some[0][1:]], [others[0][:1], others[0][1:]], [some[0][:1]] * 2)
+        return [each._version for each in (*some, *others)]
+
+    assert versions("tpu") == versions("cpu")
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_backward_through_weights_that_a_step_has_changed_is_refused(foreach):
+    weight = torch.full((1,), 3.0, device="tpu", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0, foreach=foreach)
+    loss = (weight * weight * torch.full((1,), 2.0, device="tpu")).sum()
+    loss.backward(retain_graph=True)
+    assert weight.grad.item() == 12
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -134,7 +134,10 @@ def _likeness(new: _Program, old: _Program) -> tuple[float, float]:
     if len(new.names) == len(old.names) == 1:
         same_line = first_line(new.entries[0].number) == first_line(old.entries[0].number)
         return float(new.names == old.names and same_line), 0.0
-    numbers = [[entry.number for entry in program.entries] for program in (new, old)]
+    numbers = [
+        [(entry.number, precision) for entry, precision in zip(program.entries, program.precisions)]
+        for program in (new, old)
+    ]
     return _share(new.names, old.names), _share(*numbers)
 
 
@@ -205,8 +208,10 @@ def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
 
 
 def _mode_changed(new: _Program) -> Cause | None:
-    """Where the first operation is known from a program of another mode."""
+    """Where the first operation is known from programs of another mode alone."""
     first = new.entries[0]
+    if any(old.mode == new.mode and first in old.entries for old in _compiled):
+        return None
     for old in reversed(_compiled):
         if old.mode != new.mode and first in old.entries:
             return Cause("mode", f"it is {new.mode}, and was {old.mode}: {first.described()}", line_of_mode())
