@@ -96,7 +96,7 @@ void bump_versions_of_lists(const OpInfo& op, c10::ArrayRef<c10::IValue> argumen
   }
 }
 
-// Or an input would take another shape before it is read.
+// Refuses a result that is resized and shares memory with an input: that would take another shape before it is read.
 void check_resized_apart(const Signature& signature, c10::ArrayRef<c10::IValue> arguments) {
   for (const auto& [arg, sizes] : signature.out_resizes) {
     const at::Tensor& resized = arguments[arg].toTensor();
