@@ -270,9 +270,7 @@ def _clamped_indices(self, indices):
 @lowering("index_select")
 def index_select(self, dim, index):
     if index.dtype not in (jnp.int32, jnp.int64):
-        raise NotLoweredError(
-            "places that are no integers: PyTorch refuses them, in its own words"
-        )
+        raise NotLoweredError("places that are no integers: PyTorch refuses them, in its own words")
     axis, values = wrap_dim(dim, self.ndim), at_least_1d(self)
     _require_from_front(index, values.shape[axis])
     index = _positions(at_least_1d(index), values.shape[axis], may_be_negative=False)
