@@ -1,7 +1,45 @@
 // Autocast for PrivateUse1: PyTorch's own op lists, under the "tpu" name.
+#include "autocast.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/Operators.h>
 #include <torch/library.h>
+
+#include "device.h"
+
+namespace tpu {
+namespace {
+
+thread_local int kernel_depth = 0;
+
+class KernelScope {
+ public:
+  KernelScope() { ++kernel_depth; }
+  ~KernelScope() { --kernel_depth; }
+  KernelScope(const KernelScope&) = delete;
+  KernelScope& operator=(const KernelScope&) = delete;
+};
+
+// Stands in for the library in PyTorch's macros, and registers their kernels inside a scope.
+struct ScopedKernels {
+  torch::Library& library;
+
+  template <class Name, class Result, class... Args>
+  void impl(Name name, Result (*kernel)(Args...)) {
+    library.impl(name, [kernel](Args... args) -> Result {
+      const KernelScope scope;
+      return kernel(std::forward<Args>(args)...);
+    });
+  }
+};
+
+} // namespace
+
+bool in_autocast() {
+  return kernel_depth > 0 || at::autocast::is_autocast_enabled(kDeviceType);
+}
+
+} // namespace tpu
 
 namespace at::autocast {
 namespace {
@@ -10,7 +48,8 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) {
+  tpu::ScopedKernels m{library};
 #define TPU_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define TPU_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define TPU_FP32_SET_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

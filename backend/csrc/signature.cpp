@@ -1,9 +1,9 @@
 #include "signature.h"
 
+#include "autocast.h"
 #include "program.h"
 #include "python_error.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
@@ -513,8 +513,7 @@ void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call) {
 }
 
 void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceIndex device, EncodedCall& call) {
-  at::autocast::increment_nesting(); // the one way to ask how deep it is: an operator's own casts run with autocast off
-  if (at::autocast::decrement_nesting() > 0) {
+  if (in_autocast()) {
     call.circumstances |= kInAutocast;
   }
   call.words.push_back(op.id);

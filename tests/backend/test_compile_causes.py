@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tpu_backend.compiled.made_again import cause_of_guard
+
 LINE_OF_MODEL = "return self.down(torch.relu(self.up(x)))"
 
 
@@ -114,6 +116,20 @@ def test_autocast(model, causes, seen):
     assert line.endswith(LINE_OF_MODEL)
 
 
+def test_autocast_by_its_argument(causes):
+    layer, x = nn.Linear(next(_widths), 5).to("tpu"), torch.randn(3, next(_widths) - 1, device="tpu")
+
+    def use(enabled: bool) -> None:
+        with torch.autocast("tpu", enabled=enabled):
+            layer(x).tolist()
+
+    causes(lambda: use(False))
+    (line,) = causes(lambda: use(True))
+    assert "because of autocast: it is on, and was off: " in line
+    assert line.endswith("layer(x).tolist()")
+    assert not causes(lambda: use(False))
+
+
 def test_mode(model, causes, seen):
     def strictly() -> None:
         with torch.tpu.eager_mode("strict"):
@@ -173,14 +189,48 @@ def test_results_that_somebody_keeps(causes):
     assert "because of results: of its results 1 more are kept" in line
 
 
-def test_a_graph_that_torch_compile_made_again(causes):
-    def scaled(x: Tensor, name: str) -> Tensor:
-        return x.sin() * (3 if name == "three" else 2)
+def scaled(x: Tensor, scale: object) -> Tensor:
+    return x.sin() * (3 if scale in (3, "three") else 2)
 
-    fast = torch.compile(scaled)
-    x = torch.rand(4, 11, device="tpu")
-    causes(lambda: fast(x, "two").tolist())
-    (line,) = causes(lambda: fast(x, "three").tolist())
+
+SCALED_LINE = "def scaled(x: Tensor, scale: object) -> Tensor:"  # Python is at no line of a compiled function
+
+
+@pytest.mark.parametrize(
+    ("scale", "change", "cause"),
+    [
+        (2, lambda x: (x[:3].clone(), 2), "shape: size 0 of x is 3, was 4"),
+        (2, lambda x: (x[0].clone(), 2), "shape: x has 1 dims, had 2"),
+        (2, lambda x: (x.bfloat16(), 2), "dtype: x is bfloat16, was float32"),
+        (2, lambda x: (x.clone().requires_grad_(), 2), "requires_grad: x requires a gradient, and did not"),
+        (2, lambda x: (x, 3), "static number: scale is 2 no more"),
+        ("two", lambda x: (x, "three"), "argument: scale is 'two' no more"),
+    ],
+)
+def test_a_graph_that_torch_compile_made_again(causes, scale, change, cause):
     torch._dynamo.reset()
-    assert "because of graph: torch.compile made tpu_graph::inference_" in line
-    assert "(no longer true: name == 'two'" in line
+    fast = torch.compile(scaled, dynamic=False)
+    x = torch.rand(4, 11, device="tpu")
+    causes(lambda: fast(x, scale).tolist())
+    changed = change(x)
+    torch.tpu.flush()
+    (line,) = causes(lambda: fast(*changed).tolist())
+    assert f"because of {cause}, so that torch.compile made tpu_graph::" in line
+    assert line.endswith(SCALED_LINE)
+
+
+def test_autocast_around_torch_compile(causes):
+    torch._dynamo.reset()
+    fast, x = torch.compile(scaled), torch.rand(4, 11, device="tpu")
+    causes(lambda: fast(x, 2).tolist())
+    with torch.autocast("tpu"):
+        (line,) = causes(lambda: fast(x, 2).tolist())
+    assert "because of autocast: it changed, so that torch.compile made tpu_graph::" in line
+    assert line.endswith(SCALED_LINE)
+
+
+def test_parameters_are_named_as_in_the_program():
+    name = "self._modules['up']._parameters['weight']"
+    guard = f"0/0: tensor '{name}' requires_grad mismatch. expected requires_grad=1"
+    assert cause_of_guard(guard) == ("requires_grad", "self.up.weight requires no gradient, and did")
+    assert cause_of_guard("0/2: len(x) > 3  # in f\nUser stack") == ("graph", "no longer true: len(x) > 3")

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import torch
 from torch import fx
-from torch._dynamo.utils import get_metrics_context
 from torch.library import Library
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tpu_backend import _C
 from tpu_backend.compiled.graph import Graph, Symbols, concrete
+from tpu_backend.compiled.made_again import why_again
 from tpu_backend.lowering.registry import lowering
-from tpu_backend.runtime.causes import graph_reasons
+from tpu_backend.runtime.causes import graphs_made_again
 from tpu_backend.untraced import untraced
 
 NAMESPACE = "tpu_graph"
@@ -55,18 +55,12 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
         symbols = graph.bind(placed(tensors, sizes))
         return [_like(value, symbols) for value in values]
 
-    if (reason := _why_again()) is not None:
-        graph_reasons[qualified] = reason
+    if (why := why_again()) is not None:
+        graphs_made_again[qualified] = why
     lowering(qualified, draws=graph.num_draws)(compute)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws)])
     _library.impl(numbered, untraced(infer), "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), numbered).default
-
-
-def _why_again() -> str | None:
-    """What Dynamo says of compiling a function again, which it does right now; None: it does so first."""
-    reason = get_metrics_context()._metrics.get("recompile_reason")
-    return None if reason is None else f"no longer true: {reason.partition(':')[2].strip() or reason}"
 
 
 def _like(value: torch.Tensor, symbols: Symbols) -> torch.Tensor:

@@ -65,7 +65,8 @@ class _Program(NamedTuple):
 
 
 _compiled: deque[_Program] = deque(maxlen=_KEPT)
-graph_reasons: dict[str, str] = {}  # by operator: what Dynamo says of a graph that it made again
+# By operator: of a graph that torch.compile made again, the kind of cause and what it is.
+graphs_made_again: dict[str, tuple[str, str]] = {}
 
 
 def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
@@ -93,12 +94,25 @@ def _cause_of(new: _Program, was_layered: bool) -> Cause:
     if was_layered and all(old.tape != new.tape for old in _compiled):
         text = f"what {first.overload} begins was run in layers, which share programs, and becomes one"
         return Cause("whole", text, first_line(first.number))
+    if (again := _graph_made_again(new)) is not None:
+        return again
     # A program of one operation has no neighbours to tell it by: whether another mode had it is asked first.
     cause = _mode_changed(new) if len(new.entries) == 1 else None
     cause = cause or _difference_from_nearest(new) or _mode_changed(new)
     if cause is not None:
         return cause
     return Cause("first", f"{first.overload} begins it", first_line(first.number))
+
+
+def _graph_made_again(new: _Program) -> Cause | None:
+    """Where it holds graphs that no program held before: what torch.compile made the first of them for."""
+    causes = [
+        Cause(kind, f"{text}, so that torch.compile made {entry.overload}", first_line(entry.number))
+        for entry in new.entries
+        if entry.overload in graphs_made_again
+        for kind, text in (graphs_made_again.pop(entry.overload),)
+    ]
+    return causes[0] if causes else None
 
 
 def _difference_from_nearest(new: _Program) -> Cause | None:
@@ -138,12 +152,23 @@ def _likeness(new: _Program, old: _Program) -> tuple[float, float]:
         [(entry.number, precision) for entry, precision in zip(program.entries, program.precisions)]
         for program in (new, old)
     ]
-    return _share(new.names, old.names), _share(*numbers)
+    names = new.names, old.names
+    if _is_in_autocast(new) != _is_in_autocast(old):  # which puts a copy in front of every operand
+        names = _without_copies(new.names), _without_copies(old.names)
+    return _share(*names), _share(*numbers)
+
+
+def _is_in_autocast(program: _Program) -> bool:
+    return any(each & _IN_AUTOCAST for each in program.circumstances)
+
+
+def _without_copies(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name != "tpu::copy")
 
 
 def _share(some: Sequence[Any], others: Sequence[Any]) -> float:
     """Of two lists: how much of them both have, from 0 to 1."""
-    return 2 * sum((Counter(some) & Counter(others)).values()) / (len(some) + len(others))
+    return 2 * sum((Counter(some) & Counter(others)).values()) / max(len(some) + len(others), 1)
 
 
 def _difference(new: _Program, old: _Program) -> Cause | None:
@@ -154,8 +179,9 @@ def _difference(new: _Program, old: _Program) -> Cause | None:
     for place, (entry, before) in enumerate(zip(new.entries, old.entries)):
         line = first_line(entry.number)
         if new.names[place] != old.names[place]:
-            was = f"{before.overload} was, at {first_line(before.number)}"
-            return Cause("operations", f"{entry.overload} is where {was}", line)
+            line_before = first_line(before.number)
+            place_before = "" if line_before == line else f" ({line_before})"
+            return Cause("operations", f"{entry.overload} is where {before.overload} was{place_before}", line)
         if entry.number != before.number:
             return Cause(*_form_changed(entry, before), line)
         if new.precisions[place] != old.precisions[place]:
@@ -192,7 +218,7 @@ def _other_variant(new: _Program, old: _Program) -> Cause:
 
 
 def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
-    now, before = (any(each & _IN_AUTOCAST for each in program.circumstances) for program in (new, old))
+    now, before = _is_in_autocast(new), _is_in_autocast(old)
     if now == before:
         return None
     # Of the operations it may have changed, one that was first met here: its line is the one that runs now.
@@ -242,8 +268,7 @@ def _form_changed(now: Signature, before: Signature) -> tuple[str, str]:
             form, form_before = _form(leaf, kind), _form(leaf_before, kind)
             return kind, f"{name} of {now.overload} is {form}, was {form_before}"
     if now.overload != before.overload:  # graphs of torch.compile
-        reason = graph_reasons.get(now.overload, "TORCH_LOGS=recompiles says why")
-        return "graph", f"torch.compile made {now.overload} ({reason})"
+        return "graph", f"torch.compile made {now.overload} (TORCH_LOGS=recompiles says why)"
     return "strides", f"what {now.overload} writes to has other strides"
 
 
