@@ -185,6 +185,27 @@ def test_a_step_that_failed_is_found_before_its_parameters_are_read() -> None:
         embedding.weight.detach().cpu()
 
 
+def test_a_compiled_graph_names_the_operator_and_the_line_inside_it() -> None:
+    embedding = torch.nn.Embedding(4, 3, device="tpu")
+
+    def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = embedding(tokens)
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    fast = torch.compile(loss)
+    good = torch.tensor([0, 1], device="tpu")
+    fast(good, good).item()
+    with pytest.raises(IndexError, match="index out of range in self") as raised:
+        fast(good + 3, good).item()
+    assert "in aten::embedding of tpu_graph::forward_" in str(raised.value)
+    assert str(raised.value).endswith("logits = embedding(tokens)")
+    fast(good, good + 2).backward()
+    with pytest.raises(IndexError, match="Target 3 is out of bounds") as raised:
+        torch.tpu.synchronize()
+    assert "in aten::nll_loss_forward of tpu_graph::forward_" in str(raised.value)
+    assert str(raised.value).endswith("return torch.nn.functional.cross_entropy(logits, labels)")
+
+
 def test_a_known_divisor_of_zero_raises_at_once() -> None:
     x = torch.tensor([4, 2], device="tpu")
     for divide in (torch.fmod, torch.remainder, torch.floor_divide):

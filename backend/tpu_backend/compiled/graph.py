@@ -21,11 +21,12 @@ from torch.fx.node import map_arg
 from tpu_backend import views
 from tpu_backend.compiled import control_flow, flex_attention
 from tpu_backend.lowering import factory, registry
-from tpu_backend.lowering.bounds import collect_demands
+from tpu_backend.lowering.bounds import collect_demands, lowering_node
 from tpu_backend.lowering.names import functional_name
 from tpu_backend.runtime.dtypes import EQUIVALENTS, jax_dtype
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import result_type
+from tpu_backend.runtime.user_line import innermost_user_line
 
 _aten = torch.ops.aten
 _DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format"})
@@ -77,6 +78,12 @@ class Graph:
         """The nodes, or constants, that it returns."""
         (outputs,) = next(node for node in reversed(self.nodes) if node.op == "output").args
         return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+    def described(self, place: int) -> tuple[str, str | None]:
+        """What a node calls, and the user's line that it comes from, if that is known."""
+        node = self.nodes[place]
+        name = node.target.name() if isinstance(node.target, torch._ops.OperatorBase) else str(node.target)
+        return name, innermost_user_line(node.meta.get("stack_trace") or "")
 
     def check(self) -> None:
         """Evaluate it on shapes alone, of the sizes that Dynamo saw: a lowering that cannot express this form
@@ -133,13 +140,14 @@ class Graph:
     ) -> dict[fx.Node, Any]:
         """The value of each node. A node that has none is entered in `problems`, where given, as zeros."""
         values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True)) | self._parts
-        for node in self.nodes:
+        for place, node in enumerate(self.nodes):
             if node.op != "call_function":
                 continue
             try:
                 if problems is not None and node in problems:
                     raise UnsupportedGraphError(problems[node])
-                values[node] = self._value(node, values, symbols, take_key)
+                with lowering_node(place):
+                    values[node] = self._value(node, values, symbols, take_key)
             except (registry.NotLoweredError, UnsupportedGraphError) as reason:
                 why = str(reason) or f"a form of {node.target} that has no lowering"
                 if problems is None:

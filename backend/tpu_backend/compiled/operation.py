@@ -17,6 +17,7 @@ from tpu_backend.compiled.graph import Graph, Symbols, concrete
 from tpu_backend.compiled.made_again import why_again
 from tpu_backend.lowering.registry import lowering
 from tpu_backend.runtime.causes import graphs_made_again
+from tpu_backend.runtime.range_errors import nodes_of_graphs
 from tpu_backend.untraced import untraced
 
 NAMESPACE = "tpu_graph"
@@ -57,6 +58,7 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
 
     if (why := why_again()) is not None:
         graphs_made_again[qualified] = why
+    nodes_of_graphs[qualified] = graph.described
     lowering(qualified, draws=graph.num_draws)(compute)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws)])
     _library.impl(numbered, untraced(infer), "Meta")

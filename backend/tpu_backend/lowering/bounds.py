@@ -27,6 +27,7 @@ class Demand:
     error: type[Exception]
     text: str
     entry: int  # which entry of the segment made it
+    node: int | None = None  # and which of its nodes, where that is a graph of torch.compile
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Demands:
     made: list[Demand] = field(default_factory=list)
     offenders: list[jax.Array] = field(default_factory=list)
     entry: int = 0  # the entry that is being lowered
+    node: int | None = None
 
 
 class _Collecting(threading.local):
@@ -55,6 +57,20 @@ def collect_demands() -> Iterator[Demands]:
         _collecting.demands = outer
 
 
+@contextmanager
+def lowering_node(place: int) -> Iterator[None]:
+    """In here what is demanded is demanded by this node of a graph."""
+    demands = _collecting.demands
+    if demands is None:
+        yield
+        return
+    outer, demands.node = demands.node, place
+    try:
+        yield
+    finally:
+        demands.node = outer
+
+
 def require_in_range(
     index: jax.Array, low: int, high: int, error: type[Exception], text: str, allowed: int | None = None
 ) -> None:
@@ -66,14 +82,14 @@ def require_in_range(
     if allowed is not None:
         wrong &= index != allowed
     demands.offenders.append(jnp.max(jnp.where(wrong, index.astype(jnp.int64), IN_RANGE)))
-    demands.made.append(Demand(error, text, demands.entry))
+    demands.made.append(Demand(error, text, demands.entry, demands.node))
 
 
 def require_of_part(made: Sequence[Demand], offenders: Sequence[jax.Array]) -> None:
     """Demand of the program what a part of it demanded, collected apart: a branch, or the body of a loop."""
     demands = _collecting.demands
     if demands is not None:
-        demands.made += [replace(demand, entry=demands.entry) for demand in made]
+        demands.made += [replace(demand, entry=demands.entry, node=demands.node) for demand in made]
         demands.offenders += offenders
 
 

@@ -36,20 +36,20 @@ def header_of(
     outputs: Sequence[jax.ShapeDtypeStruct], demands: Sequence[Demand], temporary_bytes: int
 ) -> dict[str, Any]:
     """What must be known of a program beside XLA's bytes, as JSON holds it: its outputs in order (dtype,
-    shape, whether JAX's promotion takes it for a mere number), its demands (error, text, entry) and the bytes
-    of memory that it needs while it runs.
+    shape, whether JAX's promotion takes it for a mere number), its demands (error, text, entry, node) and the
+    bytes of memory that it needs while it runs.
     """
     return {
         "outputs": [
             [jnp.dtype(output.dtype).name, list(output.shape), bool(output.weak_type)] for output in outputs
         ],
-        "demands": [[demand.error.__name__, demand.text, demand.entry] for demand in demands],
+        "demands": [[demand.error.__name__, demand.text, demand.entry, demand.node] for demand in demands],
         "temporary_bytes": temporary_bytes,
     }
 
 
 def demands_of(header: dict[str, Any]) -> tuple[Demand, ...]:
-    return tuple(Demand(_ERRORS[error], text, entry) for error, text, entry in header["demands"])
+    return tuple(Demand(_ERRORS[error], *rest) for error, *rest in header["demands"])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -24,6 +25,15 @@ def user_line() -> str:
         if not frame.filename.startswith(NOT_THE_USERS):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return UNKNOWN
+
+
+def innermost_user_line(trace: str) -> str | None:
+    """The same, of a stack trace as text."""
+    frames = re.findall(r'^\s*File "(.+)", line (\d+), in .*\n(.*)', trace, re.MULTILINE)
+    for file, number, text in reversed(frames):
+        if not file.startswith(NOT_THE_USERS):
+            return f"{file}:{number}: {text.strip()}"
+    return None
 
 
 _first_places: dict[int, tuple[CodeType | None, int]] = {}  # by signature
