@@ -601,3 +601,23 @@ def test_a_module_of_torchscript_is_run_each_time_and_says_why():
     for _ in range(3):
         step(torch.ones(1, 2, device="tpu"))
     assert "is a module of TorchScript" in step.problem
+
+
+def test_an_argument_that_is_made_to_require_a_gradient_is_told_and_a_detached_one_is_replayed():
+    model = nn.Linear(3, 3).to("tpu")
+
+    def gradient(values: torch.Tensor) -> torch.Tensor:
+        values.requires_grad_()
+        model(values).square().sum().backward()
+        model.zero_grad()
+        return values.grad
+
+    step = torch.tpu.capture(gradient)
+    for _ in range(3):
+        step(torch.ones(1, 3, device="tpu"))
+    assert "calls requires_grad_() on an argument (float32[1, 3]): do so before the call" in step.problem
+    step = torch.tpu.capture(lambda values: gradient(values.detach()))
+    for _ in range(5):
+        result = step(torch.ones(1, 3, device="tpu"))
+    assert step.problem is None
+    torch.testing.assert_close(result, gradient(torch.ones(1, 3, device="tpu")))

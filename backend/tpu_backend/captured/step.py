@@ -150,6 +150,7 @@ class CapturedStep(Generic[_P, _R]):
         optimizers += [each for each in self._noticed if not any(each is other for other in optimizers)]
         settings = reach.settings_of(optimizers)
         numbers = [setting.group[setting.key] for setting in settings]
+        requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
         try:
             with _noticing(optimizers, self._noticed):
@@ -160,8 +161,10 @@ class CapturedStep(Generic[_P, _R]):
             step.abandon()
         now = reach.settings_of(optimizers)
         if problem is None:
-            problem = _problem_of_optimizers(optimizers, settings, numbers, now) or _problem_of_modules(
-                modules
+            problem = (
+                _problem_of_optimizers(optimizers, settings, numbers, now)
+                or _problem_of_modules(modules)
+                or _problem_of_arguments(leaves, requires_grad)
             )
         if problem is None:
             host = [*numbers, *_numbers_of(leaves)]
@@ -216,7 +219,7 @@ class CapturedStep(Generic[_P, _R]):
     def _tell(self, form: Any, problem: str | None) -> None:
         if problem is None:
             log.info("captured step %s: the next call is a replay", self._name)
-            self.problem = "it was recorded"
+            self.problem = "it was recorded: the next call is a replay"
             self._refused.pop(form, None)
             return
         self.problem = problem
@@ -341,6 +344,16 @@ def _problem_of_optimizers(
     for setting, before in zip(settings, numbers, strict=True):
         if setting.group[setting.key] != before:
             return f"it changes {setting.name} itself: set it before the call"
+    return None
+
+
+def _problem_of_arguments(leaves: Sequence[Any], requires_grad: Sequence[bool]) -> str | None:
+    for leaf, before in zip(leaves, requires_grad, strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad != before:
+            form = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            return (
+                f"it calls requires_grad_() on an argument ({form}): do so before the call, or on x.detach()"
+            )
     return None
 
 
