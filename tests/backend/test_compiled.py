@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +258,18 @@ def test_a_graph_that_has_nothing_of_the_device_is_left_to_pytorch(caplog):
 def test_options_there_are_none():
     with pytest.raises(Exception, match=r"takes no mode and no options, got .*'fast'"):
         compiled(torch.sin, options={"fast": True})(torch.ones(2, device="tpu"))
+
+
+def test_compiled_autograd():
+    """Its graphs are given the sizes of what they read as empty tensors on the CPU."""
+    model = nn.Linear(6, 3).to("tpu")
+    for batch in (4, 5):
+        x = torch.randn(batch, 6, device="tpu")
+        model(x).square().sum().backward()
+        expected = model.weight.grad.clone()
+        model.zero_grad()
+        loss = model(x).square().sum()
+        with compiled_autograd._enable(torch.compile(backend="tpu")):
+            loss.backward()
+        torch.testing.assert_close(model.weight.grad, expected)
+        model.zero_grad()

@@ -119,6 +119,12 @@ class _Compiled:
         self.numbers = [
             place for place, node in enumerate(placeholders) if not isinstance(node.meta["val"], torch.Tensor)
         ]
+        # Compiled autograd gives its graphs sizes as empty tensors on the CPU, of which nothing else is used.
+        self.elsewhere = [
+            number
+            for number, place in enumerate(self.tensors)
+            if placeholders[place].meta["val"].device.type != "tpu"
+        ]
         wanted: dict[fx.Node, int] = {}
         self.outputs = [self._output(node, wanted) for node in graph.outputs]
         self.operator = None
@@ -137,6 +143,8 @@ class _Compiled:
 
     def _run(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         tensors = [given[place] for place in self.tensors]
+        for place in self.elsewhere:
+            tensors[place] = torch.empty_like(tensors[place], device="tpu")
         if not tensors:  # something must tell the dispatcher the device
             tensors = [torch.empty(0, device="tpu")]
         assert self.operator is not None
