@@ -225,7 +225,7 @@ def test_autocast_around_torch_compile(causes):
     causes(lambda: fast(x, 2).tolist())
     with torch.autocast("tpu"):
         (line,) = causes(lambda: fast(x, 2).tolist())
-    assert "because of autocast: it changed, so that torch.compile made tpu_graph::" in line
+    assert "because of autocast: autocast changed, so that torch.compile made tpu_graph::" in line
     assert line.endswith(SCALED_LINE)
 
 
@@ -233,4 +233,6 @@ def test_parameters_are_named_as_in_the_program():
     name = "self._modules['up']._parameters['weight']"
     guard = f"0/0: tensor '{name}' requires_grad mismatch. expected requires_grad=1"
     assert cause_of_guard(guard) == ("requires_grad", "self.up.weight requires no gradient, and did")
+    state = "0/1: GLOBAL_STATE changed: grad_mode autocast(tpu)_enabled autocast(tpu)_dtype "
+    assert cause_of_guard(state) == ("autocast", "gradient mode and autocast changed")
     assert cause_of_guard("0/2: len(x) > 3  # in f\nUser stack") == ("graph", "no longer true: len(x) > 3")

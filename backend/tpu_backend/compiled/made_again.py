@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from torch._dynamo.utils import get_metrics_context
 
@@ -19,6 +20,12 @@ _DTYPES = {
     "Long": "int64",
     "Bool": "bool",
     "ComplexFloat": "complex64",
+}
+# Global settings, by how Dynamo's name begins: the kind of cause, and what the setting is.
+_STATES = {
+    "autocast(": ("autocast", "autocast"),
+    "allow_tf32": ("precision", "torch.set_float32_matmul_precision"),
+    "grad_mode": ("graph", "gradient mode"),
 }
 
 
@@ -37,13 +44,25 @@ def cause_of_guard(reason: str) -> tuple[str, str]:
         if (found := _of_tensor(_attribute(match[1]), match[2], guard)) is not None:
             return found
     elif match := re.match(r"GLOBAL_STATE changed: (.*)", guard):
-        state = match[1].strip()
-        return ("autocast", "it changed") if "autocast" in state else ("graph", f"{state} changed")
+        return _of_state(match[1].split())
     elif match := re.fullmatch(r"([\w.\[\]']+) == (.+)", guard):
         is_number = re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?|True|False", match[2])
         kind = "static number" if is_number else "argument"
         return kind, f"{_attribute(match[1])} is {match[2]} no more"
     return "graph", f"no longer true: {guard}"
+
+
+def _of_state(names: Sequence[str]) -> tuple[str, str]:
+    """Of PyTorch's global settings, those that changed."""
+    said = []
+    for name in names:
+        kind, text = next(
+            (found for start, found in _STATES.items() if name.startswith(start)), ("graph", name)
+        )
+        if (kind, text) not in said:
+            said.append((kind, text))
+    kinds = [kind for kind, _ in said if kind != "graph"]
+    return kinds[0] if kinds else "graph", f"{' and '.join(text for _, text in said)} changed"
 
 
 def _of_tensor(name: str, what: str, guard: str) -> tuple[str, str] | None:
