@@ -603,7 +603,7 @@ def test_a_module_of_torchscript_is_run_each_time_and_says_why():
     assert "is a module of TorchScript" in step.problem
 
 
-def test_an_argument_that_is_made_to_require_a_gradient_is_told_and_a_detached_one_is_replayed():
+def test_an_argument_that_comes_to_require_a_gradient_is_told_and_a_detached_one_is_replayed():
     model = nn.Linear(3, 3).to("tpu")
 
     def gradient(values: torch.Tensor) -> torch.Tensor:
@@ -615,7 +615,7 @@ def test_an_argument_that_is_made_to_require_a_gradient_is_told_and_a_detached_o
     step = torch.tpu.capture(gradient)
     for _ in range(3):
         step(torch.ones(1, 3, device="tpu"))
-    assert "calls requires_grad_() on an argument (float32[1, 3]): do so before the call" in step.problem
+    assert "an argument (float32[1, 3]) that requires a gradient, and did not before" in step.problem
     step = torch.tpu.capture(lambda values: gradient(values.detach()))
     for _ in range(5):
         result = step(torch.ones(1, 3, device="tpu"))

@@ -229,10 +229,62 @@ def test_autocast_around_torch_compile(causes):
     assert line.endswith(SCALED_LINE)
 
 
+def test_the_graph_of_another_phase_is_no_cause(causes):
+    """Training and evaluation have graphs of their own: a new batch size is told as such in both."""
+    torch._dynamo.reset()
+    model = Model(next(_widths)).to("tpu")
+    fast = torch.compile(model, dynamic=False)
+
+    def train_on(x: Tensor) -> None:
+        model.zero_grad()
+        fast(x).square().mean().backward()
+        torch.tpu.flush()
+
+    def evaluate(x: Tensor) -> None:
+        with torch.no_grad():
+            fast(x).tolist()
+
+    x = torch.randn(8, 6, device="tpu")
+    smaller = x[:5].clone()
+    causes(lambda: train_on(x))
+    causes(lambda: train_on(x))
+    (line,) = causes(lambda: evaluate(x))
+    assert "because of graph: gradient mode changed, so that" in line
+    for run, graph in ((train_on, "forward"), (evaluate, "inference")):
+        (line,) = causes(lambda run=run: run(smaller))
+        assert (
+            f"because of shape: size 0 of x is 5, was 8, so that torch.compile made tpu_graph::{graph}_"
+            in line
+        )
+
+
+def test_a_backward_graph_in_a_program_of_its_own(causes):
+    torch._dynamo.reset()
+    fast = torch.compile(scaled, dynamic=False)
+
+    def use(x: Tensor) -> None:
+        loss = fast(x, 2).sum()
+        loss.item()
+        loss.backward()
+        x.grad.tolist()
+
+    batches = [torch.rand(size, 11, device="tpu", requires_grad=True) for size in (4, 3)]
+    torch.tpu.synchronize()
+    causes(lambda: use(batches[0]))
+    forward, backward = causes(lambda: use(batches[1]))
+    for line, graph in ((forward, "forward"), (backward, "backward")):
+        assert (
+            f"because of shape: size 0 of x is 3, was 4, so that torch.compile made tpu_graph::{graph}_"
+            in line
+        )
+
+
 def test_parameters_are_named_as_in_the_program():
     name = "self._modules['up']._parameters['weight']"
     guard = f"0/0: tensor '{name}' requires_grad mismatch. expected requires_grad=1"
     assert cause_of_guard(guard) == ("requires_grad", "self.up.weight requires no gradient, and did")
     state = "0/1: GLOBAL_STATE changed: grad_mode autocast(tpu)_enabled autocast(tpu)_dtype "
     assert cause_of_guard(state) == ("autocast", "gradient mode and autocast changed")
-    assert cause_of_guard("0/2: len(x) > 3  # in f\nUser stack") == ("graph", "no longer true: len(x) > 3")
+    assert cause_of_guard("0/2: len(x) > 3  # in f\nUser stack") == ("graph", "Dynamo says: len(x) > 3")
+    assert cause_of_guard("0/1: G['SCALE'] == 2") == ("static number", "SCALE is 2 no more")
+    assert cause_of_guard("0/1: d['a b'] == 'x'") == ("argument", "d['a b'] is 'x' no more")

@@ -112,20 +112,24 @@ def mlp_rows(name: str) -> list[Row]:
             jax_reference.initial_state(torch_step.mlp()), jax_reference.mlp_loss, torch_step.mlp_batch()
         )
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's would spin beside XLA's
-    return step_rows(
-        name,
-        torch_step.mlp,
-        torch_step.mlp_loss,
-        jax_reference.mlp_loss,
-        torch_step.mlp_batch(),
-        calls=20,
-        rounds=40,
-        floors={
-            "compile": JaxBesidePyTorch(jax_steps(), compiled=True),
-            "fused": JaxBesidePyTorch(jax_steps(), compiled=False),
-        },
-    )
+    try:
+        return step_rows(
+            name,
+            torch_step.mlp,
+            torch_step.mlp_loss,
+            jax_reference.mlp_loss,
+            torch_step.mlp_batch(),
+            calls=20,
+            rounds=40,
+            floors={
+                "compile": JaxBesidePyTorch(jax_steps(), compiled=True),
+                "fused": JaxBesidePyTorch(jax_steps(), compiled=False),
+            },
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def in_a_process_with_one_core_for_xla(name: str) -> list[Row]:

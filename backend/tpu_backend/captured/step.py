@@ -351,8 +351,12 @@ def _problem_of_arguments(leaves: Sequence[Any], requires_grad: Sequence[bool]) 
     for leaf, before in zip(leaves, requires_grad, strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad != before:
             form = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            now = (
+                "requires a gradient, and did not" if leaf.requires_grad else "requires no gradient, and did"
+            )
             return (
-                f"it calls requires_grad_() on an argument ({form}): do so before the call, or on x.detach()"
+                f"it leaves an argument ({form}) that {now} before, by requires_grad_() or a write in place: "
+                "detach() what it changes or writes"
             )
     return None
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from types import CodeType
+from weakref import WeakKeyDictionary
 
-from torch._dynamo.utils import get_metrics_context
+from torch._dynamo import symbolic_convert
+from torch._dynamo.utils import get_metrics_context, guard_failures
+from torch._guards import CompileContext
+
+from tpu_backend.runtime.causes import MadeAgain
 
 # The names that C++ gives to dtypes.
 _DTYPES = {
@@ -19,7 +25,14 @@ _DTYPES = {
     "Int": "int32",
     "Long": "int64",
     "Bool": "bool",
+    "UInt16": "uint16",
+    "UInt32": "uint32",
+    "UInt64": "uint64",
+    "ComplexHalf": "complex32",
     "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Float8_e4m3fn": "float8_e4m3fn",
+    "Float8_e5m2": "float8_e5m2",
 }
 # Global settings, by how Dynamo's name begins: the kind of cause, and what the setting is.
 _STATES = {
@@ -27,14 +40,46 @@ _STATES = {
     "allow_tf32": ("precision", "torch.set_float32_matmul_precision"),
     "grad_mode": ("graph", "gradient mode"),
 }
+_TELLING = {
+    kind: rank
+    for rank, kind in enumerate(
+        ("shape", "dtype", "strides", "requires_grad", "static number", "argument", "autocast", "precision")
+    )
+}
 
 
-def why_again() -> tuple[str, str] | None:
-    """The kind of cause (`runtime.causes.KINDS`) and what it is, for the graph that is made right now; None:
-    its function was not compiled before.
-    """
-    reason = get_metrics_context()._metrics.get("recompile_reason")
-    return None if reason is None else cause_of_guard(reason)
+_graphs_of_code: dict[CodeType, list[str]] = {}  # operators by the function that Dynamo made them of
+# By compilation: what its forward graph was made for is what its backward graph is, which may be made later.
+_found: WeakKeyDictionary[CompileContext, MadeAgain | None] = WeakKeyDictionary()
+
+
+def why_again(operator: str) -> MadeAgain | None:
+    """Why Dynamo compiles the function of this graph again, right now; None: it is the first time."""
+    compilation = CompileContext.try_get()
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    if compilation is None:
+        return None
+    if translator is not None:
+        earlier = _graphs_of_code.setdefault(translator.f_code, [])
+        if compilation not in _found:
+            _found[compilation] = _why_again(translator.f_code, frozenset(earlier))
+        earlier.append(operator)
+    return _found.get(compilation)
+
+
+def _why_again(code: CodeType, earlier: frozenset[str]) -> MadeAgain | None:
+    if get_metrics_context()._metrics.get("recompile_reason") is None:
+        return None
+    failed: dict[str, str] = {}  # by compile id: one guard of each graph that there is
+    for reason in reversed(guard_failures[code]):
+        compile_id = reason.partition(": ")[0]
+        if compile_id in failed:
+            break
+        failed[compile_id] = reason
+    # Global settings are looked at first, and tensors tell most: the graph whose guards went furthest.
+    causes = [cause_of_guard(reason) for reason in failed.values()]
+    best = min(causes, key=lambda cause: _TELLING.get(cause[0], len(_TELLING)), default=None)
+    return None if best is None else MadeAgain(*best, earlier)
 
 
 def cause_of_guard(reason: str) -> tuple[str, str]:
@@ -45,11 +90,11 @@ def cause_of_guard(reason: str) -> tuple[str, str]:
             return found
     elif match := re.match(r"GLOBAL_STATE changed: (.*)", guard):
         return _of_state(match[1].split())
-    elif match := re.fullmatch(r"([\w.\[\]']+) == (.+)", guard):
+    elif match := re.fullmatch(r"([^()=]+) == (.+)", guard):
         is_number = re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?|True|False", match[2])
         kind = "static number" if is_number else "argument"
         return kind, f"{_attribute(match[1])} is {match[2]} no more"
-    return "graph", f"no longer true: {guard}"
+    return "graph", f"Dynamo says: {guard}"
 
 
 def _of_state(names: Sequence[str]) -> tuple[str, str]:
@@ -86,4 +131,8 @@ def _of_tensor(name: str, what: str, guard: str) -> tuple[str, str] | None:
 
 def _attribute(source: str) -> str:
     """`self._modules['up']._parameters['weight']` as a user writes it."""
-    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", source)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]|^G\['(\w+)'\]", _name, source)
+
+
+def _name(match: re.Match[str]) -> str:
+    return match[2] or f".{match[1]}"

@@ -56,7 +56,7 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
         symbols = graph.bind(placed(tensors, sizes))
         return [_like(value, symbols) for value in values]
 
-    if (why := why_again()) is not None:
+    if (why := why_again(qualified)) is not None:
         graphs_made_again[qualified] = why
     nodes_of_graphs[qualified] = graph.described
     lowering(qualified, draws=graph.num_draws)(compute)

@@ -32,6 +32,14 @@ class Cause(NamedTuple):
         return f"{self.kind}: {self.text}, at {self.line}"
 
 
+class MadeAgain(NamedTuple):
+    """Why torch.compile made a graph although it had made others of the same function: `earlier`."""
+
+    kind: str
+    text: str
+    earlier: frozenset[str]
+
+
 KINDS = (
     "first",  # nothing like it was compiled before
     "shape",
@@ -65,8 +73,7 @@ class _Program(NamedTuple):
 
 
 _compiled: deque[_Program] = deque(maxlen=_KEPT)
-# By operator: of a graph that torch.compile made again, the kind of cause and what it is.
-graphs_made_again: dict[str, tuple[str, str]] = {}
+graphs_made_again: dict[str, MadeAgain] = {}  # by operator, until a program holds it
 
 
 def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
@@ -105,13 +112,17 @@ def _cause_of(new: _Program, was_layered: bool) -> Cause:
 
 
 def _graph_made_again(new: _Program) -> Cause | None:
-    """Where it holds graphs that no program held before: what torch.compile made the first of them for."""
-    causes = [
-        Cause(kind, f"{text}, so that torch.compile made {entry.overload}", first_line(entry.number))
-        for entry in new.entries
-        if entry.overload in graphs_made_again
-        for kind, text in (graphs_made_again.pop(entry.overload),)
-    ]
+    """Where it holds graphs that no program held before, but others of the same functions: what torch.compile
+    made the first of them for.
+    """
+    causes = []
+    for entry in new.entries:
+        again = graphs_made_again.pop(entry.overload, None)
+        if again is not None and any(
+            old_entry.overload in again.earlier for old in _compiled for old_entry in old.entries
+        ):
+            text = f"{again.text}, so that torch.compile made {entry.overload}"
+            causes.append(Cause(again.kind, text, first_line(entry.number)))
     return causes[0] if causes else None
 
 

@@ -13,7 +13,12 @@ import torch
 
 from tpu_backend import _C
 
-NOT_THE_USERS = (str(Path(__file__).resolve().parent.parent), str(Path(torch.__file__).parent), "<frozen")
+NOT_THE_USERS = (
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(torch.__file__).parent),
+    "<frozen",
+    "<eval_with_key>",
+)
 
 
 UNKNOWN = "a line of backward() (torch.autograd.set_detect_anomaly(True) shows the forward line)"
