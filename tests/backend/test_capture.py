@@ -1,6 +1,7 @@
 """`torch.tpu.capture`: a replayed step computes what the step computes, to the last bit."""
 
 import logging
+import re
 import warnings
 
 import pytest
@@ -621,3 +622,24 @@ def test_an_argument_that_comes_to_require_a_gradient_is_told_and_a_detached_one
         result = step(torch.ones(1, 3, device="tpu"))
     assert step.problem is None
     torch.testing.assert_close(result, gradient(torch.ones(1, 3, device="tpu")))
+
+
+def test_gradients_that_are_taken_away_between_calls_are_told_and_warned_of_soon():
+    model = nn.Linear(3, 2).to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.tpu.capture
+    def step(values):
+        model(values).square().sum().backward()
+        optimizer.step()
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            optimizer.zero_grad()
+            step(torch.ones(4, 3, device="tpu"))
+
+    run(3)
+    reason = r"the gradient of Linear\.weight was taken away: call zero_grad\(\) inside the step"
+    with pytest.warns(UserWarning, match=f"is run by Python each time: {reason}"):
+        run(4)
+    assert re.match(f"it was recorded again, since {reason}", step.problem)

@@ -130,6 +130,31 @@ def test_autocast_by_its_argument(causes):
     assert not causes(lambda: use(False))
 
 
+def test_what_changes_under_autocast_is_compared_with_what_was_under_autocast(causes):
+    layer, x = nn.Linear(next(_widths), 5).to("tpu"), torch.randn(3, next(_widths) - 1, device="tpu")
+
+    def use(values: Tensor, dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> None:
+        torch.tpu.flush()
+        with torch.autocast("tpu", dtype=dtype, enabled=enabled):
+            layer(values).sum().item()
+
+    causes(lambda: use(x, enabled=False))
+    causes(lambda: use(x))
+    (line,) = causes(lambda: use(x, torch.float16))
+    assert "because of dtype: out of tpu::copy is float16" in line
+    fewer = x[:2].clone()
+    (line,) = causes(lambda: use(fewer))
+    assert "because of shape: source of tpu::copy is float32[2, " in line
+    with torch.autocast("tpu"):
+        causes(lambda: layer(x).sum().item())
+        (line,) = causes(lambda: layer(x).sum().item())
+    assert "because of autocast: 2 fewer casts" in line
+    layer.bfloat16()
+    half = x.bfloat16()
+    (line,) = causes(lambda: use(half, enabled=False))
+    assert "because of dtype: self of aten::addmm is bfloat16" in line
+
+
 def test_mode(model, causes, seen):
     def strictly() -> None:
         with torch.tpu.eager_mode("strict"):
@@ -186,7 +211,7 @@ def test_results_that_somebody_keeps(causes):
 
     causes(lambda: logistic(False))
     (line,) = causes(lambda: logistic(True))
-    assert "because of results: of its results 1 more are kept" in line
+    assert "because of results: 1 more of its results kept, after" in line
 
 
 def scaled(x: Tensor, scale: object) -> Tensor:
@@ -277,6 +302,18 @@ def test_a_backward_graph_in_a_program_of_its_own(causes):
             f"because of shape: size 0 of x is 3, was 4, so that torch.compile made tpu_graph::{graph}_"
             in line
         )
+
+
+def test_a_frozen_parameter_is_the_cause_although_sizes_differ_from_the_last_graph(causes):
+    torch._dynamo.reset()
+    layer = nn.Linear(7, next(_widths)).to("tpu")
+    fast = torch.compile(lambda x: layer(x).sum(), dynamic=False)
+    batches = [torch.rand(size, 7, device="tpu") for size in (8, 5)]
+    for x in batches:
+        causes(lambda x=x: fast(x).item())
+    layer.weight.requires_grad_(False)
+    (line,) = causes(lambda: fast(batches[0]).item())
+    assert "because of requires_grad: layer.weight requires no gradient, and did" in line
 
 
 def test_parameters_are_named_as_in_the_program():

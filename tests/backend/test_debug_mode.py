@@ -80,7 +80,7 @@ def test_the_environment_sets_mode_switch_and_log():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("aten::log(self=float32[1]) made a NaN at <string>:6: ")
-    assert "[tpu tpu_backend.compile] compiled 1 ops: aten::log" in done.stderr
+    assert "[tpu tpu_backend.compile] compiled 1 op: aten::log" in done.stderr
 
 
 def test_a_mode_that_is_none_is_named_at_the_first_use():

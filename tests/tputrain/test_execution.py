@@ -494,8 +494,9 @@ def test_the_recompile_budget_names_what_compiles(capsys):
     said = [each for each in capsys.readouterr().out.splitlines() if each.startswith("warning")]
     assert len(said) == 1
     assert "steps up to 8 have compiled 5 programs, the first step left out" in said[0]
-    assert "because of shape: " in said[0]
+    assert "; 5 of the programs because of shape: " in said[0]
     assert "test_execution.py:" in said[0]
+    assert said[0].endswith("(the last of them)")
 
 
 def test_within_the_budget_nothing_is_said(capsys):

@@ -13,6 +13,20 @@ if TYPE_CHECKING:
     from tputrain.trainer import Trainer
 
 
+def _what_compiles_most(causes: Sequence[str]) -> str:
+    """Causes of one kind at one Python line are one culprit, whatever size or number it was each time."""
+    culprits = Counter(_culprit(cause) for cause in causes)
+    if not culprits:
+        return "their causes are no longer known"
+    ((culprit, times),) = culprits.most_common(1)
+    last = next(cause for cause in reversed(causes) if _culprit(cause) == culprit)
+    return f"{times} of the programs because of {last}" + " (the last of them)" * (times > 1)
+
+
+def _culprit(cause: str) -> tuple[str, str]:
+    return cause.partition(": ")[0], cause.rpartition(", at ")[2]
+
+
 class RecompileBudget(Callback):
     """Counts what steps compile after the first one of a process."""
 
@@ -39,10 +53,9 @@ class RecompileBudget(Callback):
         if self._count <= self._limit:
             return
         programs = devices.causes_of_compilations(trainer.device)
-        causes = Counter(cause for number, cause in programs.items() if number not in self._known)
-        cause, times = max(causes.items(), key=lambda item: item[1], default=("causes no longer known", 0))
+        causes = [cause for number, cause in programs.items() if number not in self._known]
         say(
             f"warning: steps up to {records[-1]['step']} have compiled {self._count} programs, the first step"
-            f" left out (trainer.recompile_budget={self._budget}); {times} of the programs because of {cause}"
+            f" left out (trainer.recompile_budget={self._budget}); {_what_compiles_most(causes)}"
         )
         self._limit = 2 * self._count

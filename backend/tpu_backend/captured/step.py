@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -62,6 +63,7 @@ class _Replayable(NamedTuple):
     is_flat: bool  # the arguments: by position, each a leaf
     returns_tensor: bool  # one, and nothing else
     watched: list[reach.Watched]
+    had_gradient: list[bool]  # of what is watched
 
 
 class CapturedStep(Generic[_P, _R]):
@@ -84,7 +86,11 @@ class CapturedStep(Generic[_P, _R]):
             Any, tuple[str, int]
         ] = {}  # by form: why its last calls were not replayed, and how many
         self._num_by_python = 0  # calls in a row
-        self.problem = "it was not called yet"
+        self._num_again: Counter[str | None] = (
+            Counter()
+        )  # those of them that were recorded again, by the reason
+        self._said: Counter[str] = Counter()
+        self.problem = _NOT_CALLED
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Of a method: each object has a step of its own, which stands among its attributes from then on."""
@@ -123,7 +129,7 @@ class CapturedStep(Generic[_P, _R]):
                 return _returned(other, results)
             self.problem = _reason(other, results)
         if other is not None:
-            log.info("captured step %s is recorded again: %s", self._name, self.problem)
+            self._log("is recorded again: %s", self.problem)
         return self._record(form, leaves, tree, args, kwargs)
 
     @property
@@ -138,6 +144,8 @@ class CapturedStep(Generic[_P, _R]):
         before = self._last.pop(form, None)
         why = self.problem
         self._num_by_python += 1
+        if self._num_by_python == 1:
+            self._num_again.clear()
         if self._num_by_python == _MANY:
             warnings.warn(
                 f"torch.tpu.capture: {self._name} was run by Python {_MANY} times in a row, the last time "
@@ -182,7 +190,7 @@ class CapturedStep(Generic[_P, _R]):
                     *reach.watched_in_optimizers(optimizers),
                 ]
                 self._replay_from_now(form, recording, watched, host)
-        self._tell(form, problem)
+        self._tell(form, problem, why)
         return tree_unflatten(result_tree, returned)
 
     def _replay_from_now(
@@ -210,33 +218,51 @@ class CapturedStep(Generic[_P, _R]):
             recording.arguments == tree_structure(((0,) * recording.arguments.num_leaves, {})),
             recording.result == _LEAF and not has_constants,
             watched,
+            [_has_gradient(each.value) for each in watched],
         )
         while len(self._replayable) > _KEPT:
             oldest = next(iter(self._replayable))
             del self._replayable[oldest]
             self._last.pop(oldest, None)
 
-    def _tell(self, form: Any, problem: str | None) -> None:
+    def _log(self, message: str, argument: str | None = None) -> None:
+        """Say something of this step, but not the same in every call of a long run."""
+        text = message if argument is None else message % argument
+        self._said[text] += 1
+        if self._said[text] <= _PATIENCE:
+            log.info("captured step %s %s", self._name, text)
+
+    def _tell(self, form: Any, problem: str | None, why: str | None) -> None:
+        """`why`: this call was no replay."""
         if problem is None:
-            log.info("captured step %s: the next call is a replay", self._name)
+            self._log("is recorded: the next call is a replay")
             self.problem = "it was recorded: the next call is a replay"
             self._refused.pop(form, None)
+            if why not in (_NOT_CALLED, _FIRST):
+                self.problem = f"it was recorded again, since {why}"
+                self._num_again[why] += 1
+                if self._num_again[why] == _PATIENCE:
+                    self._warn(why)
             return
         self.problem = problem
-        log.info("captured step %s is not replayed: %s", self._name, problem)
+        self._log("is not replayed: %s", problem)
         before, times = self._refused.pop(form, (problem, 0))
         self._refused[form] = (problem, times + 1 if before == problem else 1)
         while len(self._refused) > _KEPT:
             del self._refused[next(iter(self._refused))]
         if self._refused[form] == (problem, _PATIENCE):
-            warnings.warn(
-                f"torch.tpu.capture: {self._name} is run by Python each time: {problem}",
-                UserWarning,
-                stacklevel=4,
-            )
+            self._warn(problem)
+
+    def _warn(self, problem: str | None) -> None:
+        warnings.warn(
+            f"torch.tpu.capture: {self._name} is run by Python each time: {problem}",
+            UserWarning,
+            stacklevel=6,
+        )
 
 
 _LEAF = tree_structure(0)
+_NOT_CALLED = "it was not called yet"
 _FIRST = "it was recorded for the first time"
 
 
@@ -268,7 +294,19 @@ def _returned(replayable: _Replayable, results: list[Tensor]) -> Any:
 
 
 def _reason(replayable: _Replayable, found: str | int) -> str:
-    return f"{replayable.watched[found].name} changed" if isinstance(found, int) else found
+    if isinstance(found, str):
+        return found
+    watched, had_gradient = replayable.watched[found], replayable.had_gradient[found]
+    if had_gradient == _has_gradient(watched.value):
+        return f"{watched.name} changed"
+    if had_gradient:
+        advice = "call zero_grad() inside the step, or with set_to_none=False"
+        return f"the gradient of {watched.name} was taken away: {advice}"
+    return f"{watched.name} has a gradient, and had none"
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and value.grad is not None
 
 
 def _numbers_of(leaves: Sequence[Any]) -> Iterator[float]:

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from tpu_backend import views
 from tpu_backend.compiled import control_flow, flex_attention
 from tpu_backend.lowering import factory, registry
-from tpu_backend.lowering.bounds import collect_demands, lowering_node
+from tpu_backend.lowering.bounds import collect_demands, lowering_node, require_all
 from tpu_backend.lowering.names import functional_name
 from tpu_backend.runtime.dtypes import EQUIVALENTS, jax_dtype
 from tpu_backend.runtime.platform import platform
@@ -373,8 +373,15 @@ def _negative(args: Any, *_: Any) -> Any:
     return -args[0]
 
 
+def _assert(args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> None:
+    """aten::_assert_async.msg (condition, message)."""
+    condition, message = args
+    require_all(condition != 0, RuntimeError, message.replace("{", "{{").replace("}", "}}"))
+
+
 # Operations that the device itself serves without the table.
 _OWN: dict[Any, Callable[..., Any]] = {
+    _aten._assert_async.msg: _assert,
     _aten.copy.default: _cast_to_output,
     _aten.lift_fresh_copy.default: _same,
     _aten.clone.default: _same,

@@ -40,13 +40,7 @@ _STATES = {
     "allow_tf32": ("precision", "torch.set_float32_matmul_precision"),
     "grad_mode": ("graph", "gradient mode"),
 }
-_TELLING = {
-    kind: rank
-    for rank, kind in enumerate(
-        ("shape", "dtype", "strides", "requires_grad", "static number", "argument", "autocast", "precision")
-    )
-}
-
+_OF_TENSOR = re.compile(r"tensor '(.+)' (\w+) mismatch")
 
 _graphs_of_code: dict[CodeType, list[str]] = {}  # operators by the function that Dynamo made them of
 # By compilation: what its forward graph was made for is what its backward graph is, which may be made later.
@@ -76,25 +70,38 @@ def _why_again(code: CodeType, earlier: frozenset[str]) -> MadeAgain | None:
         if compile_id in failed:
             break
         failed[compile_id] = reason
-    # Global settings are looked at first, and tensors tell most: the graph whose guards went furthest.
-    causes = [cause_of_guard(reason) for reason in failed.values()]
-    best = min(causes, key=lambda cause: _TELLING.get(cause[0], len(_TELLING)), default=None)
-    return None if best is None else MadeAgain(*best, earlier)
+    furthest = max(failed.values(), key=_progress, default=None)
+    return None if furthest is None else MadeAgain(*cause_of_guard(furthest), earlier)
+
+
+def _progress(reason: str) -> tuple[int, int, int]:
+    """How far a graph's guards held before this one: global settings come first, then values, and of tensors
+    arguments before parameters, whose names are longer; of a tensor its dtype, then its sizes.
+    """
+    guard = _expression(reason)
+    if match := _OF_TENSOR.match(guard):
+        checks = ("dtype", "requires_grad", "rank", "size", "stride")
+        return 2, len(match[1]), checks.index(match[2]) if match[2] in checks else -1
+    return (0 if guard.startswith("GLOBAL_STATE") else 1), 0, 0
 
 
 def cause_of_guard(reason: str) -> tuple[str, str]:
     """Of a failed guard in Dynamo's words: `0/1: ` and an expression, with a comment and lines of its own."""
-    guard = (reason.partition(": ")[2] or reason).partition("\n")[0].partition("  #")[0].strip()
-    if match := re.match(r"tensor '(.+)' (\w+) mismatch", guard):
+    guard = _expression(reason)
+    if match := _OF_TENSOR.match(guard):
         if (found := _of_tensor(_attribute(match[1]), match[2], guard)) is not None:
             return found
     elif match := re.match(r"GLOBAL_STATE changed: (.*)", guard):
         return _of_state(match[1].split())
     elif match := re.fullmatch(r"([^()=]+) == (.+)", guard):
-        is_number = re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?|True|False", match[2])
+        is_number = re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", match[2])
         kind = "static number" if is_number else "argument"
         return kind, f"{_attribute(match[1])} is {match[2]} no more"
-    return "graph", f"Dynamo says: {guard}"
+    return "shape" if ".size()[" in guard else "graph", f"Dynamo says: {guard}"
+
+
+def _expression(reason: str) -> str:
+    return (reason.partition(": ")[2] or reason).partition("\n")[0].partition("  #")[0].strip()
 
 
 def _of_state(names: Sequence[str]) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from tpu_backend.runtime.dtypes import TORCH_DTYPES
@@ -17,6 +16,9 @@ from tpu_backend.runtime.user_line import first_line, line_of_mode
 
 _KEPT = 256  # programs to compare with
 _ALIKE = 0.6  # the share of operations that two programs must have in common to be told apart by one cause
+_OTHER_AUTOCAST = (
+    0.8  # how much of its likeness a program keeps that was made with autocast switched the other way
+)
 _IN_AUTOCAST = 1 << 63  # as in csrc/signature.h
 _LAST_TENSOR = 62
 
@@ -163,10 +165,12 @@ def _likeness(new: _Program, old: _Program) -> tuple[float, float]:
         [(entry.number, precision) for entry, precision in zip(program.entries, program.precisions)]
         for program in (new, old)
     ]
-    names = new.names, old.names
-    if _is_in_autocast(new) != _is_in_autocast(old):  # which puts a copy in front of every operand
-        names = _without_copies(new.names), _without_copies(old.names)
-    return _share(*names), _share(*numbers)
+    in_autocast = _is_in_autocast(new), _is_in_autocast(old)
+    if not any(in_autocast):
+        return _share(new.names, old.names), _share(*numbers)
+    # Autocast puts a copy in front of each operand that it has not cast already.
+    share = _share(_without_copies(new.names), _without_copies(old.names))
+    return share if all(in_autocast) else share * _OTHER_AUTOCAST, _share(*numbers)
 
 
 def _is_in_autocast(program: _Program) -> bool:
@@ -224,12 +228,14 @@ def _other_variant(new: _Program, old: _Program) -> Cause:
     if new.outputs != old.outputs:
         count = len(new.outputs) - len(old.outputs)
         what = f"{abs(count)} {'more' if count > 0 else 'fewer'}" if count else "others"
-        return Cause("results", f"of its results {what} are kept after {last.overload}", line)
+        return Cause("results", f"{what} of its results kept, after {last.overload}", line)
     return Cause("memory", "its inputs are used by somebody else, or no longer are", line)
 
 
 def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
     now, before = _is_in_autocast(new), _is_in_autocast(old)
+    if now and before:
+        return _other_casts(new, old)
     if now == before:
         return None
     # Of the operations it may have changed, one that was first met here: its line is the one that runs now.
@@ -242,6 +248,14 @@ def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
     entry = next((entry for entry in candidates if entry.number not in known), candidates[0])
     state = "on, and was off" if now else "off, and was on"
     return Cause("autocast", f"it is {state}: {entry.described()}", first_line(entry.number))
+
+
+def _other_casts(new: _Program, old: _Program) -> Cause | None:
+    count = len(new.names) - len(old.names)
+    if count == 0 or _without_copies(new.names) != _without_copies(old.names):
+        return None
+    text = f"{abs(count)} {'more' if count > 0 else 'fewer'} casts: it keeps those of weights till its end"
+    return Cause("autocast", text, first_line(new.entries[0].number))
 
 
 def _mode_changed(new: _Program) -> Cause | None:
@@ -268,18 +282,17 @@ def _requires_grad_changed(entry: Signature, now: int, before: int) -> str | Non
 
 def _form_changed(now: Signature, before: Signature) -> tuple[str, str]:
     """The kind of a difference between two forms of one operator, and what it is."""
-    pairs = zip_longest(now.named_leaves(), before.named_leaves())
-    for named, named_before in pairs:
-        if named is None or named_before is None:
-            count = [len(list(each.named_leaves())) for each in (now, before)]
-            return "argument", f"{now.overload} has {count[0]} arguments, and had {count[1]}"
-        (name, leaf), (_, leaf_before) = named, named_before
+    leaves, leaves_before = list(now.named_leaves()), list(before.named_leaves())
+    if len(leaves) != len(leaves_before):
+        counts = f"{len(leaves)} arguments, and had {len(leaves_before)} (each element of a list is one)"
+        return "argument", f"{now.overload} has {counts}"
+    for (name, leaf), (_, leaf_before) in zip(leaves, leaves_before):
         if leaf != leaf_before:
             kind = _kind_of_difference(leaf, leaf_before)
             form, form_before = _form(leaf, kind), _form(leaf_before, kind)
             return kind, f"{name} of {now.overload} is {form}, was {form_before}"
     if now.overload != before.overload:  # graphs of torch.compile
-        return "graph", f"torch.compile made {now.overload} (TORCH_LOGS=recompiles says why)"
+        return "graph", f"{now.overload} of torch.compile is where {before.overload} was"
     return "strides", f"what {now.overload} writes to has other strides"
 
 

@@ -24,9 +24,8 @@ class Compilation(NamedTuple):
 
     def __str__(self) -> str:
         names = ", ".join(self.operations[:_NAMED]) + (", ..." if len(self.operations) > _NAMED else "")
-        return (
-            f"compiled {len(self.operations)} ops: {names}, in {self.seconds:.2f} s because of {self.cause}"
-        )
+        count = f"{len(self.operations)} op{'s' * (len(self.operations) != 1)}"
+        return f"compiled {count}: {names}, in {self.seconds:.2f} s because of {self.cause}"
 
 
 _numbers = itertools.count(1)
