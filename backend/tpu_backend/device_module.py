@@ -397,6 +397,8 @@ def _cut_after_optimizer_steps() -> None:
         if _C.is_initialized():
             _C.end_step(_C.current_device())
 
+    # As torch.compiler.disable does, whose import takes a second: Dynamo calls it, and warns of no C++.
+    after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(after_step)
 
 

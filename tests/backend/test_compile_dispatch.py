@@ -73,6 +73,7 @@ def test_cpu_tensors_go_to_inductor_with_their_mode_and_options(options, config,
     assert config or inductor == [{}]
 
 
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -80,9 +81,9 @@ def test_cpu_tensors_go_to_inductor_with_their_mode_and_options(options, config,
         ({"options": {"speed": 1}}, "Unexpected optimization option speed"),
     ],
 )
-def test_what_inductor_does_not_know_it_still_refuses(options, message):
+def test_what_inductor_does_not_know_it_still_refuses(options, message, device):
     with pytest.raises(RuntimeError, match=message):
-        torch.compile(poly, **options)(torch.ones(2))
+        torch.compile(poly, **options)(torch.ones(2, device=device))
 
 
 def test_one_function_serves_both_devices():

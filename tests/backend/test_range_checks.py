@@ -206,6 +206,18 @@ def test_a_compiled_graph_names_the_operator_and_the_line_inside_it() -> None:
     assert str(raised.value).endswith("return torch.nn.functional.cross_entropy(logits, labels)")
 
 
+def test_one_hot_in_a_compiled_graph_is_checked_there() -> None:
+    fast = torch.compile(lambda labels: torch.nn.functional.one_hot(labels + 1, 5).sum(0))
+    labels = torch.tensor([0, 1], device="tpu")
+    before = torch.tpu.fallback_stats()
+    assert fast(labels).tolist() == [0, 1, 1, 0, 0]
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Class values must be smaller.*in aten::_assert_async.msg of tpu_gr"
+    ):
+        fast(labels + 3).tolist()
+    assert torch.tpu.fallback_stats() == before
+
+
 def test_a_known_divisor_of_zero_raises_at_once() -> None:
     x = torch.tensor([4, 2], device="tpu")
     for divide in (torch.fmod, torch.remainder, torch.floor_divide):

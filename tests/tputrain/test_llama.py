@@ -197,6 +197,7 @@ def test_the_configuration_works_in_structured_mode():
             {"num_key_value_heads": 3},
             "model.num_attention_heads=4 is no multiple of model.num_key_value_heads=3",
         ),
+        ({"hidden_size": 255}, "model.hidden_size=255 is no multiple of model.num_attention_heads=4"),
         ({"head_dim": 7}, "model.head_dim=7: expected an even number"),
         ({"hidden_size": 0}, "model.hidden_size=0: expected at least 1"),
     ],

@@ -73,6 +73,11 @@ class LlamaConfig:
                 f"model.num_attention_heads={self.num_attention_heads} is no multiple of "
                 f"model.num_key_value_heads={self.num_key_value_heads}: each key head serves as many queries"
             )
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"model.hidden_size={self.hidden_size} is no multiple of "
+                f"model.num_attention_heads={self.num_attention_heads}: Hugging Face loads no such checkpoint"
+            )
         if self.head_dim % 2:
             raise UserError(
                 f"model.head_dim={self.head_dim}: expected an even number (it is rotated in pairs)"

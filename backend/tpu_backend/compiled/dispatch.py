@@ -47,6 +47,8 @@ def by_device(module: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any)
         inductor = torch._TorchCompileInductorWrapper(given.get("mode"), given.get("options"), None)
         return inductor(module, inputs)
     if given:
+        # It refuses, in PyTorch's words, what it does not know.
+        torch._TorchCompileInductorWrapper(given.get("mode"), given.get("options"), None)
         log.info("torch.compile: %s is for inductor; on tpu XLA decides by itself", given)
     return tpu(module, inputs)
 
