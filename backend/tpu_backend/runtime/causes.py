@@ -120,9 +120,8 @@ def _graph_made_again(new: _Program) -> Cause | None:
     causes = []
     for entry in new.entries:
         again = graphs_made_again.pop(entry.overload, None)
-        if again is not None and any(
-            old_entry.overload in again.earlier for old in _compiled for old_entry in old.entries
-        ):
+        held = (each.overload for old in _compiled for each in old.entries)
+        if again is not None and not again.earlier.isdisjoint(held):
             text = f"{again.text}, so that torch.compile made {entry.overload}"
             causes.append(Cause(again.kind, text, first_line(entry.number)))
     return causes[0] if causes else None
@@ -178,12 +177,13 @@ def _is_in_autocast(program: _Program) -> bool:
 
 
 def _without_copies(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name != "tpu::copy")
+    """All of them where there are only copies."""
+    return tuple(name for name in names if name != "tpu::copy") or names
 
 
 def _share(some: Sequence[Any], others: Sequence[Any]) -> float:
     """Of two lists: how much of them both have, from 0 to 1."""
-    return 2 * sum((Counter(some) & Counter(others)).values()) / max(len(some) + len(others), 1)
+    return 2 * sum((Counter(some) & Counter(others)).values()) / (len(some) + len(others))
 
 
 def _difference(new: _Program, old: _Program) -> Cause | None:
