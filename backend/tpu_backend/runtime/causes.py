@@ -244,8 +244,8 @@ def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
         for entry, circumstances in zip(new.entries, new.circumstances)
         if not now or circumstances & _IN_AUTOCAST
     ]
-    known = {entry.number for program in _compiled for entry in program.entries}
-    entry = next((entry for entry in candidates if entry.number not in known), candidates[0])
+    newest = max(entry.number for program in _compiled for entry in program.entries)
+    entry = next((entry for entry in candidates if entry.number > newest), candidates[0])
     state = "on, and was off" if now else "off, and was on"
     return Cause("autocast", f"it is {state}: {entry.described()}", first_line(entry.number))
 
