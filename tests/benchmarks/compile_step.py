@@ -8,9 +8,10 @@ what JAX's own call takes. A captured step's program is launched by another thre
 count; JAX's own call is the measure of it.
 
 The MLP's step is so short that the host's work shows in it where XLA computes on every core, as it does not
-on a device of its own. So it is measured twice: as it comes, beside JAX's step with PyTorch's own work for
-such a step done between its calls, than which no device can do better that Python drives with JAX's program;
-and with one core for XLA, on both sides, and another for the host.
+on a device of its own. So it is measured twice: as it comes, told beside JAX's
+step with PyTorch's own work for such a step, on CPU tensors, done between its calls, which is a yardstick and
+no bound (that work runs PyTorch's CPU kernels too); and with one core for XLA, on both sides, and another for
+the host.
 """
 
 import json
@@ -44,10 +45,10 @@ def step_rows(
     batch: torch_step.Batch,
     calls: int,
     rounds: int,
-    floors: dict[str, Callable[[int], None]] | None = None,
+    yardsticks: dict[str, Callable[[int], None]] | None = None,
 ) -> list[Row]:
-    """`floors`: by form, a target that its time is also told beside."""
-    floors = floors or {}
+    """`yardsticks`: by form, a target that its time is also told beside."""
+    yardsticks = yardsticks or {}
 
     def steps(**form: bool) -> torch_step.DeviceSteps:
         return torch_step.DeviceSteps(
@@ -63,18 +64,18 @@ def step_rows(
         {
             **targets,
             "jax": JaxSteps(jax_reference.initial_state(make_model()), jax_loss, batch),
-            **{f"{form}'s floor": floor for form, floor in floors.items()},
+            **{f"{form}'s yardstick": yardstick for form, yardstick in yardsticks.items()},
         },
         calls=calls,
         rounds=rounds,
     )
     reference = timings["jax"]
 
-    def beside_floor(form: str) -> str:
-        if form not in floors:
+    def beside_yardstick(form: str) -> str:
+        if form not in yardsticks:
             return ""
-        floor = timings[f"{form}'s floor"]
-        return f"; JAX with PyTorch's own host work {floor.minimum / reference.minimum:.3f}: {floor}"
+        yardstick = timings[f"{form}'s yardstick"]
+        return f"; JAX with PyTorch's own host work {yardstick.minimum / reference.minimum:.3f}: {yardstick}"
 
     return [
         Row(
@@ -82,7 +83,7 @@ def step_rows(
             timings[form].minimum / reference.minimum,
             "<=",
             1.05,
-            f"{timings[form]} / {reference}{beside_floor(form)}",
+            f"{timings[form]} / {reference}{beside_yardstick(form)}",
         )
         for form in targets
     ]
@@ -123,7 +124,7 @@ def mlp_rows(name: str) -> list[Row]:
             torch_step.mlp_batch(),
             calls=20,
             rounds=40,
-            floors={
+            yardsticks={
                 "compile": JaxBesidePyTorch(jax_steps(), compiled=True),
                 "fused": JaxBesidePyTorch(jax_steps(), compiled=False),
             },
