@@ -86,10 +86,8 @@ class CapturedStep(Generic[_P, _R]):
             Any, tuple[str, int]
         ] = {}  # by form: why its last calls were not replayed, and how many
         self._num_by_python = 0  # calls in a row
-        self._num_again: Counter[str | None] = (
-            Counter()
-        )  # those of them that were recorded again, by the reason
-        self._said: Counter[str] = Counter()
+        self._num_again: Counter[str | None] = Counter()  # of them: recorded again, by the reason
+        self._said: Counter[str] = Counter()  # what was logged
         self.problem = _NOT_CALLED
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
