@@ -109,7 +109,12 @@ at::Tensor tensor_over(const py::object& array, const std::vector<int64_t>& size
 }
 
 py::object described(const std::optional<tpu::Problem>& problem) {
-  return problem.has_value() ? py::object(py::make_tuple(problem->text, problem->signature)) : py::object(py::none());
+  if (!problem.has_value()) {
+    return py::none();
+  }
+  const auto& [code, lasti] = problem->place;
+  return py::make_tuple(
+      problem->text, problem->signature, code ? py::reinterpret_borrow<py::object>(code.get()) : py::none(), lasti);
 }
 
 // Of each number of a recorded step its kind (0 float, 1 double, 2 integer), its place among these, its value (None where it is
@@ -257,7 +262,9 @@ PYBIND11_MODULE(_C, m) {
         return described(step.finish(arguments, results));
       })
       .def("abandon", &tpu::RecordedStep::abandon)
-      .def("difference", &tpu::RecordedStep::difference)
+      .def("difference", [](const tpu::RecordedStep& step, const tpu::RecordedStep& other) {
+        return described(step.difference(other));
+      })
       .def("numbers", &numbers_of)
       .def("make_replayable", &make_replayable)
       .def("replay", &tpu::RecordedStep::replay);

@@ -179,7 +179,7 @@ at::Tensor read_to_host(const at::Tensor& source) {
   std::shared_ptr<PyObject> launch;
   {
     StreamLock lock(stream.mutex());
-    ++stream.counters.host_reads;
+    stream.note_host_read();
     if (stream.concrete(buffer) == nullptr) {
       return at::zeros(source.sizes(), source.options().device(at::kCPU));
     }

@@ -26,6 +26,8 @@ struct SegmentRun {
 struct Notes {
   const std::thread::id thread{std::this_thread::get_id()};
   size_t num_cuts{0};
+  UserPlace first_cut;                 // where the first of them came from
+  std::optional<UserPlace> first_read; // of a tensor by the host
   std::vector<std::pair<int32_t, uintptr_t>> reads; // an input's local number, the buffer that it was read from
   std::vector<uint32_t> readers; // by input of the segment: the signature of the entry that reads it first
   std::vector<uint32_t> float_takers, double_takers, integer_takers; // by number: the signature of the entry it is for

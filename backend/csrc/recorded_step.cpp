@@ -18,12 +18,6 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
-uint64_t host_reads(c10::DeviceIndex device) {
-  auto& stream = Device::get().stream(device);
-  StreamLock lock(stream.mutex());
-  return stream.counters.host_reads;
-}
-
 constexpr double kInexact = 9007199254740992.0; // 2^53: from here on not every integer is a double
 
 bool is_number(const py::handle& object) {
@@ -67,8 +61,7 @@ RecordedStep::Geometry RecordedStep::Geometry::of(const at::Tensor& tensor) {
 // ---- recording ----
 
 RecordedStep::RecordedStep(c10::DeviceIndex device)
-    : device_(device), surroundings_(Surroundings::now()), first_new_address_(next_address()),
-      host_reads_before_(host_reads(device)) {
+    : device_(device), surroundings_(Surroundings::now()), first_new_address_(next_address()) {
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
   TORCH_CHECK(
@@ -98,11 +91,12 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
   stream.cut();
   stream.notes = nullptr;
   is_recording_ = false;
-  if (stream.counters.host_reads != host_reads_before_) {
-    return Problem{"it reads a tensor to the host (item(), print, an operator that runs on the CPU)"};
+  if (notes_.first_read.has_value()) {
+    return Problem{
+        "it reads a tensor to the host (item(), print, an operator that runs on the CPU)", -1, *notes_.first_read};
   }
   if (notes_.num_cuts > 1) {
-    return Problem{"it is more than one program: it waits, flushes, or goes on after its optimizer's step"};
+    return Problem{"it is more than one program: it waits or flushes", -1, notes_.first_cut};
   }
   if (!notes_.run.has_value() || notes_.run->variant == nullptr) {
     return Problem{"it computes nothing that is kept"};
@@ -208,29 +202,36 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
   return std::nullopt;
 }
 
-std::optional<std::string> RecordedStep::difference(const RecordedStep& other) const {
+std::optional<Problem> RecordedStep::difference(const RecordedStep& other) const {
   const auto are_alike = [](const auto& some, const auto& others) {
     return std::equal(some.begin(), some.end(), others.begin(), others.end(), [](const auto& a, const auto& b) {
       return a.key() == b.key();
     });
   };
   if (run_.variant != other.run_.variant) {
-    return "the two calls are not one program";
+    const auto& entries = run_.entries;
+    const auto [one, another] =
+        std::mismatch(entries.begin(), entries.end(), other.run_.entries.begin(), other.run_.entries.end());
+    if (one != entries.end() && another != other.run_.entries.end()) {
+      // That of the two which was met first: of calls that take turns the same one each time.
+      return Problem{"it computes something else in each call", std::min((*one)->id, (*another)->id)};
+    }
+    return Problem{"it keeps other results in each call, or computes more in some"};
   }
   if (!are_alike(sources_, other.sources_)) {
-    return "it reads other tensors than before";
+    return Problem{"it reads other tensors than before"};
   }
   if (!are_alike(targets_, other.targets_)) {
-    return "it writes other tensors than before";
+    return Problem{"it writes other tensors than before"};
   }
   if (results_ != other.results_) {
-    return "what it returns has another shape";
+    return Problem{"what it returns has another shape"};
   }
   const auto same_draw = [](const Draw& a, const Draw& b) {
     return a.place == b.place && a.count == b.count && a.generator == b.generator;
   };
   if (!std::equal(run_.draws.begin(), run_.draws.end(), other.run_.draws.begin(), other.run_.draws.end(), same_draw)) {
-    return "it draws from another generator";
+    return Problem{"it draws from another generator"};
   }
   return std::nullopt;
 }

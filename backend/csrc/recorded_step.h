@@ -37,10 +37,11 @@ struct Binding {
       sources; // (host number, negated): all of those that it may be, so they must agree
 };
 
-// Why a step cannot be replayed, and the signature of the op at fault, or -1.
+// Why a step cannot be replayed, and what shows where: the signature of the op at fault, or -1; or the user's line.
 struct Problem {
   std::string text;
   int64_t signature{-1};
+  UserPlace place{};
 };
 
 class RecordedStep {
@@ -56,8 +57,8 @@ class RecordedStep {
   // Nothing more is noted.
   void abandon();
 
-  // What sets apart two steps that were finished, one line; nothing where they are one program on the same storages.
-  std::optional<std::string> difference(const RecordedStep& other) const;
+  // What sets apart two steps that were finished; nothing where they are one program on the same storages.
+  std::optional<Problem> difference(const RecordedStep& other) const;
   const SegmentRun& run() const {
     return run_;
   }
@@ -136,7 +137,6 @@ class RecordedStep {
   const c10::DeviceIndex device_;
   const Surroundings surroundings_;
   const uintptr_t first_new_address_;
-  const uint64_t host_reads_before_;
   Notes notes_;
   bool is_recording_{false};
   SegmentRun run_;

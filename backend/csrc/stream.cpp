@@ -539,8 +539,17 @@ void Stream::assign(Buffer* buffer, ValuePtr value) {
   }
 }
 
+void Stream::note_host_read() {
+  ++counters.host_reads;
+  if (notes != nullptr && !notes->first_read.has_value()) {
+    notes->first_read = user_place();
+  }
+}
+
 void Stream::note_run(const Segment& segment) {
-  ++notes->num_cuts;
+  if (notes->num_cuts++ == 0) {
+    notes->first_cut = user_place();
+  }
   SegmentRun run{
       .variant = segment.variant == nullptr ? nullptr : segment.variant->shared_from_this(),
       .serial = segment.serial,
@@ -589,8 +598,8 @@ bool Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<cons
   ++counters.segments_run;
   ++counters.memory_hits;
   ++counters.replays;
-  if (notes != nullptr) { // a replay inside a step that is being recorded is a program of its own
-    ++notes->num_cuts;
+  if (notes != nullptr && notes->num_cuts++ == 0) { // a replay inside a step that is being recorded: a program of its own
+    notes->first_cut = user_place();
   }
   return is_queued;
 }

@@ -116,10 +116,14 @@ class Stream {
   bool done(size_t num_launched);
 
   // An optimizer has stepped: the segment ends where the next step begins.  Until then only what is made of this step's
-  // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.
+  // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.  A step that is being
+  // recorded for capture is one program, with what is behind its optimizers.
   void end_step() {
-    step_ended_ = !segment_.entries.empty();
+    step_ended_ = notes == nullptr && !segment_.entries.empty();
   }
+
+  // The host is about to read a tensor.
+  void note_host_read();
 
   // From here on what is recorded is compiled, by threads, and not run; in the end the buffers are what they were.
   void begin_rehearsal();

@@ -452,6 +452,26 @@ def _reads(setup):
     return step
 
 
+def _waits(setup):
+    def step(inputs, labels):
+        loss = setup.step(inputs, labels)
+        torch.tpu.synchronize()
+        return loss + 1
+
+    return step
+
+
+def _takes_turns(setup):
+    calls = []
+
+    def step(inputs, labels):
+        calls.append(0)
+        wave = torch.sin if len(calls) % 2 else torch.cos
+        return setup.step(wave(inputs), labels)
+
+    return step
+
+
 def _sets_the_rate(setup):
     def step(inputs, labels):
         setup.set_rate(setup.optimizer.param_groups[0]["lr"] / 2)
@@ -485,7 +505,9 @@ def _has_state_on_the_host(setup):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (_reads, r"it reads a tensor to the host"),
+        (_reads, r"it reads a tensor to the host.*test_capture.py:\d+: return loss if loss.item"),
+        (_waits, r"it is more than one program.*test_capture.py:\d+: torch.tpu.synchronize"),
+        (_takes_turns, r"it computes something else in each call: aten::(sin|cos), at .*test_capture.py"),
         (_sets_the_rate, r"it changes SGD.param_groups\[0\]\['lr'\] itself"),
         (_counts, r"a number that aten::mul.*takes changes from call to call"),
         (_makes_a_tensor, r"it reads a tensor that it made on the host itself.*aten::add"),
@@ -502,6 +524,42 @@ def test_what_cannot_be_replayed_is_run_each_time_and_says_why(make, why):
     with pytest.warns(UserWarning, match=rf"torch.tpu.capture: .* is run by Python each time: {why}"):
         assert [step(*batch(number)).item() for number in range(6)] == expected
     assert replays() == before
+
+
+def test_what_follows_an_optimizer_is_part_of_the_step():
+    """Two networks that learn from each other, an average of the weights, a sum of losses: one program."""
+
+    def make():
+        torch.manual_seed(0)
+        maker, judge = nn.Linear(4, 4).to("tpu"), nn.Linear(4, 1).to("tpu")
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (judge, maker)]
+        averages = [parameter.detach().clone() for parameter in maker.parameters()]
+        total = torch.zeros((), device="tpu")
+
+        def step(noise):
+            made = maker(noise)
+            for optimizer, loss in zip(
+                optimizers, (lambda: judge(made.detach()).square(), lambda: (1 - judge(made)).square())
+            ):
+                loss().mean().backward()
+                optimizer.step()
+                for each in optimizers:
+                    each.zero_grad()
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, list(maker.parameters()), 0.1)
+                total.add_(judge(made).sum())
+
+        return step, [*maker.parameters(), *judge.parameters(), *averages, total]
+
+    (plain, expected), (step, found) = make(), make()
+    captured, before = torch.tpu.capture(step), replays()
+    for number in range(8):
+        noise = batch(number)[0][:, :4]
+        plain(noise)
+        captured(noise)
+    assert captured.problem is None
+    assert replays() - before >= 4
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_tensor_on_the_cpu_is_refused():

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from tpu_backend import _C
 from tpu_backend.captured import reach
 from tpu_backend.captured.numbers import Changes, ProgramNumber
 from tpu_backend.runtime.signature import signature
-from tpu_backend.runtime.user_line import first_line
+from tpu_backend.runtime.user_line import first_line, line_of
 
 log = logging.getLogger("tpu_backend.compile")
 
@@ -361,10 +361,14 @@ def _finish(step: _C.RecordedStep, leaves: list[Any], returned: Sequence[Any]) -
                 "lists and dictionaries"
             )
     problem = step.finish(leaves, [leaf for leaf in returned if isinstance(leaf, Tensor)])
-    if problem is None:
-        return None
-    text, number = problem
-    return text if number < 0 else f"{text}: {signature(number).overload}, at {first_line(number)}"
+    return None if problem is None else _told(*problem)
+
+
+def _told(text: str, number: int, code: CodeType | None, lasti: int) -> str:
+    """A problem with the operator at fault, or with the line."""
+    if number >= 0:
+        return f"{text}: {signature(number).overload}, at {first_line(number)}"
+    return text if code is None else f"{text}, at {line_of(code, lasti)}"
 
 
 def _problem_of_optimizers(
@@ -412,7 +416,7 @@ def _compared(
     if before is None or len(before.settings) != len(recording.settings):
         return recording, _FIRST
     if (difference := recording.step.difference(before.step)) is not None:
-        return recording, difference
+        return recording, _told(*difference)
     if before.result != recording.result or before.constants != recording.constants:
         return recording, "what it returns beside tensors changes from call to call"
     strange = before.changes.learn(program, host)
