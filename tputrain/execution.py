@@ -58,11 +58,9 @@ class ExecutionConfig:
         expect_at_least("execution.first_steps", self.first_steps, 0)
         expect_choice("execution.train", self.train, FORMS)
         for phase in ("validate", "sample"):  # which need no gradients, and so little of the host
-            expect_choice(
-                f"execution.{phase}",
-                getattr(self, phase),
-                tuple(form for form in FORMS if form != "captured"),
-            )
+            name, form = f"execution.{phase}", getattr(self, phase)
+            expect(form != "captured", name, form, "fused, or compile: captured is a form of training steps")
+            expect_choice(name, form, tuple(form for form in FORMS if form != "captured"))
 
 
 class Execution:
@@ -207,6 +205,11 @@ class Execution:
             self._trial.after_step(step)
             self._form_of_training = self._trial.form  # which may have been chosen now
         self._change_to(self._form_of("train"))
+
+    def end_training(self) -> None:
+        """The run ended."""
+        if self._trial is not None:
+            self._trial.end()
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint holds of it."""

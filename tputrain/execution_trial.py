@@ -113,6 +113,14 @@ class Trial:
             f"{1e3 * fused:.1f} ms"
         )
 
+    def end(self) -> None:
+        """The run ended: say so where nothing was chosen."""
+        if self._record.chosen is None and self._warm_steps > 0:
+            say(
+                "execution.train=auto: the run ended before fused and compiled steps were both measured; it "
+                f"takes {_LENGTH} steps once the compiled one is built"
+            )
+
     @staticmethod
     def _form_at(place: int) -> str:
         return "fused" if place < _MEASURED else "compile"

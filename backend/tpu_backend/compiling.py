@@ -19,15 +19,15 @@ def is_compiling() -> bool:
 
 
 @contextmanager
-def compiling(num_ops: int, advice: str = "") -> Iterator[None]:
-    """In here a program of `num_ops` operations is compiled: one line on standard error when that takes
-    long, with what would take less, and another when it is done.
+def compiling(num_ops: int, advice: str = "", what: str = "a program") -> Iterator[None]:
+    """In here `what`, of `num_ops` operations, is compiled: one line on standard error when that takes long,
+    with what would take less, and another when it is done.
     """
     thread, start = threading.get_ident(), time.perf_counter()
 
     def tell() -> None:
         print(
-            f"tpu: still compiling a program of {num_ops:,} operations{advice and f' ({advice})'}",
+            f"tpu: still compiling {what} of {num_ops:,} operations{advice and f' ({advice})'}",
             file=sys.stderr,
             flush=True,
         )

@@ -1,6 +1,7 @@
 """`torch.compile(..., backend="tpu")`: the same numbers as eager mode, and one entry a graph."""
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+
+from tpu_backend import compiling
 
 
 @pytest.fixture(autouse=True)
@@ -273,3 +276,13 @@ def test_compiled_autograd():
             loss.backward()
         torch.testing.assert_close(model.weight.grad, expected)
         model.zero_grad()
+
+
+def test_who_waits_long_is_told_what_for(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "_PATIENCE", 0.0)
+    compiled(lambda x: x.sin().cos())(torch.ones(4, 7, device="tpu")).cpu()
+    said = capsys.readouterr().err
+    assert re.search(
+        r"tpu: still compiling a graph of torch.compile of \d+ operations\ntpu: compiled in", said
+    )
+    assert re.search(r"tpu: still compiling a program of \d+ operations\ntpu: compiled in", said)

@@ -336,7 +336,7 @@ class SaysItsMode(Classifier):
 
 
 @pytest.mark.usefixtures("built_at_once")
-def test_auto_begins_its_trial_behind_the_layered_steps(tmp_path):
+def test_auto_begins_its_trial_behind_the_layered_steps(tmp_path, capsys):
     auto = ExecutionConfig(train="auto", first_steps=3)
     changes = {"run_dir": tmp_path, "evaluate_every": None}
     model = SaysItsMode()
@@ -346,6 +346,7 @@ def test_auto_begins_its_trial_behind_the_layered_steps(tmp_path):
     newest = tmp_path / "checkpoints" / f"step-{steps}" / "state.json"
     record = json.loads(newest.read_text())["execution"]
     assert (record["begun_at"], record["ready_at"]) == (3, 8)
+    assert "the run ended before fused and compiled steps were both measured" in capsys.readouterr().out
     resumed = SaysItsMode()
     fit(auto, steps + 1, resumed, **changes, sizes=[6] * (steps + 1))
     assert "layered" not in resumed.modes
@@ -487,6 +488,13 @@ def test_an_unknown_form_is_refused():
         UserError, match=r"execution.train=fast: expected one of debug, strict, layered, fused, comp"
     ):
         ExecutionConfig(train="fast")
+
+
+def test_captured_is_a_form_of_training_alone():
+    with pytest.raises(
+        UserError, match=r"execution.validate=captured: expected fused, or compile: captured is"
+    ):
+        ExecutionConfig(validate="captured")
 
 
 def test_the_recompile_budget_names_what_compiles(capsys):

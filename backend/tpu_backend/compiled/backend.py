@@ -30,6 +30,7 @@ from tpu_backend.compiled.graph import Graph, concrete
 from tpu_backend.compiled.operation import make_operator
 from tpu_backend.compiled.sizes import Sizes
 from tpu_backend.compiled.split import Boxed, OperationByOperation, Split
+from tpu_backend.compiling import compiling
 from tpu_backend.lowering.names import functional_name
 
 log = logging.getLogger("tpu_backend.compile")
@@ -50,7 +51,8 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **given: Any)
         decompositions=_decompositions(),
         partition_fn=_partition,
     )
-    return compiled(module, example_inputs)
+    with compiling(len(module.graph.nodes), what="a graph of torch.compile"):
+        return compiled(module, example_inputs)
 
 
 @cache
