@@ -211,7 +211,8 @@ def test_results_that_somebody_keeps(causes):
 
     causes(lambda: logistic(False))
     (line,) = causes(lambda: logistic(True))
-    assert "because of results: 1 more of its results kept, after" in line
+    assert "because of results: 1 more of its results kept, one that aten::add" in line
+    assert "inner = x.neg().exp() + 1" in line
 
 
 def scaled(x: Tensor, scale: object) -> Tensor:

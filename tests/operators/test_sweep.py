@@ -30,6 +30,10 @@ _SLICE = [
     for entry in entries(database, "float32")[:: _STRIDES[database]]
     if entry.name not in _LONG
 ]
+# Of the list, what does not hold on every processor. On an AMD EPYC MKL multiplies tiny matrices without FMA,
+# and a line search that goes by the last digit takes other steps: there the device must be no farther from
+# float64 than the CPU is.
+_BY_PROCESSOR = {"optim_db LBFGS - float32"}
 
 
 @pytest.mark.parametrize("entry", _SLICE, ids=lambda entry: entry.key.replace(" ", "-"))
@@ -37,6 +41,9 @@ def test_the_committed_list_says_what_an_entry_does(entry: Entry) -> None:
     known = load()
     listed = entry.key in known["fails"] or entry.key in known["rounding"]
     row = _swept(entry) if listed else check(entry, _SAMPLES)
+    if entry.key in _BY_PROCESSOR and not row.passed:
+        assert row.accurate, row.failure
+        return
     assert row.passed != listed, (
         f"{row.failure or 'passes'}: known.json is out of date, or this is a fault; measure with "
         f"python -m tests.operators.sweep --only {entry.name}"

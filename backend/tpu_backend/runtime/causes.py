@@ -5,6 +5,7 @@ Cold path: asked once a compilation, which takes at least a thousand times as lo
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ class _Program(NamedTuple):
     entries: tuple[Signature, ...]
     precisions: tuple[int | None, ...]
     circumstances: tuple[int, ...]
+    inputs: frozenset[int]
     outputs: frozenset[int]
     offsets: tuple[bool, ...]
     names: tuple[str, ...]  # of the operations, graphs of torch.compile without their number
@@ -145,6 +147,7 @@ def _program(description: dict[str, Any], mode: str) -> _Program:
         signatures,
         tuple(precision for _, precision in decoded),
         tuple(description["circumstances"]),
+        frozenset(description["inputs"]),
         frozenset(description["outputs"]),
         tuple(description["offset_is_input"]),
         tuple(re.sub(r"^(tpu_graph::[a-z]+)_\d+$", r"\1", entry.overload) for entry in signatures),
@@ -228,8 +231,18 @@ def _other_variant(new: _Program, old: _Program) -> Cause:
     if new.outputs != old.outputs:
         count = len(new.outputs) - len(old.outputs)
         what = f"{abs(count)} {'more' if count > 0 else 'fewer'}" if count else "others"
-        return Cause("results", f"{what} of its results kept, after {last.overload}", line)
+        changed = new.outputs - old.outputs if count >= 0 else old.outputs - new.outputs
+        maker = _maker(new, min(changed))
+        text = f"{what} of its results kept, one that {maker.overload} made"
+        return Cause("results", text, first_line(maker.number))
     return Cause("memory", "its inputs are used by somebody else, or no longer are", line)
+
+
+def _maker(program: _Program, local: int) -> Signature:
+    """The operation that made this value of a program."""
+    made = (entry for entry in program.entries for output in entry.outputs if not output.skip)
+    numbers = (number for number in itertools.count() if number not in program.inputs)
+    return next(entry for number, entry in zip(numbers, made) if number == local)
 
 
 def _autocast_changed(new: _Program, old: _Program) -> Cause | None:

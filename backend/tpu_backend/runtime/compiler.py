@@ -92,8 +92,9 @@ def lower_segment(
 
 # XLA takes the CPU's kernels from two libraries. YNN is faster where large matrices meet. The other
 # adds products one after the other, each with one rounding, as PyTorch's CPU kernels do, so that a product of
-# matrices is the CPU's to the bit; it has the faster convolutions. YNN's sums leave out the rounding to
-# 16 bit in front of a sum: without them, many operators in one program round as they do one by one.
+# matrices is the CPU's to the bit (but for tiny ones on an AMD EPYC, where MKL rounds twice); it has the
+# faster convolutions. YNN's sums leave out the rounding to 16 bit in front of a sum: without them, many
+# operators in one program round as they do one by one.
 _KERNELS_OF_YNN = "xla_cpu_experimental_ynn_fusion_type"
 _SUMS = "LIBRARY_FUSION_TYPE_REDUCE"
 _SUMS_AND_PRODUCTS = f"{_SUMS},LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
