@@ -202,7 +202,7 @@ def test_a_limit_that_moves_is_not_captured():
 def test_what_computes_on_the_host_in_each_step_is_not_captured(optim):
     with pytest.raises(UserError, match=r"execution\.train=captured: expected another form, as optim"):
         RunConfig(optim=optim, execution=CAPTURED)
-    with pytest.raises(UserError, match=r"execution\.validate=captured: expected one of debug"):
+    with pytest.raises(UserError, match=r"execution\.validate=captured: expected fused, or compile"):
         ExecutionConfig(validate="captured")
 
 
