@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tputrain import device as devices
+from tputrain.announce import say
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.execution_trial import Trial
 
@@ -207,8 +208,14 @@ class Execution:
         self._change_to(self._form_of("train"))
 
     def end_training(self) -> None:
-        """The run ended."""
-        if self._trial is not None:
+        """The run ended: say so where it did not come to what was asked for."""
+        form = self._cfg.train
+        if form in ("auto", "captured") and self._num_layered > 0 and self._is_early(self._steps_done() - 1):
+            say(
+                f"execution.train={form}: not reached, as the first {self._cfg.first_steps} steps of a run "
+                "are layered (execution.first_steps)"
+            )
+        elif self._trial is not None:
             self._trial.end()
 
     def state(self) -> dict[str, Any] | None:

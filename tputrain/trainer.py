@@ -190,7 +190,8 @@ class Trainer:
         """One step; False where a signal came while it waited for its data."""
         assert self._data is not None
         step = self.step
-        self._is_warm &= not self.execution.before_step(step)
+        with self._step_log.waiting_for_device():  # where both forms of a step are measured
+            self._is_warm &= not self.execution.before_step(step)
         self._expect_compilation(not self._is_warm)  # once more: an evaluation may have come since the start
         if (batches := self._wait_for_data(self._data.draw)) is None:
             return False
@@ -213,7 +214,8 @@ class Trainer:
         self.execution.has_run("train", batches.form)
         if self.step <= step:  # it was bad, and the run is back before it
             return self._advance()
-        self.execution.after_step(self.step)
+        with self._step_log.waiting_for_device():
+            self.execution.after_step(self.step)
         # Before values are read, so that the device has them by then.
         if not (self._should_end() or self._evaluation_is_due() or self._save_is_due()):
             self._wait_for_data(self._data.draw_ahead)

@@ -114,7 +114,11 @@ py::object described(const std::optional<tpu::Problem>& problem) {
   }
   const auto& [code, lasti] = problem->place;
   return py::make_tuple(
-      problem->text, problem->signature, code ? py::reinterpret_borrow<py::object>(code.get()) : py::none(), lasti);
+      problem->text,
+      problem->advice,
+      problem->signature,
+      code ? py::reinterpret_borrow<py::object>(code.get()) : py::none(),
+      lasti);
 }
 
 // Of each number of a recorded step its kind (0 float, 1 double, 2 integer), its place among these, its value (None where it is
@@ -195,6 +199,11 @@ PYBIND11_MODULE(_C, m) {
   };
   m.def("end_step", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.end_step(); });
+  });
+  m.def("is_recording_step", [with_stream](int device) { // whether this thread does, for capture
+    bool is_noting = false;
+    with_stream(device, [&](tpu::Stream& stream) { is_noting = stream.is_noting(); });
+    return is_noting;
   });
   m.def("begin_rehearsal", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.begin_rehearsal(); });

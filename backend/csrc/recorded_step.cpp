@@ -20,6 +20,8 @@ namespace {
 
 constexpr double kInexact = 9007199254740992.0; // 2^53: from here on not every integer is a double
 
+constexpr auto kOneFunction = "calls that take turns (to accumulate gradients, say) belong in one function, called for all of them";
+
 bool is_number(const py::handle& object) {
   return (PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr())) && !PyBool_Check(object.ptr());
 }
@@ -66,7 +68,7 @@ RecordedStep::RecordedStep(c10::DeviceIndex device)
   StreamLock lock(stream.mutex());
   TORCH_CHECK(
       stream.notes == nullptr,
-      "a captured step was called while another one was being recorded: capture the outer one");
+      "two threads record a captured step at once");
   stream.cut();
   stream.notes = &notes_;
   is_recording_ = true;
@@ -93,10 +95,13 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
   is_recording_ = false;
   if (notes_.first_read.has_value()) {
     return Problem{
-        "it reads a tensor to the host (item(), print, an operator that runs on the CPU)", -1, *notes_.first_read};
+        "it reads a tensor to the host (item(), print, an operator that runs on the CPU)",
+        "return what is read, and read it outside",
+        -1,
+        *notes_.first_read};
   }
   if (notes_.num_cuts > 1) {
-    return Problem{"it is more than one program: it waits or flushes", -1, notes_.first_cut};
+    return Problem{"it is more than one program: it waits or flushes", "do that outside", -1, notes_.first_cut};
   }
   if (!notes_.run.has_value() || notes_.run->variant == nullptr) {
     return Problem{"it computes nothing that is kept"};
@@ -176,11 +181,13 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
   });
   if (is_strange) {
     return Problem{
-        "it keeps a tensor that it did not compute: one from the host, or a copy of one that was there before"};
+        "it keeps a tensor that it did not compute: one from the host, or a copy of one that was there before",
+        "make it once, before the first call, or an argument"};
   }
   if (found_storages.size() != num_storages_) {
     return Problem{
-        "it returns a tensor that it did not compute: an argument, a parameter, a copy of one, or one from the host"};
+        "it returns a tensor that was there before (an argument, a parameter, a sum), a copy of one, or one from the host",
+        "read that one outside"};
   }
   if (targets_.empty()) {
     return Problem{"it computes nothing that is kept"};
@@ -192,7 +199,10 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
     next += source.input == next ? 1 : 0;
   }
   if (next != run_.inputs.size()) {
-    return Problem{"it reads a tensor that it made on the host itself, or that is gone", notes_.readers[next]};
+    return Problem{
+        "it reads a tensor that it made on the host itself, or that is gone",
+        "make it once, before the first call, or an argument",
+        notes_.readers[next]};
   }
 
   const auto& donated = run_.variant->donated;
@@ -214,15 +224,15 @@ std::optional<Problem> RecordedStep::difference(const RecordedStep& other) const
         std::mismatch(entries.begin(), entries.end(), other.run_.entries.begin(), other.run_.entries.end());
     if (one != entries.end() && another != other.run_.entries.end()) {
       // That of the two which was met first: of calls that take turns the same one each time.
-      return Problem{"it computes something else in each call", std::min((*one)->id, (*another)->id)};
+      return Problem{"it computes something else in each call", kOneFunction, std::min((*one)->id, (*another)->id)};
     }
-    return Problem{"it keeps other results in each call, or computes more in some"};
+    return Problem{"it keeps other results in each call, or computes more in some", kOneFunction};
   }
   if (!are_alike(sources_, other.sources_)) {
-    return Problem{"it reads other tensors than before"};
+    return Problem{"it reads other tensors than before", kOneFunction};
   }
   if (!are_alike(targets_, other.targets_)) {
-    return Problem{"it writes other tensors than before"};
+    return Problem{"it writes other tensors than before", kOneFunction};
   }
   if (results_ != other.results_) {
     return Problem{"what it returns has another shape"};
@@ -276,6 +286,9 @@ py::object RecordedStep::replay(const py::sequence& arguments) {
   }
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
+  if (stream.is_noting()) {
+    return py::str("it was called inside another captured step, which does its work too");
+  }
   if (stream.is_rehearsing()) {
     return py::str("it is called in torch.tpu.rehearsal, which runs nothing");
   }
@@ -376,7 +389,7 @@ std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
     }
     const Buffer* buffer = target.buffer->buffer.load();
     if (buffer == nullptr) {
-      return "a tensor that it left behind (a gradient) is gone";
+      return "a tensor that it left behind (a gradient) is gone: call zero_grad() inside, or with set_to_none=False";
     }
     if (is_argument(buffer)) {
       return "an argument shares memory with what the step itself writes";

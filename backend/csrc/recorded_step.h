@@ -40,6 +40,7 @@ struct Binding {
 // Why a step cannot be replayed, and what shows where: the signature of the op at fault, or -1; or the user's line.
 struct Problem {
   std::string text;
+  std::string advice{}; // what to do, where that can be said
   int64_t signature{-1};
   UserPlace place{};
 };

@@ -534,7 +534,7 @@ void Stream::assign(Buffer* buffer, ValuePtr value) {
   }
   buffer->layout = value->layout;
   buffer->value = std::move(value);
-  if (notes != nullptr && notes->thread == std::this_thread::get_id()) {
+  if (is_noting()) {
     notes->written.push_back(buffer->address);
   }
 }
@@ -544,6 +544,10 @@ void Stream::note_host_read() {
   if (notes != nullptr && !notes->first_read.has_value()) {
     notes->first_read = user_place();
   }
+}
+
+bool Stream::is_noting() const {
+  return notes != nullptr && notes->thread == std::this_thread::get_id();
 }
 
 void Stream::note_run(const Segment& segment) {
@@ -598,7 +602,7 @@ bool Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<cons
   ++counters.segments_run;
   ++counters.memory_hits;
   ++counters.replays;
-  if (notes != nullptr && notes->num_cuts++ == 0) { // a replay inside a step that is being recorded: a program of its own
+  if (notes != nullptr && notes->num_cuts++ == 0) { // a replay by another thread than that which records: a program of its own
     notes->first_cut = user_place();
   }
   return is_queued;

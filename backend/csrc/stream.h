@@ -124,6 +124,8 @@ class Stream {
 
   // The host is about to read a tensor.
   void note_host_read();
+  // Whether this thread records a step for capture; wants the lock.
+  bool is_noting() const;
 
   // From here on what is recorded is compiled, by threads, and not run; in the end the buffers are what they were.
   void begin_rehearsal();

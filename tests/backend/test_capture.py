@@ -1,6 +1,7 @@
 """`torch.tpu.capture`: a replayed step computes what the step computes, to the last bit."""
 
 import logging
+import math
 import re
 import warnings
 
@@ -505,9 +506,16 @@ def _has_state_on_the_host(setup):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (_reads, r"it reads a tensor to the host.*test_capture.py:\d+: return loss if loss.item"),
+        (
+            _reads,
+            r"it reads a tensor to the host.*test_capture.py:\d+: return loss if loss.item.*: return what is",
+        ),
         (_waits, r"it is more than one program.*test_capture.py:\d+: torch.tpu.synchronize"),
-        (_takes_turns, r"it computes something else in each call: aten::(sin|cos), at .*test_capture.py"),
+        (
+            _takes_turns,
+            r"it computes something else in each call: aten::(sin|cos), first met at .*test_capture.py:.*: "
+            r"calls that take turns .* belong in one function",
+        ),
         (_sets_the_rate, r"it changes SGD.param_groups\[0\]\['lr'\] itself"),
         (_counts, r"a number that aten::mul.*takes changes from call to call"),
         (_makes_a_tensor, r"it reads a tensor that it made on the host itself.*aten::add"),
@@ -652,6 +660,44 @@ def test_a_constant_that_is_new_in_each_call_is_warned_of():
         add(values, "a" * number)
     with pytest.warns(UserWarning, match="run by Python 24 times in a row"):
         add(values, "a" * 23)
+
+
+def test_more_shapes_in_turns_than_are_kept_are_told():
+    double = torch.tpu.capture(lambda values: values * 2)
+    for number in range(23):
+        double(torch.ones(1 + number % 9, device="tpu"))
+    with pytest.warns(UserWarning, match=r"none of the last 8 shapes.*of at most 8 shapes"):
+        double(torch.ones(6, device="tpu"))
+
+
+def test_a_captured_step_inside_another_is_part_of_it():
+    total = torch.zeros(2, device="tpu")
+    inner = torch.tpu.capture(lambda values: total.add_(values.sin()) * 1)
+    outer = torch.tpu.capture(lambda values: inner(values * 2) + 1)
+    before = replays()
+    for _ in range(5):  # one after the other, then one in the other
+        inner(torch.ones(2, device="tpu"))
+    assert replays() > before
+    for _ in range(5):
+        found = outer(torch.ones(2, device="tpu"))
+    expected = 5 * math.sin(1) + 5 * math.sin(2)
+    torch.testing.assert_close(total.cpu(), torch.full((2,), expected))
+    torch.testing.assert_close(found.cpu(), torch.full((2,), expected + 1))
+    assert outer.problem is None
+    assert inner.problem == "it was called inside another captured step, which does its work too"
+
+
+def test_a_forward_pass_is_replayed_with_and_without_gradients_in_turns():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to("tpu")
+    forward = torch.tpu.capture(lambda values: model(values))
+    before = replays()
+    for number in range(8):
+        values = batch(number)[0][:, :4]
+        with torch.set_grad_enabled(number % 2 == 0):
+            found = forward(values)
+        assert torch.equal(found, model(values))
+        assert not found.requires_grad
+    assert replays() == before + 4
 
 
 def test_a_module_of_torchscript_is_run_each_time_and_says_why():

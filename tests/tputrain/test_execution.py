@@ -324,6 +324,24 @@ def test_elsewhere_than_on_the_device_no_step_is_layered():
         assert [execution.before_step(step) for step in (0, 4, 5, 6)] == [True, False, False, False]
 
 
+@pytest.mark.parametrize("form", ["auto", "captured"])
+def test_a_run_that_is_layered_up_to_its_end_says_so(form, capsys):
+    fit(ExecutionConfig(train=form, first_steps=2), 2, evaluate_every=None)
+    assert f"execution.train={form}: not reached, as the first 2 steps of a run are layered" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.usefixtures("built_at_once")
+def test_what_auto_waits_for_the_device_is_time_of_its_steps(monkeypatch):
+    monkeypatch.setattr(devices, "wait", lambda _: time.sleep(0.1))
+    first = SOONEST_COMPILED - BLOCKS * BLOCK_STEPS + 1
+    records = fit(AUTO, SOONEST_COMPILED, evaluate_every=None, log_every=1).steps
+    seconds = {each["step"]: each["step_seconds"] for each in records}
+    edges = [first + block * BLOCK_STEPS + place for block in range(BLOCKS) for place in (0, BLOCK_STEPS - 1)]
+    assert all(seconds[step] >= 0.1 for step in edges)
+
+
 class SaysItsMode(Classifier):
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class _Step:
 
 
 class StepLog:
-    """Collects steps with `waiting`, `begin` and `end`; `drain` reads them from the device.
+    """Collects steps with `waiting`, `begin`, `end` and `waiting_for_device`; `drain` reads them from there.
 
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
@@ -50,6 +50,7 @@ class StepLog:
         self._busy_seconds = 0.0
         self._waited_seconds = 0.0
         self._data_seconds = 0.0  # of the next step
+        self._device_seconds = 0.0  # of waiting for the pending steps
         self._began_at = 0.0
         self._compilations = 0
         self._disk_hits = 0
@@ -70,6 +71,13 @@ class StepLog:
         self._waited_seconds += seconds
         self._busy_seconds += seconds
         self._data_seconds += seconds
+
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """In here the host may wait for steps that it dispatched: time of theirs, as that of the read is."""
+        began_at = time.perf_counter()
+        yield
+        self._device_seconds += time.perf_counter() - began_at
 
     def end(
         self,
@@ -102,7 +110,7 @@ class StepLog:
         """
         began_at = time.perf_counter()
         values = [(float(step.loss.item()), float(step.grad_norm.item())) for step in self._pending]
-        read_seconds = time.perf_counter() - began_at
+        read_seconds = time.perf_counter() - began_at + self._device_seconds
         seconds = self._busy_seconds + read_seconds
         self._recent.extend(
             step.host["host_seconds"] + read_seconds / len(self._pending)
@@ -121,7 +129,7 @@ class StepLog:
             {"step": step.step, "loss": loss, "loss_hex": loss.hex(), "grad_norm": norm} | step.host | shared
             for step, (loss, norm) in zip(self._pending, values, strict=True)
         ]
-        self._pending, self._busy_seconds, self._waited_seconds = [], 0.0, 0.0
+        self._pending, self._busy_seconds, self._waited_seconds, self._device_seconds = [], 0.0, 0.0, 0.0
         return records
 
     def _percentiles(self) -> dict[str, float]:

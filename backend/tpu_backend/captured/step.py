@@ -82,6 +82,7 @@ class CapturedStep(Generic[_P, _R]):
         self._current: _Replayable | None = None
         self._replayable: dict[Any, _Replayable] = {}  # by form of the arguments
         self._last: dict[Any, _Recording] = {}
+        self._forgets = False
         self._refused: dict[
             Any, tuple[str, int]
         ] = {}  # by form: why its last calls were not replayed, and how many
@@ -115,8 +116,8 @@ class CapturedStep(Generic[_P, _R]):
         """By another recording than the last, or by Python."""
         leaves, tree = tree_flatten((args, kwargs))
         _check(leaves)
-        if _C.get_mode() != _FUSED:
-            self.problem = "the eager mode is not fused"
+        if _C.get_mode() != _FUSED or _C.is_recording_step(torch.tpu.current_device()):  # type: ignore[attr-defined]
+            self.problem = _NOT_FUSED if _C.get_mode() != _FUSED else _INSIDE
             return _detached(self._function(*args, **kwargs))
         form = _form(leaves, tree)
         other = self._replayable.get(form)
@@ -147,7 +148,8 @@ class CapturedStep(Generic[_P, _R]):
         if self._num_by_python == _MANY:
             warnings.warn(
                 f"torch.tpu.capture: {self._name} was run by Python {_MANY} times in a row, the last time "
-                f"since {why}; calls that are alike but for tensors, floats and random numbers are replayed",
+                f"since {why}; calls that are alike but for tensors, floats and random numbers are replayed, "
+                f"of at most {_KEPT} shapes, dtypes and constants in turns",
                 UserWarning,
                 stacklevel=4,
             )
@@ -160,8 +162,8 @@ class CapturedStep(Generic[_P, _R]):
         step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
         try:
             with _noticing(optimizers, self._noticed):
-                result = self._function(*args, **kwargs)
-            returned, result_tree = tree_flatten(_detached(result))
+                # The graph behind the result, which nobody gets, is gone before it is noted what is kept.
+                returned, result_tree = tree_flatten(_detached(self._function(*args, **kwargs)))
             problem = _finish(step, leaves, returned)
         finally:
             step.abandon()
@@ -179,8 +181,11 @@ class CapturedStep(Generic[_P, _R]):
             recording = _Recording(step, tree, result_tree, constants, settings, Changes(program, host))
             recording, problem = _compared(before, recording, program, host)
             self._last[form] = recording
+            if problem == _FIRST and self._forgets:
+                problem = _FORGOTTEN
             while len(self._last) > _KEPT:
                 del self._last[next(iter(self._last))]
+                self._forgets = True
             if problem is None:
                 watched = [
                     *found.bindings,
@@ -236,7 +241,7 @@ class CapturedStep(Generic[_P, _R]):
             self._log("is recorded: the next call is a replay")
             self.problem = "it was recorded: the next call is a replay"
             self._refused.pop(form, None)
-            if why not in (_NOT_CALLED, _FIRST):
+            if why not in (_NOT_CALLED, _FIRST, _FORGOTTEN):
                 self.problem = f"it was recorded again, since {why}"
                 self._num_again[why] += 1
                 if self._num_again[why] == _PATIENCE:
@@ -262,6 +267,9 @@ class CapturedStep(Generic[_P, _R]):
 _LEAF = tree_structure(0)
 _NOT_CALLED = "it was not called yet"
 _FIRST = "it was recorded for the first time"
+_FORGOTTEN = f"it was recorded for the first time, or is none of the last {_KEPT} shapes and constants"
+_NOT_FUSED = "the eager mode is not fused"
+_INSIDE = "it was called inside another captured step, which does its work too"
 
 
 def capture(
@@ -342,7 +350,7 @@ def _form(leaves: Sequence[Any], tree: PyTreeDef) -> Any:
         else type(leaf)
         for leaf in leaves
     ]
-    return tree, tuple(kinds)
+    return tree, tuple(kinds), torch.is_grad_enabled(), torch.is_autocast_enabled("tpu")
 
 
 def _detached(result: Any) -> Any:
@@ -364,11 +372,13 @@ def _finish(step: _C.RecordedStep, leaves: list[Any], returned: Sequence[Any]) -
     return None if problem is None else _told(*problem)
 
 
-def _told(text: str, number: int, code: CodeType | None, lasti: int) -> str:
-    """A problem with the operator at fault, or with the line."""
+def _told(text: str, advice: str, number: int, code: CodeType | None, lasti: int) -> str:
+    """A problem with the operator at fault, or with the line, and with what to do."""
     if number >= 0:
-        return f"{text}: {signature(number).overload}, at {first_line(number)}"
-    return text if code is None else f"{text}, at {line_of(code, lasti)}"
+        text = f"{text}: {signature(number).overload}, first met at {first_line(number)}"
+    elif code is not None:
+        text = f"{text}, at {line_of(code, lasti)}"
+    return f"{text}: {advice}" if advice else text
 
 
 def _problem_of_optimizers(
@@ -422,7 +432,7 @@ def _compared(
     strange = before.changes.learn(program, host)
     if strange is not None:
         taker = "a slice" if strange.taker < 0 else signature(strange.taker).overload
-        line = "" if strange.taker < 0 else f", at {first_line(strange.taker)}"
+        line = "" if strange.taker < 0 else f", first met at {first_line(strange.taker)}"
         return recording, (
             f"a number that {taker} takes changes from call to call, and is neither an "
             f"argument nor a setting of an optimizer{line}"
