@@ -571,9 +571,27 @@ def test_what_follows_an_optimizer_is_part_of_the_step():
 
 
 def test_a_tensor_on_the_cpu_is_refused():
-    double = torch.tpu.capture(lambda values: values * 2)
+    model = nn.Linear(2, 2).to("tpu")
+    double = torch.tpu.capture(lambda values: model(values) * 2)
     with pytest.raises(TypeError, match=r"argument 0 is a tensor on cpu.*move it first"):
         double(torch.ones(2))
+
+
+def test_the_same_script_on_the_cpu_is_the_function_itself():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.tpu.capture
+    def step(values):
+        loss = model(values).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = [step(torch.ones(2)).item() for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    assert step.problem == "neither an argument of it nor a module is on the device"
 
 
 def test_what_is_recorded_again_says_why(caplog):

@@ -14,7 +14,7 @@ import inspect
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -115,6 +115,9 @@ class CapturedStep(Generic[_P, _R]):
     def _call_otherwise(self, args: Any, kwargs: Any) -> _R:
         """By another recording than the last, or by Python."""
         leaves, tree = tree_flatten((args, kwargs))
+        if self._is_elsewhere(leaves):
+            self.problem = _ELSEWHERE
+            return _detached(self._function(*args, **kwargs))
         _check(leaves)
         if _C.get_mode() != _FUSED or _C.is_recording_step(torch.tpu.current_device()):  # type: ignore[attr-defined]
             self.problem = _NOT_FUSED if _C.get_mode() != _FUSED else _INSIDE
@@ -130,6 +133,15 @@ class CapturedStep(Generic[_P, _R]):
         if other is not None:
             self._log("is recorded again: %s", self.problem)
         return self._record(form, leaves, tree, args, kwargs)
+
+    def _is_elsewhere(self, leaves: list[Any]) -> bool:
+        """Whether this is a script that now trains on the CPU, say: no tensor that it takes is on the device,
+        and none of its modules is."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors or _is_any_here(tensors):
+            return False
+        modules = [*self._given[0], *reach.reached(self._function).modules]
+        return not any(_is_any_here(module.parameters()) for module in modules)
 
     @property
     def _name(self) -> str:
@@ -268,6 +280,7 @@ _LEAF = tree_structure(0)
 _NOT_CALLED = "it was not called yet"
 _FIRST = "it was recorded for the first time"
 _FORGOTTEN = f"it was recorded for the first time, or is none of the last {_KEPT} shapes and constants"
+_ELSEWHERE = "neither an argument of it nor a module is on the device"
 _NOT_FUSED = "the eager mode is not fused"
 _INSIDE = "it was called inside another captured step, which does its work too"
 
@@ -322,6 +335,10 @@ def _numbers_of(leaves: Sequence[Any]) -> Iterator[float]:
             yield int(leaf.storage_offset())
         elif reach.is_number(leaf):
             yield leaf
+
+
+def _is_any_here(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.device.type == "tpu" for tensor in tensors)
 
 
 def _check(leaves: Sequence[Any]) -> None:
