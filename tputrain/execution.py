@@ -61,7 +61,7 @@ class ExecutionConfig:
         for phase in ("validate", "sample"):  # which need no gradients, and so little of the host
             name, form = f"execution.{phase}", getattr(self, phase)
             expect(form != "captured", name, form, "fused, or compile: captured is a form of training steps")
-            expect_choice(name, form, tuple(form for form in FORMS if form != "captured"))
+            expect_choice(name, form, tuple(each for each in FORMS if each != "captured"))
 
 
 class Execution:
@@ -208,7 +208,7 @@ class Execution:
         self._change_to(self._form_of("train"))
 
     def end_training(self) -> None:
-        """The run ended: say so where it did not come to what was asked for."""
+        """The run has done all its steps: say so where it did not come to what was asked for."""
         form = self._cfg.train
         if form in ("auto", "captured") and self._num_layered > 0 and self._is_early(self._steps_done() - 1):
             say(

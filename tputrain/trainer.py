@@ -637,7 +637,8 @@ class Trainer:
     def _end(self) -> None:
         self._signals.rescue_by(None)
         self._log_if_due()
-        self.execution.end_training()
+        if self.step >= self.cfg.trainer.steps:
+            self.execution.end_training()
         self._end_save()
         if self._save_is_due():
             self.save()  # a signal may have come before the first step, or after the last look at it

@@ -200,6 +200,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("end_step", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.end_step(); });
   });
+  m.def("surroundings", [] { return tpu::Surroundings::now().key(); });
   m.def("is_recording_step", [with_stream](int device) { // whether this thread does, for capture
     bool is_noting = false;
     with_stream(device, [&](tpu::Stream& stream) { is_noting = stream.is_noting(); });

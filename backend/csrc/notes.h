@@ -26,6 +26,7 @@ struct SegmentRun {
 struct Notes {
   const std::thread::id thread{std::this_thread::get_id()};
   size_t num_cuts{0};
+  bool is_full{false}; // one of them since a segment takes no more entries
   UserPlace first_cut;                 // where the first of them came from
   std::optional<UserPlace> first_read; // of a tensor by the host
   std::vector<std::pair<int32_t, uintptr_t>> reads; // an input's local number, the buffer that it was read from

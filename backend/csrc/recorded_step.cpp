@@ -20,7 +20,8 @@ namespace {
 
 constexpr double kInexact = 9007199254740992.0; // 2^53: from here on not every integer is a double
 
-constexpr auto kOneFunction = "calls that take turns (to accumulate gradients, say) belong in one function, called for all of them";
+constexpr auto kOneFunction =
+    "what changes must be an argument; calls that take turns (to accumulate gradients, say) belong in one function";
 
 bool is_number(const py::handle& object) {
   return (PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr())) && !PyBool_Check(object.ptr());
@@ -48,6 +49,16 @@ Surroundings Surroundings::now() {
       .precision = static_cast<int>(at::globalContext().float32MatmulPrecision())};
 }
 
+py::tuple Surroundings::key() const {
+  return py::make_tuple(
+      static_cast<int>(mode),
+      grad_mode,
+      inference_mode,
+      autocast ? static_cast<int>(autocast_dtype) : -1,
+      deterministic,
+      precision);
+}
+
 bool Surroundings::operator==(const Surroundings& other) const {
   // Each thread has an autocast dtype of its own, whether it uses it or not.
   const bool same_dtype = autocast_dtype == other.autocast_dtype || (!autocast && thread != other.thread);
@@ -68,7 +79,7 @@ RecordedStep::RecordedStep(c10::DeviceIndex device)
   StreamLock lock(stream.mutex());
   TORCH_CHECK(
       stream.notes == nullptr,
-      "two threads record a captured step at once");
+      "torch.tpu.capture: another thread is recording a step: let the first calls of one come before the other's");
   stream.cut();
   stream.notes = &notes_;
   is_recording_ = true;
@@ -99,6 +110,11 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
         "return what is read, and read it outside",
         -1,
         *notes_.first_read};
+  }
+  if (notes_.is_full) {
+    return Problem{
+        "it is more than " + std::to_string(kMaxEntries) + " operations",
+        "capture a part of it, or compile the model, which makes its operations one"};
   }
   if (notes_.num_cuts > 1) {
     return Problem{"it is more than one program: it waits or flushes", "do that outside", -1, notes_.first_cut};
@@ -224,9 +240,9 @@ std::optional<Problem> RecordedStep::difference(const RecordedStep& other) const
         std::mismatch(entries.begin(), entries.end(), other.run_.entries.begin(), other.run_.entries.end());
     if (one != entries.end() && another != other.run_.entries.end()) {
       // That of the two which was met first: of calls that take turns the same one each time.
-      return Problem{"it computes something else in each call", kOneFunction, std::min((*one)->id, (*another)->id)};
+      return Problem{"it computes something else than in the call before", kOneFunction, std::min((*one)->id, (*another)->id)};
     }
-    return Problem{"it keeps other results in each call, or computes more in some", kOneFunction};
+    return Problem{"it keeps other results, or computes more or less, than in the call before", kOneFunction};
   }
   if (!are_alike(sources_, other.sources_)) {
     return Problem{"it reads other tensors than before", kOneFunction};
@@ -287,7 +303,7 @@ py::object RecordedStep::replay(const py::sequence& arguments) {
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
   if (stream.is_noting()) {
-    return py::str("it was called inside another captured step, which does its work too");
+    return py::str("another one is being recorded");
   }
   if (stream.is_rehearsing()) {
     return py::str("it is called in torch.tpu.rehearsal, which runs nothing");
@@ -389,7 +405,7 @@ std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
     }
     const Buffer* buffer = target.buffer->buffer.load();
     if (buffer == nullptr) {
-      return "a tensor that it left behind (a gradient) is gone: call zero_grad() inside, or with set_to_none=False";
+      return "a tensor that it left behind is gone (a gradient? call zero_grad() inside, or with set_to_none=False)";
     }
     if (is_argument(buffer)) {
       return "an argument shares memory with what the step itself writes";

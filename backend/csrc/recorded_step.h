@@ -25,6 +25,7 @@ struct Surroundings {
   int precision; // of float32 matrix products
 
   static Surroundings now();
+  pybind11::tuple key() const; // for dictionaries: equal where they are
   bool operator==(const Surroundings& other) const;
 };
 

@@ -15,9 +15,6 @@
 namespace tpu {
 namespace {
 
-// A segment that nothing cuts (inference that is never read) is cut here, so that memory and compile time stay bounded.
-constexpr size_t kMaxEntries = 16384;
-
 // A program of fewer is launched faster than a thread is woken and the GIL handed over.
 constexpr size_t kManyInputs = 32;
 
@@ -204,7 +201,11 @@ bool Stream::is_written_twice(c10::ArrayRef<Buffer*> outputs) {
 
 void Stream::append(
     const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place) {
-  if ((step_ended_ && !belongs_to_ended_step(call)) || segment_.entries.size() >= kMaxEntries) {
+  const bool is_full = segment_.entries.size() >= kMaxEntries;
+  if (is_full && notes != nullptr) {
+    notes->is_full = true;
+  }
+  if (is_full || (step_ended_ && !belongs_to_ended_step(call))) {
     cut();
   }
   if (segment_.serial == 0) {

@@ -15,6 +15,9 @@ namespace tpu {
 
 struct Notes;
 
+// A segment that nothing cuts (inference that is never read) is cut here, so that memory and compile time stay bounded.
+constexpr size_t kMaxEntries = 16384;
+
 // A mode is only a rule for when the stream is cut.
 enum class Mode : uint8_t {
   Debug, // after each op, and wait for it

@@ -313,7 +313,7 @@ def capture(
     closure, globals and `self` do not lead to. Whatever else its Python does is the caller's promise, as with
     `torch.cuda.graph`. What cannot be captured (``docs/compile.md``) is run by Python each time, which a
     warning says; `problem`, an attribute of what is returned, says why the last call was no replay. Where
-    none of its tensors and modules is on the device, it is the function itself.
+    none of its tensors and parameters is on the device, it is run, too.
 
     Raises TypeError for an argument that is a tensor elsewhere while others, or a module, are on the device.
     """

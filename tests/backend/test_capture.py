@@ -4,6 +4,7 @@ import logging
 import math
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -513,8 +514,8 @@ def _has_state_on_the_host(setup):
         (_waits, r"it is more than one program.*test_capture.py:\d+: torch.tpu.synchronize"),
         (
             _takes_turns,
-            r"it computes something else in each call: aten::(sin|cos), first met at .*test_capture.py:.*: "
-            r"calls that take turns .* belong in one function",
+            r"it computes something else than in the call before: aten::(sin|cos), first met at "
+            r".*test_capture.py:.*: what changes must be an argument; calls .* belong in one function",
         ),
         (_sets_the_rate, r"it changes SGD.param_groups\[0\]\['lr'\] itself"),
         (_counts, r"a number that aten::mul.*takes changes from call to call"),
@@ -572,9 +573,9 @@ def test_what_follows_an_optimizer_is_part_of_the_step():
 
 def test_a_tensor_on_the_cpu_is_refused():
     model = nn.Linear(2, 2).to("tpu")
-    double = torch.tpu.capture(lambda values: model(values) * 2)
-    with pytest.raises(TypeError, match=r"argument 0 is a tensor on cpu.*move it first"):
-        double(torch.ones(2))
+    for function in (lambda values: model(values) * 2, lambda values: values * 2):
+        with pytest.raises(TypeError, match=r"argument 0 is a tensor on cpu.*move it first"):
+            torch.tpu.capture(function)(torch.ones(2))
 
 
 def test_the_same_script_on_the_cpu_is_the_function_itself():
@@ -591,7 +592,7 @@ def test_the_same_script_on_the_cpu_is_the_function_itself():
 
     losses = [step(torch.ones(2)).item() for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
-    assert step.problem == "neither an argument of it nor a module is on the device"
+    assert step.problem == "none of its arguments and parameters is on the device"
 
 
 def test_what_is_recorded_again_says_why(caplog):
@@ -705,17 +706,71 @@ def test_a_captured_step_inside_another_is_part_of_it():
     assert inner.problem == "it was called inside another captured step, which does its work too"
 
 
-def test_a_forward_pass_is_replayed_with_and_without_gradients_in_turns():
+@pytest.mark.parametrize("where", ["in a list", "of an object", "by its modules"])
+def test_what_is_inside_a_captured_step_inside_another_is_looked_at(where):
+    dropout = nn.Dropout(0.5)
+    if where == "by its modules":
+        hidden = {"there": {"far": [dropout]}}
+        inner = torch.tpu.capture(lambda values: hidden["there"]["far"][0](values), modules=[dropout])
+    else:
+        inner = torch.tpu.capture(lambda values: dropout(values))
+    steps, holder = [inner], SimpleNamespace(inner=inner)
+    if where == "in a list":
+        outer = torch.tpu.capture(lambda values: steps[0](values) * 2)
+    else:
+        outer = torch.tpu.capture(lambda values: holder.inner(values) * 2)
+    ones = torch.ones(64, device="tpu")
+    for _ in range(4):
+        assert 0 in outer(ones)
+    assert outer.problem is None
+    dropout.eval()
+    assert outer(ones).eq(2).all()
+
+
+MODES = {
+    "gradients": lambda: torch.set_grad_enabled(True),
+    "none": lambda: torch.no_grad(),
+    "inference": lambda: torch.inference_mode(),
+    "bfloat16": lambda: torch.autocast("tpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("tpu", torch.float16),
+}
+
+
+def test_modes_take_turns():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to("tpu")
     forward = torch.tpu.capture(lambda values: model(values))
     before = replays()
-    for number in range(8):
+    for number in range(4):
         values = batch(number)[0][:, :4]
-        with torch.set_grad_enabled(number % 2 == 0):
-            found = forward(values)
-        assert torch.equal(found, model(values))
-        assert not found.requires_grad
-    assert replays() == before + 4
+        for mode in MODES.values():
+            with mode():
+                found, expected = forward(values), model(values)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+            assert not found.requires_grad
+    assert replays() == before + 2 * len(MODES)
+
+
+def test_shapes_in_turns_are_not_warned_of():
+    double = torch.tpu.capture(lambda values: values * 2)
+    before = replays()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            for size in range(1, 9):
+                double(torch.ones(size, device="tpu"))
+    assert replays() == before + 8
+
+
+def test_a_step_of_too_many_operations_is_told():
+    def step(values):
+        for _ in range(16_500):
+            values = values + 1
+        return values
+
+    captured = torch.tpu.capture(step)
+    captured(torch.ones(1, device="tpu"))
+    assert captured.problem.startswith("it is more than 16384 operations: capture a part of it")
 
 
 def test_a_module_of_torchscript_is_run_each_time_and_says_why():

@@ -9,7 +9,7 @@ count; JAX's own call is the measure of it.
 
 The MLP's step is so short that the host's work shows in it where XLA computes on every core, as it does not
 on a device of its own. So it is measured twice: as it comes, and with one core for XLA, on both sides, and
-another for the host. Beside the first stands what a device that costs the host nothing would have: JAX's step
+another for the host. Beside both stands what a device that costs the host nothing would have: JAX's step
 with a loop between its calls that keeps the thread as long as PyTorch's own work for such a step takes alone,
 on CPU tensors of a few numbers. A loop leaves the caches alone, as PyTorch's work does not.
 """
@@ -91,7 +91,8 @@ def step_rows(
 
 
 def seconds_of_pytorch(compiled: bool) -> float:
-    """What PyTorch's own work for a step of the MLP takes the host at best, nothing else running."""
+    """What PyTorch's own work for a step of the MLP takes the host at best, nothing else running; the CPU's
+    kernels for a few numbers are in it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     batch = np.zeros((2, 2), np.float32), np.zeros(2, np.int64)
     step = torch_step.TrainingStep(model, torch_step.mlp_loss, batch, "cpu", compiled=compiled)

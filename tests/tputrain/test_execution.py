@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
+    Callback,
     CheckpointConfig,
     ExecutionConfig,
     LogConfig,
@@ -54,6 +55,7 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> KeptRecords:
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
     optimizer, log_every = changes.pop("optimizer", None), changes.pop("log_every", 2)
+    callbacks = changes.pop("callbacks", [])
     optim = changes.pop("optim", OptimConfig())
     schedule = changes.pop("schedule", ScheduleConfig(name="constant", warmup_steps=0))
     data = changes.pop("data", None) or batches(sizes)
@@ -75,6 +77,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
         loss_fn=F.cross_entropy,
         optimizer=optimizer,
         loggers=[records],
+        callbacks=callbacks,
     ).fit()
     torch._dynamo.reset()
     return records
@@ -202,7 +205,9 @@ def test_a_limit_that_moves_is_not_captured():
 def test_what_computes_on_the_host_in_each_step_is_not_captured(optim):
     with pytest.raises(UserError, match=r"execution\.train=captured: expected another form, as optim"):
         RunConfig(optim=optim, execution=CAPTURED)
-    with pytest.raises(UserError, match=r"execution\.validate=captured: expected fused, or compile"):
+    with pytest.raises(
+        UserError, match=r"execution\.validate=captured: expected fused, or compile: captured is"
+    ):
         ExecutionConfig(validate="captured")
 
 
@@ -330,6 +335,16 @@ def test_a_run_that_is_layered_up_to_its_end_says_so(form, capsys):
     assert f"execution.train={form}: not reached, as the first 2 steps of a run are layered" in (
         capsys.readouterr().out
     )
+
+
+class Stop(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.control.stop = True
+
+
+def test_a_run_that_is_stopped_while_it_is_layered_says_nothing(capsys):
+    fit(ExecutionConfig(train="captured", first_steps=2), 4, evaluate_every=None, callbacks=[Stop()])
+    assert "not reached" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("built_at_once")
@@ -506,13 +521,6 @@ def test_an_unknown_form_is_refused():
         UserError, match=r"execution.train=fast: expected one of debug, strict, layered, fused, comp"
     ):
         ExecutionConfig(train="fast")
-
-
-def test_captured_is_a_form_of_training_alone():
-    with pytest.raises(
-        UserError, match=r"execution.validate=captured: expected fused, or compile: captured is"
-    ):
-        ExecutionConfig(validate="captured")
 
 
 def test_the_recompile_budget_names_what_compiles(capsys):

@@ -30,16 +30,16 @@ class _Step:
 
 
 class StepLog:
-    """Collects steps with `waiting`, `begin`, `end` and `waiting_for_device`; `drain` reads them from there.
+    """Collects steps with `waiting`, `begin`, `end` and `waiting_for_device`; `drain` reads them.
 
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
     read included, and time spent between steps (evaluating, saving) is not counted.
 
     For the percentiles (`step_seconds_p50`, `_p90`, `_p99`) a step took its own time on the host and an equal
-    share of the wait for the read. They are of the last 1,000 steps of this process that compiled nothing and
-    loaded nothing from the executable cache; where there is none yet, they are not given. `mfu` is the share
-    of `peak_flops` (FLOP/s) that the model's own operations come to.
+    share of the waits for the device. They are of the last 1,000 steps of this process that compiled nothing
+    and loaded nothing from the executable cache; where there is none yet, they are not given. `mfu` is the
+    share of `peak_flops` (FLOP/s) that the model's own operations come to.
     """
 
     def __init__(self, device: torch.device, peak_flops: float | None = None):
@@ -101,7 +101,8 @@ class StepLog:
     def wait(self) -> None:
         """Wait for the last step; its values stay to be drained."""
         if self._pending:
-            self._pending[-1].loss.item()
+            with self.waiting_for_device():
+                self._pending[-1].loss.item()
 
     def drain(self, unit: str) -> list[Record]:
         """Read every pending step: one record each. `unit`: tokens or samples.

@@ -26,6 +26,15 @@ class Watched(NamedTuple):
     name: str
 
 
+class Wrapper:
+    """What is called in place of a function."""
+
+    @property
+    def wrapped(self) -> tuple[Any, ...]:
+        """The function, and what else is known that it uses."""
+        raise NotImplementedError
+
+
 class Setting(NamedTuple):
     """A number of an optimizer that may change from step to step."""
 
@@ -59,7 +68,7 @@ def reached(function: Any) -> Reached:
             modules[id(value)] = value
         elif isinstance(value, Optimizer):
             optimizers[id(value)] = value
-        elif isinstance(value, FunctionType | MethodType | functools.partial):
+        elif isinstance(value, FunctionType | MethodType | functools.partial | Wrapper):
             visit_all(_named_in(value), 1)
         elif depth > 0:
             visit_all(_items_of(value), depth - 1)
@@ -82,6 +91,9 @@ def _named_in(function: Any) -> Iterator[Watched]:
     """What a function's code can name; the container is None where a name cannot be given to another."""
     if isinstance(function, functools.partial):
         yield from _unnamed((function.func, *function.args, *function.keywords.values()))
+        return
+    if isinstance(function, Wrapper):
+        yield from _unnamed(function.wrapped)
         return
     if isinstance(function, MethodType):
         yield from _unnamed((function.__self__, function.__func__))

@@ -4,7 +4,8 @@ There were three ways. To trace the function, as `torch.compile` does, sees its 
 optimizer's or a hook's. To keep static memory for inputs and results, as CUDA's graphs do, makes the user
 copy into it. Here what two ordinary calls recorded is compared: the program, the storages that it read and
 wrote, the numbers that it took. What is alike in both is what a replay does again; all that differs must be
-an argument, a number of an optimizer, or random.
+an argument, a number of an optimizer, or random. Inside another captured step one is a function like any
+other.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Replayable(NamedTuple):
     had_gradient: list[bool]  # of what is watched
 
 
-class CapturedStep(Generic[_P, _R]):
+class CapturedStep(reach.Wrapper, Generic[_P, _R]):
     """What `torch.tpu.capture` returns; see there."""
 
     problem: str | None
@@ -87,9 +88,13 @@ class CapturedStep(Generic[_P, _R]):
             Any, tuple[str, int]
         ] = {}  # by form: why its last calls were not replayed, and how many
         self._num_by_python = 0  # calls in a row
-        self._num_again: Counter[str | None] = Counter()  # of them: recorded again, by the reason
+        self._num_again: Counter[Any] = Counter()  # of them: recorded again, by form and reason
         self._said: Counter[str] = Counter()  # what was logged
         self.problem = _NOT_CALLED
+
+    @property
+    def wrapped(self) -> tuple[Any, ...]:
+        return (self._function, *self._given[0], *self._given[1])
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Of a method: each object has a step of its own, which stands among its attributes from then on."""
@@ -135,13 +140,16 @@ class CapturedStep(Generic[_P, _R]):
         return self._record(form, leaves, tree, args, kwargs)
 
     def _is_elsewhere(self, leaves: list[Any]) -> bool:
-        """Whether this is a script that now trains on the CPU, say: no tensor that it takes is on the device,
-        and none of its modules is."""
+        """Whether this is a script that now trains on the CPU, say: it takes tensors, has modules or
+        optimizers, and none of all those tensors is on the device."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors or _is_any_here(tensors):
             return False
-        modules = [*self._given[0], *reach.reached(self._function).modules]
-        return not any(_is_any_here(module.parameters()) for module in modules)
+        found = reach.reached(self)
+        parameters = [parameter for module in found.modules for parameter in module.parameters()]
+        groups = [group for optimizer in found.optimizers for group in optimizer.param_groups]
+        parameters += [parameter for group in groups for parameter in group["params"]]
+        return bool(parameters) and not _is_any_here(parameters)
 
     @property
     def _name(self) -> str:
@@ -171,11 +179,13 @@ class CapturedStep(Generic[_P, _R]):
         settings = reach.settings_of(optimizers)
         numbers = [setting.group[setting.key] for setting in settings]
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        torch.clear_autocast_cache()  # a weight's cast must be the step's own, and is not to outlive it
         step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
         try:
             with _noticing(optimizers, self._noticed):
                 # The graph behind the result, which nobody gets, is gone before it is noted what is kept.
                 returned, result_tree = tree_flatten(_detached(self._function(*args, **kwargs)))
+            torch.clear_autocast_cache()
             problem = _finish(step, leaves, returned)
         finally:
             step.abandon()
@@ -253,10 +263,10 @@ class CapturedStep(Generic[_P, _R]):
             self._log("is recorded: the next call is a replay")
             self.problem = "it was recorded: the next call is a replay"
             self._refused.pop(form, None)
-            if why not in (_NOT_CALLED, _FIRST, _FORGOTTEN):
+            if why not in _NO_REPLAY_BEFORE:
                 self.problem = f"it was recorded again, since {why}"
-                self._num_again[why] += 1
-                if self._num_again[why] == _PATIENCE:
+                self._num_again[form, why] += 1
+                if self._num_again[form, why] == _PATIENCE:
                     self._warn(why)
             return
         self.problem = problem
@@ -280,9 +290,10 @@ _LEAF = tree_structure(0)
 _NOT_CALLED = "it was not called yet"
 _FIRST = "it was recorded for the first time"
 _FORGOTTEN = f"it was recorded for the first time, or is none of the last {_KEPT} shapes and constants"
-_ELSEWHERE = "neither an argument of it nor a module is on the device"
+_ELSEWHERE = "none of its arguments and parameters is on the device"
 _NOT_FUSED = "the eager mode is not fused"
 _INSIDE = "it was called inside another captured step, which does its work too"
+_NO_REPLAY_BEFORE = (_NOT_CALLED, _FIRST, _FORGOTTEN, _ELSEWHERE, _NOT_FUSED, _INSIDE)
 
 
 def capture(
@@ -356,7 +367,7 @@ def _check(leaves: Sequence[Any]) -> None:
 
 
 def _form(leaves: Sequence[Any], tree: PyTreeDef) -> Any:
-    """What one program can serve, as far as the arguments tell."""
+    """What one program can serve, as far as the arguments and PyTorch's modes tell."""
     kinds = [
         (tuple(leaf.shape), leaf.dtype)
         if isinstance(leaf, Tensor)
@@ -367,7 +378,7 @@ def _form(leaves: Sequence[Any], tree: PyTreeDef) -> Any:
         else type(leaf)
         for leaf in leaves
     ]
-    return tree, tuple(kinds), torch.is_grad_enabled(), torch.is_autocast_enabled("tpu")
+    return tree, tuple(kinds), _C.surroundings()
 
 
 def _detached(result: Any) -> Any:
