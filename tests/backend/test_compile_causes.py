@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_backend.compiled.made_again import cause_of_guard
+from tpu_backend.runtime import causes as cause_finding
 
 LINE_OF_MODEL = "return self.down(torch.relu(self.up(x)))"
 
@@ -153,6 +154,22 @@ def test_what_changes_under_autocast_is_compared_with_what_was_under_autocast(ca
     half = x.bfloat16()
     (line,) = causes(lambda: use(half, enabled=False))
     assert "because of dtype: self of aten::addmm is bfloat16" in line
+
+
+def test_a_finalizer_may_compile_while_a_cause_is_looked_for(monkeypatch):
+    likeness, compiled = cause_finding._likeness, []
+
+    def interrupted(*programs):
+        if not compiled:
+            compiled.append(torch.arange(next(_widths) + 5000, device="tpu").sum().item())
+        return likeness(*programs)
+
+    for _ in range(2):
+        (torch.ones(next(_widths), device="tpu") * 2).sum().item()
+    monkeypatch.setattr(cause_finding, "_likeness", interrupted)
+    width = next(_widths)
+    assert (torch.ones(width, device="tpu") * 2).sum().item() == 2 * width
+    assert compiled
 
 
 def test_mode(model, causes, seen):

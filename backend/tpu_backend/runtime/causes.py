@@ -95,6 +95,11 @@ def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
     return causes
 
 
+def _earlier() -> list[_Program]:
+    """Those before, oldest first; a copy, as a finalizer that comes meanwhile may compile."""
+    return list(_compiled)
+
+
 def _given_back(new: _Program) -> Cause:
     text = "it was given back: the system had room for few more programs (vm.max_map_count)"
     return Cause("room", text, first_line(new.entries[-1].number))
@@ -102,7 +107,7 @@ def _given_back(new: _Program) -> Cause:
 
 def _cause_of(new: _Program, was_layered: bool) -> Cause:
     first = new.entries[0]
-    if was_layered and all(old.tape != new.tape for old in _compiled):
+    if was_layered and all(old.tape != new.tape for old in _earlier()):
         text = f"what {first.overload} begins was run in layers, which share programs, and becomes one"
         return Cause("whole", text, first_line(first.number))
     if (again := _graph_made_again(new)) is not None:
@@ -122,7 +127,7 @@ def _graph_made_again(new: _Program) -> Cause | None:
     causes = []
     for entry in new.entries:
         again = graphs_made_again.pop(entry.overload, None)
-        held = (each.overload for old in _compiled for each in old.entries)
+        held = (each.overload for old in _earlier() for each in old.entries)
         if again is not None and not again.earlier.isdisjoint(held):
             text = f"{again.text}, so that torch.compile made {entry.overload}"
             causes.append(Cause(again.kind, text, first_line(entry.number)))
@@ -130,7 +135,7 @@ def _graph_made_again(new: _Program) -> Cause | None:
 
 
 def _difference_from_nearest(new: _Program) -> Cause | None:
-    alike = [(old, _likeness(new, old)) for old in _compiled if old.mode == new.mode]
+    alike = [(old, _likeness(new, old)) for old in _earlier() if old.mode == new.mode]
     best = max((likeness for _, likeness in alike), default=(0.0, 0.0))
     if best[0] < _ALIKE:
         return None
@@ -257,7 +262,7 @@ def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
         for entry, circumstances in zip(new.entries, new.circumstances)
         if not now or circumstances & _IN_AUTOCAST
     ]
-    newest = max(entry.number for program in _compiled for entry in program.entries)
+    newest = max(entry.number for program in _earlier() for entry in program.entries)
     entry = next((entry for entry in candidates if entry.number > newest), candidates[0])
     state = "on, and was off" if now else "off, and was on"
     return Cause("autocast", f"it is {state}: {entry.described()}", first_line(entry.number))
@@ -274,9 +279,9 @@ def _other_casts(new: _Program, old: _Program) -> Cause | None:
 def _mode_changed(new: _Program) -> Cause | None:
     """Where the first operation is known from programs of another mode alone."""
     first = new.entries[0]
-    if any(old.mode == new.mode and first in old.entries for old in _compiled):
+    if any(old.mode == new.mode and first in old.entries for old in _earlier()):
         return None
-    for old in reversed(_compiled):
+    for old in reversed(_earlier()):
         if old.mode != new.mode and first in old.entries:
             return Cause("mode", f"it is {new.mode}, and was {old.mode}: {first.described()}", line_of_mode())
     return None
