@@ -524,11 +524,11 @@ def test_an_unknown_form_is_refused():
 
 
 def test_the_recompile_budget_names_what_compiles(capsys):
-    fit(ExecutionConfig(), 8, sizes=[6, 6, 6, 7, 8, 9, 10, 11], recompile_budget=3, evaluate_every=None)
+    fit(ExecutionConfig(), 6, sizes=[6, 6, 6, 7, 8, 9], recompile_budget=2, evaluate_every=None)
     said = [each for each in capsys.readouterr().out.splitlines() if each.startswith("warning")]
     assert len(said) == 1
-    assert "steps up to 8 have compiled 5 programs, the first step left out" in said[0]
-    assert "; 5 of the programs because of shape: " in said[0]
+    assert "steps up to 6 have compiled 3 programs, the first step left out" in said[0]
+    assert "; 3 of the programs because of shape: " in said[0]
     assert "test_execution.py:" in said[0]
     assert said[0].endswith("(the last of them)")
 
