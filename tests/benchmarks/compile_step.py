@@ -141,7 +141,7 @@ def mlp_rows(name: str) -> list[Row]:
             jax_reference.mlp_loss,
             torch_step.mlp_batch(),
             calls=20,
-            rounds=40,
+            rounds=150,  # so short a step that a neighbour of the machine spoils most of them
             yardsticks={
                 "compile": JaxBesideALoop(jax_steps(), seconds_of_pytorch(compiled=True)),
                 "fused": JaxBesideALoop(jax_steps(), seconds_of_pytorch(compiled=False)),

@@ -43,11 +43,16 @@ def interleave(
         run(warmup_calls)
     names = list(targets)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for offset in range(len(names)):
-            name = names[(turn + offset) % len(names)]
-            gc.collect()
-            start = time.perf_counter()
-            targets[name](calls)
-            seconds[name].append((time.perf_counter() - start) / calls)
+    gc.collect()
+    gc.freeze()  # what is there stays, so that a collection a turn costs nothing and many rounds are possible
+    try:
+        for turn in range(rounds):
+            for offset in range(len(names)):
+                name = names[(turn + offset) % len(names)]
+                gc.collect()
+                start = time.perf_counter()
+                targets[name](calls)
+                seconds[name].append((time.perf_counter() - start) / calls)
+    finally:
+        gc.unfreeze()
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
