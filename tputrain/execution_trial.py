@@ -43,6 +43,8 @@ class Trial:
             record = {"begun_at": record.get("begun_at")}
         self._device = device
         self._record = _Record(**record)
+        if self._record.chosen is None:
+            self._record.seconds = {}  # another process's: none that this one's can be compared with
         self._block_began = 0.0
         self._in_block = False
         self._warm_steps = 0  # of this process
@@ -101,9 +103,9 @@ class Trial:
 
     def _choose(self, step: int) -> None:
         fused, compiled = (self._record.seconds.get(form) for form in ("fused", "compile"))
-        if fused is None or compiled is None:  # interrupted in every block of one of them
-            self._record.chosen = "fused"
-            say("execution.train=auto: stays fused, the other form could not be measured")
+        if fused is None or compiled is None:  # the run was interrupted meanwhile
+            self._record.ready_at = step
+            say("execution.train=auto: fused and compiled steps are measured anew, in one process")
             return
         is_faster = compiled <= NEEDED * fused
         self._record.chosen = "compile" if is_faster else "fused"

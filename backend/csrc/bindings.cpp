@@ -201,11 +201,6 @@ PYBIND11_MODULE(_C, m) {
     with_stream(device, [](tpu::Stream& stream) { stream.end_step(); });
   });
   m.def("surroundings", [] { return tpu::Surroundings::now().key(); });
-  m.def("is_recording_step", [with_stream](int device) { // whether this thread does, for capture
-    bool is_noting = false;
-    with_stream(device, [&](tpu::Stream& stream) { is_noting = stream.is_noting(); });
-    return is_noting;
-  });
   m.def("begin_rehearsal", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.begin_rehearsal(); });
   });
@@ -276,6 +271,7 @@ PYBIND11_MODULE(_C, m) {
         return described(step.difference(other));
       })
       .def("numbers", &numbers_of)
+      .def("uses", &tpu::RecordedStep::uses)
       .def("make_replayable", &make_replayable)
       .def("replay", &tpu::RecordedStep::replay);
 }

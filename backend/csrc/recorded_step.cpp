@@ -217,7 +217,7 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
   if (next != run_.inputs.size()) {
     return Problem{
         "it reads a tensor that it made on the host itself, or that is gone",
-        "make it once, before the first call, or an argument",
+        "make it once, before the first call, or an argument; gradients stay with zero_grad(set_to_none=False)",
         notes_.readers[next]};
   }
 
@@ -260,6 +260,21 @@ std::optional<Problem> RecordedStep::difference(const RecordedStep& other) const
     return Problem{"it draws from another generator"};
   }
   return std::nullopt;
+}
+
+std::vector<bool> RecordedStep::uses(const std::vector<at::Tensor>& tensors) const {
+  std::unordered_set<const Buffer*> used;
+  for (const auto& source : sources_) {
+    used.insert(source.buffer->buffer.load());
+  }
+  for (const auto& target : targets_) {
+    used.insert(target.buffer->buffer.load());
+  }
+  std::vector<bool> found;
+  for (const auto& tensor : tensors) {
+    found.push_back(used.count(buffer_of(tensor)) != 0);
+  }
+  return found;
 }
 
 void RecordedStep::make_replayable(

@@ -61,6 +61,8 @@ class RecordedStep {
 
   // What sets apart two steps that were finished; nothing where they are one program on the same storages.
   std::optional<Problem> difference(const RecordedStep& other) const;
+  // Of tensors: whether it reads or writes where they are stored.
+  std::vector<bool> uses(const std::vector<at::Tensor>& tensors) const;
   const SegmentRun& run() const {
     return run_;
   }

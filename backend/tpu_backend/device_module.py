@@ -306,11 +306,12 @@ def capture(
     alike; later calls launch the same program, from C++. Also a decorator.
 
     New in each call are tensors and floats among the arguments (in tuples, lists and dictionaries), the
-    contents of every tensor it reads, its random numbers, and the numbers in an optimizer's `param_groups`.
-    Tensors it returns never require a gradient. It is recorded again when an argument has another shape,
-    dtype or constant value, when a mode of PyTorch's changes, or a module or optimizer that it can reach does
-    (`training`, parameters, buffers, hooks, settings, state); `modules` and `optimizers` name those that its
-    closure, globals and `self` do not lead to. Whatever else its Python does is the caller's promise, as with
+    contents of every tensor it reads, its random numbers, and the numbers in an optimizer's
+    `param_groups`. Tensors it returns require no gradient, but inside another captured function. It is
+    recorded again when an argument has another shape, dtype or constant value, when a mode of PyTorch's
+    changes, or a module or optimizer that it can reach does (`training`, parameters, buffers, hooks,
+    settings, state); `modules` and `optimizers` name those that neither its tensors nor its arguments,
+    closure, globals and `self` lead to. Whatever else its Python does is the caller's promise, as with
     `torch.cuda.graph`. What cannot be captured (``docs/compile.md``) is run by Python each time, which a
     warning says; `problem`, an attribute of what is returned, says why the last call was no replay. Where
     none of its tensors and parameters is on the device, it is run, too.

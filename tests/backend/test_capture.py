@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 def replays() -> int:
@@ -725,6 +726,101 @@ def test_what_is_inside_a_captured_step_inside_another_is_looked_at(where):
     assert outer.problem is None
     dropout.eval()
     assert outer(ones).eq(2).all()
+
+
+class Holder:
+    def __init__(self, held):
+        self.held = held
+
+    def call(self, values):
+        held = self.held
+        while not callable(held):
+            held = held["key"] if isinstance(held, dict) else getattr(held, "held", None) or held[0]
+        return held(values)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda model: [model],
+        lambda model: {"key": {"key": model}},
+        lambda model: Holder(Holder([model])),
+        lambda model: lambda values: model(values),
+    ],
+    ids=["list", "dictionaries", "objects", "function"],
+)
+def test_a_model_is_looked_at_wherever_it_is_held(hold):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to("tpu")
+    step = torch.tpu.capture(Holder(hold(model)).call)
+    ones = torch.ones(16, 4, device="tpu")
+    for _ in range(4):
+        assert 0 in step(ones)
+    assert step.problem is None
+    model.eval()
+    assert torch.equal(step(ones), model(ones))
+
+
+def test_a_model_may_be_an_argument():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to("tpu")
+    step = torch.tpu.capture(lambda model, values: model(values))
+    ones = torch.ones(16, 4, device="tpu")
+    for _ in range(4):
+        assert 0 in step(model, ones)
+    assert step.problem is None
+    model[1] = nn.ReLU()
+    assert torch.equal(step(model, ones), model(ones))
+
+
+def test_an_optimizers_hook_that_is_added_is_seen():
+    def story(setup, step):
+        losses = run(setup, step, range(5))
+        parameter = setup.model[-1].weight
+        handle = setup.optimizer.register_step_post_hook(lambda *_: parameter.data.clamp_(-0.1, 0.1))
+        losses += run(setup, step, range(5, 9))
+        handle.remove()
+        return losses + run(setup, step, range(9, 13))
+
+    check_same(story, least_replays=5)
+
+
+def test_what_a_module_counts_on_the_host_goes_on():
+    model = nn.Linear(4, 4).to("tpu")
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average.n_averaged = average.n_averaged.cpu()
+
+    @torch.tpu.capture
+    def step(values):
+        with torch.no_grad():
+            model.weight.add_(model(values).mean())
+        average.update_parameters(model)
+        return model(values)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            step(torch.ones(2, 4, device="tpu"))
+    assert average.n_averaged == 6
+    assert "it changes AveragedModel.n_averaged, which is on the host: move it" in str(warned[0].message)
+
+
+def test_a_loss_of_a_captured_function_inside_another_has_its_gradient():
+    weight = torch.ones(3, device="tpu", requires_grad=True)
+    loss_of = torch.tpu.capture(lambda values: (weight * values).sum())
+
+    @torch.tpu.capture
+    def step(values):
+        loss = loss_of(values)
+        loss.backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad)
+        weight.grad = None
+        return loss
+
+    for mode in ("fused", "strict"):
+        with torch.tpu.eager_mode(mode):
+            losses = [step(torch.ones(3, device="tpu")).item() for _ in range(4)]
+        assert losses == [losses[0] - 3 * number for number in range(4)]
+        assert not step(torch.ones(3, device="tpu")).requires_grad
 
 
 MODES = {

@@ -24,7 +24,7 @@ from tputrain import (
 )
 from tputrain import device as devices
 from tputrain.execution import Execution
-from tputrain.execution_trial import BLOCK_STEPS, BLOCKS, WARM_STEPS
+from tputrain.execution_trial import BLOCK_STEPS, BLOCKS, WARM_STEPS, Trial
 
 # Of a trial whose compiled step is built in the time of one: steps to the first of them, and to the choice.
 SOONEST_COMPILED = WARM_STEPS + 1 + BLOCKS * BLOCK_STEPS
@@ -403,6 +403,21 @@ def test_before_the_first_step_of_a_resumed_run_evaluations_run_as_they_did(reco
     for phase in ("train", "validate", "sample"):
         with execution.phase(phase):
             assert (execution.model is not model) == (form == "compile")
+
+
+def test_what_another_process_measured_is_not_compared_with():
+    """Resumed among the compiled steps the run goes on with them, and then measures both forms itself."""
+    trial, forms = Trial(torch.device("cpu")), []
+    for step in range(SOONEST_CHOICE + 28):
+        if step == SOONEST_COMPILED + 6:
+            assert trial.state()["seconds"].keys() == {"fused"}
+            trial = Trial(torch.device("cpu"), **trial.state())
+        forms.append(trial.before_step(step))
+        trial.after_step(step + 1)
+        assert (trial.state()["chosen"] is None) == (step < SOONEST_CHOICE - 2 + 28)
+    compiled = WARM_STEPS + BLOCKS * BLOCK_STEPS
+    again = ["fused"] * BLOCKS * BLOCK_STEPS + ["compile"] * compiled
+    assert forms[-1 - len(again) - compiled : -1] == ["compile"] * compiled + again
 
 
 def rehearse(execution: Execution) -> None:

@@ -5,11 +5,13 @@ reach, and the entries of their dictionaries that a replay looks at.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -81,6 +83,31 @@ def reached(function: Any) -> Reached:
 
     visit(function, 1)
     return Reached(list(modules.values()), list(optimizers.values()), bindings)
+
+
+def modules_with(uses: Callable[[list[Tensor]], list[bool]]) -> list[nn.Module]:
+    """The modules of this process, by their roots, that hold a tensor of the device for which `uses` is true:
+    those that a step used, wherever it has them from.
+    """
+    kinds, subclasses = set[type](), [nn.Module]
+    while subclasses:
+        kind = subclasses.pop()
+        kinds.add(kind)
+        subclasses += [each for each in kind.__subclasses__() if each not in kinds]
+    modules = [each for each in gc.get_objects() if type(each) in kinds and "_modules" in vars(each)]
+    used: set[int] = set()
+    for module in modules:
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        here = [each for each in tensors if each is not None and each.device.type == "tpu"]
+        if any(uses([each for each in here if each.layout == torch.strided])):
+            used.add(id(module))
+    roots, parts = [], set[int]()
+    for module in modules:
+        below = [id(each) for each in module.modules() if each is not module]
+        if id(module) in used or not used.isdisjoint(below):
+            roots.append(module)
+            parts.update(below)
+    return [module for module in roots if id(module) not in parts]
 
 
 def _unnamed(values: Iterable[Any]) -> Iterator[Watched]:
@@ -173,6 +200,10 @@ def watched_in_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Watched]:
         yield Watched(groups, ..., len(groups), f"the groups of {name}")
         yield Watched(optimizer.__dict__, "state", optimizer.state, f"the state of {name}")
         yield Watched(optimizer.state, ..., len(optimizer.state), f"the state of {name}")
+        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+            yield Watched(hooks, ..., len(hooks), f"the hooks of {name}")
+            for number, hook in hooks.items():
+                yield Watched(hooks, number, hook, f"a hook of {name}")
         for number, group in enumerate(groups):
             where = f"{name}.param_groups[{number}]"
             yield Watched(groups, number, group, where)
@@ -210,6 +241,16 @@ def state_on_host(optimizers: Iterable[Optimizer]) -> str | None:
                 if isinstance(value, Tensor) and value.device.type == "cpu":
                     return f"{key!r} of {type(optimizer).__name__}"
     return None
+
+
+def host_versions(modules: Iterable[nn.Module]) -> dict[str, int]:
+    """How often each tensor that modules keep on the host was written: a replay would not write it."""
+    return {
+        f"{type(root).__name__}.{name}": tensor._version
+        for root in modules
+        for name, tensor in [*root.named_parameters(), *root.named_buffers()]
+        if tensor.device.type == "cpu" and not tensor.is_inference()
+    }
 
 
 def is_number(value: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -89,6 +90,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         ] = {}  # by form: why its last calls were not replayed, and how many
         self._num_by_python = 0  # calls in a row
         self._num_again: Counter[Any] = Counter()  # of them: recorded again, by form and reason
+        self._num_warned = 0
         self._said: Counter[str] = Counter()  # what was logged
         self.problem = _NOT_CALLED
 
@@ -120,13 +122,16 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
     def _call_otherwise(self, args: Any, kwargs: Any) -> _R:
         """By another recording than the last, or by Python."""
         leaves, tree = tree_flatten((args, kwargs))
+        if getattr(_under_way, "is_any", False):
+            self.problem = _INSIDE
+            return self._function(*args, **kwargs)
         if self._is_elsewhere(leaves):
             self.problem = _ELSEWHERE
-            return _detached(self._function(*args, **kwargs))
+            return self._run(args, kwargs)
         _check(leaves)
-        if _C.get_mode() != _FUSED or _C.is_recording_step(torch.tpu.current_device()):  # type: ignore[attr-defined]
-            self.problem = _NOT_FUSED if _C.get_mode() != _FUSED else _INSIDE
-            return _detached(self._function(*args, **kwargs))
+        if _C.get_mode() != _FUSED:
+            self.problem = _NOT_FUSED
+            return self._run(args, kwargs)
         form = _form(leaves, tree)
         other = self._replayable.get(form)
         if other is not None and other is not self._current:
@@ -138,6 +143,14 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         if other is not None:
             self._log("is recorded again: %s", self.problem)
         return self._record(form, leaves, tree, args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Call the function. The graph behind its result, which nobody gets, is gone by the end."""
+        _under_way.is_any = True
+        try:
+            return _detached(self._function(*args, **kwargs))
+        finally:
+            _under_way.is_any = False
 
     def _is_elsewhere(self, leaves: list[Any]) -> bool:
         """Whether this is a script that now trains on the CPU, say: it takes tensors, has modules or
@@ -174,17 +187,18 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
                 stacklevel=4,
             )
         found = reach.reached(self._function)
-        modules, optimizers = [*self._given[0], *found.modules], [*self._given[1], *found.optimizers]
+        modules = [*self._given[0], *found.modules, *(leaf for leaf in leaves if isinstance(leaf, nn.Module))]
+        optimizers = [*self._given[1], *found.optimizers]
         optimizers += [each for each in self._noticed if not any(each is other for other in optimizers)]
         settings = reach.settings_of(optimizers)
         numbers = [setting.group[setting.key] for setting in settings]
+        on_host = reach.host_versions(modules)
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         torch.clear_autocast_cache()  # a weight's cast must be the step's own, and is not to outlive it
         step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
         try:
             with _noticing(optimizers, self._noticed):
-                # The graph behind the result, which nobody gets, is gone before it is noted what is kept.
-                returned, result_tree = tree_flatten(_detached(self._function(*args, **kwargs)))
+                returned, result_tree = tree_flatten(self._run(args, kwargs))
             torch.clear_autocast_cache()
             problem = _finish(step, leaves, returned)
         finally:
@@ -193,7 +207,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         if problem is None:
             problem = (
                 _problem_of_optimizers(optimizers, settings, numbers, now)
-                or _problem_of_modules(modules)
+                or _problem_of_modules(modules, on_host)
                 or _problem_of_arguments(leaves, requires_grad)
             )
         if problem is None:
@@ -211,7 +225,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             if problem is None:
                 watched = [
                     *found.bindings,
-                    *reach.watched_in_modules(modules),
+                    *reach.watched_in_modules([*modules, *reach.modules_with(step.uses)]),
                     *reach.watched_in_optimizers(optimizers),
                 ]
                 self._replay_from_now(form, recording, watched, host)
@@ -279,6 +293,9 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             self._warn(problem)
 
     def _warn(self, problem: str | None) -> None:
+        self._num_warned += 1
+        if self._num_warned > _PATIENCE:
+            return
         warnings.warn(
             f"torch.tpu.capture: {self._name} is run by Python each time: {problem}",
             UserWarning,
@@ -287,6 +304,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
 
 
 _LEAF = tree_structure(0)
+_under_way = threading.local()  # is_any: this thread is in a captured function
 _NOT_CALLED = "it was not called yet"
 _FIRST = "it was recorded for the first time"
 _FORGOTTEN = f"it was recorded for the first time, or is none of the last {_KEPT} shapes and constants"
@@ -439,7 +457,10 @@ def _problem_of_arguments(leaves: Sequence[Any], requires_grad: Sequence[bool]) 
     return None
 
 
-def _problem_of_modules(modules: Sequence[nn.Module]) -> str | None:
+def _problem_of_modules(modules: Sequence[nn.Module], on_host: dict[str, int]) -> str | None:
+    for name, version in reach.host_versions(modules).items():
+        if on_host.get(name, version) != version:
+            return f"it changes {name}, which is on the host: move it to the device, or change it outside"
     for root in modules:
         for name, module in root.named_modules(prefix=type(root).__name__):
             if isinstance(module, torch.jit.ScriptModule):
