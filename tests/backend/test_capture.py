@@ -803,6 +803,24 @@ def test_what_a_module_counts_on_the_host_goes_on():
     assert "it changes AveragedModel.n_averaged, which is on the host: move it" in str(warned[0].message)
 
 
+def test_a_tensor_on_the_host_that_a_module_makes_anew_is_refused():
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4, device="tpu")
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, values):
+            self.calls = self.calls + 1
+            return super().forward(values)
+
+    model = Counts()
+    step = torch.tpu.capture(lambda values: model(values))
+    for _ in range(6):
+        step(torch.ones(2, 4, device="tpu"))
+    assert model.calls == 6
+    assert "it changes Counts.calls, which is on the host" in step.problem
+
+
 def test_a_loss_of_a_captured_function_inside_another_has_its_gradient():
     weight = torch.ones(3, device="tpu", requires_grad=True)
     loss_of = torch.tpu.capture(lambda values: (weight * values).sum())

@@ -243,10 +243,10 @@ def state_on_host(optimizers: Iterable[Optimizer]) -> str | None:
     return None
 
 
-def host_versions(modules: Iterable[nn.Module]) -> dict[str, int]:
-    """How often each tensor that modules keep on the host was written: a replay would not write it."""
+def host_versions(modules: Iterable[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Which tensors modules keep on the host, and how often each was written: a replay would not do it."""
     return {
-        f"{type(root).__name__}.{name}": tensor._version
+        f"{type(root).__name__}.{name}": (id(tensor), tensor._version)
         for root in modules
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]
         if tensor.device.type == "cpu" and not tensor.is_inference()

@@ -457,7 +457,7 @@ def _problem_of_arguments(leaves: Sequence[Any], requires_grad: Sequence[bool]) 
     return None
 
 
-def _problem_of_modules(modules: Sequence[nn.Module], on_host: dict[str, int]) -> str | None:
+def _problem_of_modules(modules: Sequence[nn.Module], on_host: dict[str, tuple[int, int]]) -> str | None:
     for name, version in reach.host_versions(modules).items():
         if on_host.get(name, version) != version:
             return f"it changes {name}, which is on the host: move it to the device, or change it outside"
