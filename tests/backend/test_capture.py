@@ -1,5 +1,6 @@
 """`torch.tpu.capture`: a replayed step computes what the step computes, to the last bit."""
 
+import itertools
 import logging
 import math
 import re
@@ -819,6 +820,42 @@ def test_a_tensor_on_the_host_that_a_module_makes_anew_is_refused():
         step(torch.ones(2, 4, device="tpu"))
     assert model.calls == 6
     assert "it changes Counts.calls, which is on the host" in step.problem
+
+
+def test_a_step_that_comes_in_every_eighth_call_is_warned_of():
+    model = nn.Linear(4, 4).to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = itertools.count(1)
+
+    @torch.tpu.capture
+    def step(values):
+        loss = model(values).square().mean()
+        loss.backward()
+        if next(calls) % 8 == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    with pytest.warns(UserWarning, match=r"in which no optimizer stepped.*put all of them into one function"):
+        run_calls(step, 6)
+
+    @torch.tpu.capture
+    def told(values, update: bool):
+        loss = model(values).square().mean()
+        loss.backward()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_calls(lambda values: told(values, False), 6)
+
+
+def run_calls(step, times):
+    for _ in range(times):
+        step(torch.ones(2, 4, device="tpu"))
 
 
 def test_a_loss_of_a_captured_function_inside_another_has_its_gradient():

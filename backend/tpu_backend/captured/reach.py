@@ -143,6 +143,12 @@ def _named_in(function: Any) -> Iterator[Watched]:
             yield Watched(function.__globals__, name, function.__globals__[name], name)
 
 
+def steps_something(function: Any) -> bool:
+    """Whether the function's own code calls a `step`, as of an optimizer."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return isinstance(function, FunctionType) and "step" in _names(function.__code__)
+
+
 def _names(code: CodeType) -> set[str]:
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*map(_names, inner))

@@ -91,6 +91,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         self._num_by_python = 0  # calls in a row
         self._num_again: Counter[Any] = Counter()  # of them: recorded again, by form and reason
         self._num_warned = 0
+        self._has_stepped = False  # an optimizer, in some call
         self._said: Counter[str] = Counter()  # what was logged
         self.problem = _NOT_CALLED
 
@@ -197,7 +198,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         torch.clear_autocast_cache()  # a weight's cast must be the step's own, and is not to outlive it
         step = _C.RecordedStep(torch.tpu.current_device())  # type: ignore[attr-defined]
         try:
-            with _noticing(optimizers, self._noticed):
+            with self._noticing(optimizers):
                 returned, result_tree = tree_flatten(self._run(args, kwargs))
             torch.clear_autocast_cache()
             problem = _finish(step, leaves, returned)
@@ -229,6 +230,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
                     *reach.watched_in_optimizers(optimizers),
                 ]
                 self._replay_from_now(form, recording, watched, host)
+                self._warn_if_none_stepped(found.optimizers, leaves)
         self._tell(form, problem, why)
         return tree_unflatten(result_tree, returned)
 
@@ -291,6 +293,36 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             del self._refused[next(iter(self._refused))]
         if self._refused[form] == (problem, _PATIENCE):
             self._warn(problem)
+
+    def _warn_if_none_stepped(self, optimizers: list[Optimizer], leaves: list[Any]) -> None:
+        """Where a call was like the one before in that no optimizer stepped, later ones may be meant to."""
+        is_told_apart = not all(isinstance(leaf, Tensor | float) for leaf in leaves)
+        if self._has_stepped or is_told_apart or not optimizers or not torch.is_grad_enabled():
+            return
+        if reach.steps_something(self._function):
+            warnings.warn(
+                f"torch.tpu.capture: {self._name} is replayed from now on as two calls did it, in which no "
+                "optimizer stepped: if one is to step in later calls (to accumulate gradients, say), put all "
+                "of them into one function",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    @contextmanager
+    def _noticing(self, optimizers: list[Optimizer]) -> Any:
+        """Optimizers that step in here are added, and noticed for the calls to come."""
+
+        def notice(optimizer: Optimizer, *_: object) -> None:
+            self._has_stepped = True
+            if not any(optimizer is each for each in optimizers):
+                optimizers.append(optimizer)
+                self._noticed.append(optimizer)
+
+        hook = register_optimizer_step_pre_hook(notice)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _warn(self, problem: str | None) -> None:
         self._num_warned += 1
@@ -487,19 +519,3 @@ def _compared(
             f"argument nor a setting of an optimizer{line}"
         )
     return recording._replace(changes=before.changes), None
-
-
-@contextmanager
-def _noticing(optimizers: list[Optimizer], noticed: list[Optimizer]) -> Any:
-    """Optimizers that step in here are added to both."""
-
-    def notice(optimizer: Optimizer, *_: object) -> None:
-        if not any(optimizer is each for each in optimizers):
-            optimizers.append(optimizer)
-            noticed.append(optimizer)
-
-    hook = register_optimizer_step_pre_hook(notice)
-    try:
-        yield
-    finally:
-        hook.remove()
