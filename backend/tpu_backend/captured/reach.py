@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -28,13 +29,13 @@ class Watched(NamedTuple):
     name: str
 
 
-class Wrapper:
+class Wrapper(ABC):
     """What is called in place of a function."""
 
     @property
+    @abstractmethod
     def wrapped(self) -> tuple[Any, ...]:
         """The function, and what else is known that it uses."""
-        raise NotImplementedError
 
 
 class Setting(NamedTuple):

@@ -160,7 +160,8 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         if not tensors or _is_any_here(tensors):
             return False
         found = reach.reached(self)
-        parameters = [parameter for module in found.modules for parameter in module.parameters()]
+        modules = [*found.modules, *_modules_among(leaves)]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
         groups = [group for optimizer in found.optimizers for group in optimizer.param_groups]
         parameters += [parameter for group in groups for parameter in group["params"]]
         return bool(parameters) and not _is_any_here(parameters)
@@ -187,9 +188,9 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
                 UserWarning,
                 stacklevel=4,
             )
-        found = reach.reached(self._function)
-        modules = [*self._given[0], *found.modules, *(leaf for leaf in leaves if isinstance(leaf, nn.Module))]
-        optimizers = [*self._given[1], *found.optimizers]
+        found = reach.reached(self)
+        modules = [*found.modules, *_modules_among(leaves)]
+        optimizers = list(found.optimizers)
         optimizers += [each for each in self._noticed if not any(each is other for other in optimizers)]
         settings = reach.settings_of(optimizers)
         numbers = [setting.group[setting.key] for setting in settings]
@@ -396,6 +397,10 @@ def _numbers_of(leaves: Sequence[Any]) -> Iterator[float]:
             yield int(leaf.storage_offset())
         elif reach.is_number(leaf):
             yield leaf
+
+
+def _modules_among(leaves: Sequence[Any]) -> Iterator[nn.Module]:
+    return (leaf for leaf in leaves if isinstance(leaf, nn.Module))
 
 
 def _is_any_here(tensors: Iterable[Tensor]) -> bool:
