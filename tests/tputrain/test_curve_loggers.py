@@ -238,6 +238,35 @@ def test_an_evaluation_after_a_resume_is_added_to_the_next_row(tmp_path, server)
     assert server.rows[9] == {"evaluation/loss": 0.5, "evaluation/step": 8, "train/loss": 0.25}
 
 
+@pytest.mark.parametrize("can_rewind", [True, False])
+def test_wandb_takes_back_the_rows_that_a_rollback_undid_or_says_that_it_cannot(
+    tmp_path, server, monkeypatch, capsys, can_rewind
+):
+    import wandb
+
+    def init(**settings: object) -> Server:
+        if place := settings.get("resume_from"):
+            if not can_rewind:
+                raise wandb.Error("no such feature\nhere")
+            assert not settings.keys() & {"id", "resume"}, "wandb refuses them together"
+            last = int(str(place).rpartition("?_step=")[2])
+            server.rows = {step: row for step, row in server.rows.items() if step <= last}
+        return server
+
+    monkeypatch.setattr(wandb, "init", init)
+    (tmp_path / ID_FILE).write_text('{"id": "abc"}')
+    logger = WandbLogger(WandbConfig(mode="online"), tmp_path, {})
+    logger.start(0, 20, resumed=True)
+    logger.log([{"step": step, "loss": 1.0} for step in range(1, 9)])
+    logger.close()
+    logger.start(4, 20, resumed=True)
+    logger.log([{"step": step, "loss": 2.0} for step in range(5, 11)])
+    losses = [server.rows[step]["train/loss"] for step in range(1, 11)]
+    assert losses == ([1.0] * 4 + [2.0] * 6 if can_rewind else [1.0] * 8 + [2.0] * 2)
+    said = "steps 5 to 8 were undone, and the server keeps their rows (no such feature)"
+    assert (said in capsys.readouterr().out) == (not can_rewind)
+
+
 def test_wandb_without_a_network_is_offline_and_says_so(tmp_path, monkeypatch, capsys):
     from tputrain.loggers import wandb as ours
 

@@ -46,8 +46,9 @@ class WandbLogger(Logger):
     Each step is there once because `metrics.jsonl`, which holds each step once, decides. At the start of a
     process, the run at Weights & Biases says up to which step it has rows: what it lacks, up to the step that
     training goes on from, is sent from the file; steps that it has already (a resumed run computes them
-    again, with the same values) are not sent a second time. Offline there is nobody to ask: each process
-    writes the whole run from its first step, and removes what earlier processes had written of it.
+    again, with the same values) are not sent a second time. After a rollback the run there is rewound, too,
+    since the steps behind it get other values. Offline there is nobody to ask: each process writes the whole
+    run from its first step, and removes what earlier processes had written of it.
     """
 
     def __init__(self, cfg: WandbConfig, run_dir: Path | None, run_config: dict[str, Any]):
@@ -65,7 +66,10 @@ class WandbLogger(Logger):
         mode = _mode(self.cfg.mode)
         run_id = _run_id(directory, keep=resumed)
         superseded = list((directory / "wandb").glob(f"offline-run-*-{run_id}"))
-        run = self._run = self._begin(directory, run_id, mode)
+        undone = self._row > step + 1 and mode == "online" and resumed  # a rollback: this logger sent them
+        run = self._run = self._rewound(directory, run_id, step) if undone else None
+        if run is None:
+            run = self._run = self._begin(directory, run_id, mode)
         run.define_metric("evaluation/*", step_metric=_EVALUATED_AT)
         self._row = int(run.step)
         self._evaluated_at = int(dict(run.summary).get(_EVALUATED_AT, -1))
@@ -114,26 +118,46 @@ class WandbLogger(Logger):
     def _begin(self, directory: Path, run_id: str, mode: str) -> "wandb.Run":
         import wandb
 
+        resume = "allow" if mode == "online" else None
         try:
-            return wandb.init(
-                project=self.cfg.project,
-                entity=self.cfg.entity,
-                name=self.cfg.name or directory.resolve().name,
-                id=run_id,
-                dir=str(directory),
-                config=self.run_config,
-                allow_val_change=True,  # a run may go on with another number of steps
-                mode="offline" if mode == "offline" else "online",
-                resume="allow" if mode == "online" else None,
-                reinit="create_new",
-                settings=wandb.Settings(console="off"),
-            )
+            return self._init(directory, mode=mode, id=run_id, resume=resume)
         except wandb.Error as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
-                f"log.wandb.mode={self.cfg.mode}: {first_line}; log in with `wandb login`, "
+                f"log.wandb.mode={self.cfg.mode}: {_first_line(error)}; log in with `wandb login`, "
                 "or set log.wandb.mode=offline"
             ) from None
+
+    def _rewound(self, directory: Path, run_id: str, step: int) -> "wandb.Run | None":
+        """The run as it was at `step`; None where the server does not rewind."""
+        import wandb
+
+        try:
+            return self._init(directory, mode="online", resume_from=f"{run_id}?_step={step}")
+        except wandb.Error as error:
+            say(
+                f"wandb: steps {step + 1} to {self._row} were undone, and the server keeps their rows "
+                f"({_first_line(error)}); {directory / STEPS} has the new ones"
+            )
+            return None
+
+    def _init(self, directory: Path, **which: Any) -> "wandb.Run":
+        import wandb
+
+        return wandb.init(
+            project=self.cfg.project,
+            entity=self.cfg.entity,
+            name=self.cfg.name or directory.resolve().name,
+            dir=str(directory),
+            config=self.run_config,
+            allow_val_change=True,  # a run may go on with another number of steps
+            reinit="create_new",
+            settings=wandb.Settings(console="off"),
+            **which,
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _run_id(directory: Path, keep: bool) -> str:
