@@ -1,10 +1,11 @@
 """The settings of a run: the small dataclasses that each component owns, put together."""
 
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 
 from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
-from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice, expect_groups
+from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice, expect_types
 from tputrain.device import DEVICES
 from tputrain.execution import ExecutionConfig
 from tputrain.loggers.config import LogConfig
@@ -83,7 +84,9 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
-        expect_groups(self)
+        if isinstance(self.run_dir, PathLike):
+            object.__setattr__(self, "run_dir", fspath(self.run_dir))
+        expect_types(self)
         expect(
             self.run_dir is None or "://" not in self.run_dir,
             "run_dir",

@@ -4,8 +4,9 @@ import math
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from numbers import Real
-from typing import Any
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tputrain.errors import UserError
 
@@ -31,20 +32,64 @@ def expect_choice(key: str, value: str, choices: Collection[str]) -> None:
     expect(value in choices, key, value, f"one of {', '.join(choices)}{suggestion}")
 
 
-def expect_groups(config: Any) -> None:
-    """Each group of the dataclass `config` is one: from Python, `trainer={"steps": 3}` may come."""
+_KINDS: dict[Any, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "true or false"),
+    str: (str, "text"),
+    type(None): (type(None), "null"),
+}
+
+
+def expect_types(config: Any, prefix: str = "") -> None:
+    """Each value of the dataclass `config` is of its field's type: Python, unlike a recipe, takes any.
+
+    Groups are checked with what is below them; lists and mappings by whoever owns them.
+    """
+    hints = get_type_hints(type(config))
     for entry in fields(config):
-        kind: Any = entry.default_factory
-        if isinstance(kind, type) and is_dataclass(kind):
-            given = getattr(config, entry.name)
-            expect(
-                isinstance(given, kind), entry.name, given, f"a {kind.__name__}, such as {kind.__name__}()"
-            )
+        key, value, hint = f"{prefix}{entry.name}", getattr(config, entry.name), hints[entry.name]
+        if is_dataclass(hint):
+            name = hint.__name__  # type: ignore[union-attr]
+            expect(isinstance(value, hint), key, value, f"a {name}, such as {name}()")  # type: ignore[arg-type]
+            expect_types(value, f"{key}.")
+        elif all(option in _KINDS for option in _options(hint)):
+            is_one = any(_is_a(value, option) for option in _options(hint))
+            expect(is_one, key, _as_python(value), described_type(hint))
+
+
+def described_type(hint: Any) -> str:
+    """A field's type for people: `int | None` is "a whole number or null"."""
+    if get_origin(hint) is dict:
+        return "keys and values"
+    if get_origin(hint) is list:
+        element = get_args(hint)[0]
+        if element is str:
+            return "a list such as [a, b]"
+        return f"a list of {{{', '.join(entry.name for entry in fields(element))}}}"
+    return " or ".join(_KINDS[option][1] if option in _KINDS else str(option) for option in _options(hint))
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _as_python(value: object) -> object:
+    """A text with its quotes, where what is wrong is that it is one."""
+    return repr(value) if isinstance(value, str) else value
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    return isinstance(value, _KINDS[hint][0]) and (hint is bool or not isinstance(value, bool))
 
 
 def expect_at_least(key: str, value: float | None, least: float) -> None:
-    """`value` is None or a finite number from `least` up."""
-    expect(value is None or (_is_finite(value) and value >= least), key, value, f"{least} or more")
+    """`value` is None or a finite number from `least` up; a whole one where `least` is an int."""
+    if value is None:
+        return
+    kind = int if isinstance(least, int) else float
+    expect(_is_a(value, kind), key, _as_python(value), f"{described_type(kind)}, {least} or more")
+    expect(math.isfinite(value) and value >= least, key, value, f"{least} or more")
 
 
 def expect_above(key: str, value: float | None, bound: float) -> None:

@@ -58,7 +58,7 @@ class CheckpointConfig:
         )
         expect_choice("checkpoint.resume", self.resume, ("auto", "never"))
         expect(
-            self.mirror is None or "://" in self.mirror,
+            self.mirror is None or "://" in str(self.mirror),
             "checkpoint.mirror",
             self.mirror,
             "a URL such as gs://bucket/runs/llama or file:///mnt/runs/llama",
