@@ -2,10 +2,12 @@
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from tputrain.announce import say
 from tputrain.errors import UserError
 
 
@@ -29,13 +31,14 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "unknown"
-            self._file.close()
-            raise UserError(
-                f"{self.run_dir}: another process (pid {holder}) is training here; "
-                "wait for it, or choose another run_dir"
-            ) from None
+            raise self._taken() from None
+        except OSError as error:  # a network file system that was mounted without locks
+            if is_locked(self.run_dir):
+                raise self._taken() from None
+            say(
+                f"note: the file system of {self.run_dir} has no locks ({error.strerror}): a second process "
+                "here is noticed on this machine only; never start one on another machine"
+            )
         try:
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n")
@@ -43,6 +46,16 @@ class RunLock:
         except OSError as error:
             raise self._unwritable(error) from None
         return self
+
+    def _taken(self) -> UserError:
+        assert self._file is not None
+        self._file.seek(0)
+        holder = self._file.read().strip() or "unknown"
+        self._file.close()
+        return UserError(
+            f"{self.run_dir}: another process (pid {holder}) is training here; "
+            "wait for it, or choose another run_dir"
+        )
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
@@ -52,7 +65,9 @@ class RunLock:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
             # Said, and not left to the closing: a data worker, forked meanwhile, holds the file open as well.
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            with suppress(OSError):  # where the file system has no locks, or the disk is full
+                self._file.truncate(0)
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
 
