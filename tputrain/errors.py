@@ -27,6 +27,12 @@ class RunFailedError(_OneLineError):
     """
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had no memory left. Asked without importing PyTorch."""
+    is_named_so = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return is_named_so or "can't allocate memory" in str(error)  # PyTorch's allocator of the CPU
+
+
 def in_words(error: Exception) -> str:
     """What the system, or a library, said of a file: `No space left on device`, without the number."""
     said = error.strerror if isinstance(error, OSError) else None

@@ -8,6 +8,7 @@ config.json, generation_config.json, tokenizer files: from the model's `save_con
 tokenizer's `save(directory)`, where they have them
 """
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,11 @@ def optimizer_contents(
     names = parameter_names(model)
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    for parameter, state in optimizer.state.items():
+    own: dict[str, Any] = {}
+    for parameter, state in dict[Any, Any](optimizer.state).items():
+        if not isinstance(parameter, Tensor):
+            own[_own_key(optimizer, parameter, state)] = state
+            continue
         name = names[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -152,7 +157,22 @@ def optimizer_contents(
         {"params": [names[id(p)] for p in group["params"]], "options": _plain_options(group)}
         for group in optimizer.param_groups
     ]
-    return tensors, {"kind": _kind(optimizer), "values": values, "groups": groups}
+    return tensors, {"kind": _kind(optimizer), "values": values, "groups": groups, "own": own}
+
+
+def _own_key(optimizer: torch.optim.Optimizer, key: Any, state: Any) -> str:
+    """`key`, of state that belongs to no parameter. Raises UserError where the two are not JSON."""
+    try:
+        is_json = isinstance(key, str) and json.loads(json.dumps(state)) == state
+    except (TypeError, ValueError):
+        is_json = False
+    if not is_json:
+        raise UserError(
+            f"the state of {type(optimizer).__name__} under {key!r}, which is no parameter, is a "
+            f"{type(state).__name__}: a checkpoint can hold numbers, text, and lists and dicts of these "
+            "under a text key"
+        )
+    return str(key)
 
 
 def load_optimizer(
@@ -190,7 +210,7 @@ def load_optimizer(
     described = optimizer.state_dict()
     for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
         group.update({k: v for k, v in saved["options"].items() if options is None or k in options})
-    described["state"] = {numbers[name]: state for name, state in states.items()}
+    described["state"] = {numbers[name]: state for name, state in states.items()} | rest.get("own", {})
     # PyTorch's own loading knows which state belongs on the device and which (step counts) on the host.
     optimizer.load_state_dict(described)
 

@@ -1,18 +1,21 @@
 """`state.json` of a checkpoint: everything that is no tensor, as one dict. Reading it needs no PyTorch."""
 
 import json
+import sys
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tputrain.errors import UserError
+from tputrain.errors import UserError, is_out_of_memory
 
 Owner = TypeVar("Owner")
 Rest = ParamSpec("Rest")
 
 STATE = "state.json"
 FORMAT = 1  # raise when a reader of the old one would misread a checkpoint; new keys alone do not do that
+_OURS = ("tputrain", "tpu_backend", "torch", "safetensors", "numpy", "jax", "jaxlib")
 _NEEDED = {"step": int, "config": dict, "versions": dict}  # what every reader takes for granted
 
 
@@ -51,7 +54,8 @@ def understood(
     """A method that takes a checkpoint in: what it cannot make sense of there is one line, which names it.
 
     Checksums keep damage out; what is left is a checkpoint that somebody edited and sealed anew, or that
-    another program wrote.
+    another program wrote. An error of the user's own code (a callback's `load_state_dict`), or a lack of
+    memory, says nothing about the checkpoint: it is raised as it is.
     """
 
     @wraps(load)
@@ -63,6 +67,9 @@ def understood(
                 raise
             raise UserError(f"{path}: {error}") from None
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if is_out_of_memory(error) or _is_of_users_code(error):
+                error.add_note(f"while {path} was loaded")
+                raise
             said = " ".join(str(error).split())[:200]
             raise UserError(
                 f"{path}: it holds what this tputrain does not write ({type(error).__name__}: {said}); "
@@ -70,6 +77,13 @@ def understood(
             ) from error
 
     return loading
+
+
+def _is_of_users_code(error: BaseException) -> bool:
+    """Whether code that is neither of this package nor of those it stands on was running."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = (str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames)
+    return any(name not in sys.stdlib_module_names and name not in _OURS for name in modules)
 
 
 def _check(path: Path, state: Any) -> None:

@@ -153,6 +153,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def _first_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
+    if not type(optimizer).__module__.startswith(("torch.optim", "tputrain.")):
+        return {}  # a subclass may keep more, and makes it where there is none yet
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         return _adam_state(parameter, group)
     if isinstance(optimizer, torch.optim.Adafactor):
