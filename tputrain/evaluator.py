@@ -4,14 +4,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain import rng
-from tputrain.announce import announced
+from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
 from tputrain.metrics.named import PERPLEXITY
@@ -22,8 +22,20 @@ if TYPE_CHECKING:
     from tputrain.trainer import Trainer
 
 
+_SECONDS_BETWEEN_NEWS = 15.0
+
+
+def _of(loader: Any, most: int | None) -> str:
+    """`of 300 `, where it is known how many batches an evaluation has."""
+    try:
+        num_batches = len(loader) if most is None else min(len(loader), most)
+    except TypeError:  # only gone through can it be counted
+        return "" if most is None else f"of at most {most:,} "
+    return f"of {num_batches:,} "
+
+
 class Evaluator:
-    """Measures a Trainer's model on its `val_loader`; nothing of the Trainer is changed by it."""
+    """Measures a Trainer's model on its `val_loader`. It changes neither weights nor the run's position."""
 
     def __init__(self, trainer: "Trainer", signals: SignalWatch, watchdog: Watchdog):
         self.trainer, self._signals, self._watchdog = trainer, signals, watchdog
@@ -44,8 +56,12 @@ class Evaluator:
     def _measure_set(self, loader: Iterable[Batch]) -> dict[str, float] | None:
         """Means over the batches of one set; None where a signal came in between."""
         means, cfg = WeightedMeans(getattr(loader, "bytes_of", None)), self.trainer.cfg.trainer
-        for batch in islice(self._signals.until_received(loader), cfg.evaluate_batches):
+        said_at = time.monotonic()
+        for done, batch in enumerate(islice(self._signals.until_received(loader), cfg.evaluate_batches)):
             self._watchdog.go_on()
+            if time.monotonic() - said_at > _SECONDS_BETWEEN_NEWS:
+                said_at = time.monotonic()
+                say(f"evaluating: {done:,} {_of(loader, cfg.evaluate_batches)}batches done")
             if weight := batch_of.weight(batch):
                 loss, output, target = self.trainer.forward(batch)
                 values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}

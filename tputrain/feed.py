@@ -163,6 +163,7 @@ class IterableFeed:
         self.device = device
         self.epoch = -1
         self.taken = 0  # batches of this epoch
+        self._given = 0  # by this object, in all epochs
         self._iterator: Iterator[Batch] = iter(())
         self._rng_at_epoch: dict[str, Any] | None = None
         self._own_at_epoch = _states_of(_generators_of(loader))  # before the first epoch: as they are given
@@ -187,12 +188,16 @@ class IterableFeed:
         if batch is None:
             self._start_epoch(self.epoch + 1)
             batch = next(self._iterator, None)
-        if batch is None:
+        if batch is None and isinstance(self.loader, Iterator):
             raise UserError(
-                "train_loader gave no batch: it is empty, or an iterator that cannot be started anew "
-                "(expected an iterable such as a DataLoader)"
+                f"train_loader is a {type(self.loader).__name__} that ended after {self._given} batches and "
+                "cannot be started anew: expected an iterable such as a list, a DataLoader, or an object "
+                "whose __iter__ makes a new generator"
             )
+        if batch is None:
+            raise UserError(f"train_loader gave no batch in epoch {self.epoch}: it is empty")
         self.taken += 1
+        self._given += 1
         return batch
 
     def _start_epoch(self, epoch: int) -> None:

@@ -6,10 +6,9 @@ where it says trust_code=true.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,7 +17,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from tputrain.batch_size import BatchConfig
 from tputrain.callbacks.sample_text import SampleConfig
 from tputrain.config import RunConfig
-from tputrain.config_checks import expect, nearest, spelled
+from tputrain.config_checks import described_type, expect, nearest, spelled
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
 from tputrain.models import LoraConfig, ModelConfig
@@ -82,25 +81,12 @@ class RecipeConfig(RunConfig):
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The checked configuration of the recipe at `path`, with `key=value` overrides on top."""
-    return _build([*_layers_of_file(path), *(_override_layer(text) for text in overrides)])
+    return _build_overridden(_layers_of_file(path), overrides)
 
 
 def config_from_json(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The configuration that a checkpoint's state.json holds; `source` names it in errors."""
-    return _build([_Layer(source, values), *(_override_layer(text) for text in overrides)])
-
-
-def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
-    """A configuration from state.json, with the default for each key that did not exist when it was saved."""
-    return _over(asdict(RecipeConfig()), saved)
-
-
-def _over(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    merged = defaults | values
-    for key, default in defaults.items():
-        if isinstance(default, dict) and isinstance(values.get(key), dict):
-            merged[key] = _over(default, values[key])
-    return merged
+    return _build_overridden([_Layer(source, values)], overrides)
 
 
 @dataclass(frozen=True)
@@ -179,6 +165,30 @@ def _parse_value(text: str, hint: Any) -> Any:
     return text if is_for_text and parsed is not None and not is_quoted else parsed
 
 
+def _build_overridden(layers: list[_Layer], overrides: Sequence[str]) -> RecipeConfig:
+    """`layers` with `overrides` on top. A mistake that goes away without one of those is blamed on it, also
+    where the value that then does not fit stands in a file.
+    """
+    given = [_override_layer(text) for text in overrides]
+    try:
+        return _build([*layers, *given])
+    except UserError as error:
+        if str(error).startswith(f"{COMMAND_LINE}: "):
+            raise
+        for index, text in enumerate(overrides):
+            if _is_valid([*layers, *given[:index], *given[index + 1 :]]):
+                raise UserError(f"{COMMAND_LINE}: {text} does not fit {error}") from None
+        raise
+
+
+def _is_valid(layers: list[_Layer]) -> bool:
+    try:
+        _build(layers)
+    except UserError:
+        return False
+    return True
+
+
 def _build(layers: list[_Layer]) -> RecipeConfig:
     """Merge layer by layer, so that each mistake is blamed on the source it came from."""
     merged = OmegaConf.structured(RecipeConfig)
@@ -211,7 +221,7 @@ def _check_key(source: str, key: str, value: Any, known: dict[str, Any]) -> None
                 f"{source}: {key}={_short(value)}: expected keys below it, such as {_first_below(key, known)}"
             )
         if isinstance(value, dict):
-            raise UserError(f"{source}: {key}={_short(value)}: expected {_describe_type(known[key])}")
+            raise UserError(f"{source}: {key}={_short(value)}: expected {described_type(known[key])}")
         _check_elements(source, key, value, known[key])
         return
     hint = _nearest_key(key, known)
@@ -242,7 +252,7 @@ def _check_elements(source: str, key: str, value: Any, hint: Any) -> None:
             try:
                 OmegaConf.merge(OmegaConf.structured(element), {name: given})
             except OmegaConfBaseException:
-                expected = _describe_type(get_type_hints(element)[name])
+                expected = described_type(get_type_hints(element)[name])
                 raise UserError(
                     f"{source}: {key}[{index}].{name}={_short(given)}: expected {expected}"
                 ) from None
@@ -258,7 +268,7 @@ def _merge(merged: DictConfig, layer: _Layer) -> DictConfig:
         if key not in known or isinstance(error, ConfigKeyError):
             raise UserError(f"{layer.source}: {key}={_short(value)}: {_first_line(error)}") from None
         raise UserError(
-            f"{layer.source}: {key}={_short(value)}: expected {_describe_type(known[key])}"
+            f"{layer.source}: {key}={_short(value)}: expected {described_type(known[key])}"
         ) from None
 
 
@@ -333,26 +343,26 @@ def _leaves(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _nearest_key(key: str, known: dict[str, Any]) -> str:
     """What `key` was most likely meant to be; one of the group that it names goes before one of another."""
     group, _, name = key.rpartition(".")
+    if not any(candidate.startswith(f"{group}.") for candidate in known):
+        group = ""  # there is no such group
     prefix = f"{group}." if group else ""
     below = [candidate for candidate in known if candidate.startswith(prefix)]
     found = _same(name, below) or _same(name, known) or _alike(name, below)
-    if found is None and not below:
+    if found is None and not group:
         found = nearest(key, known)
     if found is not None:
         return found
-    children = dict.fromkeys(candidate[len(prefix) :].partition(".")[0] for candidate in below or known)
-    return (
-        f"none resembles it (known {f'below {group}' if below and group else 'keys'}: {', '.join(children)})"
-    )
+    children = dict.fromkeys(candidate[len(prefix) :].partition(".")[0] for candidate in below)
+    return f"none resembles it (known {f'below {group}' if group else 'keys'}: {', '.join(children)})"
 
 
 def _same(name: str, keys: Iterable[str]) -> str | None:
-    """The one key whose last part is `name`, or is abbreviated by it: `lr` is `learning_rate`."""
+    """The keys whose last part is `name`, or is abbreviated by it: `lr` is `learning_rate`."""
     parts = {key: key.rpartition(".")[2] for key in keys}
     matches = [
         key for key, part in parts.items() if name == part or ("_" in part and name == _initials(part))
     ]
-    return matches[0] if len(matches) == 1 else None
+    return " or ".join(matches) or None
 
 
 def _initials(name: str) -> str:
@@ -367,27 +377,6 @@ def _alike(name: str, keys: Iterable[str]) -> str | None:
 
 def _first_below(key: str, known: dict[str, Any]) -> str:
     return next(name for name in known if name.startswith(key + "."))
-
-
-_TYPE_NAMES = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-}
-
-
-def _describe_type(hint: Any) -> str:
-    if get_origin(hint) is dict:
-        return "keys and values"
-    if get_origin(hint) is list:
-        element = get_args(hint)[0]
-        if element is str:
-            return "a list such as [a, b]"
-        return f"a list of {{{', '.join(f.name for f in fields(element))}}}"
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
 
 
 def _describe_yaml_error(error: yaml.YAMLError, path: Path) -> str:

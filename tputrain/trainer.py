@@ -26,6 +26,8 @@ from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.config import RunConfig
+from tputrain.config_checks import spelled
+from tputrain.config_differences import changed_settings
 from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
@@ -109,7 +111,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         tokenizer: Any = None,
     ):
-        check_arguments(model, cfg, loss_fn, optimizer, metrics, callbacks, loggers)
+        check_arguments(model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers)
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.model = model.to(self.device)
@@ -585,11 +587,15 @@ class Trainer:
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
         self.execution.restore(state.get("execution"))
-        self._saved_at = self.step if self.store is not None and self.store.holds(path) else None
+        is_own = self.store is not None and self.store.holds(path)
+        self._saved_at = self.step if is_own else None
         self._resumed = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
         devices.flush(self.device)
         say(f"resumed from {name or path} at step {self.step} ({self.num_done:,} {self.unit})")
+        for key, (old, new) in changed_settings(state["config"], self.cfg).items() if is_own else ():
+            if key != "run_dir":  # the same directory, by whatever name
+                say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
 
     # -- start and end ---------------------------------------------------------------------------------------
 

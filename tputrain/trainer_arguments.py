@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tputrain.callbacks.callback import Callback
 from tputrain.config import RunConfig
@@ -17,7 +18,14 @@ _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 def check_arguments(
-    model: Any, cfg: Any, loss_fn: Any, optimizer: Any, metrics: Any, callbacks: Any, loggers: Any
+    model: Any,
+    cfg: Any,
+    loss_fn: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    metrics: Any,
+    callbacks: Any,
+    loggers: Any,
 ) -> None:
     """Raise UserError, one line, for the first of the Trainer's arguments that is of another kind."""
     _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
@@ -40,10 +48,28 @@ def check_arguments(
     )
     is_optimizer = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     _expect(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer on model.parameters()")
+    _check_scheduler(lr_scheduler)
     _check_metrics(metrics)
     for callback in _each("callbacks", callbacks, Callback):
         _check_hooks(callback)
     _each("loggers", loggers, Logger)
+
+
+def _check_scheduler(lr_scheduler: Any) -> None:
+    is_known = isinstance(lr_scheduler, LRScheduler) or callable(lr_scheduler)
+    _expect(
+        lr_scheduler is None or (is_known and not isclass(lr_scheduler)),
+        "lr_scheduler",
+        lr_scheduler,
+        "a function of the step or one of torch.optim.lr_scheduler; "
+        "RunConfig(schedule=ScheduleConfig(name='cosine')) names one",
+    )
+    _expect(
+        not isinstance(lr_scheduler, ReduceLROnPlateau),
+        "lr_scheduler",
+        lr_scheduler,
+        "a scheduler that needs no metric; step this one in a callback's on_evaluate, by result['loss']",
+    )
 
 
 def _check_metrics(metrics: Any) -> None:

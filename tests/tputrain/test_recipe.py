@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tputrain.config import RunConfig
-from tputrain.config_differences import differences
+from tputrain.config_differences import changed_settings, differences
+from tputrain.data import DataConfig
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, load_recipe, with_defaults
+from tputrain.recipe import RecipeConfig, config_from_json, load_recipe
 from tputrain.shipped import find_recipe, shipped_names, shipped_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,9 +84,10 @@ def test_a_key_that_an_older_run_did_not_know_had_its_default():
     new = asdict(RecipeConfig(seed=4))
     old = {name: dict(value) if isinstance(value, dict) else value for name, value in new.items()}
     del old["model"]["rope_theta"], old["data"]["validation_fraction"], old["sample"]
-    assert differences(with_defaults(old), new) == {}
-    new["data"]["validation_fraction"] = 0.2
-    assert differences(with_defaults(old), new) == {"data.validation_fraction": (0.05, 0.2)}
+    assert changed_settings(old, RecipeConfig(seed=4)) == {}
+    changed = RecipeConfig(seed=4, data=DataConfig(validation_fraction=0.2))
+    assert changed_settings(old, changed) == {"data.validation_fraction": (0.05, 0.2)}
+    assert changed_settings(old, RunConfig(seed=5)) == {"seed": (4, 5)}
 
 
 MISTAKES = [
@@ -94,6 +96,15 @@ MISTAKES = [
         "optim.learing_rate=0.1: unknown key; nearest known key: optim.learning_rate",
     ),
     ("learning_rate: 0.1", "learning_rate=0.1: unknown key; nearest known key: optim.learning_rate"),
+    (
+        "loggers: {wandb: 1}",
+        "loggers.wandb=1: unknown key; nearest known key: log.wandb",
+    ),
+    (
+        "zzzqqq: {zzz: 1}",
+        "zzzqqq.zzz=1: unknown key; nearest known key: none resembles it (known keys: seed, device, ",
+    ),
+    ("steps: 5", "steps=5: unknown key; nearest known key: trainer.steps or schedule.steps"),
     ("zzzqqq: 1", "zzzqqq=1: unknown key; nearest known key: none resembles it"),
     ("lr: 0.1", "lr=0.1: unknown key; nearest known key: optim.learning_rate"),
     ("optim: {lr: 0.1}", "optim.lr=0.1: unknown key; nearest known key: optim.learning_rate"),
@@ -213,6 +224,15 @@ def test_a_mistake_on_the_command_line_is_blamed_on_it(tmp_path, override, messa
     with pytest.raises(UserError) as caught:
         load(tmp_path, "seed: 1", override)
     assert str(caught.value).startswith(message)
+
+
+def test_what_does_not_fit_the_recipe_is_blamed_on_the_override_that_broke_it(tmp_path):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, "batch: {tokens: 1024}", "trainer.steps=7", "data.sequence_length=100")
+    begins = "command line: data.sequence_length=100 does not fit "
+    assert str(caught.value).startswith(f"{begins}{tmp_path}/my.yaml: batch.tokens=1024: expected a multiple")
+    with pytest.raises(UserError, match=r"^.*my.yaml: optim.eps=-1.0"):
+        load(tmp_path, "optim: {eps: -1.0}", "trainer.steps=7")
 
 
 def test_a_mistake_in_a_piece_is_blamed_on_the_piece(tmp_path):

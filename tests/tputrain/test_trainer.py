@@ -361,6 +361,19 @@ class OfAnotherLibrary(Callback):
         ({"loss_fn": "mse"}, "Trainer: loss_fn is 'mse': expected a function of .output, target."),
         ({"loss_fn": nn.MSELoss}, "Trainer: loss_fn is the class MSELoss, not an object of it: expected"),
         ({"optimizer": torch.optim.SGD}, "Trainer: optimizer is the class SGD, not an object of it"),
+        (
+            {"lr_scheduler": "cosine"},
+            r"Trainer: lr_scheduler is 'cosine': expected a function .*ScheduleConfig\(name='cosine'\)",
+        ),
+        ({"lr_scheduler": ScheduleConfig}, "Trainer: lr_scheduler is the class ScheduleConfig, not an obj"),
+        (
+            {
+                "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(
+                    torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+                )
+            },
+            "Trainer: lr_scheduler is a ReduceLROnPlateau: expected a scheduler that needs no metric",
+        ),
         ({"metrics": ["accuracy"]}, "Trainer: metrics is a list: expected a mapping of names to functions"),
         ({"metrics": {"accuracy": 3}}, r"Trainer: metrics\['accuracy'\] is 3: expected a function"),
         ({"callbacks": Callback()}, "Trainer: callbacks is a Callback: expected a list of tputrain.Callback"),
@@ -385,7 +398,15 @@ def test_a_mistake_is_one_line_that_says_what_was_expected(arguments, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TrainerConfig(steps="ten"), "trainer.steps=ten: expected 1 or more"),
+        (lambda: TrainerConfig(steps="10"), "trainer.steps='10': expected a whole number, 1 or more"),
+        (lambda: TrainerConfig(accumulate=2.0), "trainer.accumulate=2.0: expected a whole number, 1 or"),
+        (lambda: TrainerConfig(accumulate=True), "trainer.accumulate=true: expected a whole number, 1 or"),
+        (lambda: CheckpointConfig(keep_last=2.0), "checkpoint.keep_last=2.0: expected a whole number"),
+        (
+            lambda: RunConfig(checkpoint=CheckpointConfig(background="no")),
+            "checkpoint.background='no': expected true or false",
+        ),
+        (lambda: RunConfig(seed="0"), "seed='0': expected a whole number"),
         (lambda: TrainerConfig(max_grad_norm="1"), "trainer.max_grad_norm=1: expected a number above 0"),
         (
             lambda: RunConfig(trainer={"steps": 3}),
@@ -400,9 +421,34 @@ def test_a_setting_of_another_kind_is_refused_where_it_is_made(make, message):
     assert str(caught.value).startswith(message)
 
 
-def test_an_iterator_that_is_used_up_is_told_from_a_loader():
-    with pytest.raises(UserError, match="an iterator that cannot be started anew"):
-        Trainer(classifier(), config(steps=3), train_loader=iter([samples(4)])).fit()
+def test_a_run_directory_may_be_a_path(tmp_path):
+    assert RunConfig(run_dir=tmp_path) == RunConfig(run_dir=str(tmp_path))
+
+
+def test_a_generator_that_ends_early_is_told_with_what_it_gave():
+    generator = (samples(4) for _ in range(2))
+    with pytest.raises(UserError, match="train_loader is a generator that ended after 2 batches and cannot"):
+        Trainer(classifier(), config(steps=3), train_loader=generator).fit()
+
+
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
+    from tputrain import evaluator
+
+    monkeypatch.setattr(evaluator, "_SECONDS_BETWEEN_NEWS", 0.0)
+    trainer = Trainer(classifier(), config(evaluate_batches=2), val_loader=[samples(4)] * 3)
+    trainer.validate()
+    assert "evaluating: 1 of 2 batches done" in capsys.readouterr().out
+
+
+def test_a_resume_names_the_settings_that_changed(tmp_path, capsys):
+    for steps, every in ((2, 100), (3, 50)):
+        cfg = config(steps=steps, evaluate_every=every, run_dir=str(tmp_path))
+        Trainer(classifier(), cfg, train_loader=[samples(4)]).fit()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert said == [
+        "note: trainer.steps is 3 from here on, it was 2",
+        "note: trainer.evaluate_every is 50 from here on, it was 100",
+    ]
 
 
 def test_a_loss_that_is_not_a_number_is_logged_as_json(tmp_path):

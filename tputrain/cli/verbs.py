@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from tputrain.checkpoint import CHECKPOINTS, contents
 from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
 from tputrain.cli.job import build_evaluation, build_job, build_trained_model
 from tputrain.config_checks import expect, expect_at_least, spelled
-from tputrain.config_differences import differences
+from tputrain.config_differences import changed_settings
 from tputrain.data import Tokenizer
 from tputrain.device import describe_programs
 from tputrain.errors import UserError
 from tputrain.execution import Execution
-from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe, with_defaults
+from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
@@ -107,7 +107,7 @@ def sample(
 ) -> str:
     """Text that the newest checkpoint of a run writes."""
     expect(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "1 or more")
-    expect_at_least("--temperature", temperature, 0)
+    expect_at_least("--temperature", temperature, 0.0)
     checkpoint, cfg = _trained(run_dir, overrides)
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
     execution = Execution(model, device, cfg.execution)
@@ -126,7 +126,11 @@ def sample(
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
     """The newest whole checkpoint of a run, and the configuration it was made with."""
     checkpoint, state = _newest(run_dir)
-    return checkpoint, config_from_json(state["config"], str(checkpoint / contents.STATE), overrides)
+    config, model = state["config"], state["config"]["model"]
+    if model["name"] == "huggingface" and model["path"] is not None:
+        # What the run began with may have changed since, or gone; the checkpoint is a model like it.
+        config = config | {"model": model | {"path": str(checkpoint)}}
+    return checkpoint, config_from_json(config, str(checkpoint / contents.STATE), overrides)
 
 
 def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, Any]]:
@@ -184,17 +188,15 @@ def _locked_where_changed(store: CheckpointStore, run_dir: str) -> Iterator[None
 
 
 def _check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) -> None:
-    """Name every setting that differs from the checkpoint's; refuse those that make it another run."""
-    changes = differences(with_defaults(state["config"]), asdict(cfg))
+    """Refuse, and name, settings that make it another run; the Trainer tells of the other changes."""
+    changes = changed_settings(state["config"], cfg)
     # An imported model was trained on nothing yet: any data will do.
     is_untrained = state["step"] == 0 and state.get("data") is None
     fixed = _FIXED_AT_IMPORT if is_untrained else _FIXED
     refused = [key for key in changes if key.startswith(fixed) and key not in _FREE]
-    for key, (old, new) in changes.items():
-        if key in refused:
-            say(f"refused: {key} would be {spelled(new)}, it was {spelled(old)}")
-        elif key != "run_dir" or Path(str(old)) != Path(str(new)):
-            say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
+    for key in refused:
+        old, new = changes[key]
+        say(f"refused: {key} would be {spelled(new)}, it was {spelled(old)}")
     if refused:
         key = refused[0]
         old, new = changes[key]
