@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from tputrain.announce import say
@@ -9,8 +10,14 @@ from tputrain.reachable import why_unreachable
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` can only mean a directory: on the hub things are called `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
+    """Whether `name` means a directory: on the hub things are called `name` or `owner/name`. `runs/name` is a
+    directory where a folder `runs` is here.
+    """
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or ("/" in name and Path(name).parent.is_dir())
+    )
 
 
 @contextmanager

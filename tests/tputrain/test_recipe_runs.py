@@ -112,9 +112,15 @@ def test_a_run_begins_where_another_ended_in_our_own_model_and_in_that_of_transf
     assert evaluations("second")[0] == ended_at
     assert evaluations("third")[0] == pytest.approx(ended_at, rel=1e-4)
     capsys.readouterr()
-    shutil.rmtree("first")  # what they began with need not be there any more
+    shutil.rmtree("first")  # what they began with need not be there any more, or may be another model
     assert main(["validate", "third"]) == 0
+    Path("first").mkdir()
+    Path("first/config.json").write_text('{"max_position_embeddings": 2, "vocab_size": 2}')
     assert main(["sample", "third", "--prompt", "value", "--max-new-tokens", "2"]) == 0
+    capsys.readouterr()
+    assert main(["run", "llama", *LLAMA, *from_it, "run_dir=fourth", "model.path=null"]) == 2
+    assert "data.tokenizer=first: no tokenizer in first" in capsys.readouterr().err
+    shutil.rmtree("first")
     assert main(["run", "llama", *LLAMA, *from_it, "run_dir=fourth", "data.tokenizer=null"]) == 2
     assert "model.path=first: no such directory; expected one with *.safetensors" in capsys.readouterr().err
 

@@ -28,6 +28,7 @@ from tputrain.data import (
 )
 from tputrain.device import EXECUTABLE_CACHE, find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
+from tputrain.hub import is_path
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import Llama, add_lora, build_initialized
 from tputrain.models.hf_llama import load_weights
@@ -52,6 +53,8 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     """
     _device(cfg)  # a device that is not there is reported before the tokenizer is trained
     tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
+    if checkpoint is None:
+        _check_model_path(cfg)
     data = _build_data(cfg, tokenizer, fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
         trainer = _build_trainer(cfg, data, checkpoint)
@@ -140,13 +143,21 @@ def _build_shape(cfg: RecipeConfig, checkpoint: Path) -> nn.Module:
     return build_initialized(model, cfg.seed)
 
 
+def _check_model_path(cfg: RecipeConfig) -> None:
+    """Before the data is read: what a run begins with must be there."""
+    path = cfg.model.path
+    may_be_on_hub = cfg.model.name == "huggingface" and path is not None and not is_path(path)
+    if path is None or cfg.model.name == "import" or may_be_on_hub or Path(path).expanduser().is_dir():
+        return
+    raise UserError(
+        f"model.path={path}: no such directory; expected one with *.safetensors, or a run "
+        "(`tputrain run llama` makes one in runs/llama)"
+    )
+
+
 def _load_llama(model: Llama, path: str) -> None:
     directory = model_directory(path)
-    if directory is None:
-        raise UserError(
-            f"model.path={path}: no such directory; expected one with *.safetensors, or a run "
-            "(`tputrain run llama` makes one in runs/llama)"
-        )
+    assert directory is not None, "_check_model_path has looked"
     load_weights(model, directory)
 
 
@@ -172,6 +183,7 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None) -> Tr
 def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
     """Losses over the learning rates that are `chosen`, from the recipe's initial values."""
     _device(cfg)
+    _check_model_path(cfg)
     data = _build_data(cfg, None, None)
     with announced(f"building {cfg.model.name}"):
         model = _build_model(cfg, None)

@@ -47,6 +47,10 @@ def find_tokenizer(name: str) -> Tokenizer:
             return _on_hub(name)
         if (directory / STATE).is_file():
             return load_tokenizer(directory)  # a checkpoint of our own
+        if not any(directory.glob("*token*")) and not any(directory.glob("*vocab*")):
+            raise ValueError(
+                f"no tokenizer in {directory} (a run has one with its first checkpoint); {_EXPECTED}"
+            )
         return PretrainedTokenizer.load(directory)
     except ValueError as error:
         hint = nearest_path(name)
