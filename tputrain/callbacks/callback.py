@@ -22,7 +22,7 @@ class Control:
 class Callback:
     """Override what you need. Hooks run in the order in which the callbacks were given.
 
-    A hook may read `trainer` (step, tokens, model, optimizer, cfg) and set `trainer.control`. In
+    A hook may read `trainer` (step, num_done, model, optimizer, cfg) and set `trainer.control`. In
     `on_step_end` it must not read a tensor of the model: that would stop the device at every step; `on_log`
     and `on_evaluate` bring the numbers. A callback with `state_dict()` and `load_state_dict(state)` (plain
     JSON) is kept in the checkpoint.
