@@ -4,7 +4,6 @@
 step's record, what in the batch itself is not finite, and what a replay found (`tputrain.first_nonfinite`).
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tputrain import exact_json
 from tputrain.announce import warn
 from tputrain.batches import Batch
 from tputrain.errors import in_words
@@ -83,7 +83,7 @@ def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
     Where the report could not be written, or cannot be now, there is a line on standard error.
     """
     try:
-        report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+        report = exact_json.loads((directory / "report.json").read_text(encoding="utf-8"))
         _write(directory, report | {"replay": {"note": note} | found})
     except (OSError, ValueError) as error:
         warn(f"{directory}: what the replay of a bad step found cannot be kept ({in_words(error)})")
@@ -111,7 +111,7 @@ def _named_tensors(batch: Batch, name: str = "") -> Iterator[tuple[str, Tensor]]
 
 
 def _write(directory: Path, report: dict[str, Any]) -> None:
-    (directory / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (directory / "report.json").write_text(exact_json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _is_json(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The Trainer: a model, its data and a configuration, and the loop that brings them together."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -87,7 +88,7 @@ class Trainer:
     num_done: int
     """Tokens (of text) or samples trained on."""
     best: Record | None
-    """The evaluation with the lowest loss."""
+    """The evaluation with the lowest loss that is finite."""
     evaluated_at: int | None
     """The step of the last evaluation that was not broken off."""
 
@@ -412,7 +413,8 @@ class Trainer:
         if self._saved_at == self.step:
             self._saved_at = None  # that checkpoint does not know of this evaluation
         record = {"step": self.step, "loss_hex": result["loss"].hex(), **result}
-        if self.best is None or result["loss"] < self.best["loss"]:
+        is_best = self.best is None or result["loss"] < self.best["loss"]
+        if is_best and math.isfinite(result["loss"]):
             self.best = {"step": self.step, "loss": result["loss"]}
         for logger in self.loggers:
             logger.log_evaluation(record)
@@ -584,6 +586,8 @@ class Trainer:
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
+        if self.best is not None and not math.isfinite(self.best["loss"]):
+            self.best = None  # earlier versions took a first evaluation of NaN for the best
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
         self.execution.restore(state.get("execution"))

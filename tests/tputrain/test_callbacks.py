@@ -83,6 +83,21 @@ def test_early_stopping_waits_for_patience_evaluations_without_a_better_one(caps
     assert "stopped early at step 5: 2 evaluations without a better score (the best was 2.0000)" in said
 
 
+@pytest.mark.parametrize("first", [float("nan"), float("inf"), float("-inf")])
+def test_a_first_evaluation_that_is_no_number_is_never_the_best(tmp_path, first):
+    best, stopping = BestCheckpoint("score"), EarlyStopping(9, "score")
+    going_on = TrainerConfig(steps=3, evaluate_every=1, on_nonfinite="skip")
+    trainer = trainer_with_scores([first, first, 3.0, 4.0], tmp_path, best, stopping, trainer=going_on)
+    measure = trainer._evaluator.measure
+    trainer._evaluator.measure = lambda: (result := measure()) | {"loss": result["score"]}
+    trainer.fit()
+    assert trainer.best == {"step": 2, "loss": 3.0}
+    assert (best.best, best.step, stopping.best) == (3.0, 2, 3.0)
+    for step in (2, 3):
+        text = (tmp_path / "checkpoints" / f"step-{step}" / "state.json").read_text()
+        assert json.loads(text, parse_constant=pytest.fail)["best"] == {"step": 2, "loss": 3.0}
+
+
 def test_a_run_that_was_stopped_early_stays_stopped_until_patience_is_raised(tmp_path):
     scores = [0.0, 1.0, 0.9, 0.8, 0.7, 2.0, 3.0]
     for patience, last in ((2, 3), (2, 3), (3, 4), (4, 6)):

@@ -249,12 +249,21 @@ def test_batches_with_another_fingerprint_are_not_gone_on_with(tmp_path, capsys)
     assert list(losses(tmp_path)) == [1, 2]
 
 
-def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path):
+@pytest.mark.parametrize(
+    "scheduled",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+        # Its state is a dict with numbers for keys, which JSON alone would make text of.
+        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4], gamma=0.5),
+    ],
+    ids=["step", "milestones"],
+)
+def test_a_user_s_optimizer_and_scheduler_resume_to_the_bit(tmp_path, scheduled):
     def run(run_dir: Path, steps: int) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
         optimizer = torch.optim.RMSprop(model.parameters(), lr=0.05, momentum=0.5)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        scheduler = scheduled(optimizer)
         batches = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(3)]
         cfg = RunConfig(device="cpu", run_dir=str(run_dir), trainer=TrainerConfig(steps=steps))
         Trainer(model, cfg, train_loader=batches, optimizer=optimizer, lr_scheduler=scheduler).fit()

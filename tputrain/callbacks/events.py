@@ -1,12 +1,12 @@
 """What happened to a run and when, as JSON lines in `events.jsonl`: started, saved, ended."""
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tputrain import device as devices
+from tputrain import exact_json
 from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.loggers.jsonl import EVENTS
@@ -42,7 +42,7 @@ class EventLog(Callback):
     def _write(self, event: str, step: int, **more: Any) -> None:
         if not self._is_writable:
             return
-        line = json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **more})
+        line = exact_json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **more})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:

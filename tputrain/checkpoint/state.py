@@ -1,6 +1,5 @@
 """`state.json` of a checkpoint: everything that is no tensor, as one dict. Reading it needs no PyTorch."""
 
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from tputrain import exact_json
 from tputrain.errors import UserError, is_out_of_memory
 
 Owner = TypeVar("Owner")
@@ -20,9 +20,12 @@ _NEEDED = {"step": int, "config": dict, "versions": dict}  # what every reader t
 
 
 def state_text(state: dict[str, Any]) -> str:
-    """What state.json holds: `state` and its format. Raises UserError where something in it is not JSON."""
+    """What state.json holds: `state` and its format. Raises UserError where something in it is not JSON.
+
+    It is valid JSON also where `state` holds NaN or an infinity: see `tputrain.exact_json`.
+    """
     try:
-        return json.dumps({"format": FORMAT} | state, indent=1) + "\n"
+        return exact_json.dumps({"format": FORMAT} | state, indent=1) + "\n"
     except TypeError as error:
         raise UserError(f"{STATE}: {error}; state of callbacks and schedulers must be plain JSON") from None
 
@@ -39,8 +42,8 @@ def load_state(directory: Path) -> dict[str, Any]:
     """
     path = directory / STATE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        state = exact_json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); use another checkpoint") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

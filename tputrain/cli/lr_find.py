@@ -1,9 +1,9 @@
 """`tputrain lr-find`: a sweep over learning rates for a recipe, as a table, a file and a picture."""
 
-import json
 import os
 from pathlib import Path
 
+from tputrain import exact_json
 from tputrain.announce import say
 from tputrain.cli.job import build_sweep
 from tputrain.errors import UserError
@@ -25,7 +25,7 @@ def lr_find(recipe: str, overrides: list[str], chosen: SweepConfig) -> int:
     _show(sweep)
     suggested = sweep.suggested
     kept = {"suggested": suggested, "at_lowest_loss": sweep.at_lowest_loss, **_columns(sweep)}
-    _write(directory / "lr-find.json", json.dumps(kept, indent=1) + "\n")
+    _write(directory / "lr-find.json", exact_json.dumps(kept, indent=1) + "\n")
     _write(directory / "lr-find.svg", figure(sweep))
     say(f"the loss is lowest at {sweep.at_lowest_loss:.1e}, which is too high to train with")
     say(f"it falls fastest at {suggested:.1e}: optim.learning_rate={suggested:.1e}")
