@@ -23,6 +23,7 @@ from tputrain.callbacks.events import EventLog
 from tputrain.callbacks.recompile_budget import RecompileBudget
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.background import BackgroundWriter, Written
+from tputrain.checkpoint.configuration import padding_of
 from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.checkpoint.store import CheckpointStore, damage
@@ -71,7 +72,7 @@ class Trainer:
     An `optimizer` given here (built on the parameters of `model`) keeps its own learning rate unless there is
     an `lr_scheduler` too; else both come from `cfg.optim` and `cfg.schedule`. `metrics` maps names to
     functions of (output, target), averaged over evaluations, beside those that `cfg.trainer.metrics` names.
-    `tokenizer.save(directory)` is called for every checkpoint.
+    `tokenizer.save(directory)`, or `save_pretrained`, is called for every checkpoint.
 
     Raises UserError, one line, for what the caller can mend.
     """
@@ -506,6 +507,7 @@ class Trainer:
             "callbacks": state_of(self.callbacks),
             "bad_steps": self._bad_steps.state(),
             "execution": self.execution.state(),
+            "padding": padding_of(self.model),
             "config": asdict(self.cfg),
             "versions": versions(),
         }

@@ -9,10 +9,20 @@ import torch
 from torch import nn
 
 from tests.tputrain.test_lora import Batches, train
+from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
+from tputrain.checkpoint.configuration import padding_of, write_configuration
 from tputrain.cli.job import build_trained_model
 from tputrain.data import Tokenizer
+from tputrain.data.pretrained_tokenizer import PretrainedTokenizer
 from tputrain.errors import UserError
-from tputrain.models import LoraConfig, ModelConfig, add_lora, build_initialized, load_huggingface
+from tputrain.models import (
+    LoraConfig,
+    ModelConfig,
+    add_lora,
+    build_initialized,
+    build_model,
+    load_huggingface,
+)
 from tputrain.models.huggingface import build_huggingface
 from tputrain.recipe import load_recipe
 
@@ -93,6 +103,93 @@ def test_it_trains_and_its_checkpoint_is_a_directory_that_transformers_reads(dir
     with torch.no_grad():
         ours = trainer.model(ids.to(device)).cpu()
         torch.testing.assert_close(theirs(ids).logits, ours, atol=1e-4, rtol=1e-4)
+
+
+class Asked(Batches):
+    """Batches for a model that shifts the labels itself."""
+
+    def batch_at(self, step: int, micro: int) -> dict[str, torch.Tensor]:
+        ids = super().batch_at(step, micro)["input_ids"]
+        return {"input_ids": ids, "labels": ids}
+
+
+def their_tokenizer(**special: str):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(40)} | {
+        "<s>": 40,
+        "</s>": 41,
+        "<pad>": 42,
+        "<far>": 900,
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=Fast(models.WordLevel(words, unk_token="w0")), **special)
+
+
+def test_a_model_of_transformers_given_in_python_has_checkpoints_that_it_reads(directory, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model.generation_config.temperature = 0.5  # without do_sample, which its own saving refuses
+    model.generation_config.eos_token_id = [7, 41]
+    before = model.config.to_dict()
+    cfg = RunConfig(device="cpu", run_dir=str(tmp_path / "run"), trainer=TrainerConfig(steps=2))
+    tokenizer = their_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<far>")
+    trainer = Trainer(model, cfg, train_loader=Asked(), tokenizer=tokenizer)
+    trainer.fit()
+    assert model.config.to_dict() == before
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    theirs, loading = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert type(theirs) is type(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (40, 41)
+    assert theirs.config.pad_token_id is None  # the model's vocabulary has no such token
+    generation = theirs.generation_config
+    assert (generation.temperature, generation.bos_token_id, generation.eos_token_id) == (0.5, 40, [7, 41])
+    assert AutoTokenizer.from_pretrained(checkpoint).eos_token_id == 41
+
+
+def test_another_module_around_it_is_not_passed_off_as_one_of_transformers(directory, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    around = nn.Sequential(AutoModelForCausalLM.from_pretrained(directory))
+    write_configuration(around, None, tmp_path)
+    assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_config_json_names_the_special_tokens_of_the_run_s_tokenizer(tmp_path, directory, kind):
+    with torch.device("meta"):  # which has the ids of Llama 3 by its name
+        ours = build_model(ModelConfig("llama-1b"))
+    model = ours if kind == "ours" else load_huggingface(str(directory))
+    for special, expected in (
+        ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}, (40, 41, 42)),
+        ({"eos_token": "</s>"}, (41, 41, None)),  # which opens documents too
+    ):
+        write_configuration(model, PretrainedTokenizer(their_tokenizer(**special)), tmp_path)
+        for name in ("config.json", "generation_config.json"):
+            said = json.loads((tmp_path / name).read_text())
+            assert tuple(said.get(f"{each}_token_id") for each in ("bos", "eos", "pad")) == expected, name
+
+
+def test_a_resume_takes_no_gradient_from_the_padding_token_of_the_tokenizer(directory, tmp_path):
+    """config.json names it after the run's first save: transformers would build another embedding by that."""
+    model = load_huggingface(str(directory))
+    assert padding_of(model) is None
+    cfg = RunConfig(device="cpu", run_dir=str(tmp_path / "run"), log=LogConfig(progress="none"))
+    tokenizer = PretrainedTokenizer(their_tokenizer(eos_token="</s>", pad_token="</s>"))
+    checkpoint = Trainer(model, cfg, tokenizer=tokenizer).save()
+    assert json.loads((checkpoint / "config.json").read_text())["pad_token_id"] == 41
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(
+        f"device: cpu\nmodel: {{name: huggingface, path: {directory}}}\n"
+        "batch: {tokens: 256, sequences: 8}\ndata: {sequence_length: 32, vocab_size: 300}"
+    )
+    built, _, _ = build_trained_model(load_recipe(recipe), checkpoint)
+    assert padding_of(built) is None
 
 
 def test_lora_finds_its_layers_by_name(tmp_path, directory):

@@ -4,8 +4,7 @@ model.safetensors      parameters and buffers under the model's own names, tied 
 trained.safetensors    only where the weights above are averages: those that training goes on with
 optimizer.safetensors  `<parameter>.<key>` for every tensor of the optimizer's state
 state.json             everything else, one dict
-config.json, generation_config.json, tokenizer files: from the model's `save_config(directory)` and the
-tokenizer's `save(directory)`, where they have them
+config.json, generation_config.json, tokenizer files: see `tputrain.checkpoint.configuration`
 """
 
 import json
@@ -18,16 +17,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tputrain.checkpoint.configuration import write_configuration
+from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
 from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
+from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError, in_words
 from tputrain.models.lora import lora_layers
 
 MODEL = "model.safetensors"
 TRAINED = "trained.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+TRAINING_ONLY = (STATE, TRAINED, OPTIMIZER, CHECKSUMS, COMPLETE, WRITTEN)
+"""What only going on with the training needs: every other file belongs to the model or the tokenizer."""
 
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
@@ -44,11 +48,7 @@ def write_model(tensors: dict[str, Tensor], model: nn.Module, tokenizer: Any, di
     """Write `tensors` of `model`, and the configuration files."""
     # transformers refuses a file that does not say which framework's conventions it follows.
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
-    save_config = getattr(model, "save_config", None)
-    if callable(save_config):
-        save_config(directory)
-    if tokenizer is not None:
-        tokenizer.save(directory)
+    write_configuration(model, tokenizer, directory)
 
 
 def load_model(model: nn.Module, directory: Path) -> None:

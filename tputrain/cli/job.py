@@ -140,7 +140,11 @@ def _build_shape(cfg: RecipeConfig, checkpoint: Path) -> nn.Module:
     model = cfg.model
     if model.name == "huggingface":
         model = replace(model, path=str(checkpoint), config={}, init="random")
-    return build_initialized(model, cfg.seed)
+    built = build_initialized(model, cfg.seed)
+    if model.name == "huggingface" and "padding" in (state := contents.load_state(checkpoint)):
+        # config.json there names the tokenizer's padding token: the gradients must not change by that.
+        built.get_input_embeddings().padding_idx = state["padding"]  # type: ignore[operator]
+    return built
 
 
 def _check_model_path(cfg: RecipeConfig) -> None:

@@ -17,11 +17,11 @@ from tputrain.data.files import nearest_path
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.hub import asking_hub, is_path
 
-_MARK = "tputrain_tokenizer.json"
+MARK = "tputrain_tokenizer.json"
 """Tells a directory that `PretrainedTokenizer.save` wrote from one of `Tokenizer.save`."""
 _FILES = (
     STATE,
-    _MARK,
+    MARK,
     Tokenizer.FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -34,7 +34,7 @@ _ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 def load_tokenizer(directory: Path | str) -> Tokenizer:
     """Read what either kind of tokenizer saved. Raises ValueError where it is missing or damaged."""
-    if (Path(directory) / _MARK).is_file():
+    if (Path(directory) / MARK).is_file():
         return PretrainedTokenizer.load(directory)
     return Tokenizer.load(directory)
 
@@ -117,7 +117,12 @@ class PretrainedTokenizer(Tokenizer):
     def save(self, directory: Path | str) -> None:
         """Write the files of Hugging Face's `save_pretrained` into an existing directory."""
         self._pretrained.save_pretrained(str(directory))
-        (Path(directory) / _MARK).write_text(json.dumps({"kind": "pretrained"}) + "\n")
+        (Path(directory) / MARK).write_text(json.dumps({"kind": "pretrained"}) + "\n")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of the padding token, if it has one."""
+        return self._pretrained.pad_token_id
 
     @property
     def vocab_size(self) -> int:

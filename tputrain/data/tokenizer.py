@@ -93,6 +93,23 @@ class Tokenizer:
             json.dumps(special, indent=2) + "\n", encoding="utf-8"
         )
 
+    # What Hugging Face calls them, for a checkpoint's config.json.
+
+    @property
+    def bos_token_id(self) -> int:
+        """Opens every document."""
+        return self.start_of_text_id
+
+    @property
+    def eos_token_id(self) -> int:
+        """Closes every document."""
+        return self.end_of_text_id
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """None: rows are filled up by what is marked as no document."""
+        return None
+
     @property
     def vocab_size(self) -> int:
         """Entries learned; below what was asked for where the text is too short to need more."""

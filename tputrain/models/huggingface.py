@@ -4,7 +4,6 @@ import inspect
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,7 +118,7 @@ def _random(transformers: Any, config: Any, seed: int) -> Any:
 
 
 def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
-    """`model` with the forward of this library's models, and a `save_config` for its checkpoints."""
+    """`model` with the forward of this library's models."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
     if activation_checkpointing:
@@ -142,14 +141,7 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
         loss = next_token_loss(logits, labels)
         return {"loss": loss, "logits": logits} if model.gives_logits_with_loss else loss
 
-    def save_config(directory: Path) -> None:
-        model.config.architectures = [type(model).__name__]
-        model.config.dtype = model.dtype
-        model.config.save_pretrained(directory)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(directory)
-
-    model.forward, model.save_config, model.gives_logits_with_loss = adapted, save_config, False
+    model.forward, model.gives_logits_with_loss = adapted, False
     return model
 
 
