@@ -203,6 +203,22 @@ def test_what_is_exported_is_what_transformers_loads(capsys):
     assert AutoTokenizer.from_pretrained("out")("def add(").input_ids
 
 
+def test_nothing_is_exported_that_only_training_needs():
+    """With averages of the weights, a checkpoint also holds those that training goes on with."""
+    averaged = ["optim.ema_decay=0.9", "trainer.steps=1", "run_dir=runs/averaged"]
+    assert main(["run", "tiny.yaml", *averaged]) == 0
+    assert Path("runs/averaged/checkpoints/step-1/trained.safetensors").exists()
+    assert main(["export", "runs/averaged", "out"]) == 0
+    assert set(os.listdir("out")) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
 def test_export_takes_the_newest_whole_checkpoint_or_the_one_named(capsys):
     with Path("runs/tiny/checkpoints/step-4/model.safetensors").open("r+b") as file:
         file.write(b"\0\0\0\0")

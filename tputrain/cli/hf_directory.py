@@ -6,13 +6,14 @@ from pathlib import Path
 
 from tputrain.announce import say
 from tputrain.checkpoint import CHECKPOINTS
-from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
+from tputrain.checkpoint.contents import TRAINING_ONLY
+from tputrain.checkpoint.integrity import COMPLETE
 from tputrain.checkpoint.state import STATE
 from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
+from tputrain.data.pretrained_tokenizer import MARK
 from tputrain.errors import UserError
 
-# What only going on with the training needs.
-_LEFT_OUT = {STATE, "optimizer.safetensors", CHECKSUMS, COMPLETE}
+_LEFT_OUT = {*TRAINING_ONLY, MARK}
 
 
 def export(target: str, out: str) -> int:
