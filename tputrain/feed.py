@@ -144,6 +144,7 @@ class StatefulFeed:
         _expect_same_data(state, self.loader)
         if state["epoch"] < 0 and self.epoch < 0:
             return  # nothing was given then, nor since
+        _end(self._iterator)
         self.loader.load_state_dict(state["loader"])
         if state["epoch"] < 0:
             self._iterator, self.epoch = iter(()), -1
@@ -219,6 +220,8 @@ class IterableFeed:
 
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "iterable")
+        _end(self._iterator)
+        self._iterator = iter(())  # what reads for it, such as workers, ends before another begins
         own = state.get("own_rng_at_epoch", [])  # the first checkpoints of all had none
         for generator, saved in zip(_generators_of(self.loader), own, strict=False):
             generator.set_state(rng.from_hex(saved))
@@ -243,6 +246,12 @@ class IterableFeed:
                 say(f"resuming: skipped {done + 1:,} of {count:,} batches")
                 said_at = time.monotonic()
         self.taken = count
+
+
+def _end(iterator: Iterator[Batch]) -> None:
+    """Have a generator leave its loader alone before that is gone through anew."""
+    if callable(close := getattr(iterator, "close", None)):
+        close()
 
 
 def _is_put_together_by_workers(loader: Any) -> bool:

@@ -13,7 +13,8 @@ class Prefetched(Generic[Item]):
     """The items of an iterator, in order, up to `ahead` of them made before they are asked for.
 
     What the iterator raises is raised where its item would have come. `close` ends the thread after the item
-    it is at; it is a daemon, so that a read that never returns does not keep the process alive.
+    it is at, and `wait_until_ended` waits for that. The thread is a daemon, so that a read that never returns
+    does not keep the process alive.
     """
 
     _END = object()
@@ -42,6 +43,11 @@ class Prefetched(Generic[Item]):
         with suppress(Empty):
             while True:
                 self._queue.get_nowait()
+
+    def wait_until_ended(self) -> None:
+        """Close, and return once the thread touches the iterator no more."""
+        self.close()
+        self._thread.join()
 
     def _run(self, items: Iterator[Item]) -> None:
         try:

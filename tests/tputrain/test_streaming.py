@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 
-from tputrain import LogConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig, UserError
+from tputrain import CheckpointConfig, LogConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig, UserError
 from tputrain.data import DataConfig, DataError, build_stream
 from tputrain.data.sources import is_held_out, row_document
 from tputrain.feed import StatefulFeed, feed_of
@@ -214,6 +214,84 @@ def test_a_stopped_run_resumes_by_the_loaders_state_and_its_losses_are_those_of_
     assert parts == whole
     if kind == "stateful":  # nothing was skipped: what was asked for is what was trained on
         assert made[-1].asked == [1, 2, 3, 4]
+
+
+class HeldUp:
+    """A dataset that is asked for rows by one thread at a time, or remembers that it was not.
+
+    At row 40 the first thread waits for another one to begin, for half a second.
+    """
+
+    def __init__(self, rows) -> None:
+        self.rows, self.readers, self.num_readers_at_once = rows, 0, 0
+        self.is_held, self.another = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        self.readers += 1
+        self.num_readers_at_once = max(self.num_readers_at_once, self.readers)
+        if self.is_held.is_set():
+            self.another.set()
+        try:
+            for number, row in enumerate(self.rows):
+                if number == 40 and not self.is_held.is_set():
+                    self.is_held.set()
+                    self.another.wait(0.5)
+                yield row
+        finally:
+            self.readers -= 1
+
+    def __getattr__(self, name: str):
+        return getattr(self.rows, name)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=["jsonl", "parquet", "saved"])
+def test_a_position_is_gone_back_to_while_the_thread_of_another_one_reads(source):
+    text = stream(**source)
+    loader = text.training_batches(2, 1)
+    loader._rows = rows = HeldUp(loader._rows)
+    feed = feed_of(loader, torch.device("cpu"))
+    feed.batches(0, 1)
+    position = json.loads(json.dumps(feed.state()))
+    loader._ahead = 99
+    feed.restore(position)  # with room to read on, up to row 40
+    feed.batches(1, 1)
+    assert rows.is_held.wait(30)
+    feed.restore(position)
+    again = feed.batches(1, 60)
+    assert rows.num_readers_at_once == 1
+    undisturbed = feed_of(text.training_batches(2, 1), torch.device("cpu"))
+    assert equal(again, undisturbed.batches(0, 61)[1:])
+    assert feed.state() == undisturbed.state() | {"epoch": feed.state()["epoch"]}
+
+
+class Diverges(Bag):
+    """Computes NaN in its seventh step, the first time; remembers all it is given in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, input_ids, labels, **rest):
+        self.seen.append(input_ids)
+        loss = super().forward(input_ids, labels)
+        return loss * float("nan") if len(self.seen) == 7 else loss
+
+
+def test_after_a_rollback_a_run_sees_every_sample_of_the_stream_that_an_undisturbed_one_sees(tmp_path):
+    model = Diverges()
+    cfg = RunConfig(
+        device="cpu",
+        run_dir=str(tmp_path / "run"),
+        trainer=TrainerConfig(steps=30, on_nonfinite="rollback"),
+        checkpoint=CheckpointConfig(every=5),
+        log=LogConfig(every=2, progress="none"),
+    )
+    Trainer(model, cfg, train_loader=stream(prefetch=20).training_batches(2, 1)).fit()
+    expected = [batch["input_ids"] for batch in take(stream().training_batches(2, 1), 30)]
+    # Steps 1 to 8, of which 7 is bad; from step 6 again, with a replay of step 7 before it is left out.
+    seen = [*expected[:8], expected[5], expected[6], *expected[6:]]
+    assert len(model.seen) == len(seen)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.seen, seen, strict=True))
 
 
 def test_the_loader_in_the_documentation_runs(capsys):

@@ -148,23 +148,33 @@ class StreamedBatches:
         self._batch_size, self._ahead = batch_size, ahead
         self._num_block_batches = -(-cfg.shuffle_block // batch_size)
         self._place: dict[str, Any] = {"block": 0, "batches": 0, "epoch": 0, "dataset": None, "used": 0}
+        self._prefetched: Prefetched[tuple[Batch, dict[str, Any]]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch given, as JSON."""
         return copy.deepcopy(self._place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position that `state_dict` gave, with the next `iter`."""
+        """Go to a position that `state_dict` gave, with the next `iter`; the one before gives no more."""
+        self._stop_reading()
         self._place = copy.deepcopy(state)
 
     def __iter__(self) -> Iterator[Batch]:
+        self._stop_reading()
         prefetched = Prefetched(self._walk(copy.deepcopy(self._place)), self._ahead)
+        self._prefetched = prefetched
         try:
             for batch, place in prefetched:
                 self._place = place
                 yield batch
         finally:
             prefetched.close()
+
+    def _stop_reading(self) -> None:
+        """End the thread of an earlier position: two would move one dataset, and both read what is wrong."""
+        if self._prefetched is not None:
+            self._prefetched.wait_until_ended()
+            self._prefetched = None
 
     def _walk(self, place: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Batches from `place` on, each with the position after it."""
