@@ -26,7 +26,7 @@ from tputrain.checkpoint.background import BackgroundWriter, Written
 from tputrain.checkpoint.configuration import padding_of
 from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
-from tputrain.checkpoint.store import CheckpointStore, damage
+from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.config import RunConfig
 from tputrain.config_checks import spelled
 from tputrain.config_differences import changed_settings
@@ -52,7 +52,7 @@ from tputrain.optim.ownership import check_ownership
 from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
 from tputrain.rehearsed_step import taken_back
-from tputrain.run_lock import RunLock
+from tputrain.run_lock import RunLock, is_locked
 from tputrain.signals import Interrupted, SignalWatch
 from tputrain.trainer_arguments import check_arguments
 from tputrain.versions import versions
@@ -150,6 +150,7 @@ class Trainer:
         self.store: CheckpointStore | None = None
         if self.run_dir is not None:
             self.store = CheckpointStore.of_run(self.run_dir, cfg.checkpoint)
+            self.store.also_keeps = lambda steps: set().union(*(each.keeps(steps) for each in self.callbacks))
             self.callbacks.append(EventLog(self.run_dir))
         self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
@@ -157,6 +158,8 @@ class Trainer:
         self.best = self.evaluated_at = None
         self.unit = "samples"
         self._resumed = False
+        self._owns_run = False  # true in `fit`, and while something outside it writes there
+        self._is_of_run = False  # what this Trainer holds comes from the run directory, or began it
         self._is_warm = False
         self._saved_at: int | None = None
         self._beginning: Snapshot | None = None  # until there is a checkpoint
@@ -178,7 +181,7 @@ class Trainer:
         """
         self.control.stop = False  # of an earlier fit
         # Outermost the deaths of workers, which PyTorch raises in whatever line it comes by.
-        with deaths_named(), RunLock(self.run_dir), self._signals, self._watchdog, self._running() as garbage:
+        with deaths_named(), self._owning_run(), self._signals, self._watchdog, self._running() as garbage:
             self._start()
             self._evaluate_if_due()
             self._save_if_due()
@@ -439,11 +442,18 @@ class Trainer:
     def save(self) -> Path:
         """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path once it is
         complete. Raises RunFailedError where it cannot be written.
+
+        Outside `fit`: UserError where another process trains in `run_dir`, or where that holds checkpoints
+        of which this Trainer has loaded none.
         """
         if self.store is None:
             raise UserError("save: no run_dir was given, so there is nowhere to save to")
-        self._begin_save()
-        written = self._end_save()
+        with ExitStack() as stack:
+            if not self._owns_run:
+                stack.enter_context(self._owning_run())
+                self._go_on_here(self.store)
+            self._begin_save()
+            written = self._end_save()
         assert written is not None
         if written.error is not None:
             raise RunFailedError(
@@ -544,6 +554,11 @@ class Trainer:
         self._step_log = StepLog(self.device, self._peak_flops)
 
     @property
+    def saved_at(self) -> int | None:
+        """The step saved last, complete or still being written; None: the last one could not be."""
+        return self._saved_at
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether a signal has come, so that nothing long must be begun."""
         return self._signals.received is not None
@@ -551,11 +566,12 @@ class Trainer:
     def resume(self, path: Path | str | None = None) -> bool:
         """Load the checkpoint at `path`, or the newest whole one of this run; False where there is none.
 
-        A damaged checkpoint in the run is named, renamed to `refused-step-N-1` and passed over; a damaged one
-        at `path` is an error, and so are checkpoints of which none is whole.
+        A damaged checkpoint in the run is named, in `fit` renamed to `refused-step-N-1`, and passed over; a
+        damaged one at `path` is an error, and so are checkpoints of which none is whole. With an older one at
+        `path`, `fit` sets those after it aside: the run goes on from there.
         """
         if path is None:
-            newest = None if self.store is None else self.store.newest(self._refuse)
+            newest = None if self.store is None else self._newest(self.store)
             if newest is None:
                 return False
             path = newest
@@ -563,6 +579,14 @@ class Trainer:
             raise UserError(f"{path} cannot be used: {reason}")
         self.load(Path(path))
         return True
+
+    def _newest(self, store: CheckpointStore) -> Path | None:
+        is_anothers = not self._owns_run and self.run_dir is not None and is_locked(self.run_dir)
+        if is_anothers or not (self._owns_run or store.may_change()):
+            return CheckpointStore(store.directory).newest(say_refused)  # nothing is changed there
+        with nullcontext() if self._owns_run else self._owning_run():
+            store.take_over()
+            return store.newest(self._refuse)
 
     def _refuse(self, path: Path, reason: str, used: Path) -> None:
         assert self.store is not None
@@ -595,7 +619,7 @@ class Trainer:
         self.execution.restore(state.get("execution"))
         is_own = self.store is not None and self.store.holds(path)
         self._saved_at = self.step if is_own else None
-        self._resumed = True
+        self._resumed = self._is_of_run = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
         devices.flush(self.device)
         say(f"resumed from {name or path} at step {self.step} ({self.num_done:,} {self.unit})")
@@ -633,6 +657,10 @@ class Trainer:
 
     def _resume_or_begin(self) -> None:
         if self._resumed:
+            if self.store is not None:
+                self._go_on_here(self.store)
+                # Loaded from elsewhere: a process after this one would go on from what is here.
+                self.control.save |= self._saved_at != self.step and self.store.has_any()
             return
         if self.store is not None:
             self.store.take_over()
@@ -645,6 +673,28 @@ class Trainer:
             torch.manual_seed(self.cfg.seed)
             if self.step == 0:
                 self.evaluation_weights.begin(0)
+        self._is_of_run = True
+
+    def _go_on_here(self, store: CheckpointStore) -> None:
+        """Have the run directory go on from this Trainer's state: what was saved after it is set aside."""
+        store.take_over()
+        if not self._is_of_run and store.has_any():
+            raise UserError(
+                f"save: {self.run_dir} holds checkpoints, and this Trainer has loaded none of them: call "
+                "resume() first, or choose another run_dir"
+            )
+        self._is_of_run = True
+        store.abandon_later(self.step)
+
+    @contextmanager
+    def _owning_run(self) -> Iterator[None]:
+        """In here the run directory is this Trainer's alone. Raises UserError where it is another's."""
+        with RunLock(self.run_dir):
+            self._owns_run = True
+            try:
+                yield
+            finally:
+                self._owns_run = False
 
     def _end(self) -> None:
         self._signals.rescue_by(None)

@@ -1,7 +1,9 @@
 """The callbacks that a recipe can switch on: when they act, and what they leave."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tputrain.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
 from tputrain.callbacks.monitored import Monitored
 from tputrain.callbacks.profile_steps import ProfileConfig, ProfileSteps
 from tputrain.callbacks.time_limit import TimeLimit, TimeLimitConfig
+from tputrain.checkpoint.store import CheckpointStore
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.signals import Interrupted
 
@@ -131,6 +134,72 @@ def test_the_best_checkpoint_outlives_a_resume_that_finds_nothing_better(tmp_pat
     trainer_with_scores(scores[:3], tmp_path, BestCheckpoint("score")).fit()
     trainer_with_scores(scores, tmp_path, BestCheckpoint("score")).fit()
     assert checkpoints(tmp_path) == [1, 5]
+
+
+def link_of(run_dir: Path, name: str) -> str:
+    return (run_dir / "checkpoints" / name).resolve().name
+
+
+def test_two_best_checkpoints_are_kept_each_by_its_own_callback(tmp_path):
+    scores = [0.0, 3.0, 1.0, 9.0, 2.0, 4.0]
+    least, most = BestCheckpoint("score", "min"), BestCheckpoint("score", "max")
+    trainer_with_scores(scores, tmp_path, least, most).fit()
+    assert (least.step, most.step) == (2, 3)
+    assert checkpoints(tmp_path) == [2, 3, 5]
+    assert (link_of(tmp_path, "best"), link_of(tmp_path, "best-score")) == ("step-2", "step-3")
+
+    least, most = BestCheckpoint("score", "min"), BestCheckpoint("score", "max")
+    trainer_with_scores([*scores, 0.5, 5.0], tmp_path, least, most).fit()
+    assert checkpoints(tmp_path) == [3, 6, 7]
+    assert (link_of(tmp_path, "best"), link_of(tmp_path, "best-score")) == ("step-6", "step-3")
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_new_best_that_cannot_be_written_does_not_cost_the_old_one(tmp_path, monkeypatch, background):
+    write = CheckpointStore.write
+
+    def fail_at_four(store, step, fill, *more):
+        def full(directory: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return write(store, step, full if step == 4 else fill, *more)
+
+    monkeypatch.setattr(CheckpointStore, "write", fail_at_four)
+    scores = [0.0, 5.0, 2.0, 3.0, 1.0, 4.0, 1.5, 6.0, 7.0]
+    callback = BestCheckpoint("score")
+    saving = CheckpointConfig(every=1, keep_last=1, background=background)
+    trainer = trainer_with_scores(scores, tmp_path, callback, checkpoint=saving)
+    links: list[str] = []
+    trainer.callbacks.append(remembers := Callback())
+    remembers.on_save = lambda trainer, checkpoint: links.append(link_of(tmp_path, "best"))
+    trainer.fit()
+    assert links[:4] == ["step-1", "step-2", "step-2", "step-2"]  # of steps 1, 2, 3 and 5
+    assert (callback.step, callback.best) == (6, 1.5)  # better than what is saved, if not than what was lost
+    assert checkpoints(tmp_path) == [6, 8]
+    assert link_of(tmp_path, "best") == "step-6"
+
+
+def test_on_a_new_branch_the_best_is_that_of_the_branch(tmp_path, capsys):
+    scores = [0.0, 5.0, 4.0, 3.0, 2.0, 1.0, 6.0, 6.0]
+    saving = CheckpointConfig(every=1, keep_last=9)
+    trainer_with_scores(scores, tmp_path, BestCheckpoint("score"), checkpoint=saving).fit()
+    assert link_of(tmp_path, "best") == "step-5"
+    callback = BestCheckpoint("score")
+    trainer = trainer_with_scores([9.0, 9.0, 9.0, 9.0, 7.0, 2.5], tmp_path, callback, checkpoint=saving)
+    trainer.resume(tmp_path / "checkpoints" / "step-3")
+    trainer.fit()
+    assert (callback.step, link_of(tmp_path, "best")) == (5, "step-5")
+    assert (tmp_path / "checkpoints" / "abandoned-step-5-1").is_dir()
+
+
+def test_a_best_whose_checkpoint_is_gone_is_none_to_be_better_than(tmp_path, capsys):
+    scores = [0.0, 5.0, 1.0, 6.0, 6.0, 3.0]
+    trainer_with_scores(scores[:4], tmp_path, BestCheckpoint("score")).fit()
+    shutil.rmtree(tmp_path / "checkpoints" / "step-2")
+    callback = BestCheckpoint("score")
+    trainer_with_scores(scores, tmp_path, callback).fit()
+    assert "note: no checkpoint of step 2, the best by score: it counts no more" in capsys.readouterr().out
+    assert (callback.step, link_of(tmp_path, "best")) == (5, "step-5")
 
 
 class TerminatedAt(Callback):

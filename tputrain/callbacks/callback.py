@@ -1,5 +1,6 @@
 """What a callback is, and how it asks the training loop for something."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,13 @@ class Callback:
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Training ends: at the last step, by request, or by a signal."""
+
+    def keeps(self, steps: Collection[int]) -> set[int]:
+        """Of the steps that have a checkpoint, those to keep whatever `checkpoint.keep_last` says.
+
+        Asked by the thread that has just written one: read attributes only.
+        """
+        return set()
 
     def close(self) -> None:
         """`fit` is left, well or by an error: give back what the callback holds. Must not fail."""

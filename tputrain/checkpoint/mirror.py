@@ -62,6 +62,20 @@ class Mirror:
             if step < pushed:
                 self.filesystem.rm(f"{self.root}/{CHECKPOINTS}/step-{step}", recursive=True)
 
+    def abandon_later(self, step: int, prefix: str) -> None:
+        """Move the checkpoints after `step` to `<prefix>step-N-1` and so on, the last one last.
+
+        Raises UserError where the storage does not answer.
+        """
+        for later in reversed(self.steps()):
+            if later > step:
+                path = f"{self.root}/{CHECKPOINTS}/{{}}step-{later}"
+                with announced(f"setting step-{later} in {self.url} aside"), self._reading():
+                    number = 1
+                    while self.filesystem.exists(aside := f"{path.format(prefix)}-{number}"):
+                        number += 1
+                    self.filesystem.mv(path.format(""), aside, recursive=True)
+
     def _put(self, file: Path, there: str) -> None:
         self.filesystem.put_file(str(file), there, callback=_progress(self))
         self.num_moved += 1

@@ -5,11 +5,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tputrain.announce import announced, say
+from tputrain.announce import announced, say, warn
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
 from tputrain.checkpoint.mirror import Mirror
@@ -22,6 +22,7 @@ _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _REFUSED = "refused-"
+_ABANDONED = "abandoned-"
 _BYTES_TO_ANNOUNCE = 500_000_000  # a second or several, by the disk
 
 Refused = Callable[[Path, str, Path], None]
@@ -73,8 +74,8 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.mirror: Mirror | None = None
-        self.kept: set[int] = set()
-        """Steps whose checkpoints are not removed either, such as the best."""
+        self.also_keeps: Callable[[list[int]], set[int]] = lambda steps: set()
+        """Of these steps, those whose checkpoints are not removed either, such as the best."""
 
     @classmethod
     def of_run(cls, run_dir: Path | str, cfg: CheckpointConfig) -> "CheckpointStore":
@@ -126,8 +127,11 @@ class CheckpointStore:
             final = self._finish(unfinished, step, rest)
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
+            with suppress(OSError):
+                self.recover()
             raise
-        self._remove_old()
+        self._abandon_here(step)
+        self._remove_old(step)
         return final
 
     def _finish(self, unfinished: Path, step: int, rest: Callable[[], None]) -> Path:
@@ -152,7 +156,7 @@ class CheckpointStore:
         self.recover()
         for unfinished in self.directory.glob(f"{_UNFINISHED}step-*"):
             step = int(unfinished.name.rpartition("-")[2])
-            if self.path(step).exists() or not (is_written(unfinished) or damage(unfinished) is None):
+            if not (is_written(unfinished) or damage(unfinished) is None):
                 continue  # the next `write` removes it
             try:
                 finished = self._finish(unfinished, step, no_rest)
@@ -175,6 +179,34 @@ class CheckpointStore:
             else:
                 os.rename(replaced, final)
 
+    def abandon_later(self, step: int) -> None:
+        """Set aside what was saved after `step`: the run goes on from there, and was on another branch then.
+
+        Renamed to `abandoned-step-N-1`, those are not gone on from, counted or removed any more; the mirror's
+        alike. Killed in between, the other branch still is the one that goes on: its last is renamed last,
+        and the mirror's before those that are here. Raises UserError where that cannot be done.
+        """
+        if self.mirror is not None:
+            self.mirror.abandon_later(step, _ABANDONED)
+        try:
+            self._abandon_here(step)
+        except OSError as error:
+            raise UserError(
+                f"{self.directory}: what was saved after step {step} cannot be set aside ({error.strerror}); "
+                "mend that, and run again"
+            ) from None
+
+    def _abandon_here(self, step: int) -> None:
+        later = [each for each in reversed(self.steps()) if each > step]
+        if not later:
+            return
+        names = [self.set_aside(self.path(each), _ABANDONED).name for each in later]
+        sync_directory(self.directory)
+        say(
+            f"the run goes on from step {step}: what was saved after it is set aside in {self.directory} as "
+            f"{', '.join(names)}; remove that when nobody needs it"
+        )
+
     def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
         """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
 
@@ -191,6 +223,8 @@ class CheckpointStore:
             reason = damage(self.path(step), only)
             if reason is None or self._is_fetched_anew(step, reason):
                 return self._used(step, damaged, refused)
+            if not self.path(step).exists():
+                return self.newest(refused, only)  # who trains here removed it, and has saved a newer one
             damaged.append((self.path(step), reason))
         if self.mirror is not None:
             here = self.steps()
@@ -229,16 +263,22 @@ class CheckpointStore:
         return self._has_any_here() or (self.mirror is not None and bool(self.mirror.steps()))
 
     def _has_any_here(self) -> bool:
-        return bool(self.steps()) or any(self.directory.glob(f"{_REFUSED}*"))
+        aside = (f"{_REFUSED}*", f"{_ABANDONED}*")
+        return bool(self.steps()) or any(any(self.directory.glob(pattern)) for pattern in aside)
+
+    def all_steps(self) -> set[int]:
+        """Steps that have a checkpoint here or in the mirror."""
+        return {*self.steps(), *(self.mirror.steps() if self.mirror is not None else ())}
 
     def holds(self, path: Path) -> bool:
-        """Whether `path` is one of this run's checkpoints."""
-        return path.resolve().parent == self.directory.resolve()
+        """Whether `path` is one of this run's checkpoints, and not one that was set aside."""
+        path = path.resolve()
+        return path.parent == self.directory.resolve() and _NAME.fullmatch(path.name) is not None
 
-    def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint, so that it neither counts among those kept nor stands in the way."""
+    def set_aside(self, path: Path, prefix: str = _REFUSED) -> Path:
+        """Rename a checkpoint, such as a damaged one, so that it neither counts nor stands in the way."""
         number = 1
-        while (aside := path.with_name(f"{_REFUSED}{path.name}-{number}")).exists():
+        while (aside := path.with_name(f"{prefix}{path.name}-{number}")).exists():
             number += 1
         return path.rename(aside)
 
@@ -252,23 +292,26 @@ class CheckpointStore:
 
     def _remove_unfinished(self) -> None:
         for path in self.directory.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # what stays in the way of a new one is told by that
 
     def keeps(self, steps: list[int]) -> set[int]:
-        """Which of these steps (newest first) are kept: the last, the multiples of `keep_every`, `kept`."""
+        """Which of these steps (newest first) are kept: the last, multiples of `keep_every`, `also_keeps`."""
         every = {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
-        return set(steps[: self.keep_last]) | every | (self.kept & set(steps))
+        return set(steps[: self.keep_last]) | every | self.also_keeps(steps)
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, written: int) -> None:
         steps = self.steps()
-        for step in set(steps) - self.keeps(steps):
+        for step in set(steps) - self.keeps(steps) - {written}:
             self._remove(self.path(step))
 
     def _remove(self, path: Path) -> None:
         # Renamed first: killed half-way, a removal must not leave something that looks like a checkpoint.
         doomed = self.directory / f"{_UNFINISHED}old-{path.name}"
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        try:
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:  # what is saved is not less so for it
+            warn(f"{path} cannot be removed ({error.strerror}); it takes room until it can")
 
 
 def say_refused(path: Path, reason: str, used: Path) -> None:
