@@ -197,6 +197,13 @@ def test_a_run_whose_last_step_is_in_no_checkpoint_is_not_called_finished(tmp_pa
     events = (run / "events.jsonl").read_text().splitlines(keepends=True)
     (run / "events.jsonl").write_text("".join(events[:-1]))
     assert read_run(run).state == "not saved"
+    # That another branch of the run was saved further does not count: a process went back since.
+    saved, back = (
+        {"event": event, "step": step, "time": 9e9} for event, step in (("saved", 99), ("started", 1))
+    )
+    with (run / "events.jsonl").open("a") as file:
+        file.write(f"{json.dumps(saved)}\n{json.dumps(back)}\n")
+    assert read_run(run).state == "not saved"
     (run / ".lock").write_text("no number")
     assert not is_locked(run)
 

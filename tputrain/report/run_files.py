@@ -59,8 +59,13 @@ class Run:
             return "running"
         if self.num_steps is None or self.step < self.num_steps:
             return "stopped"
-        saved = [checkpoint.step for checkpoint in self.checkpoints]
-        saved += [event["step"] for event in self.events if event.get("event") == "saved"]
+        saved: list[int] = []
+        for event in (event for event in self.events if is_number(event.get("step"))):
+            if event.get("event") == "started":  # it goes on from there: what came after is undone
+                saved = [step for step in saved if step <= event["step"]]
+            elif event.get("event") == "saved":
+                saved.append(event["step"])
+        saved += [checkpoint.step for checkpoint in self.checkpoints]
         return "finished" if max(saved, default=0) >= self.num_steps else "not saved"
 
     @property
