@@ -59,12 +59,17 @@ class BadSteps:
 
     def state(self) -> dict[str, Any]:
         """What of this a checkpoint holds."""
-        return {"left_out": sorted(self.left_out), "spikes": self._spike_limit.state()}
+        return {
+            "left_out": sorted(self.left_out),
+            "spikes": self._spike_limit.state(),
+            "in_a_row": self._in_a_row,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take what `state` gave; a step that a rollback has just added stays left out."""
         self.left_out |= set(state["left_out"])
         self._spike_limit.restore(state["spikes"])
+        self._in_a_row = state.get("in_a_row", 0)  # checkpoints of before had none
 
     def replay_if_due(self, batches: list[Batch]) -> None:
         """Before a step: find out why it went bad when it was done before, from the very same state."""
@@ -103,7 +108,7 @@ class BadSteps:
         recent, self._recent = self._recent, {}
         if self.policy == "continue":
             return
-        bad: list[tuple[str, Record]] = []
+        bad: list[tuple[str, Record, int]] = []
         good_norms: list[float] = []
         for record in records:
             why = what_is_bad(record, self._spike_limit.value)
@@ -111,20 +116,22 @@ class BadSteps:
             if why is None:
                 good_norms.append(record["grad_norm"])
             elif record["step"] not in self.left_out:
-                bad.append((why, record))
-        for why, record in bad if self.policy == "skip" else bad[:1]:
-            self._see_to(why, record, recent[record["step"]])
+                bad.append((why, record, self._in_a_row))
+        for why, record, in_a_row in bad if self.policy == "skip" else bad[:1]:
+            self._see_to(why, record, in_a_row, recent[record["step"]])
         if self.policy == "skip" or not bad:  # else the run is back before these steps
             self._spike_limit.learn(good_norms)
             if records[-1]["step"] % self.trainer.cfg.log.every == 0:
                 self._spike_limit.move()
 
-    def _see_to(self, why: str, record: Record, batches: list[Batch]) -> None:
+    def _see_to(self, why: str, record: Record, in_a_row: int, batches: list[Batch]) -> None:
         trainer, step = self.trainer, record["step"]
         directory = None if trainer.run_dir is None else save_bad_batch(trainer.run_dir, record, batches)
         kept = "" if directory is None else f"; its batch is in {directory}"
         is_spike = is_finite(record)
-        if self._in_a_row > self.limit or len(self.left_out) >= self.limit:
+        # What follows a step that is gone back before does not count: it is done again without that step.
+        num_borne = {"skip": in_a_row - 1, "rollback": len(self.left_out)}.get(self.policy, -1)
+        if num_borne >= self.limit:
             raise self._stopped(why, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
         if self.policy == "skip":
             found = ""

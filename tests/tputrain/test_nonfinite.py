@@ -65,7 +65,14 @@ class Values(Logger):
 
 
 def trainer_of(
-    run_dir: Path | None, device: str, policy: str, loader: Batches, steps: int = STEPS, limit: int = 10
+    run_dir: Path | None,
+    device: str,
+    policy: str,
+    loader: Batches,
+    steps: int = STEPS,
+    limit: int = 10,
+    saved_every: int = 2,
+    logged_every: int = 3,
 ) -> Trainer:
     torch.manual_seed(1)
     cfg = RunConfig(
@@ -74,8 +81,8 @@ def trainer_of(
         trainer=TrainerConfig(steps=steps, accumulate=2, on_nonfinite=policy, nonfinite_limit=limit),
         optim=OptimConfig(learning_rate=0.02),
         schedule=ScheduleConfig(name="constant"),
-        checkpoint=CheckpointConfig(every=2, keep_last=9),
-        log=LogConfig(every=3, progress="none"),
+        checkpoint=CheckpointConfig(every=saved_every, keep_last=9),
+        log=LogConfig(every=logged_every, progress="none"),
     )
     return Trainer(Model(), cfg, train_loader=loader)
 
@@ -284,6 +291,35 @@ def test_a_run_whose_steps_are_all_bad_stops_at_the_limit(tmp_path, policy):
     trainer = trainer_of(tmp_path, "cpu", policy, Batches(*range(3, 99)), steps=99, limit=2)
     with pytest.raises(UserError, match=r"loss is nan; .*trainer.nonfinite_limit=2 is used up"):
         trainer.fit()
+
+
+@pytest.mark.parametrize("logged_every", [1, 4, 32])
+def test_the_limit_counts_every_step_of_a_log_interval(tmp_path, logged_every):
+    steps = {"steps": 32, "saved_every": 64, "logged_every": logged_every}
+    trainer = trainer_of(tmp_path, "cpu", "skip", Batches(*range(1, 32)), limit=10, **steps)
+    with pytest.raises(UserError, match=r"^step 11: loss is nan; .*trainer.nonfinite_limit=10 is used up"):
+        trainer.fit()
+
+
+def test_bad_steps_in_a_row_are_counted_on_after_a_resume(tmp_path):
+    bad = Batches(3, 4, 5)
+    trainer_of(tmp_path, "cpu", "skip", bad, steps=4, limit=2).fit()
+    with pytest.raises(UserError, match=r"^step 5: loss is nan; .*trainer.nonfinite_limit=2 is used up"):
+        trainer_of(tmp_path, "cpu", "skip", bad, limit=2).fit()
+
+
+@pytest.mark.parametrize("policy", ["rollback", "stop"])
+def test_steps_that_are_bad_for_the_sake_of_the_first_use_up_no_limit(tmp_path, policy, capsys):
+    steps = {"saved_every": 64, "logged_every": STEPS}  # the buffer keeps the NaN from step 3 on
+    trainer = trainer_of(tmp_path, "cpu", policy, Batches(3), limit=2, **steps)
+    if policy == "rollback":
+        trainer.fit()
+        assert "step 3: loss is nan: back to step 0, and on past it" in capsys.readouterr().out
+    else:
+        with pytest.raises(
+            UserError, match=r"^step 3: loss is nan; .*aten\.sqrt\.default made the first NaN"
+        ):
+            trainer.fit()
 
 
 def test_a_bad_value_in_the_batch_itself_is_named(tmp_path):
