@@ -13,6 +13,7 @@ from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import announced, say
 from tputrain.batches import Batch
+from tputrain.feed import generators_of
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
 from tputrain.metrics.named import PERPLEXITY
 from tputrain.signals import SignalWatch
@@ -35,20 +36,22 @@ def _of(loader: Any, most: int | None) -> str:
 
 
 class Evaluator:
-    """Measures a Trainer's model on its `val_loader`. It changes neither weights nor the run's position."""
+    """Measures a Trainer's model on its `val_loader`. It changes nothing of the Trainer's: no weights, no
+    buffers, no position, and no random number that training draws.
+    """
 
     def __init__(self, trainer: "Trainer", signals: SignalWatch, watchdog: Watchdog):
         self.trainer, self._signals, self._watchdog = trainer, signals, watchdog
 
     def measure(self) -> dict[str, float] | None:
         """The results of all evaluation sets as one; None where a signal came in between."""
-        started, results, generators = time.perf_counter(), {}, rng.snapshot()
+        started, results = time.perf_counter(), {}
         for name, loader in evaluation_sets(self.trainer.val_loader).items():
             what = f"evaluating {name}{' ' * bool(name)}at step {self.trainer.step}"
-            with self._watchdog.phase(EVALUATING), self._evaluating(), announced(what):
+            kept = rng.kept(self.trainer.device, generators_of(loader))
+            with kept, self._watchdog.phase(EVALUATING), self._evaluating(), announced(what):
                 result = self._measure_set(loader)
             if result is None:
-                rng.put_back(generators)  # what it drew, it draws again when the run goes on
                 return None
             results[name] = result
         return merged(results) | {"seconds": time.perf_counter() - started}

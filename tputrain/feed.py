@@ -167,7 +167,7 @@ class IterableFeed:
         self._given = 0  # by this object, in all epochs
         self._iterator: Iterator[Batch] = iter(())
         self._rng_at_epoch: dict[str, Any] | None = None
-        self._own_at_epoch = _states_of(_generators_of(loader))  # before the first epoch: as they are given
+        self._own_at_epoch = _states_of(generators_of(loader))  # before the first epoch: as they are given
 
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self._next() for _ in range(count)]
@@ -203,7 +203,7 @@ class IterableFeed:
 
     def _start_epoch(self, epoch: int) -> None:
         self._rng_at_epoch = rng.capture(self.device)
-        self._own_at_epoch = _states_of(_generators_of(self.loader))
+        self._own_at_epoch = _states_of(generators_of(self.loader))
         if hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         self._iterator = iter(self.loader)
@@ -223,7 +223,7 @@ class IterableFeed:
         _end(self._iterator)
         self._iterator = iter(())  # what reads for it, such as workers, ends before another begins
         own = state.get("own_rng_at_epoch", [])  # the first checkpoints of all had none
-        for generator, saved in zip(_generators_of(self.loader), own, strict=False):
+        for generator, saved in zip(generators_of(self.loader), own, strict=False):
             generator.set_state(rng.from_hex(saved))
         if state["epoch"] < 0:
             self._iterator, self.epoch, self.taken = iter(()), -1, 0
@@ -266,7 +266,7 @@ def _is_put_together_by_workers(loader: Any) -> bool:
     )
 
 
-def _generators_of(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """What a DataLoader and its samplers draw from beside torch's generator, each once."""
     holders = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler")))
     holders = (*holders, getattr(getattr(loader, "batch_sampler", None), "sampler", None))

@@ -1,6 +1,8 @@
 """The state of every random number generator a run draws from, as JSON."""
 
 import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,21 @@ def put_back(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
+
+
+@contextmanager
+def kept(device: torch.device, others: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """What is drawn in here counts for nothing: afterwards every generator, and `others`, are as before."""
+    host, on_device = snapshot(), devices.rng_state(device)
+    states = [(each, each.get_state()) for each in others]
+    try:
+        yield
+    finally:
+        put_back(host)
+        if on_device is not None:
+            devices.set_rng_state(device, on_device)
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def to_hex(state: torch.Tensor) -> str:

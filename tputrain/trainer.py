@@ -422,7 +422,8 @@ class Trainer:
             self.best = {"step": self.step, "loss": result["loss"]}
         for logger in self.loggers:
             logger.log_evaluation(record)
-        self._tell("on_evaluate", record)
+        with rng.kept(self.device):  # what callbacks draw must not change the training, either
+            self._tell("on_evaluate", record)
         self._bad_steps.judge_evaluation(record)
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)

@@ -2,13 +2,16 @@
 
 import math
 import os
+import random
 import signal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tputrain.kept_records import KeptRecords
 from tputrain import (
@@ -21,7 +24,9 @@ from tputrain import (
     TrainerConfig,
     UserError,
 )
+from tputrain.callbacks.best_checkpoint import BestCheckpointConfig
 from tputrain.callbacks.callback import Callback
+from tputrain.callbacks.config import CallbacksConfig
 from tputrain.signals import Interrupted
 
 QUIET = LogConfig(every=3, progress="none")
@@ -191,6 +196,48 @@ def test_an_evaluation_is_the_mean_over_all_labels_without_dropout_and_leaves_th
     assert result["loss"] == pytest.approx(F.cross_entropy(model[0](inputs), labels).item(), rel=1e-6)
     assert model.training
     assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+class Draws(nn.Module):
+    """Draws from every generator there is: torch's, the device's, NumPy's and Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.dropout = nn.Linear(4, 3), nn.Dropout(0.3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scale = 1 + 0.1 * (random.random() + np.random.rand() + torch.rand(()).item())
+        noise = torch.rand_like(inputs) if self.training else torch.randn_like(inputs)
+        return self.net(self.dropout(inputs * scale + noise))
+
+
+class DrawsToo(Callback):
+    def on_evaluate(self, trainer: Trainer, result: dict) -> None:
+        random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=trainer.device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize("shares_a_generator", [False, True])
+def test_how_often_a_run_is_evaluated_changes_no_step_of_it(tmp_path, device, shares_a_generator):
+    def train(evaluate_every: int) -> list[str]:
+        torch.manual_seed(3), np.random.seed(3), random.seed(3)
+        generator = torch.Generator().manual_seed(7) if shares_a_generator else None
+        data = TensorDataset(*samples(22))
+        loader, evaluation = (
+            DataLoader(data, batch_size=3, shuffle=True, generator=generator) for _ in range(2)
+        )
+        cfg = config(
+            steps=9,
+            device=device,
+            accumulate=2,
+            evaluate_every=evaluate_every,
+            run_dir=str(tmp_path / str(evaluate_every)),
+            callbacks=CallbacksConfig(best_checkpoint=BestCheckpointConfig(metric="loss")),
+        )
+        arguments = {"train_loader": loader, "val_loader": evaluation, "callbacks": [DrawsToo()]}
+        return [record["loss_hex"] for record in fit(Draws(), cfg, **arguments).steps]
+
+    assert train(2) == train(1000)
 
 
 def test_metrics_are_averaged_over_the_evaluation():

@@ -39,7 +39,9 @@ class Callback:
         """Values were read: one record for every step since the last time."""
 
     def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
-        """An evaluation ended; `result` holds at least step and loss."""
+        """An evaluation ended; `result` holds at least step and loss. Random numbers that are drawn in here
+        change nothing in training.
+        """
 
     def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
         """A checkpoint is complete."""
