@@ -1,6 +1,7 @@
 """Whether what the Trainer was given is of the kinds that it takes, said before anything is done with it."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import isclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from tputrain.config import RunConfig
 from tputrain.config_checks import nearest
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Logger
+from tputrain.metrics.evaluation import MEASURED
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
@@ -49,7 +51,7 @@ def check_arguments(
     is_optimizer = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     _expect(is_optimizer, "optimizer", optimizer, "a torch.optim.Optimizer on model.parameters()")
     _check_scheduler(lr_scheduler)
-    _check_metrics(metrics)
+    _check_metrics(metrics, cfg.trainer.metrics)
     for callback in _each("callbacks", callbacks, Callback):
         _check_hooks(callback)
     _each("loggers", loggers, Logger)
@@ -72,13 +74,24 @@ def _check_scheduler(lr_scheduler: Any) -> None:
     )
 
 
-def _check_metrics(metrics: Any) -> None:
+def _check_metrics(metrics: Any, named: Sequence[str]) -> None:
+    """`named`: the metrics that the configuration asks for."""
     expected = (
         "a mapping of names to functions of (output, target); TrainerConfig(metrics=[...]) takes known names"
     )
     _expect(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, expected)
     for name, function in (metrics or {}).items():
         _expect(callable(function), f"metrics[{name!r}]", function, "a function of (output, target)")
+        taken = name in MEASURED or name in named
+        if taken or not isinstance(name, str) or "/" in name:
+            reason = "evaluations have a number of that name" if taken else "names are text without '/'"
+            raise UserError(
+                f"Trainer: metrics has {name!r}: {reason}, expected another name, such as 'my_{_word(name)}'"
+            )
+
+
+def _word(name: Any) -> str:
+    return "_".join(re.findall(r"\w+", str(name))) or "metric"
 
 
 def _each(name: str, given: Any, kind: type) -> list[Any]:

@@ -27,6 +27,7 @@ from tputrain import (
 from tputrain.callbacks.best_checkpoint import BestCheckpointConfig
 from tputrain.callbacks.callback import Callback
 from tputrain.callbacks.config import CallbacksConfig
+from tputrain.metrics.evaluation import MEASURED
 from tputrain.signals import Interrupted
 
 QUIET = LogConfig(every=3, progress="none")
@@ -219,6 +220,8 @@ class DrawsToo(Callback):
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
 @pytest.mark.parametrize("shares_a_generator", [False, True])
 def test_how_often_a_run_is_evaluated_changes_no_step_of_it(tmp_path, device, shares_a_generator):
+    torch.ones(1, device=device)  # JAX, as it is imported, draws from NumPy's generator
+
     def train(evaluate_every: int) -> list[str]:
         torch.manual_seed(3), np.random.seed(3), random.seed(3)
         generator = torch.Generator().manual_seed(7) if shares_a_generator else None
@@ -251,6 +254,28 @@ def test_metrics_are_averaged_over_the_evaluation():
     )
     expected = (model(inputs).argmax(1) == labels).float().mean().item()
     assert trainer.validate()["accuracy"] == pytest.approx(expected)
+
+
+def test_no_metric_may_have_a_name_that_evaluations_have_anyway():
+    tokens = {
+        "input_ids": torch.zeros(2, 3, dtype=torch.int64),
+        "labels": torch.ones(2, 3, dtype=torch.int64),
+    }
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Embedding(2, 2)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.net(input_ids).flatten(0, 1), labels.flatten())
+
+    class Bytes(list):
+        def bytes_of(self, batch: dict) -> int:
+            return 6
+
+    records = fit(Model(), config(steps=1), train_loader=[tokens], val_loader=Bytes([tokens]))
+    assert set(records.evaluations[0]) == set(MEASURED)
 
 
 def test_evaluations_open_the_run_recur_and_close_it():
@@ -423,6 +448,19 @@ class OfAnotherLibrary(Callback):
         ),
         ({"metrics": ["accuracy"]}, "Trainer: metrics is a list: expected a mapping of names to functions"),
         ({"metrics": {"accuracy": 3}}, r"Trainer: metrics\['accuracy'\] is 3: expected a function"),
+        (
+            {"metrics": {"loss": F.l1_loss}},
+            "Trainer: metrics has 'loss': evaluations have a number of that name, expected another name, "
+            "such as 'my_loss'",
+        ),
+        (
+            {"metrics": {"accuracy": F.l1_loss}, "cfg": config(metrics=["accuracy"])},
+            "Trainer: metrics has 'accuracy': evaluations have a number of that name",
+        ),
+        (
+            {"metrics": {"a/loss": F.l1_loss}},
+            "metrics has 'a/loss': names are text without '/', .*'my_a_loss'",
+        ),
         ({"callbacks": Callback()}, "Trainer: callbacks is a Callback: expected a list of tputrain.Callback"),
         ({"callbacks": [Callback]}, r"Trainer: callbacks\[0\] is the class Callback, not an object of it"),
         (

@@ -13,6 +13,9 @@ from tputrain import batches as batch_of
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 
+MEASURED = ("step", "loss", "loss_hex", "seconds", "perplexity", "bits_per_byte")
+"""What the record of an evaluation holds anyway, so that no metric may have such a name."""
+
 
 class WeightedMeans:
     """Weighted means of named scalars: sums on the device, weights on the host."""
