@@ -79,14 +79,23 @@ def target_of(batch: Batch) -> Any:
     return None if isinstance(batch, Tensor) or len(batch) < 2 else batch[-1]
 
 
-def weight(batch: Batch) -> int:
+def with_target(batch: Batch, target: Any) -> Batch:
+    """The batch with another target, where it has one."""
+    if isinstance(batch, Mapping):
+        return dict(batch) | {"labels": target}
+    return [*batch[:-1], target]
+
+
+def weight(batch: Batch, first: int = 0) -> int:
     """How much the batch's mean loss counts: integer labels that are not ignored, else samples.
 
-    `batch` is still on the host: counting there costs no read of the device.
+    `first`: the first column of two-dimensional labels that counts. `batch` is still on the host: counting
+    there costs no read of the device.
     """
     target = target_of(batch)
     if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.int32) and target.dim() > 0:
-        return int(torch.count_nonzero(target != IGNORED_LABEL))
+        columns = target[:, first:] if target.dim() == 2 else target
+        return int(torch.count_nonzero(columns != IGNORED_LABEL))
     return num_samples(batch)
 
 

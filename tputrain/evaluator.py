@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import announced, say
@@ -65,7 +64,7 @@ class Evaluator:
             if time.monotonic() - said_at > _SECONDS_BETWEEN_NEWS:
                 said_at = time.monotonic()
                 say(f"evaluating: {done:,} {_of(loader, cfg.evaluate_batches)}batches done")
-            if weight := batch_of.weight(batch):
+            if weight := self.trainer.label_weights.of_one(batch):
                 loss, output, target = self.trainer.forward(batch)
                 values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
                 means.add({"loss": loss} | values, weight, batch)

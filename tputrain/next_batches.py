@@ -23,7 +23,7 @@ class StepBatches(NamedTuple):
     device: list[Batch]
     """Their copies, perhaps still under way."""
     weights: list[int]
-    """What each counts in the loss."""
+    """What each counts in the loss: its labels, unless `tputrain.label_weights` knows better."""
 
     @property
     def counted(self) -> tuple[list[Batch], list[float]]:

@@ -196,7 +196,7 @@ class BadSteps:
         trainer = self.trainer
         with _Untouched(trainer.model, trainer.optimizer, trainer.device):
             with trainer.execution.in_form("debug"), looking_for_nonfinite() as looking:
-                weights = [batch_of.weight(batch) for batch in batches]
+                weights = trainer.label_weights.of(batches)
                 trainer.compute_gradients(*batch_of.counted(batches, weights))
         devices.flush(trainer.device)  # the next step's program must not hold any of this
         return looking.found

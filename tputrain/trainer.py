@@ -35,6 +35,7 @@ from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
 from tputrain.feed import feed_of
 from tputrain.garbage import ScheduledCollection
+from tputrain.label_weights import LabelWeights
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
@@ -170,6 +171,7 @@ class Trainer:
         self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter()
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
+        self.label_weights = LabelWeights(self)
         self._evaluator = Evaluator(self, self._signals, self._watchdog)
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -202,6 +204,7 @@ class Trainer:
         self._expect_compilation(not self._is_warm)  # once more: an evaluation may have come since the start
         if (batches := self._wait_for_data(self._data.draw)) is None:
             return False
+        batches = self._weighed(batches)
         if self._is_warm and self.execution.compiles and self.execution.is_new("train", batches.form):
             self._expect_compilation(True)
         if self.step != step:  # what was read meanwhile took the run back
@@ -244,6 +247,10 @@ class Trainer:
     def _wait_for_data(self, draw: Callable[[int], StepBatches | None]) -> StepBatches | None:
         with self._watchdog.phase(DATA), self._step_log.waiting():
             return self._signals.wait_for(lambda: draw(self.step))
+
+    def _weighed(self, batches: StepBatches) -> StepBatches:
+        with self._watchdog.phase(FIRST_STEP):  # the model may be run to find out
+            return batches._replace(weights=self.label_weights.of(batches.host))
 
     def _train_step(self, batches: StepBatches) -> None:
         """Forward, backward and update, dispatched as one program; nothing is read back."""
@@ -544,7 +551,7 @@ class Trainer:
     def batches_of_next_step(self) -> StepBatches:
         """The micro-batches of step `step + 1`."""
         assert self._data is not None
-        return self._data.draw(self.step)
+        return self._weighed(self._data.draw(self.step))
 
     def repeat_step(self) -> None:
         """A step that was done before `go_back`; it is not logged again."""

@@ -132,6 +132,69 @@ def test_accumulation_is_weighted_by_labels_so_the_cut_does_not_matter():
     assert losses(uneven) == pytest.approx(losses(whole), rel=1e-5)  # its first has no label at all
 
 
+class Causal(nn.Module):
+    """A language model of one's own, with the next token's loss: `shifts` its labels itself, or not."""
+
+    def __init__(self, shifts: bool):
+        super().__init__()
+        torch.manual_seed(2)
+        self.shifts, self.net = shifts, nn.Sequential(nn.Embedding(11, 6), nn.Dropout(0.0), nn.Linear(6, 11))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(input_ids)
+        pairs = (logits[:, :-1], labels[:, 1:]) if self.shifts else (logits, labels)
+        return {"loss": F.cross_entropy(*(each.flatten(0, 1) for each in pairs)), "logits": logits}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    settings = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, **settings)
+    )
+
+
+def ragged_rows() -> dict[str, Tensor]:
+    """Rows of 8, 2, 5 and 3 tokens, filled up; the third has learned nothing of its first two."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(11, (4, 8), generator=generator)
+    labels = ids.masked_fill(torch.arange(8) >= torch.tensor([8, 2, 5, 3])[:, None], -100)
+    labels[2, :2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("model", "device"),
+    [
+        pytest.param(lambda: Causal(True), "cpu", id="shifts"),
+        pytest.param(lambda: Causal(True), "tpu", id="shifts-tpu"),
+        pytest.param(lambda: Causal(False), "cpu", id="does-not"),
+        pytest.param(gpt2, "cpu", id="transformers"),
+    ],
+)
+def test_rows_of_unequal_length_weigh_alike_however_they_are_cut(model, device):
+    rows = ragged_rows()
+
+    def cut(*sizes: int) -> list[dict[str, Tensor]]:
+        parts = zip(*(each.split(sizes) for each in rows.values()), strict=True)
+        return [dict(zip(rows, part, strict=True)) for part in parts]
+
+    def train(*sizes: int, evaluated: bool) -> tuple[list[float], list[float], list[float]]:
+        cfg = config(steps=3, device=device, accumulate=len(sizes), max_grad_norm=0.1)
+        loaders = {"train_loader": cut(*sizes)} | ({"val_loader": cut(*sizes)} if evaluated else {})
+        records = fit(model(), cfg, **loaders)
+        norms = [record["grad_norm"] for record in records.steps]
+        return losses(records), norms, [record["loss"] for record in records.evaluations]
+
+    whole = train(4, evaluated=True)
+    for sizes in ((1, 1, 1, 1), (1, 3)):
+        for evaluated in (True, False):
+            for ours, expected in zip(train(*sizes, evaluated=evaluated), whole, strict=True):
+                assert ours == pytest.approx(expected if ours else [], rel=1e-4)
+
+
 def test_batches_by_step_are_asked_for_by_step_and_micro_batch():
     class Loader:
         asked: list[tuple[int, int]] = []  # noqa: RUF012
