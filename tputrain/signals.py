@@ -1,11 +1,14 @@
 """SIGINT and SIGTERM during training: remembered, and acted on between two steps."""
 
+import atexit
 import os
 import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -13,7 +16,10 @@ from tputrain.announce import warn
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 T = TypeVar("T")
+_HANDS_OVER = ("torch.multiprocessing.reductions", "multiprocessing.resource_sharer")
 _END = 0  # no signal has this number
+_ECHO = 0.5
+"""Seconds in which a second signal is the first again: `timeout` sends it to a process, then to its group."""
 
 
 class Interrupted(SystemExit):
@@ -29,7 +35,8 @@ class WaitBrokenError(BaseException):
 
 
 class SignalWatch:
-    """Context that turns SIGINT and SIGTERM into `received`; a second signal ends the process at once.
+    """Context that turns SIGINT and SIGTERM into `received`; a second signal, half a second later or more,
+    ends the process at once.
 
     The handler only sets an attribute, so asking costs nothing and the device is never waited for. But Python
     runs handlers in the main thread between two of its instructions, so never while that thread sits in a
@@ -49,6 +56,8 @@ class SignalWatch:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
         self._waiter: FrameType | None = None
+        self._is_unbreakable = False
+        self._process = 0
         self._rescue: Callable[[int], NoReturn] | None = None
         self._rescue_lock = threading.Lock()
         self._listener: threading.Thread | None = None
@@ -57,6 +66,7 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():
+            self._process = os.getpid()
             self._start_listening()
             for number in WATCHED:
                 self._before[number] = signal.signal(number, self._handle)
@@ -83,6 +93,34 @@ class SignalWatch:
         finally:
             self._waiter = None
 
+    @contextmanager
+    def raised_at_the_end(self) -> Iterator[None]:
+        """Raises Interrupted once what is in here is done, if a signal came, however late."""
+        yield
+        if self.received is not None:
+            _end_quietly()
+            raise Interrupted(self.received)
+
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """What is done in here is done as a whole: a signal breaks the wait off before or after it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.break_if_received()
+        self._is_unbreakable = True
+        try:
+            yield
+        finally:
+            self._is_unbreakable = False
+        self.break_if_received()
+
+    def break_if_received(self) -> None:
+        """Where a signal came at a moment that could not be left: give up the wait, if it is one, now."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._waiter is not None and self.received is not None:
+            raise WaitBrokenError
+
     def until_received(self, items: Iterable[T]) -> Iterator[T]:
         """`items`, which hold no None, and no more of them once a signal has come."""
         iterator = iter(items)
@@ -99,9 +137,11 @@ class SignalWatch:
             self._rescue = rescue
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a forked process leaves signals to its parent
         if self.received is None:
             self.received = number
-        if self._waiter is not None and _is_called_by(frame, self._waiter):
+        if self._waiter is not None and not self._is_unbreakable and _may_break(frame, self._waiter):
             raise WaitBrokenError
 
     def _start_listening(self) -> None:
@@ -135,20 +175,33 @@ class SignalWatch:
                 self._call_rescue(first)
                 had_its_chance = True
                 continue
-            for number in os.read(reading, 64):
-                if number == _END:
-                    os.close(reading)
-                    return
-                if number not in WATCHED:
-                    continue
-                name = signal.Signals(number).name
+            numbers = os.read(reading, 64)
+            has_ended = _END in numbers
+            if watched := [number for number in numbers if number in WATCHED]:
+                name = signal.Signals(watched[0]).name
                 if first is not None:
                     cost = ", what came after the last checkpoint is lost" if self._saves else ""
                     warn(f"{name} again: leaving at once{cost}")
-                    os._exit(128 + number)
-                first = number
+                    os._exit(128 + watched[0])
+                first = watched[0]
                 then = "saving after this step, then leaving" if self._saves else "leaving after this step"
                 warn(f"{name}: {then} (again: leave at once)")
+                has_ended = has_ended or self._let_pass(reading)
+            if has_ended:
+                os.close(reading)
+                return
+
+    @staticmethod
+    def _let_pass(reading: int) -> bool:
+        """Read what comes within `_ECHO`, also where this thread gets to it late; True at `_END`."""
+        until = time.monotonic() + _ECHO
+        while True:
+            patience = until - time.monotonic()
+            is_there = bool(select.select([reading], [], [], max(patience, 0.0))[0])
+            if is_there and _END in os.read(reading, 64):
+                return True
+            if patience <= 0 and not is_there:
+                return False
 
     def _call_rescue(self, number: int) -> None:
         with self._rescue_lock:
@@ -156,14 +209,41 @@ class SignalWatch:
                 self._rescue(number)
 
 
-def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
-    """Whether `frame` runs in something that `caller` called, and is not `caller` itself."""
-    if frame is caller:
+def _may_break(frame: FrameType | None, waiter: FrameType) -> bool:
+    """Whether `frame` runs in something that `waiter` called, not in `waiter` itself, and may be left."""
+    if frame is waiter:
         return False
-    while frame is not None and frame is not caller:
+    while frame is not None and frame is not waiter:
+        # What is raised in a destructor is only printed. A worker that hands a tensor over, and is left alone
+        # with it, prints that.
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in _HANDS_OVER:
+            return False
         frame = frame.f_back
-    return frame is caller
+    return frame is waiter
 
+
+def _end_quietly() -> None:
+    """Have a signal that comes while this process ends, with all saved, change nothing but when."""
+    global _ends_quietly
+    if not _ends_quietly:
+        _ends_quietly = True
+        # Called before threads are waited for; there is no public place that is.
+        threading._register_atexit(_leave_at_once)  # type: ignore[attr-defined]
+        # What is left then is short. Python's own handlers it takes away before the process is gone.
+        atexit.register(_ignore)
+
+
+def _leave_at_once() -> None:
+    for number in WATCHED:
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
+
+
+def _ignore() -> None:
+    for number in WATCHED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+_ends_quietly = False
 
 _open_pipe: int | None = None
 """Where this process's signals go while it is watched."""

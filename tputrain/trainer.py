@@ -54,11 +54,12 @@ from tputrain.optim.schedule import LearningRate
 from tputrain.optim.schedule_free import progress_options
 from tputrain.rehearsed_step import taken_back
 from tputrain.run_lock import RunLock, is_locked
-from tputrain.signals import Interrupted, SignalWatch
+from tputrain.signals import SignalWatch
 from tputrain.trainer_arguments import check_arguments
 from tputrain.versions import versions
 from tputrain.watchdog import DATA, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import deaths_named
+from tputrain.worker_signals import left_to
 
 
 class Trainer:
@@ -183,7 +184,15 @@ class Trainer:
         """
         self.control.stop = False  # of an earlier fit
         # Outermost the deaths of workers, which PyTorch raises in whatever line it comes by.
-        with deaths_named(), self._owning_run(), self._signals, self._watchdog, self._running() as garbage:
+        with (
+            deaths_named(),
+            self._owning_run(),
+            self._signals,
+            self._signals.raised_at_the_end(),
+            left_to(self._signals),
+            self._watchdog,
+            self._running() as garbage,
+        ):
             self._start()
             self._evaluate_if_due()
             self._save_if_due()
@@ -713,8 +722,6 @@ class Trainer:
         if self._save_is_due():
             self.save()  # a signal may have come before the first step, or after the last look at it
         self._tell("on_fit_end")
-        if self._signals.received is not None:
-            raise Interrupted(self._signals.received)
 
     def _tell(self, hook: str, *arguments: Any) -> None:
         with self._watchdog.phase(f"callbacks, {hook}"):

@@ -55,10 +55,24 @@ print("received", received)
 """
 
 
-def start(script: str) -> subprocess.Popen:
+ENDS_SLOWLY = """
+import atexit, signal, sys, threading, time
+from tputrain.signals import SignalWatch
+
+atexit.register(print, "the end", flush=True)
+with SignalWatch() as watch, watch.raised_at_the_end():
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # as `timeout` does: to the process, then to its group
+    threading.Event().wait(1.0)
+    threading.Thread(target=time.sleep, args=(float(sys.argv[1]),)).start()
+    print("here", flush=True)
+"""
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", script], text=True, env=environment, **pipes)
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], text=True, env=environment, **pipes)
 
 
 def test_who_saves_nothing_does_not_say_so(capfd):
@@ -76,11 +90,33 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs(number, code):
             assert process.stderr.readline() == "\n"
             name = signal.Signals(number).name
             assert process.stderr.readline().startswith(f"{name}: saving after this step")
-            process.send_signal(number)
-            assert process.wait(timeout=30) == code
+            until = time.monotonic() + 30
+            while process.poll() is None and time.monotonic() < until:
+                process.send_signal(number)  # within half a second it is the first one again
+                time.sleep(0.1)
+            assert process.wait(timeout=1) == code
             assert process.stderr.read().strip().startswith(f"{name} again: leaving at once")
         finally:
             process.kill()
+
+
+def test_a_signal_that_comes_twice_at_once_is_one():
+    with start(ENDS_SLOWLY, "0") as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "here\nthe end\n")
+    assert err.strip() == "SIGINT: saving after this step, then leaving (again: leave at once)"
+
+
+def test_a_process_that_ends_after_a_signal_leaves_at_once_at_another_and_without_a_word():
+    with start(ENDS_SLOWLY, "60") as process:
+        assert process.stdout.readline() == "here\n"
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() < began + 30:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        code, out, err = process.wait(timeout=1), process.stdout.read(), process.stderr.read()
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
 
 
 def test_signals_to_a_worker_are_not_counted_as_the_run_s_own():

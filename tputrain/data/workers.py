@@ -1,6 +1,5 @@
 """Batches made by other processes, ahead of the steps that ask for them."""
 
-import signal
 from collections.abc import Iterator
 from itertools import count
 
@@ -42,7 +41,6 @@ class WorkerBatches:
             sampler=count(place),
             num_workers=self._workers,
             multiprocessing_context="spawn",
-            worker_init_fn=_leave_interrupts_to_the_parent,
             # Else it would draw from PyTorch's own generator, and dropout would differ with it.
             generator=torch.Generator(),
         )
@@ -56,8 +54,3 @@ class _Places(Dataset):
 
     def __getitem__(self, place: int) -> Batch:
         return self.loader.batch_at(*divmod(place, self.micro_batches))
-
-
-def _leave_interrupts_to_the_parent(worker: int) -> None:
-    # A Ctrl-C reaches every process of the terminal; the parent still needs batches to end its step.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,107 @@
+"""A signal to the whole process group, as a terminal's Ctrl-C and `timeout` send it: data workers leave it to
+the process that trains.
+
+That process still needs batches to end its step, and a worker that dies of a signal may leave a lock behind
+that its parent waits for.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import resource_tracker
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from tputrain.signals import WATCHED, SignalWatch, is_watching
+
+_InitFunction = Callable[[int], None]
+_LOOK_EVERY = 5.0  # seconds
+_NO_WORD = "ignore:resource_tracker:UserWarning"
+
+
+@contextmanager
+def left_to(watch: SignalWatch) -> Iterator[None]:
+    """The workers of DataLoaders that are started in here leave SIGINT and SIGTERM to `watch`.
+
+    Such a signal never reaches them: it is blocked as they are started, which a process inherits, and stays
+    so. They end with their loader, when their parent asks them to, and soon after their parent has ended.
+    """
+    if not is_watching():  # in another thread than the main one
+        yield
+        return
+    start = _MultiProcessingDataLoaderIter.__init__
+    get = _MultiProcessingDataLoaderIter._try_get_data
+
+    def start_quietly(iterator: Any, loader: DataLoader) -> None:
+        with watch.unbroken(), _blocked(loader), _listening_to_their_parent(loader):
+            start(iterator, loader)
+
+    def get_unless_received(iterator: Any, *timeout: float) -> Any:
+        watch.break_if_received()
+        return get(iterator, *timeout)
+
+    _MultiProcessingDataLoaderIter.__init__ = start_quietly  # type: ignore[method-assign]
+    _MultiProcessingDataLoaderIter._try_get_data = get_unless_received  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _MultiProcessingDataLoaderIter.__init__ = start  # type: ignore[method-assign]
+        _MultiProcessingDataLoaderIter._try_get_data = get  # type: ignore[method-assign]
+
+
+@contextmanager
+def _blocked(loader: DataLoader) -> Iterator[None]:
+    """This thread gets none of these signals; another one does, so that this process misses nothing."""
+    context = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() != "fork":
+        _start_tracker()  # which unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_tracker() -> None:
+    """Have semaphores removed after this process has gone, without a word where it left at once."""
+    sys.warnoptions.append(_NO_WORD)  # the tracker is started with the same ones
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(_NO_WORD)
+
+
+@contextmanager
+def _listening_to_their_parent(loader: DataLoader) -> Iterator[None]:
+    own = loader.worker_init_fn
+    loader.worker_init_fn = partial(_begin, own, os.getpid())
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = own
+
+
+def _begin(own: _InitFunction | None, parent: int, worker: int) -> None:
+    """In a worker, before its first batch."""
+    # PyTorch's own look at the parent takes for the parent whoever is it by now.
+    if signal.SIGTERM in signal.sigpending() or os.getppid() != parent:
+        os._exit(0)  # the signal may be the parent's, which is lost among those of others
+    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    if own is not None:
+        own(worker)
+
+
+def _end_with(parent: int) -> None:
+    """Leave once the parent has sent SIGTERM, or is no more."""
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)
