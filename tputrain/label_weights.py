@@ -1,6 +1,6 @@
 """What a batch counts in a mean over several: its labels that the loss compares with something.
 
-A causal model that shifts labels itself, as those of transformers do, compares nothing with a row's first.
+A causal model that shifts labels itself, as those of transformers do, does not use the first label of a row.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,7 @@ from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.optimizer import build_optimizer, create_state, other_rates, set_learning_rate
 from tputrain.optim.ownership import check_ownership
-from tputrain.optim.schedule import LearningRate
+from tputrain.optim.schedule import LearningRate, jump
 from tputrain.optim.schedule_free import progress_options
 from tputrain.rehearsed_step import taken_back
 from tputrain.run_lock import RunLock, is_locked
@@ -643,6 +643,11 @@ class Trainer:
         for key, (old, new) in changed_settings(state["config"], self.cfg).items() if is_own else ():
             if key != "run_dir":  # the same directory, by whatever name
                 say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
+        rate, steps = self.cfg.optim.learning_rate, self.cfg.trainer.steps
+        if self._scheduled_by_config and (
+            note := jump(self.step, state["config"], self.cfg.schedule, rate, steps)
+        ):
+            say(note)
 
     # -- start and end ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.tputrain.resumable_run import STEPS, TiedModel, build
-from tputrain import CheckpointConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
+from tputrain import (
+    CheckpointConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    Trainer,
+    TrainerConfig,
+    UserError,
+)
 from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import state
 from tputrain.loggers.jsonl import read_jsonl
@@ -163,6 +171,29 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
     build(tmp_path, trainer=TrainerConfig(steps=4)).fit()
     build(tmp_path, trainer=TrainerConfig(steps=6)).fit()
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_made_longer_says_that_its_learning_rate_jumps_and_what_keeps_it(tmp_path, capsys):
+    def train(
+        run: str, steps: int, name: str = "cosine", **schedule: object
+    ) -> tuple[list[float], list[str]]:
+        cfg = {"trainer": TrainerConfig(steps=steps), "schedule": ScheduleConfig(name, **schedule)}
+        build(tmp_path / run, optim=OptimConfig(learning_rate=0.1), **cfg).fit()
+        notes = [line for line in capsys.readouterr().out.splitlines() if "jumps" in line]
+        rates = [record["learning_rate"] for record in read_jsonl(tmp_path / run / "metrics.jsonl")]
+        return rates, notes
+
+    assert train("stretched", 5)[1] == []
+    rates, (note,) = train("stretched", 10)
+    assert note == (
+        f"note: the learning rate jumps from {rates[4]:.3g} to {rates[5]:.3g}: schedule.name=cosine spans "
+        f"trainer.steps=10 now, 5 before; schedule.steps=5 goes on at {rates[4]:.3g} instead, without a jump"
+    )
+    assert rates[5] > 4 * rates[4]
+    train("kept", 5)
+    rates, notes = train("kept", 10, steps=5)
+    assert (rates[5:], notes) == ([pytest.approx(rates[4])] * 5, [])
+    assert train("constant", 5, "constant")[1] == train("constant", 10, "constant")[1] == []
 
 
 def test_weights_tied_before_a_resume_are_tied_after_it(tmp_path):

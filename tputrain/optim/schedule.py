@@ -1,8 +1,9 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to get out of step."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -60,3 +61,30 @@ class ScheduleConfig:
         progress = max(0.0, min(1.0, (step - start) / max(1, length - 1 - start)))
         down = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.name == "cosine" else 1.0 - progress
         return self.final_fraction + (1.0 - self.final_fraction) * down
+
+
+def jump(
+    step: int, before: Mapping[str, Any], now: ScheduleConfig, rate: float, total_steps: int
+) -> str | None:
+    """What to say where a run goes on after `step` steps with another length, and so another learning rate.
+
+    `before`: the configuration that it has come so far with; `rate` and `total_steps`: those that hold now.
+    None where the rate goes on as it would have, or where more than the length was changed, on purpose.
+    """
+    old_steps, old_rate = before["trainer"]["steps"], before["optim"]["learning_rate"]
+    if (
+        old_steps == total_steps
+        or step >= total_steps
+        or before["schedule"] != asdict(now)
+        or old_rate != rate
+    ):
+        return None
+    due, comes = (rate * now.factor(step, steps) for steps in (old_steps, total_steps))
+    if abs(comes - due) <= 0.01 * due:
+        return None
+    last = rate * now.factor(step - 1, old_steps)
+    return (
+        f"note: the learning rate jumps from {last:.3g} to {comes:.3g}: schedule.name={now.name} spans "
+        f"trainer.steps={total_steps} now, {old_steps} before; schedule.steps={old_steps} goes on at "
+        f"{due:.3g} instead, without a jump"
+    )
