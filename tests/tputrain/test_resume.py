@@ -174,10 +174,8 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
 
 
 def test_a_run_made_longer_says_that_its_learning_rate_jumps_and_what_keeps_it(tmp_path, capsys):
-    def train(
-        run: str, steps: int, name: str = "cosine", **schedule: object
-    ) -> tuple[list[float], list[str]]:
-        cfg = {"trainer": TrainerConfig(steps=steps), "schedule": ScheduleConfig(name, **schedule)}
+    def train(run: str, length: int, name: str = "cosine", steps: int | None = None) -> tuple[list, list]:
+        cfg = {"trainer": TrainerConfig(steps=length), "schedule": ScheduleConfig(name, steps=steps)}
         build(tmp_path / run, optim=OptimConfig(learning_rate=0.1), **cfg).fit()
         notes = [line for line in capsys.readouterr().out.splitlines() if "jumps" in line]
         rates = [record["learning_rate"] for record in read_jsonl(tmp_path / run / "metrics.jsonl")]
