@@ -13,6 +13,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <set>
 #include <unordered_set>
 
 namespace py = pybind11;
@@ -25,6 +26,9 @@ constexpr size_t kRememberedLaunches = 64;
 
 // Programs that are loaded before it is looked again whether there is room for more.
 constexpr size_t kLoadedBetweenLooks = 8;
+
+// Of one program: sets of results that were kept, each with an executable that returns no others.
+constexpr size_t kMostSetsOfResults = 4;
 
 py::handle check(PyObject* object) {
   if (object == nullptr) {
@@ -50,8 +54,8 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   return array;
 }
 
-// One that returns what is wanted at least, and takes no memory that is not given.
-Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live, const Donations& donations) {
+// One that returns what is wanted at least.
+Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live) {
   const auto offsets_match = [&](const Variant& variant) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
       if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
@@ -60,29 +64,59 @@ Variant* fitting_variant(const Program& program, const Segment& segment, const L
     }
     return true;
   };
-  Locals donors; // ascending, as the donations are
-  for (const auto& [input, output] : donations) {
-    donors.push_back(input);
-  }
-  const auto includes = [](const auto& all, const auto& some) {
-    return std::includes(all.begin(), all.end(), some.begin(), some.end());
-  };
   // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
+  const auto returns_live = [&](const Variant& variant) {
+    const auto& outputs = variant.sorted_outputs;
+    return std::includes(outputs.begin(), outputs.end(), live.begin(), live.end());
+  };
   const auto is_better = [](const Variant& variant, const Variant& other) {
     return variant.is_loaded() != other.is_loaded() ? variant.is_loaded() : variant.outputs.size() < other.outputs.size();
   };
   Variant* best = nullptr;
   for (auto& variant : program.variants) {
-    if (offsets_match(*variant) && includes(donors, variant->donated) && includes(variant->sorted_outputs, live) &&
-        (best == nullptr || is_better(*variant, *best))) {
+    if (offsets_match(*variant) && returns_live(*variant) && (best == nullptr || is_better(*variant, *best))) {
       best = variant.get();
     }
   }
   return best;
 }
 
-std::shared_ptr<Variant> new_variant(
-    const Program& program, const Segment& segment, const Locals& live, const Donations& donations) {
+// (input, the output that takes its memory): a value that the segment replaced in its buffer gives it to the newest of those
+// that did.  Whoever else holds the value changes nothing: a copy is donated then, see `argument_of`.
+using Donations = std::vector<std::pair<int32_t, int32_t>>;
+
+Donations donations_of(const Segment& segment, const std::vector<int32_t>& sorted_outputs) {
+  Donations donations;
+  for (int32_t local : sorted_outputs) {
+    const int32_t origin = segment.origin[local];
+    if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout) {
+      donations.emplace_back(origin, local);
+    }
+  }
+  std::sort(donations.begin(), donations.end());
+  const auto is_same_input = [](const auto& some, const auto& other) { return some.first == other.first; };
+  const auto kept = std::unique(donations.rbegin(), donations.rend(), is_same_input);
+  donations.erase(donations.begin(), kept.base());
+  return donations;
+}
+
+// The outputs of a new variant, ascending.  Where several sets of results were kept in turns, all that ever were are returned
+// from then on: each program more returns one result more at least, so that they come to an end.
+std::vector<int32_t> outputs_for(const Program& program, const Locals& live) {
+  std::set<int32_t> outputs(live.begin(), live.end());
+  std::set<std::vector<int32_t>> sets;
+  for (const auto& variant : program.variants) {
+    sets.insert(variant->sorted_outputs);
+  }
+  if (sets.size() >= kMostSetsOfResults) {
+    for (const auto& set : sets) {
+      outputs.insert(set.begin(), set.end());
+    }
+  }
+  return {outputs.begin(), outputs.end()};
+}
+
+std::shared_ptr<Variant> new_variant(const Program& program, const Segment& segment, const Locals& live) {
   auto variant = std::make_shared<Variant>();
   variant->offsets = segment.offsets;
   variant->offset_is_input.assign(segment.offsets.size(), 0);
@@ -93,18 +127,17 @@ std::shared_ptr<Variant> new_variant(
           static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
     }
   }
+  variant->sorted_outputs = outputs_for(program, live);
   // Donated inputs and the outputs that take over their memory stand in the same order, so that XLA pairs them so.
-  for (const auto& [input, output] : donations) {
+  for (const auto& [input, output] : donations_of(segment, variant->sorted_outputs)) {
     variant->donated.push_back(input);
     variant->outputs.push_back(output);
   }
-  for (int32_t local : live) {
+  for (int32_t local : variant->sorted_outputs) {
     if (std::find(variant->outputs.begin(), variant->outputs.end(), local) == variant->outputs.end()) {
       variant->outputs.push_back(local);
     }
   }
-  variant->sorted_outputs = variant->outputs;
-  std::sort(variant->sorted_outputs.begin(), variant->sorted_outputs.end());
   return variant;
 }
 
@@ -144,29 +177,6 @@ Locals live_values(const Segment& segment) {
   return live;
 }
 
-// An input that only this segment still holds gives its memory to the value that replaced it in its buffer.  (Where
-// its array is held elsewhere, a copy does: see `execute`.)
-Donations donations_of(const Segment& segment, const Locals& live, const Holders& gone) {
-  const auto is_held_elsewhere = [&](const ValuePtr& value) {
-    const auto found = gone.find(value.get());
-    return value.use_count() - (found == gone.end() ? 0 : found->second) > 1;
-  };
-  Donations donations;
-  for (int32_t local : live) {
-    const int32_t origin = segment.origin[local];
-    if (origin >= 0 && segment.is_input[origin] != 0 && !is_held_elsewhere(segment.values[origin]) &&
-        segment.values[origin]->layout == segment.values[local]->layout) {
-      donations.emplace_back(origin, local);
-    }
-  }
-  std::sort(donations.begin(), donations.end());
-  // Of several values of one buffer the last takes the memory.
-  const auto is_same_input = [](const auto& some, const auto& other) { return some.first == other.first; };
-  const auto kept = std::unique(donations.rbegin(), donations.rend(), is_same_input);
-  donations.erase(donations.begin(), kept.base());
-  return donations;
-}
-
 } // namespace
 
 PyObject* argument_of(const Value& value, bool is_donated, bool is_shared) {
@@ -195,8 +205,8 @@ Program& ProgramCache::find(const Segment& segment) {
 }
 
 std::shared_ptr<Variant> ProgramCache::variant_for(
-    Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters) {
-  if (Variant* fitting = fitting_variant(program, segment, live, donations)) {
+    Program& program, const Segment& segment, const Locals& live, Counters& counters) {
+  if (Variant* fitting = fitting_variant(program, segment, live)) {
     auto known = fitting->shared_from_this();
     if (known->is_loaded()) {
       ++counters.memory_hits;
@@ -205,7 +215,7 @@ std::shared_ptr<Variant> ProgramCache::variant_for(
     }
     return known;
   }
-  auto variant = new_variant(program, segment, live, donations);
+  auto variant = new_variant(program, segment, live);
   load(program, *variant, segment, counters);
   program.variants.push_back(variant);
   return variant;
@@ -298,7 +308,7 @@ bool ProgramCache::begins_layered(const Segment& segment, size_t most_layered_ru
   }
   const Locals live = live_values(segment);
   try {
-    variant_for(program, segment, live, donations_of(segment, live, {}), counters);
+    variant_for(program, segment, live, counters);
   } catch (const py::error_already_set& error) {
     if (is_interrupt(error)) {
       throw;
@@ -321,44 +331,35 @@ const PartPlan* ProgramCache::parts_of(const Segment& segment) {
   return program.parts.get();
 }
 
-void ProgramCache::rehearse(const Segment& segment, const Holders& gone) {
-  prepare(segment, description_to_prepare(segment, gone));
+void ProgramCache::rehearse(const Segment& segment) {
+  prepare(segment, description_to_prepare(segment));
   find(segment).is_rehearsed = true;
 }
 
-py::object ProgramCache::description_to_prepare(const Segment& segment, const Holders& gone) {
-  if (find(segment).is_prepared) {
-    return py::none();
-  }
-  const Locals live = live_values(segment);
-  return description_of(segment, live, donations_of(segment, live, gone));
+py::object ProgramCache::description_to_prepare(const Segment& segment) {
+  return find(segment).is_prepared ? py::object(py::none()) : description_of(segment, live_values(segment));
 }
 
 std::vector<py::object> ProgramCache::descriptions_of(const std::vector<Segment>& parts) {
   std::vector<py::object> descriptions;
-  Holders gone;
   std::unordered_set<const Program*> seen;
   for (const auto& part : parts) {
     if (seen.insert(&find(part)).second) {
-      const Locals live = live_values(part);
-      descriptions.push_back(description_of(part, live, donations_of(part, live, gone)));
-    }
-    for (const auto& value : part.values) {
-      ++gone[value.get()];
+      descriptions.push_back(description_of(part, live_values(part)));
     }
   }
   return descriptions;
 }
 
-py::object ProgramCache::description_of(const Segment& segment, const Locals& live, const Donations& donations) {
+py::object ProgramCache::description_of(const Segment& segment, const Locals& live) {
   if (live.empty() && segment.checked.empty()) {
     return py::none();
   }
   const Program& program = find(segment);
-  if (const Variant* known = fitting_variant(program, segment, live, donations)) {
+  if (const Variant* known = fitting_variant(program, segment, live)) {
     return known->is_loaded() ? py::none() : py::object(describe(program, *known, segment));
   }
-  return describe(program, *new_variant(program, segment, live, donations), segment);
+  return describe(program, *new_variant(program, segment, live), segment);
 }
 
 void ProgramCache::prepare(const Segment& segment, const py::object& description) {
@@ -446,10 +447,10 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
   Py_ssize_t place = 0;
   size_t num_donated = 0;
   for (int32_t local : segment.inputs) { // ascending, as the donated ones are
-    const Value& value = *segment.values[local];
+    const ValuePtr& value = segment.values[local];
     const bool is_donated = num_donated < variant.donated.size() && variant.donated[num_donated] == local;
     num_donated += is_donated ? 1 : 0;
-    PyList_SET_ITEM(arguments.ptr(), place++, argument_of(value, is_donated, /*is_shared=*/false));
+    PyList_SET_ITEM(arguments.ptr(), place++, argument_of(*value, is_donated, /*is_shared=*/value.use_count() > 1));
   }
   auto [arrays, token] = start(variant, arguments.ptr(), segment.numbers);
   for (size_t i = 0; i < variant.outputs.size(); ++i) {
@@ -496,11 +497,10 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
       TORCH_CHECK(false, message);
     }
   }
-  const Donations donations = donations_of(segment, live, {});
   const auto num_integers = segment.numbers.integers.size();
   try {
     Program& program = find(segment);
-    const auto variant = variant_for(program, segment, live, donations, counters);
+    const auto variant = variant_for(program, segment, live, counters);
     execute(*variant, segment);
     segment.variant = variant.get();
     ++counters.segments_run;

@@ -78,13 +78,13 @@ struct Segment {
   }
 };
 
-// One executable of a program: for these outputs, these donations and these constant offsets.
+// One executable of a program: for these outputs and these constant offsets.
 struct Variant : std::enable_shared_from_this<Variant> {
   std::vector<uint8_t> offset_is_input;
   std::vector<int64_t> offsets; // where not an input
   std::vector<int32_t> outputs; // locals, in the order the executable returns them
   std::vector<int32_t> sorted_outputs;
-  std::vector<int32_t> donated; // locals of inputs that the executable consumes, ascending
+  std::vector<int32_t> donated; // locals of inputs that the executable consumes, ascending; the outputs decide
   // Owned, all of these.  Null where it was given back, see `make_room`:
   PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable
   PyObject* execute{nullptr}; // (list of arrays) -> results
@@ -117,11 +117,7 @@ struct Program {
   bool is_refused{false}; // XLA could not compile it as one
 };
 
-// How many others than buffers and the segment itself hold a value that will be gone when the segment is run.
-using Holders = std::unordered_map<const Value*, size_t>;
-
 using Locals = c10::SmallVector<int32_t, 16>;
-using Donations = c10::SmallVector<std::pair<int32_t, int32_t>, 16>; // (input, the output that takes its memory)
 
 struct Launched {
   std::shared_ptr<PyObject> token; // of JAX: can be waited for, holds no memory of the device
@@ -132,7 +128,7 @@ struct Launched {
 bool is_wanted(const Segment& segment);
 
 // A value's array as an argument of a program, a new reference.  What is donated and somebody else may look at is copied, and
-// the copy donated: the program is the same either way.  `is_shared`: other buffers than the one it is taken from hold it.
+// the copy donated: the program is the same either way.  `is_shared`: others than the one it is taken from hold the value.
 PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 
 class ProgramCache {
@@ -149,9 +145,9 @@ class ProgramCache {
     ++find(segment).num_layered;
   }
   // A thread begins to compile what `run` would have compiled.
-  void rehearse(const Segment& segment, const Holders& gone);
+  void rehearse(const Segment& segment);
   // What `run` would have compiled, as Python is told it: None if it has the program, or began to prepare it before.
-  pybind11::object description_to_prepare(const Segment& segment, const Holders& gone = {});
+  pybind11::object description_to_prepare(const Segment& segment);
   // A thread begins to compile what `description_to_prepare` gave for it.
   void prepare(const Segment& segment, const pybind11::object& description);
   // Compiles what segments that are run one after the other need, as far as there are cores at once, and waits for it.
@@ -183,7 +179,7 @@ class ProgramCache {
   Program& find(const Segment& segment);
   // Who holds what it returns keeps it loaded.
   std::shared_ptr<Variant> variant_for(
-      Program& program, const Segment& segment, const Locals& live, const Donations& donations, Counters& counters);
+      Program& program, const Segment& segment, const Locals& live, Counters& counters);
   void load(const Program& program, Variant& variant, const Segment& segment, Counters& counters);
   // Called before a program is loaded.  Where the system would soon refuse that, gives back half of those that were not used
   // since it looked last, the oldest.
@@ -191,7 +187,7 @@ class ProgramCache {
   // What `run` of each would have compiled; each program once.
   std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
   void compile_ahead(const pybind11::list& descriptions, bool waits);
-  pybind11::object description_of(const Segment& segment, const Locals& live, const Donations& donations);
+  pybind11::object description_of(const Segment& segment, const Locals& live);
   void execute(Variant& variant, Segment& segment);
 
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;

@@ -24,15 +24,6 @@ class Rehearsal {
     return buffer.address < first_new_address_;
   }
 
-  // Whose values would have been replaced, had this been no rehearsal.
-  Holders holders() const {
-    Holders holders;
-    for (const auto& [address, kept] : kept_) {
-      ++holders[kept.value.get()];
-    }
-    return holders;
-  }
-
   void take_back() {
     for (auto& [address, kept] : kept_) {
       if (Buffer* buffer = kept.handle->buffer) {

@@ -338,7 +338,7 @@ void Stream::check_launches() {
 }
 
 void Stream::rehearse(Segment& segment) {
-  programs_.rehearse(segment, rehearsal_->holders());
+  programs_.rehearse(segment);
   segment.fail(kRehearsed);
 }
 

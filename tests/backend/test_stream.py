@@ -160,6 +160,82 @@ def test_a_metric_that_is_kept_compiles_nothing():
     assert torch.stack(kept).isfinite().all().item()
 
 
+def test_a_clone_that_is_kept_compiles_nothing_and_keeps_its_values():
+    step, model = _training_step(1)
+    for number in range(3):
+        step(number)
+    kept: list[torch.Tensor] = []
+    expected = []
+    with counted() as moved:
+        for number, parameter in enumerate(model.parameters(), 3):  # another set of shared values each time
+            kept.append(parameter.detach().clone())
+            expected.append(parameter.detach().cpu().clone())
+            step(number)
+            torch.tpu.flush()
+    assert moved.compilations == 0
+    for clone, values, parameter in zip(kept, expected, model.parameters(), strict=True):
+        assert torch.equal(clone.cpu(), values)
+        assert not torch.equal(parameter.detach().cpu(), values)
+
+
+def test_an_average_that_is_kept_by_clones_compiles_nothing_after_its_first_step():
+    step, model = _training_step(1)
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    before = [each.clone() for each in average]
+
+    def averaged(number: int) -> None:
+        step(number)
+        for kept, parameter in zip(average, model.parameters(), strict=True):
+            kept.mul_(0.5).add_(parameter.detach().clone(), alpha=0.5)
+
+    for number in range(3):
+        averaged(number)
+    with counted() as moved:
+        for number in range(3, 6):
+            averaged(number)
+    assert moved.compilations == 0
+    assert all(not torch.equal(one.cpu(), other.cpu()) for one, other in zip(average, before, strict=True))
+
+
+def test_a_view_of_the_host_on_a_value_that_is_written_compiles_nothing():
+    x = torch.ones(41, device="tpu")
+
+    def write() -> None:
+        x.mul_(2).add_(1)
+
+    for _ in range(2):
+        write()
+        torch.tpu.flush()
+    with counted() as moved:
+        looked = x.cpu().numpy()
+        write()
+        torch.tpu.flush()
+    assert moved.compilations == 0
+    assert (looked == 7).all()
+    assert x.tolist() == [15] * 41
+
+
+def test_results_that_are_kept_in_turns_come_to_an_end_of_compiling():
+    """The first four sets have programs that return no others; later ones return all that ever were kept."""
+    x = torch.ones(43, device="tpu")
+
+    def run(*kept: int) -> list[float]:
+        values = [x * 2 + 1]
+        for _ in range(9):
+            values.append(values[-1] * 3 - 2)
+        found = [values[place] for place in kept]
+        del values
+        torch.tpu.flush()
+        return [each[0].item() for each in found]
+
+    expected = [run(place)[0] for place in range(10)]
+    with counted() as moved:
+        for one in range(10):
+            for other in range(one + 1, 10):
+                assert run(one, other) == [expected[one], expected[other]]
+    assert moved.compilations <= 10
+
+
 def test_the_second_model_of_the_same_shape_compiles_nothing():
     for number in range(3):
         _training_step(1)[0](number)

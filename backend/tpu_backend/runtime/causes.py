@@ -58,7 +58,6 @@ KINDS = (
     "operations",
     "results",  # others stay alive
     "slice",  # where a slice starts has become an input
-    "memory",  # an input's memory can be used again, or cannot any more
     "whole",  # it was run in layers so far
     "room",  # it was given back when there was room for few more programs
 )
@@ -233,14 +232,14 @@ def _other_variant(new: _Program, old: _Program) -> Cause:
     line = first_line(last.number)
     if new.offsets != old.offsets:
         return Cause("slice", "it starts somewhere else, which is an input of the program from now on", line)
-    if new.outputs != old.outputs:
-        count = len(new.outputs) - len(old.outputs)
-        what = f"{abs(count)} {'more' if count > 0 else 'fewer'}" if count else "others"
-        changed = new.outputs - old.outputs if count >= 0 else old.outputs - new.outputs
-        maker = _maker(new, min(changed))
-        text = f"{what} of its results kept, one that {maker.overload} made"
-        return Cause("results", text, first_line(maker.number))
-    return Cause("memory", "its inputs are used by somebody else, or no longer are", line)
+    if new.outputs == old.outputs:
+        return Cause("results", "the same ones, which another thread was compiling at the same time", line)
+    count = len(new.outputs) - len(old.outputs)
+    what = f"{abs(count)} {'more' if count > 0 else 'fewer'}" if count else "others"
+    changed = new.outputs - old.outputs if count >= 0 else old.outputs - new.outputs
+    maker = _maker(new, min(changed))
+    text = f"{what} of its results kept, one that {maker.overload} made"
+    return Cause("results", text, first_line(maker.number))
 
 
 def _maker(program: _Program, local: int) -> Signature:
