@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.backend.test_capture import check_same, replays, run
@@ -205,3 +207,49 @@ def test_a_loss_of_a_captured_function_inside_another_has_its_gradient():
             losses = [step(torch.ones(3, device="tpu")).item() for _ in range(4)]
         assert losses == [losses[0] - 3 * number for number in range(4)]
         assert not step(torch.ones(3, device="tpu")).requires_grad
+
+
+@pytest.fixture
+def mesh():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("tpu", [0])
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "place", ["a parameter", "a parameter it does not lead to", "an argument", "a result"]
+)
+def test_a_dtensor_is_no_part_of_a_captured_step_and_is_told(place, mesh):
+    def distribute(tensor: torch.Tensor) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+    model = nn.Linear(4, 4).to("tpu")
+    if "parameter" in place:
+        for name, parameter in list(model.named_parameters()):
+            model.register_parameter(name, nn.Parameter(distribute(parameter.detach())))
+    trained = [model, torch.optim.SGD(model.parameters(), lr=0.1)]
+    if place == "a parameter it does not lead to":
+        trained = [[trained]]
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        model, optimizer = trained if len(trained) == 2 else trained[0][0]
+        x = distribute(x) if "parameter" in place else getattr(x, "_local_tensor", x)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        return distribute(loss.detach()) if place == "a result" else loss
+
+    step = torch.tpu.capture(train)
+    x = torch.ones(2, 4, device="tpu")
+
+    def losses_of(calls: int) -> list[float]:
+        found = [step(distribute(x) if place == "an argument" else x) for _ in range(calls)]
+        return [getattr(loss, "_local_tensor", loss).item() for loss in found]
+
+    with pytest.warns(UserWarning, match="DTensor"):
+        losses = losses_of(5)
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 5
+    assert "DTensor" in step.problem

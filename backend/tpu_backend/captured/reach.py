@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tpu_backend.runtime.user_line import NOT_THE_USERS
 
@@ -99,7 +100,8 @@ def modules_with(uses: Callable[[list[Tensor]], list[bool]]) -> list[nn.Module]:
     used: set[int] = set()
     for module in modules:
         tensors = [*module._parameters.values(), *module._buffers.values()]
-        here = [each for each in tensors if each is not None and each.device.type == "tpu"]
+        plain = [part for each in tensors if each is not None for part in _plain(each)]
+        here = [each for each in plain if each.device.type == "tpu"]
         if any(uses([each for each in here if each.layout == torch.strided])):
             used.add(id(module))
     roots, parts = [], set[int]()
@@ -109,6 +111,30 @@ def modules_with(uses: Callable[[list[Tensor]], list[bool]]) -> list[nn.Module]:
             roots.append(module)
             parts.update(below)
     return [module for module in roots if id(module) not in parts]
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a tensor is made of (a DTensor has no storage of its own): itself, for most."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def made_of_others(
+    arguments: Iterable[Any], modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+) -> tuple[str, Tensor] | None:
+    """The first tensor among these that is made of other tensors, and what it is called."""
+    named = [(f"argument {place}", each) for place, each in enumerate(arguments)]
+    for root in modules:
+        tensors = [*root.named_parameters(), *root.named_buffers()]
+        named += [(f"{type(root).__name__}.{name}", tensor) for name, tensor in tensors]
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            where = f"{type(optimizer).__name__}.param_groups[{number}]['params']"
+            named += [(f"{where}[{place}]", each) for place, each in enumerate(group["params"])]
+    return next((each for each in named if is_traceable_wrapper_subclass(each[1])), None)
 
 
 def _unnamed(values: Iterable[Any]) -> Iterator[Watched]:

@@ -192,6 +192,9 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         modules = [*found.modules, *_modules_among(leaves)]
         optimizers = list(found.optimizers)
         optimizers += [each for each in self._noticed if not any(each is other for other in optimizers)]
+        if (problem := _problem_of_subclasses(leaves, modules, optimizers)) is not None:
+            self._tell(form, problem, why)
+            return self._run(args, kwargs)
         settings = reach.settings_of(optimizers)
         numbers = [setting.group[setting.key] for setting in settings]
         on_host = reach.host_versions(modules)
@@ -224,10 +227,12 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             while len(self._last) > _KEPT:
                 del self._last[next(iter(self._last))]
                 self._forgets = True
+            used = [] if problem is not None else reach.modules_with(step.uses)
+            problem = problem or _problem_of_subclasses([], used, [])
             if problem is None:
                 watched = [
                     *found.bindings,
-                    *reach.watched_in_modules([*modules, *reach.modules_with(step.uses)]),
+                    *reach.watched_in_modules([*modules, *used]),
                     *reach.watched_in_optimizers(optimizers),
                 ]
                 self._replay_from_now(form, recording, watched, host)
@@ -443,6 +448,8 @@ def _detached(result: Any) -> Any:
 
 def _finish(step: _C.RecordedStep, leaves: list[Any], returned: Sequence[Any]) -> str | None:
     """End a recording; returns why the step cannot be replayed."""
+    if (subclass := reach.made_of_others(returned, (), ())) is not None:
+        return f"it returns a {type(subclass[1]).__name__}, which is made of other tensors: return those"
     for leaf in returned:
         if isinstance(leaf, Tensor) and (leaf.device.type != "tpu" or leaf.layout != torch.strided):
             return f"it returns a {leaf.layout} tensor on {leaf.device}"
@@ -478,6 +485,18 @@ def _problem_of_optimizers(
         if setting.group[setting.key] != before:
             return f"it changes {setting.name} itself: set it before the call"
     return None
+
+
+def _problem_of_subclasses(
+    leaves: Sequence[Any], modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> str | None:
+    if (found := reach.made_of_others(leaves, modules, optimizers)) is None:
+        return None
+    name, tensor = found
+    return (
+        f"{name} is a {type(tensor).__name__}, whose values are in other tensors: capture a function of "
+        "plain tensors (to_local() of a DTensor), or call this one without torch.tpu.capture"
+    )
 
 
 def _problem_of_arguments(leaves: Sequence[Any], requires_grad: Sequence[bool]) -> str | None:
