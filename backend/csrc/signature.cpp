@@ -452,8 +452,8 @@ bool writes_elsewhere(const OpInfo& op, c10::ArrayRef<c10::IValue> args) {
 }
 
 // Asks Python to trace the lowering of this form once.  Where that fails the arguments may be wrong, which the CPU's
-// kernel will say.
-void trace_form(Signature& signature) {
+// kernel will say.  Returns whether the answer is one for good: what has failed for want of memory, say, is asked anew.
+bool trace_form(Signature& signature) {
   pybind11::gil_scoped_acquire gil;
   auto answer = pybind11::reinterpret_steal<pybind11::object>(
       PyObject_CallFunction(runtime().trace_form, "I", static_cast<unsigned int>(signature.id)));
@@ -464,12 +464,13 @@ void trace_form(Signature& signature) {
     }
     signature.on_cpu = true;
     signature.lowering_failure = pybind11::str(error.value());
-    return;
+    return pybind11::getattr(error.value(), "is_final", pybind11::bool_(false)).cast<bool>();
   }
   const auto [is_lowered, checked, reads_precision] = answer.cast<std::tuple<bool, bool, bool>>();
   signature.on_cpu = !is_lowered;
   signature.checked = checked;
   signature.reads_precision = reads_precision;
+  return true;
 }
 
 } // namespace
@@ -647,10 +648,8 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     return publish(store(std::move(signature)));
   }
   Signature* stored = store(std::move(signature));
-  if (stored->out_resizes.empty()) {
-    trace_form(*stored);
-  }
-  return publish(stored);
+  const bool is_final = !stored->out_resizes.empty() || trace_form(*stored);
+  return is_final ? publish(stored) : stored;
 }
 
 at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> args) {

@@ -1,15 +1,17 @@
 """Errors: the CPU's type and words where arguments are wrong, and a device that goes on afterwards."""
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.backend.fresh_process import run_python
-from tpu_backend import device_module
+from tpu_backend import device_module, jax_op
 
 WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "shapes that do not broadcast": lambda t: t(3) + t(4),
@@ -342,6 +344,72 @@ def test_a_lowering_that_fails_in_backward_is_named_and_the_cpu_computes(broken_
     with pytest.warns(UserWarning, match="aten::cosh.*BrokenError"):
         x.sinh().sum().backward()
     assert torch.equal(x.grad.cpu(), torch.cosh(torch.ones(108)))
+
+
+@pytest.mark.parametrize(
+    ("error", "size", "stays"), [(MemoryError, 114, False), (OSError, 115, False), (TypeError, 116, True)]
+)
+def test_only_a_failure_of_the_form_itself_keeps_it_on_the_cpu(error, size, stays, monkeypatch):
+    from tpu_backend.lowering.registry import TABLE
+
+    def fails(*_: object, **__: object) -> None:
+        raise error("for the test")
+
+    x = torch.ones(size, device="tpu")
+    fails.__module__ = TABLE["cosh"].function.__module__  # that of a lowering, and no function of the user's
+    with monkeypatch.context() as patched:
+        patched.setitem(TABLE, "cosh", replace(TABLE["cosh"], function=fails))
+        with pytest.warns(UserWarning, match=f"{error.__name__}: for the test"):
+            torch.cosh(x)
+    before = torch.tpu.fallback_stats()["aten::cosh"]
+    with warnings.catch_warnings(action="ignore"):
+        torch.testing.assert_close(torch.cosh(x).cpu(), torch.cosh(torch.ones(size)))
+    assert torch.tpu.fallback_stats()["aten::cosh"] == before + stays
+
+
+def test_a_function_that_raised_once_runs_on_the_device_the_next_time():
+    calls: list[bool] = []
+
+    @jax_op
+    def fails_once(x: jax.Array) -> jax.Array:
+        calls.append(isinstance(x, jax.core.Tracer))
+        if len(calls) == 2:  # the first tells the shapes
+            raise TypeError("for the test")
+        return x * 2
+
+    x = torch.ones(3, device="tpu")
+    with pytest.warns(UserWarning, match="TypeError: for the test"):
+        assert fails_once(x).tolist() == [2.0] * 3
+    before = torch.tpu.fallback_stats()
+    assert fails_once(x).tolist() == [2.0] * 3
+    assert torch.tpu.fallback_stats() == before
+
+
+@pytest.mark.parametrize("mode", ["debug", "strict", "fused", "layered"])
+def test_what_c_plus_plus_raises_at_a_launch_leaves_nothing_pending(mode, monkeypatch):
+    """pybind11's own exception: what came back from Python is of another type."""
+    from tpu_backend.runtime import ahead, compiler
+
+    def write() -> None:
+        for _ in range(130):  # equal parts, in layered mode
+            x.cosh_().tanh_()
+        x.cpu()
+
+    compile_now = compiler._compile
+    monkeypatch.setattr(ahead, "result", lambda *_: None)
+    x = torch.ones(117, device="tpu")
+    torch.tpu.flush()
+    with torch.tpu.eager_mode(mode):
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                compiler, "_compile", lambda *some: compile_now(*some)._replace(from_disk=object())
+            )
+            with pytest.raises(RuntimeError, match="cast"):
+                write()
+        with pytest.raises(RuntimeError, match="no value: it was to be computed by a program that failed"):
+            x.cpu()
+        x.fill_(3)
+        assert (x + 1).sum().item() == 4 * 117
 
 
 def test_an_autograd_function_of_the_user_may_raise():

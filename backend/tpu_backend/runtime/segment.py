@@ -23,6 +23,7 @@ from tpu_backend.runtime import known_forms
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 from tpu_backend.runtime.known_forms import Answer
 from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.program_key import settled_by_version
 from tpu_backend.runtime.signature import (
     ConstantArg,
     ListArg,
@@ -146,13 +147,34 @@ def replay(
 
 _NOT_LOWERED = Answer(is_lowered=False, makes_demands=False, reads_precision=False)
 
+# What tracing raises for the form itself: it would raise it again. All else may pass (no memory, a file that
+# is not there, an interrupted connection), and so may whatever a function of the user's raises.
+_FINAL = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+
+
+class LoweringError(RuntimeError):
+    """The lowering of a form has failed; `is_final`: it would fail again."""
+
+    def __init__(self, message: str, is_final: bool):
+        super().__init__(message)
+        self.is_final = is_final
+
 
 def trace_form(number: int) -> Answer:
     """Whether the lowering can express this form of an op; if so, whether it demands something of its
     indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
     alone, unless an earlier process did.  On a real TPU its compiler must take it as well.
 
-    Raises RuntimeError with the op, its shapes and the Python line when the lowering fails: on wrong
+    Raises LoweringError with the op, its shapes and the Python line when the lowering fails: on wrong
     arguments, or a bug, named where it is met and not where the segment is cut.
     """
     remember_first_line(number)
@@ -192,8 +214,9 @@ def _traced(entry: Signature) -> Answer:
     except registry.NotLoweredError:
         return _NOT_LOWERED
     except Exception as error:
-        raise RuntimeError(
-            f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}"
+        raise LoweringError(
+            f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}",
+            is_final=isinstance(error, _FINAL) and settled_by_version(entry.name),
         ) from error
     return Answer(True, bool(demands.made), settings.was_read)
 
