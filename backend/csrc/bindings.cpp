@@ -87,12 +87,12 @@ py::object lease_array(const at::Tensor& tensor) {
   auto& stream = tpu::Device::get().stream(tensor.device().index());
   tpu::StreamLock lock(stream.mutex());
   tpu::Buffer* buffer = tpu::buffer_of(tensor);
-  PyObject* array = stream.concrete(buffer);
-  if (array == nullptr) {
+  const tpu::ValuePtr value = stream.concrete(buffer);
+  if (!value) {
     return py::none();
   }
-  buffer->value->leased = true;
-  return py::reinterpret_borrow<py::object>(array);
+  value->leased = true;
+  return py::reinterpret_borrow<py::object>(value->array);
 }
 
 // A contiguous tensor whose first value is somebody else's jax.Array, which is never donated.
@@ -180,6 +180,7 @@ PYBIND11_MODULE(_C, m) {
     return signature.part_of == nullptr ? id : signature.part_of->id;
   });
   m.def("begins_layered", &tpu::begins_layered);
+  m.def("mark_compile_thread", &tpu::mark_compile_thread);
   m.def("set_begins_layered", &tpu::set_begins_layered);
   m.def("set_mode", [](int mode) { tpu::set_mode(static_cast<tpu::Mode>(mode)); });
   m.def("get_mode", [] { return static_cast<int>(tpu::mode()); });

@@ -82,23 +82,24 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     Device::get().synchronize(device);
   }
 
-  // An event that takes the time waits for the device, so that its time is the moment the work was done.
+  // Recording one runs nothing, and asking for it runs what was recorded before it.  Where one takes the time, the launch
+  // before it is waited for, so that its time is the moment the work was done.
   struct Event {
-    std::chrono::steady_clock::time_point time;
     c10::DeviceIndex device;
-    size_t num_launched; // the programs it stands for: all before it
+    std::shared_ptr<Position> position;
+
+    size_t dispatch() const {
+      return Device::get().dispatch(device, *position);
+    }
   };
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag flag)
       const override {
     const auto on = device < 0 ? stream.device_index() : device;
-    const auto num_launched = Device::get().dispatch(on);
-    if (flag == c10::EventFlag::BACKEND_DEFAULT) {
-      Device::get().wait(on, num_launched);
-    }
+    auto position = Device::get().mark(on, /*is_timed=*/flag == c10::EventFlag::BACKEND_DEFAULT);
     if (*event == nullptr) {
       *event = new Event;
     }
-    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), on, num_launched};
+    *static_cast<Event*>(*event) = {on, std::move(position)};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -106,16 +107,21 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void* event) const override {
     const auto* recorded = static_cast<Event*>(event);
-    return Device::get().done(recorded->device, recorded->num_launched);
+    return Device::get().done(recorded->device, recorded->dispatch());
   }
   void synchronizeEvent(void* event) const override {
     const auto* recorded = static_cast<Event*>(event);
-    Device::get().wait(recorded->device, recorded->num_launched);
+    Device::get().wait(recorded->device, recorded->dispatch());
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
-    return std::chrono::duration<double, std::milli>(static_cast<Event*>(end)->time - static_cast<Event*>(start)->time)
-        .count();
+    const auto time_of = [](void* event) {
+      const auto* recorded = static_cast<Event*>(event);
+      recorded->dispatch();
+      return recorded->position->time;
+    };
+    const auto began = time_of(start);
+    return std::chrono::duration<double, std::milli>(time_of(end) - began).count();
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl)
@@ -292,6 +298,33 @@ size_t Device::dispatch(c10::DeviceIndex device) {
   s.cut();
   s.settle();
   return s.num_launched();
+}
+
+std::shared_ptr<Position> Device::mark(c10::DeviceIndex device, bool is_timed) {
+  check_not_forked();
+  auto& s = stream(device);
+  std::shared_ptr<Position> position;
+  bool is_reached = false;
+  if (initialized()) {
+    StreamLock lock(s.mutex());
+    position = s.mark(is_timed);
+    is_reached = !position->is_pending;
+  } else {
+    position = std::make_shared<Position>();
+    position->is_pending = false;
+    is_reached = true;
+  }
+  if (is_reached && is_timed) { // nobody else has it
+    wait(device, dispatch(device, *position));
+    position->time = std::chrono::steady_clock::now();
+  }
+  return position;
+}
+
+size_t Device::dispatch(c10::DeviceIndex device, const Position& position) {
+  auto& s = stream(device);
+  StreamLock lock(s.mutex());
+  return s.dispatch(position);
 }
 
 void Device::wait(c10::DeviceIndex device, size_t num_launched) {

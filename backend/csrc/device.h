@@ -68,6 +68,9 @@ class Device {
   void synchronize(c10::DeviceIndex device);
   // Hands over what was recorded; returns how many programs have been launched.
   size_t dispatch(c10::DeviceIndex device);
+  // An event: what was recorded so far.
+  std::shared_ptr<Position> mark(c10::DeviceIndex device, bool is_timed);
+  size_t dispatch(c10::DeviceIndex device, const Position& position);
   // Wait until so many programs are computed, or ask whether they are.
   void wait(c10::DeviceIndex device, size_t num_launched);
   bool done(c10::DeviceIndex device, size_t num_launched);

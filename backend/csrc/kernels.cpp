@@ -180,10 +180,10 @@ at::Tensor read_to_host(const at::Tensor& source) {
   {
     StreamLock lock(stream.mutex());
     stream.note_host_read();
-    if (stream.concrete(buffer) == nullptr) {
+    value = stream.concrete(buffer);
+    if (!value) {
       return at::zeros(source.sizes(), source.options().device(at::kCPU));
     }
-    value = buffer->value;
     launch = stream.token_of(value->launch);
   }
   py::gil_scoped_acquire gil;

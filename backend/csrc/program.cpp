@@ -225,7 +225,11 @@ void ProgramCache::load(const Program& program, Variant& variant, const Segment&
   make_room();
   const auto start = std::chrono::steady_clock::now();
   const auto description = describe(program, variant, segment);
-  const auto executable = py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().compile, description.ptr())));
+  const auto executable = [&] {
+    PyObject* const call[] = {description.ptr(), mutex_.is_outermost_turn() ? Py_True : Py_False};
+    const StreamUnlocked unlocked(mutex_);
+    return py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(runtime().compile, call, 2, nullptr)));
+  }();
   py::object execute = executable.attr("execute");
   py::object handlers = executable.attr("handlers");
   if (variant.demands == nullptr) {
@@ -238,7 +242,7 @@ void ProgramCache::load(const Program& program, Variant& variant, const Segment&
     ++counters.compilations;
     counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  if (variant.is_loaded()) { // by a finalizer, meanwhile
+  if (variant.is_loaded()) { // by a turn inside this one
     return;
   }
   variant.executable = Py_NewRef(executable.ptr());
@@ -391,6 +395,7 @@ void ProgramCache::compile_ahead(const py::list& descriptions, bool waits) {
     make_room(); // counts the programs: each will be loaded
   }
   PyObject* const call[] = {descriptions.ptr(), waits ? Py_True : Py_False};
+  const StreamUnlocked unlocked(mutex_);
   check(PyObject_Vectorcall(runtime().compile_ahead, call, 2, nullptr)).dec_ref();
 }
 
@@ -491,11 +496,7 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
       segment.fail(*error);
       TORCH_CHECK(false, kNoValue, *error);
     }
-    if (value.array == nullptr) {
-      const std::string message = "a finalizer reads what is computed by the program that is being compiled right now";
-      segment.fail(message);
-      TORCH_CHECK(false, message);
-    }
+    TORCH_INTERNAL_ASSERT(value.array != nullptr, "a segment is run before the one whose values it reads");
   }
   const auto num_integers = segment.numbers.integers.size();
   try {

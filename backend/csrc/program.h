@@ -3,9 +3,11 @@
 
 #include "range_checks.h"
 #include "signature.h"
+#include "stream_lock.h"
 
 #include <pybind11/pytypes.h>
 
+#include <chrono>
 #include <memory>
 #include <unordered_map>
 
@@ -35,6 +37,14 @@ struct Mark {
   uint32_t tape, values, offsets, floats, doubles, integers;
 };
 
+// Where an event was recorded: behind a segment.  Guarded by the stream's lock.
+struct Position {
+  size_t num_launched{0}; // the launches that it stands for; known once it is no longer pending
+  bool is_pending{true}; // its segment is still to be launched
+  bool is_timed{false};
+  std::chrono::steady_clock::time_point time{}; // when those launches were done
+};
+
 struct Segment {
   uint64_t serial{0};
   // For each entry its signature id and then the local numbers of the values it reads.
@@ -54,6 +64,8 @@ struct Segment {
   std::vector<CheckedEntry> checked; // entries that make demands of their indices
   PyObject* offenders{nullptr}; // what came out of them when the segment was run, owned
   Variant* variant{nullptr}; // what it was run by
+  std::shared_ptr<Position> position; // of the events behind it; null: there are none
+  uint64_t num_recorded{0}; // entries of the stream up to its end; known once it is detached
 
   Mark end() const;
   Mark mark_after(size_t entry) const {
@@ -62,6 +74,10 @@ struct Segment {
   // PyTorch's matrix product precision when it was recorded; 0 where it does not matter.
   uint32_t precision_of(size_t entry) const {
     return entries[entry]->reads_precision ? tape[marks[entry].tape + 1] : 0;
+  }
+  // Parts have no marks, and are not taken apart again.
+  bool is_part() const {
+    return marks.size() != entries.size();
   }
   // The locals that an entry reads.
   c10::ArrayRef<uint32_t> links_of(size_t entry) const {
@@ -133,6 +149,9 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 
 class ProgramCache {
  public:
+  // Of the stream; it is held whenever the cache is asked, and given away while Python compiles.
+  explicit ProgramCache(StreamMutex& mutex) : mutex_(mutex) {}
+
   // Whether a segment is to be run in parts still: neither was it run or rehearsed as one program, nor so often in parts, or
   // XLA refuses the one program, which a warning says.
   bool begins_layered(const Segment& segment, size_t most_layered_runs, Counters& counters);
@@ -154,7 +173,7 @@ class ProgramCache {
   void compile_all(const std::vector<Segment>& parts, Counters& counters);
 
   // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
-  // error_already_set for an interrupt, and the segment may then be run again.
+  // error_already_set for an interrupt, and the segment may then be run again; and what else C++ may raise.
   void run(Segment& segment, Counters& counters);
 
   // What comes out when a program is handed to XLA: a list of arrays, and what can be waited for.
@@ -190,6 +209,7 @@ class ProgramCache {
   pybind11::object description_of(const Segment& segment, const Locals& live);
   void execute(Variant& variant, Segment& segment);
 
+  StreamMutex& mutex_;
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
   std::vector<Launched> launched_; // a ring
   size_t num_launched_{0};
@@ -201,7 +221,7 @@ class ProgramCache {
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
-  PyObject* compile{nullptr}; // (description) -> Executable
+  PyObject* compile{nullptr}; // (description, may wait for another thread) -> Executable
   PyObject* is_room_short{nullptr}; // () -> bool: whether few more programs can be loaded
   // (descriptions, waits) -> None: begins what `compile` of each will ask for; waits until all of it is there, or has failed
   PyObject* compile_ahead{nullptr};

@@ -77,10 +77,14 @@ RecordedStep::RecordedStep(c10::DeviceIndex device)
     : device_(device), surroundings_(Surroundings::now()), first_new_address_(next_address()) {
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
-  TORCH_CHECK(
-      stream.notes == nullptr,
-      "torch.tpu.capture: another thread is recording a step: let the first calls of one come before the other's");
-  stream.cut();
+  const auto check_alone = [&] {
+    TORCH_CHECK(
+        stream.notes == nullptr,
+        "torch.tpu.capture: another thread is recording a step: let the first calls of one come before the other's");
+  };
+  check_alone();
+  stream.cut_all();
+  check_alone();
   stream.notes = &notes_;
   is_recording_ = true;
 }
@@ -95,14 +99,16 @@ void RecordedStep::abandon() {
   }
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
-  stream.notes = nullptr;
+  if (stream.notes == &notes_) {
+    stream.notes = nullptr;
+  }
 }
 
 std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std::vector<at::Tensor>& results) {
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
-  stream.cut();
-  stream.notes = nullptr;
+  const auto seen = seen_buffers();
+  stream.cut(/*ends_notes=*/true);
   is_recording_ = false;
   if (notes_.first_read.has_value()) {
     return Problem{
@@ -123,10 +129,21 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
     return Problem{"it computes nothing that is kept"};
   }
   run_ = std::move(*notes_.run);
-  return resolve(arguments, results);
+  return resolve(arguments, results, seen);
 }
 
-std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const std::vector<at::Tensor>& results) {
+std::vector<RecordedStep::Seen> RecordedStep::seen_buffers() const {
+  std::vector<Seen> seen;
+  for_each_live_buffer(device_, [&](Buffer& buffer) {
+    if (buffer.value) {
+      seen.push_back({handle_of(buffer), buffer.address, buffer.value->segment, buffer.value->local});
+    }
+  });
+  return seen;
+}
+
+std::optional<Problem> RecordedStep::resolve(
+    const py::list& arguments, const std::vector<at::Tensor>& results, const std::vector<Seen>& seen_buffers) {
   std::unordered_map<uintptr_t, size_t> argument_at;
   for (const auto& handle : arguments) {
     Argument argument;
@@ -170,31 +187,33 @@ std::optional<Problem> RecordedStep::resolve(const py::list& arguments, const st
   const std::unordered_set<uintptr_t> written(notes_.written.begin(), notes_.written.end());
   std::unordered_set<size_t> found_storages;
   bool is_strange = false;
-  for_each_live_buffer(device_, [&](Buffer& buffer) {
-    if (!buffer.value) {
-      return;
+  for (const auto& buffer : seen_buffers) {
+    if (buffer.buffer->buffer.load() == nullptr) {
+      continue;
     }
-    const Value& value = *buffer.value;
     const bool is_new = buffer.address >= first_new_address_;
     const auto found = argument_at.find(buffer.address);
     const int64_t argument = found == argument_at.end() ? -1 : static_cast<int64_t>(found->second);
     if (const auto read = read_from.find(buffer.address); read != read_from.end() && !is_new) {
       for (int32_t local : read->second) {
-        sources_.push_back({input_of.at(local), argument, handle_of(buffer)});
+        sources_.push_back({input_of.at(local), argument, buffer.buffer});
       }
     }
-    const bool is_input = value.segment == run_.serial && run_.is_input[value.local] != 0;
-    if (value.segment != run_.serial || is_input) {
-      is_strange |= written.count(buffer.address) != 0 || (is_input && is_new);
-      return;
+    const bool is_input = buffer.segment == run_.serial && run_.is_input[buffer.local] != 0;
+    const auto output = buffer.segment == run_.serial ? output_of.find(buffer.local) : output_of.end();
+    if (output == output_of.end()) {
+      // What the step computed and is no longer there was replaced by another thread.
+      const bool is_gone = buffer.segment == run_.serial && !is_input;
+      is_strange |= written.count(buffer.address) != 0 || (is_input && is_new) || is_gone;
+      continue;
     }
     const auto result = storage_at.find(buffer.address);
     const int64_t storage = result == storage_at.end() || !is_new ? -1 : static_cast<int64_t>(result->second);
     if (storage >= 0) {
       found_storages.insert(result->second);
     }
-    targets_.push_back({output_of.at(value.local), argument, storage, handle_of(buffer), is_new});
-  });
+    targets_.push_back({output->second, argument, storage, buffer.buffer, is_new});
+  }
   if (is_strange) {
     return Problem{
         "it keeps a tensor that it did not compute: one from the host, or a copy of one that was there before",
@@ -323,7 +342,7 @@ py::object RecordedStep::replay(const py::sequence& arguments) {
   if (stream.is_rehearsing()) {
     return py::str("it is called in torch.tpu.rehearsal, which runs nothing");
   }
-  stream.cut();
+  stream.cut_all();
   stream.get_ready_to_launch(run_.inputs.size()); // what became of earlier launches is raised before anything is changed
   if (auto reason = take_inputs(taken)) {
     return py::str(*reason);
@@ -406,6 +425,7 @@ std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
     }
     const Value& value = *buffer->value;
     TORCH_CHECK(value.in_flight || value.error == nullptr, kNoValue, *value.error);
+    TORCH_CHECK(value.in_flight || value.array != nullptr, kBeingCompiled);
     if (source.input < taken.inputs.size()) { // one more that held the same value
       if (taken.inputs[source.input]->value != buffer->value) {
         return "tensors that were equal no longer are";

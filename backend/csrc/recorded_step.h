@@ -127,7 +127,16 @@ class RecordedStep {
     std::vector<Buffer*> inputs;    // by input
   };
 
-  std::optional<Problem> resolve(const pybind11::list& arguments, const std::vector<at::Tensor>& results);
+  // A buffer and the value that it had when the step was recorded, before others could go on recording.
+  struct Seen {
+    Handle buffer;
+    uintptr_t address;
+    uint64_t segment;
+    int32_t local;
+  };
+  std::vector<Seen> seen_buffers() const;
+  std::optional<Problem> resolve(
+      const pybind11::list& arguments, const std::vector<at::Tensor>& results, const std::vector<Seen>& seen_buffers);
   std::optional<std::string>
   take_arguments(const pybind11::sequence& arguments, Taken& taken, std::vector<double>& numbers) const;
   std::optional<std::string> take_inputs(Taken& taken) const;

@@ -29,6 +29,23 @@ constexpr size_t kRunThatPreparesUnasked = 32;
 // layers, two cores: 14 s, 0.25 s a step).
 constexpr size_t kLastLayeredRun = 256;
 
+// While it is run a detached segment can be found by others.
+class Running {
+ public:
+  Running(std::vector<Segment*>& all, Segment& segment) : all_(all), segment_(&segment) {
+    all_.push_back(segment_);
+  }
+  ~Running() {
+    all_.erase(std::find(all_.begin(), all_.end(), segment_));
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+ private:
+  std::vector<Segment*>& all_;
+  Segment* segment_;
+};
+
 constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
 
 std::atomic<Mode> g_mode{Mode::Fused};
@@ -72,24 +89,6 @@ void set_begins_layered(bool begins_layered) {
   g_begins_layered.store(begins_layered, std::memory_order_relaxed);
 }
 
-StreamLock::StreamLock(std::recursive_mutex& mutex) : mutex_(mutex) {
-  check_not_forked();
-  // A finalizer that the garbage collector runs there: who holds the lock may be waiting for that thread.
-  TORCH_CHECK(
-      !Launcher::is_this_thread(),
-      "the tpu device cannot be used by what Python runs on the thread that launches programs (a finalizer)");
-  if (mutex_.try_lock()) {
-    return;
-  }
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    PyThreadState* state = PyEval_SaveThread();
-    mutex_.lock();
-    PyEval_RestoreThread(state);
-  } else {
-    mutex_.lock();
-  }
-}
-
 std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {
   const auto recorded = recorded_.load(std::memory_order_acquire);
   const auto launched = launched_.load(std::memory_order_relaxed);
@@ -124,12 +123,13 @@ void Segment::clear() {
   draws.clear();
   checked.clear();
   variant = nullptr;
+  position = nullptr;
 }
 
 void Segment::fail(const std::string& message) {
   const auto shared = std::make_shared<const std::string>(message);
   for (const auto& value : values) {
-    if (value->array == nullptr) {
+    if (value->array == nullptr && value->error == nullptr) {
       value->error = shared;
     }
   }
@@ -201,11 +201,11 @@ bool Stream::is_written_twice(c10::ArrayRef<Buffer*> outputs) {
 
 void Stream::append(
     const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place) {
-  const bool is_full = segment_.entries.size() >= kMaxEntries;
-  if (is_full && notes != nullptr) {
-    notes->is_full = true;
-  }
-  if (is_full || (step_ended_ && !belongs_to_ended_step(call))) {
+  const bool is_cut = is_full() || (step_ended_ && !belongs_to_ended_step(call));
+  if (is_cut && (mutex_.is_idle() || !mutex_.must_not_wait())) {
+    if (is_full() && notes != nullptr) {
+      notes->is_full = true;
+    }
     cut();
   }
   if (segment_.serial == 0) {
@@ -292,43 +292,191 @@ void Stream::append(
   ++counters.ops_recorded;
 }
 
-void Stream::cut() {
-  if (segment_.entries.empty()) {
-    return;
+bool Stream::is_full() const {
+  size_t num_entries = segment_.entries.size();
+  for (const auto& segment : sealed_) {
+    num_entries += segment.entries.size();
   }
-  settle();
-  Segment running = std::move(segment_);
+  return num_entries >= kMaxEntries;
+}
+
+Segment Stream::detach() {
+  Segment detached = std::move(segment_);
+  detached.num_recorded = recent.num_recorded();
   segment_ = std::move(spare_);
   segment_.clear();
   segment_.serial = 0;
-  const bool step_ended = std::exchange(step_ended_, false);
-  {
-    pybind11::gil_scoped_acquire gil;
-    drain_released_references();
-    try {
-      run(running);
-    } catch (const pybind11::error_already_set&) { // Ctrl-C while it was compiled: what was recorded is kept
-      if (segment_.entries.empty() && !running.values.empty()) {
-        segment_ = std::move(running);
-        step_ended_ = step_ended;
-      } else {
-        running.fail("it was interrupted");
-      }
-      throw;
-    } catch (const c10::Error&) {
-      check_launches(); // those before the one that failed
-      throw;
-    }
-    if (!rehearsal_) {
-      recent.launched();
-    }
-    if (notes != nullptr) {
-      note_run(running);
-    }
-    running.clear();
-    spare_ = std::move(running);
-    check_launches();
+  return detached;
+}
+
+void Stream::cut(bool ends_notes) {
+  if (!mutex_.must_not_wait()) {
+    mutex_.wait_until_idle();
   }
+  if (segment_.entries.empty() && sealed_.empty()) {
+    notes = ends_notes ? nullptr : notes;
+    return;
+  }
+  settle();
+  const StreamTurn turn(mutex_);
+  pybind11::gil_scoped_acquire gil;
+  drain_released_references();
+  Notes* const noted = ends_notes ? std::exchange(notes, nullptr) : notes;
+  while (!sealed_.empty()) {
+    run_next(noted, ends_notes);
+  }
+  if (!segment_.entries.empty()) {
+    run_next(noted, ends_notes);
+  }
+}
+
+void Stream::cut_all() {
+  do {
+    cut();
+  } while (!segment_.entries.empty() || !sealed_.empty());
+}
+
+bool Stream::waits_for_outer_turn(const Segment& segment) const {
+  return std::any_of(segment.inputs.begin(), segment.inputs.end(), [&](int32_t local) {
+    const Value& value = *segment.values[local];
+    return value.array == nullptr && value.error == nullptr;
+  });
+}
+
+void Stream::run_next(Notes* noted, bool ends_notes) {
+  const bool was_open = sealed_.empty();
+  // Only inside another turn: else all that was recorded before has been run.
+  TORCH_CHECK(!waits_for_outer_turn(was_open ? segment_ : sealed_.front()), kBeingCompiled);
+  const bool step_ended = was_open && std::exchange(step_ended_, false);
+  Segment running = was_open ? detach() : std::move(sealed_.front());
+  if (!was_open) {
+    sealed_.pop_front();
+  }
+  std::vector<Segment> rest;
+  const auto give_up = [&](bool is_interrupt, const std::string& message) {
+    if (running.position) { // else the rest has it, or there is none
+      rest.back().position = std::move(running.position);
+    }
+    if (is_interrupt) {
+      step_ended_ |= step_ended;
+      keep_for_later(std::move(rest), was_open);
+      return;
+    }
+    for (auto& segment : rest) {
+      segment.fail(message);
+    }
+    if (const auto& position = rest.back().position) {
+      reach(*position, /*waits=*/false);
+    }
+    check_launches(); // those before the one that failed
+  };
+  try {
+    const Running shown(running_, running);
+    run(running, noted != nullptr, rest);
+  } catch (const pybind11::error_already_set& error) {
+    give_up(is_interrupt(error), error.what());
+    throw;
+  } catch (const c10::Error& error) {
+    give_up(false, error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    give_up(false, error.what());
+    throw;
+  }
+  if (!rehearsal_) {
+    recent.launched(running.num_recorded);
+  }
+  if (noted != nullptr && (ends_notes || notes == noted)) {
+    note_run(running, *noted);
+  }
+  const auto position = std::move(running.position);
+  running.clear();
+  spare_ = std::move(running);
+  if (position) {
+    reach(*position, /*waits=*/!rehearsal_);
+  }
+  check_launches();
+}
+
+void Stream::keep_for_later(std::vector<Segment> rest, bool was_open) {
+  const bool is_whole = was_open && rest.size() == 1 && !rest.front().is_part();
+  if (!is_whole || !segment_.entries.empty() || !sealed_.empty()) {
+    sealed_.insert(sealed_.begin(), std::make_move_iterator(rest.begin()), std::make_move_iterator(rest.end()));
+    return;
+  }
+  segment_ = std::move(rest.front()); // what is recorded from now on joins it
+  for (size_t local = 0; local < segment_.values.size(); ++local) { // another one may have numbered them meanwhile
+    segment_.values[local]->segment = segment_.serial;
+    segment_.values[local]->local = static_cast<int32_t>(local);
+  }
+}
+
+void Stream::reach(Position& position, bool waits) {
+  const auto is_reached = [&] {
+    position.time = std::chrono::steady_clock::now();
+    position.is_pending = false;
+  };
+  position.num_launched = programs_.num_launched();
+  try {
+    if (position.is_timed && waits) {
+      const StreamUnlocked unlocked(mutex_);
+      wait(position.num_launched);
+    }
+  } catch (...) { // an index was out of range
+    is_reached();
+    throw;
+  }
+  is_reached();
+}
+
+std::shared_ptr<Position> Stream::mark(bool is_timed) {
+  const auto behind = [&](Segment& segment) {
+    if (!segment.position) {
+      segment.position = std::make_shared<Position>();
+    }
+    segment.position->is_timed |= is_timed;
+    return segment.position;
+  };
+  if (!segment_.entries.empty()) {
+    auto position = behind(segment_);
+    if (is_timed) {
+      sealed_.push_back(detach());
+    }
+    return position;
+  }
+  if (!sealed_.empty()) {
+    return behind(sealed_.back());
+  }
+  if (!running_.empty()) {
+    return behind(*running_.front());
+  }
+  auto position = std::make_shared<Position>();
+  position->num_launched = programs_.num_launched() + num_untaken_;
+  position->is_pending = false;
+  return position;
+}
+
+size_t Stream::dispatch(const Position& position) {
+  if (position.is_pending && !mutex_.must_not_wait()) {
+    mutex_.wait_until_idle();
+  }
+  if (position.is_pending) {
+    cut();
+    TORCH_CHECK(!position.is_pending, kBeingCompiled);
+  }
+  if (position.num_launched > programs_.num_launched()) {
+    settle();
+  }
+  return std::min(position.num_launched, programs_.num_launched());
+}
+
+void Stream::drop(Segment& segment, const std::string& message) {
+  segment.fail(message);
+  if (segment.position) {
+    reach(*segment.position, /*waits=*/false);
+  }
+  segment.clear();
+  segment.serial = 0;
 }
 
 void Stream::check_launches() {
@@ -344,22 +492,26 @@ void Stream::rehearse(Segment& segment) {
 
 void Stream::begin_rehearsal() {
   TORCH_CHECK(!rehearsal_, "torch.tpu.rehearsal inside another one");
-  cut();
+  cut_all();
   settle();
   rehearsal_.emplace();
 }
 
 void Stream::end_rehearsal() {
-  segment_.fail(kRehearsed); // what an error has left there
-  segment_.clear();
-  segment_.serial = 0;
+  if (!mutex_.must_not_wait()) {
+    mutex_.wait_until_idle();
+  }
+  for (auto& segment : std::exchange(sealed_, {})) { // what an error has left there
+    drop(segment, kRehearsed);
+  }
+  drop(segment_, kRehearsed);
   step_ended_ = false;
   rehearsal_->take_back();
   rehearsal_.reset();
 }
 
-bool Stream::may_be_layered(const Segment& segment) {
-  if (notes != nullptr) {
+bool Stream::may_be_layered(const Segment& segment, bool is_noted) {
+  if (is_noted || segment.is_part() || !mutex_.is_outermost_turn()) { // its parts would be compiled by threads
     return false;
   }
   // Who asks for deterministic algorithms wants the same digits from the first run on.
@@ -369,40 +521,41 @@ bool Stream::may_be_layered(const Segment& segment) {
   return (begins || mode() == Mode::Layered) && is_wanted(segment);
 }
 
-void Stream::run(Segment& segment) {
-  if (rehearsal_) {
-    rehearse(segment);
-    return;
+void Stream::run(Segment& segment, bool is_noted, std::vector<Segment>& rest) {
+  const PartPlan* plan = nullptr;
+  try {
+    if (rehearsal_) {
+      rehearse(segment);
+      return;
+    }
+    if (may_be_layered(segment, is_noted)) {
+      plan = programs_.parts_of(segment);
+    }
+    if (plan == nullptr || plan->size() <= 1) {
+      programs_.run(segment, counters);
+      note_launch(segment);
+      return;
+    }
+  } catch (...) {
+    rest.push_back(std::move(segment));
+    throw;
   }
-  const auto run_whole = [&] {
-    programs_.run(segment, counters);
-    note_launch(segment);
-  };
-  if (!may_be_layered(segment)) {
-    run_whole();
-    return;
-  }
-  const PartPlan* plan = programs_.parts_of(segment);
-  if (plan->size() <= 1) {
-    run_whole();
-    return;
-  }
+  run_in_parts(segment, *plan, rest);
+}
+
+void Stream::run_in_parts(Segment& segment, const PartPlan& plan, std::vector<Segment>& rest) {
   const size_t run = programs_.num_layered(segment) + 1;
   const bool prepares =
       mode() == Mode::Layered ? compiles_ahead() && run >= kRunThatPrepares : run >= kRunThatPreparesUnasked;
-  const auto whole = prepares ? programs_.description_to_prepare(segment) : pybind11::none();
   std::vector<Value*> values; // alive in the parts
   for (const auto& value : segment.values) {
     values.push_back(value.get());
   }
-  auto parts = take_apart(segment, *plan);
+  std::vector<Segment> parts;
   size_t num_run = 0;
-  const auto fail_rest = [&](const std::string& message) {
-    for (; num_run < parts.size(); ++num_run) {
-      parts[num_run].fail(message);
-    }
-  };
   try {
+    const auto whole = prepares ? programs_.description_to_prepare(segment) : pybind11::none();
+    parts = take_apart(segment, plan);
     if (run == 1) { // before the first of them is run: Ctrl-C meanwhile loses nothing
       programs_.compile_all(parts, counters);
     }
@@ -414,24 +567,20 @@ void Stream::run(Segment& segment) {
       note_launch(parts[num_run]);
       parts[num_run].clear();
     }
-    programs_.count_layered(segment);
-    ++counters.segments_layered;
-  } catch (const pybind11::error_already_set&) {
-    if (num_run == 0) { // nothing is lost: the segment is what it was
+  } catch (...) {
+    if (num_run == 0) { // the segment is what it was
       for (Value* value : values) {
         segment.values.push_back(ValuePtr::reclaim_copy(value));
       }
+      rest.push_back(std::move(segment));
     } else {
-      fail_rest("it was interrupted");
+      rest.assign(
+          std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(num_run)), std::make_move_iterator(parts.end()));
     }
     throw;
-  } catch (const c10::Error& error) {
-    fail_rest(error.what_without_backtrace());
-    throw;
-  } catch (const std::exception& error) {
-    fail_rest(error.what());
-    throw;
   }
+  programs_.count_layered(segment);
+  ++counters.segments_layered;
 }
 
 void Stream::note_launch(Segment& segment) {
@@ -459,6 +608,7 @@ void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> output
       arrays.append(pybind11::handle(buffer->value->array));
     }
   }
+  const StreamUnlocked unlocked(mutex_); // it waits for the device, where a function of the user's may be called back
   auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
       runtime().after_debug_op,
       "IOz",
@@ -511,18 +661,25 @@ void Stream::copy_resized(Buffer* from, Buffer* to) {
   append(*builtin_signature(kBuiltinResize, call, to->layout), call, {to});
 }
 
-PyObject* Stream::concrete(Buffer* buffer) {
-  if (!buffer->value) {
-    return nullptr;
+ValuePtr Stream::concrete(Buffer* buffer) {
+  const ValuePtr value = buffer->value; // the buffer may get another one meanwhile
+  if (!value) {
+    return value;
   }
-  if (buffer->value->in_flight) {
+  const auto is_pending = [&] { return value->array == nullptr && value->error == nullptr; };
+  if (value->in_flight) {
     settle();
-  } else if (buffer->value->array == nullptr && buffer->value->error == nullptr) {
-    cut();
+  } else if (is_pending()) {
+    if (!mutex_.must_not_wait()) {
+      mutex_.wait_until_idle();
+    }
+    if (is_pending()) {
+      cut();
+    }
+    TORCH_CHECK(!is_pending(), kBeingCompiled);
   }
-  readable(buffer);
-  TORCH_INTERNAL_ASSERT(buffer->value->array != nullptr, "a value is neither computed nor pending");
-  return buffer->value->array;
+  TORCH_CHECK(value->error == nullptr, kNoValue, *value->error);
+  return value;
 }
 
 void Stream::overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array) {
@@ -551,9 +708,9 @@ bool Stream::is_noting() const {
   return notes != nullptr && notes->thread == std::this_thread::get_id();
 }
 
-void Stream::note_run(const Segment& segment) {
-  if (notes->num_cuts++ == 0) {
-    notes->first_cut = user_place();
+void Stream::note_run(const Segment& segment, Notes& noted) {
+  if (noted.num_cuts++ == 0) {
+    noted.first_cut = user_place();
   }
   SegmentRun run{
       .variant = segment.variant == nullptr ? nullptr : segment.variant->shared_from_this(),
@@ -569,7 +726,7 @@ void Stream::note_run(const Segment& segment) {
   for (const auto& value : segment.values) {
     run.layouts.push_back(value->layout);
   }
-  notes->run = std::move(run);
+  noted.run = std::move(run);
 }
 
 bool Stream::queues(size_t num_inputs) const {
@@ -596,10 +753,11 @@ bool Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<cons
     launcher_.add(std::move(launch));
     has_queued_ = true;
   }
+  ++num_untaken_;
   for (const auto* signature : entries) {
     recent.add(*signature);
   }
-  recent.launched();
+  recent.launched(recent.num_recorded());
   ++counters.segments_run;
   ++counters.memory_hits;
   ++counters.replays;
@@ -629,6 +787,7 @@ void Stream::take_launches() {
   if (launches.empty()) {
     return;
   }
+  num_untaken_ -= launches.size();
   pybind11::gil_scoped_acquire gil; // who waits for launches holds it, and no lock
   std::shared_ptr<const std::string> error;
   for (const auto& launch : launches) {

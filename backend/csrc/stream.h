@@ -5,10 +5,11 @@
 #include "program.h"
 #include "rehearsal.h"
 #include "signature.h"
+#include "stream_lock.h"
 
 #include <array>
 #include <atomic>
-#include <mutex>
+#include <deque>
 #include <optional>
 
 namespace tpu {
@@ -48,8 +49,11 @@ class RecentEntries {
     ring_[number % kKept].store(&signature, std::memory_order_relaxed);
     recorded_.store(number + 1, std::memory_order_release);
   }
-  void launched() {
-    launched_.store(recorded_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  uint64_t num_recorded() const {
+    return recorded_.load(std::memory_order_relaxed);
+  }
+  void launched(uint64_t num_recorded) {
+    launched_.store(num_recorded, std::memory_order_relaxed);
   }
 
   // Oldest first; and how many of them, the last, were not handed to XLA, or to the thread that does so, when this was asked.
@@ -62,20 +66,6 @@ class RecentEntries {
   std::atomic<uint64_t> launched_{0};
 };
 
-// Holds the stream.  Order of locks: the stream before the GIL; nobody waits for the stream while holding the GIL.
-class StreamLock {
- public:
-  explicit StreamLock(std::recursive_mutex& mutex);
-  ~StreamLock() {
-    mutex_.unlock();
-  }
-  StreamLock(const StreamLock&) = delete;
-  StreamLock& operator=(const StreamLock&) = delete;
-
- private:
-  std::recursive_mutex& mutex_;
-};
-
 class Stream {
  public:
   explicit Stream(c10::DeviceIndex device) : device_(device) {}
@@ -83,11 +73,12 @@ class Stream {
   c10::DeviceIndex device() const {
     return device_;
   }
-  std::recursive_mutex& mutex() {
+  StreamMutex& mutex() {
     return mutex_;
   }
 
-  // All of these want the lock held.
+  // All of these want the lock held, and those that cut may give it away meanwhile: others record, and what they have recorded
+  // may be pending afterwards.
   // Whether two of these are one buffer: `_foreach_add_([x[0], x[1]], 1)`.  An entry writes a buffer once.
   bool is_written_twice(c10::ArrayRef<Buffer*> outputs);
   // `place` is where a checked entry was recorded.
@@ -95,9 +86,17 @@ class Stream {
       const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place = {});
   // Strict and debug: the entry is a segment of its own.
   void cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs);
-  void cut();
-  // The buffer's value as a borrowed jax.Array, computed if need be; null if it was never written.
-  PyObject* concrete(Buffer* buffer);
+  // Runs what was recorded before this is called.  `ends_notes`: nothing is noted of what is recorded after that.  Raises
+  // c10::Error, and what was to be computed carries the error; error_already_set for an interrupt, and nothing is lost.
+  void cut(bool ends_notes = false);
+  // Until nothing is pending, and nobody's turn.
+  void cut_all();
+  // The value that the buffer has, computed if need be; null if it was never written.
+  ValuePtr concrete(Buffer* buffer);
+  // An event: what was recorded so far.  A timed one ends the segment, so that there is a launch whose end is its time.
+  std::shared_ptr<Position> mark(bool is_timed);
+  // Runs what an event stands for, if that is still pending; returns how many launches that are.
+  size_t dispatch(const Position& position);
   void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
   void assign(Buffer* buffer, ValuePtr value); // not by an entry
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
@@ -166,12 +165,24 @@ class Stream {
   int32_t number(const ValuePtr& value, bool is_input, int32_t origin);
   const Value& readable(Buffer* buffer);
   bool belongs_to_ended_step(const EncodedCall& call) const;
-  void note_run(const Segment& segment);
+  bool is_full() const;
+  // The segment that is recorded into; the next entry begins another one.
+  Segment detach();
+  // Whether a turn that another one waits for would need what that one computes.
+  bool waits_for_outer_turn(const Segment& segment) const;
+  void run_next(Notes* noted, bool ends_notes);
+  void note_run(const Segment& segment, Notes& noted);
   // Whether a segment is run in parts, if it has any.
-  bool may_be_layered(const Segment& segment);
-  void run(Segment& segment);
+  bool may_be_layered(const Segment& segment, bool is_noted);
+  // What it raises leaves in `rest` what was not launched.
+  void run(Segment& segment, bool is_noted, std::vector<Segment>& rest);
+  void run_in_parts(Segment& segment, const PartPlan& plan, std::vector<Segment>& rest);
+  void keep_for_later(std::vector<Segment> rest, bool was_open);
   void rehearse(Segment& segment);
   void note_launch(Segment& segment);
+  // What an event stands for was launched, or has failed.
+  void reach(Position& position, bool waits);
+  void drop(Segment& segment, const std::string& message);
   bool queues(size_t num_inputs) const;
   void check_launches();
 
@@ -184,15 +195,18 @@ class Stream {
   };
 
   c10::DeviceIndex device_;
-  std::recursive_mutex mutex_;
-  Segment segment_;
+  StreamMutex mutex_;
+  Segment segment_; // that is recorded into
+  std::deque<Segment> sealed_; // before it: to be run first, in order
+  std::vector<Segment*> running_; // detached; the outermost turn's first
   Segment spare_; // its storage is used again
-  ProgramCache programs_;
+  ProgramCache programs_{mutex_};
   RangeChecks range_checks_;
   std::vector<Unchecked> unchecked_; // of the segment that is being run
   Launcher launcher_;
   std::vector<std::unique_ptr<Launch>> launches_; // not by the launcher, and not looked at yet
   bool has_queued_{false}; // since nothing was in flight
+  size_t num_untaken_{0}; // launches of captured steps that are not counted yet
   bool has_launcher_{true};
 
   uint64_t next_serial_{1};

@@ -39,6 +39,9 @@ struct Value final : c10::intrusive_ptr_target {
   std::shared_ptr<const std::string> error; // why the value could not be computed
 };
 using ValuePtr = c10::intrusive_ptr<Value>;
+constexpr const char* kBeingCompiled =
+    "this tensor is computed by a program that is being compiled right now, and what runs inside a compilation (a finalizer, a "
+    "function of a jax_op) cannot wait for that: read it before";
 constexpr const char* kNoValue = "this tensor has no value: it was to be computed by a program that failed:\n";
 
 struct Buffer;

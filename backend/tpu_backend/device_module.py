@@ -576,8 +576,9 @@ class _EventKind(type(torch.Event)):  # type: ignore[misc]
 class Event(torch.Event, metaclass=_EventKind):
     """An event on the device's stream: ``torch.Event`` on the tpu, under torch.cuda's name.
 
-    With ``enable_timing`` recording waits for the work before it, so that its time is the moment that work
-    was done.
+    Recording one runs nothing; ``query``, ``synchronize`` and ``elapsed_time`` run the work before it. With
+    ``enable_timing`` that work ends a program, which is waited for when it runs: the time of the event is the
+    moment it was done.
     """
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:

@@ -106,12 +106,103 @@ def test_an_event_outlives_the_tensors_it_stands_for():
     assert weight.sum().item() == pytest.approx(512, rel=1e-3)
 
 
-def test_recording_an_event_dispatches_what_came_before():
+ASKS = {
+    "query": lambda event: event.query(),
+    "synchronize": lambda event: event.synchronize(),
+    "synchronize of the device": lambda _: torch.tpu.synchronize(),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_recording_an_event_runs_nothing_and_asking_for_it_runs_what_came_before(ask):
+    torch.tpu.flush()
     before = torch.tpu.compile_stats()["segments_run"]
-    result = torch.ones(8, device="tpu") + 1
-    torch.tpu.Event().record()
+    event = torch.tpu.Event()
+    one = torch.ones(8, device="tpu") + 1
+    event.record()
+    other = one * 3
+    event.wait(torch.tpu.current_stream())
+    assert torch.tpu.compile_stats()["segments_run"] == before
+    ASKS[ask](event)
+    assert torch.tpu.compile_stats()["segments_run"] == before + 1  # with what was recorded behind it
+    assert (one.tolist(), other.tolist()) == ([2] * 8, [6] * 8)
     assert torch.tpu.compile_stats()["segments_run"] == before + 1
-    assert result.sum().item() == 16
+
+
+def test_an_event_is_not_held_back_by_what_is_launched_behind_it():
+    matrix = torch.full((512, 512), 1.0 / 512, device="tpu")
+
+    def launch(products: int) -> torch.Tensor:
+        result = matrix
+        for _ in range(products):
+            result = result @ matrix
+        return result
+
+    def run() -> tuple[bool, bool]:
+        first, event, last = launch(1), torch.tpu.Event(), torch.tpu.Event()
+        event.record()
+        torch.tpu.flush()
+        second = launch(100)
+        last.record()
+        torch.tpu.flush()
+        event.synchronize()
+        done = event.query(), last.query()
+        assert first.isfinite().all().item()
+        assert second.isfinite().all().item()
+        return done
+
+    run()  # compiles
+    assert (True, False) in [run() for _ in range(5)]
+
+
+def test_timed_events_run_nothing_and_their_work_is_told_apart():
+    matrix = torch.full((512, 512), 1.0 / 512, device="tpu")
+
+    def launch(products: int) -> torch.Tensor:
+        result = matrix
+        for _ in range(products):
+            result = result @ matrix
+        return result
+
+    def run() -> tuple[float, float]:
+        torch.tpu.synchronize()
+        before = torch.tpu.compile_stats()["segments_run"]
+        events = [torch.tpu.Event(enable_timing=True) for _ in range(3)]
+        kept = [launch(1)]  # pending when the first event is recorded
+        events[0].record()
+        kept.append(launch(60))
+        events[1].record()
+        kept.append(launch(2))
+        events[2].record()
+        assert torch.tpu.compile_stats()["segments_run"] == before
+        times = events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])
+        assert torch.tpu.compile_stats()["segments_run"] == before + 3
+        return times
+
+    run()  # compiles
+    assert any(long > 3 * short > 0 for long, short in (run() for _ in range(5)))
+
+
+def test_an_event_behind_a_program_that_fails_is_over(monkeypatch):
+    from tpu_backend.runtime import compiler
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("refused for the test")
+
+    torch.tpu.flush()
+    x = torch.ones(59, device="tpu") * 2
+    events = torch.tpu.Event(), torch.tpu.Event(enable_timing=True)
+    for event in events:
+        event.record()
+    monkeypatch.setattr(compiler, "lower_segment", refuse)
+    with pytest.raises(RuntimeError, match="refused for the test"):
+        events[0].synchronize()
+    monkeypatch.undo()
+    for event in events:
+        event.synchronize()
+        assert event.query()
+    with pytest.raises(RuntimeError, match="no value"):
+        x.cpu()
 
 
 def test_events_are_instances_of_both_classes():

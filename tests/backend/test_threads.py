@@ -1,13 +1,18 @@
 """Threads and processes: recorders at once, autograd's and DataLoader's workers, forks, the end."""
 
+import gc
+import os
+import signal
 import threading
 from collections.abc import Callable
 
+import jax
 import pytest
 import torch
 from torch import nn
 
 from tests.backend.fresh_process import run_python
+from tpu_backend import jax_op, to_jax
 
 SECONDS = 60
 
@@ -129,6 +134,203 @@ def test_a_tensor_made_in_one_thread_is_read_and_freed_in_another():
 def test_the_current_device_belongs_to_the_thread():
     torch.tpu.set_device(0)
     assert _together(torch.tpu.current_device) == [0]
+
+
+# ---- what happens while a program is compiled --------------------------------------------------------------
+
+PARTS_WITH_A_FUNCTION = """
+    import torch
+    from torch import nn
+    from tpu_backend import jax_op, to_jax
+
+    scale = torch.full((16,), 2.0, device="tpu")
+
+    @jax_op
+    def scaled(x):
+        return x * to_jax(scale)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return scaled(torch.relu(self.linear(x)))
+
+    model = nn.Sequential(*[Layer() for _ in range(8)]).to("tpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4, 16, device="tpu")
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(loss.isfinite().item(), torch.tpu.compile_stats()["segments_layered"] > 0)
+"""
+
+
+def test_a_function_that_reads_a_tensor_is_compiled_by_the_threads_of_a_layered_step():
+    done = run_python(PARTS_WITH_A_FUNCTION, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True\n" * 2
+
+
+class _Lowered:
+    """An operator that calls a function of the test's when a program with it is compiled, and not when the
+    operator is met first.
+    """
+
+    def __init__(self) -> None:
+        self.when_compiled: Callable[[], object] | None = None
+        self.raised: BaseException | None = None
+        self.operator = jax_op(self._double)
+
+    def _double(self, x: jax.Array) -> jax.Array:
+        if self.when_compiled is not None:
+            call, self.when_compiled = self.when_compiled, None
+            call()
+        return x * 2
+
+    def __call__(self, x: torch.Tensor, when_compiled: Callable[[], object]) -> torch.Tensor:
+        result = self.operator(x)
+        self.when_compiled = when_compiled
+        return result
+
+
+def test_others_record_read_and_share_values_while_a_program_is_compiled():
+    x = torch.full((3,), 5.0, device="tpu")
+    torch.tpu.synchronize()
+    seen: list[object] = []
+    double = _Lowered()
+
+    def use_the_device() -> None:
+        y = x.clone()
+        y += 1
+        seen.extend((x.sum().item(), torch.tpu.compile_stats()["compilations"] >= 0, x.cpu().tolist()))
+
+    result = double(x, lambda: _together(lambda: (x * 3, x.clone(), torch.tpu.compile_stats(), x.cpu())))
+    assert result.tolist() == [10.0] * 3
+    use_the_device()
+    assert seen == [15.0, True, [5.0] * 3]
+
+
+def test_who_wants_a_value_that_is_being_compiled_waits_and_runs_after_it():
+    x = torch.full((3,), 7.0, device="tpu")
+    double, compiling, seen = _Lowered(), threading.Event(), []
+    result = double(x, lambda: (compiling.set(), seen.append(reader.is_alive()), recorded.wait(SECONDS)))
+    recorded = threading.Event()
+
+    def read() -> None:
+        compiling.wait(SECONDS)
+        more = result + 1  # is recorded while that is compiled
+        recorded.set()
+        seen.extend((result.tolist(), more.tolist()))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    torch.tpu.flush()
+    seen.append("flushed")
+    reader.join(SECONDS)
+    assert not reader.is_alive(), "deadlock"
+    assert seen[0] is True
+    assert sorted(map(str, seen[1:])) == ["[14.0, 14.0, 14.0]", "[15.0, 15.0, 15.0]", "flushed"]
+
+
+def test_a_function_that_reads_what_its_own_program_computes_is_told_so():
+    x = torch.full((3,), 9.0, device="tpu")
+    torch.tpu.flush()
+    pending = x * 4
+    double = _Lowered()
+    result = double(pending, lambda: to_jax(pending))
+    with pytest.raises(RuntimeError, match=r"being compiled right now.*cannot wait for that: read it before"):
+        result.cpu()
+    assert (x * 4).tolist() == [36.0] * 3
+    # ... and so is a finalizer, which takes nothing with it
+    unraisable = []
+
+    class Holder:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.me = tensor, self
+
+        def __del__(self) -> None:
+            try:
+                unraisable.append(self.tensor.tolist())
+            except RuntimeError as error:
+                unraisable.append(str(error).splitlines()[0])
+
+    done = x * 8
+    done.tolist()
+    pending = x * 6
+    holders = [Holder(pending), Holder(done)]
+
+    def drop() -> None:
+        holders.clear()
+        gc.collect()
+
+    later: list[torch.Tensor] = []
+    result = double(pending, lambda: (drop(), later.append(pending + 1)))
+    assert result.tolist() == [108.0] * 3
+    assert len(unraisable) == 2
+    assert [72.0] * 3 in unraisable
+    assert any("being compiled right now" in str(each) for each in unraisable)
+    assert (pending.tolist(), later[0].tolist()) == ([54.0] * 3, [55.0] * 3)
+
+
+def test_ctrl_c_while_a_program_is_compiled_keeps_what_others_recorded_meanwhile():
+    x = torch.full((3,), 11.0, device="tpu")
+    double = _Lowered()
+    later: list[torch.Tensor] = []
+
+    def interrupt() -> None:
+        _together(lambda: later.append(result + 1))
+        raise KeyboardInterrupt
+
+    result = double(x, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        result.cpu()
+    assert later[0].tolist() == [23.0] * 3
+    assert result.tolist() == [22.0] * 3
+
+
+def test_ctrl_c_is_noticed_by_who_waits_for_another_threads_program():
+    x = torch.full((3,), 13.0, device="tpu")
+    double, compiling, seen = _Lowered(), threading.Event(), threading.Event()
+    result = double(x, lambda: (compiling.set(), seen.wait(SECONDS)))
+    compiler = threading.Thread(target=torch.tpu.flush, daemon=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        compiler.start()
+        assert compiling.wait(SECONDS)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            result.cpu()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        seen.set()
+    assert result.tolist() == [26.0] * 3
+    compiler.join(SECONDS)
+
+
+def test_another_thread_records_while_a_captured_step_is_compiled():
+    weight = torch.full((3,), 2.0, device="tpu")
+    double = _Lowered()
+    seen: list[torch.Tensor] = []
+
+    @torch.tpu.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = double.operator(x) + weight
+        weight.add_(1)
+        return y
+
+    double.when_compiled = None
+    inputs = torch.ones(3, device="tpu")
+    double.operator(inputs).cpu()
+    double.when_compiled = lambda: _together(lambda: seen.append(weight * 10))
+    results = [step(inputs).tolist()[0] for _ in range(5)]
+    assert step.problem is None
+    assert results == [4.0, 5.0, 6.0, 7.0, 8.0]
+    assert weight.tolist() == [7.0] * 3
+    assert seen[0].tolist() == [30.0] * 3
 
 
 # ---- DataLoader and forks ----------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ segments: list[dict[str, Any]] = []
 _compile_here = compiler.compile_segment
 
 
-def _record(description: dict[str, Any]) -> compiler.Executable:
+def _record(description: dict[str, Any], may_wait: bool) -> compiler.Executable:
     segments.append(description)
-    return _compile_here(description)
+    return _compile_here(description, may_wait)
 
 
 def record_segments() -> None:

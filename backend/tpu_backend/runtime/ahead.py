@@ -14,6 +14,8 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from tpu_backend import _C
+
 _MOST_UNWANTED = 512  # programs; more than the different parts of a step
 
 _promised: dict[Hashable, Future[Any]] = {}
@@ -27,7 +29,9 @@ def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], A
     """
     global _threads
     if _threads is None:
-        _threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile ahead")
+        _threads = ThreadPoolExecutor(
+            os.cpu_count(), thread_name_prefix="compile ahead", initializer=_C.mark_compile_thread
+        )
         # Called before the pool's own, which waits for its threads; there is no public place that is.
         threading._register_atexit(_begin_to_exit)  # type: ignore[attr-defined]
     key = _key(description)
@@ -55,7 +59,7 @@ def _begin_to_exit() -> None:
 
     threading.Thread(target=say_what_is_waited_for, daemon=True).start()
     try:
-        futures.wait(list(_promised.values()))
+        futures.wait(_promised.copy().values())
     except KeyboardInterrupt:  # the interpreter must not end beside XLA's thread, but the process may
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -65,14 +69,14 @@ def _begin_to_exit() -> None:
 
 def _forget_unwanted() -> None:
     """Programs that nobody has asked for, the oldest first: a step that was not taken again."""
-    unwanted = [key for key, future in _promised.items() if future.done()]
+    unwanted = [key for key, future in _promised.copy().items() if future.done()]
     for key in unwanted[: max(0, len(unwanted) - _MOST_UNWANTED)]:
-        del _promised[key]
+        _promised.pop(key, None)
 
 
 def wait(descriptions: list[dict[str, Any]]) -> None:
     """Until threads are done with those of these that `begin` was told to compile."""
-    futures.wait([_promised[key] for key in map(_key, descriptions) if key in _promised])
+    futures.wait([future for key in map(_key, descriptions) if (future := _promised.get(key)) is not None])
 
 
 def is_compiling(description: dict[str, Any]) -> bool:
@@ -83,13 +87,15 @@ def is_compiling(description: dict[str, Any]) -> bool:
 
 def is_busy() -> bool:
     """Whether some of it is still to be done."""
-    return any(not future.done() for future in list(_promised.values()))
+    return any(not future.done() for future in _promised.copy().values())
 
 
-def result(description: dict[str, Any]) -> Any:
-    """What `begin` was told to compile, waited for; None where it was not. It is given out once."""
+def result(description: dict[str, Any], may_wait: bool) -> Any:
+    """What `begin` was told to compile, waited for; None where it was not, or is not there and must not be
+    waited for. It is given out once.
+    """
     key = _key(description)
-    if (future := _promised.get(key)) is None:
+    if (future := _promised.get(key)) is None or not (may_wait or future.done()):
         return None
     try:
         return future.result()

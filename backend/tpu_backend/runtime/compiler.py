@@ -117,16 +117,19 @@ _WAITS = "tpu: waiting for the one program that follows layered first steps, thi
 _ADVICE = "an unrolled loop is many: torch.tpu.eager_mode('layered') compiles what repeats once"
 
 
-def compile_segment(description: dict[str, Any]) -> Executable:
+def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
     """The executable of a segment for the device of this process (`lower_segment` says what it takes): from
     the executable cache if it is there, else compiled, and kept there.
+
+    The stream's lock is not held here: what is compiled may be Python of the user's. `may_wait`: else other
+    threads are not waited for, since one of them may be waiting for this one.
     """
     mode = device_module.get_eager_mode()
-    if _C.begins_layered() and description["was_layered"] and ahead.is_compiling(description):
+    if may_wait and _C.begins_layered() and description["was_layered"] and ahead.is_compiling(description):
         print(_WAITS, file=sys.stderr, flush=True)
     advice = _ADVICE if mode == "fused" and not _C.begins_layered() else ""
     with compiling(len(description["circumstances"]), advice):
-        if (found := ahead.result(description)) is not None:
+        if (found := ahead.result(description, may_wait)) is not None:
             return found
         return _compile(description, causes_of([description], mode)[0])
 
