@@ -3,17 +3,21 @@
 One file a program, named after its key (`runtime/program_key.py`): a line that names the format, a SHA-256 of
 all that follows, a JSON header, and XLA's own bytes. Files appear whole or not at all (written beside and
 renamed), so processes and hosts may share a directory without locks; whatever is not as it was written is
-taken for missing, and removed. Loading an executable runs what is in it, so a directory that others could
-have written to is not used.
+taken for missing, and removed. Loading an executable runs what is in it, so a directory is used only where
+nobody but its user, and root, can write to it or put another one in its place (`untrusted`).
 """
 
 from __future__ import annotations
 
+import errno
+import grp
 import hashlib
 import json
 import logging
 import os
+import pwd
 import secrets
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +32,7 @@ _FORMAT = b"tputrain executable 1\n"
 _SUFFIX = ".executable"
 _UNFINISHED = ".unfinished"  # of a writer that is at work, or was killed
 _UNFINISHED_FOR = 3600.0  # seconds, after which its writer is taken for dead
+_MOST_LINKS = 40  # on the way to a directory, as in Linux
 
 log = logging.getLogger("tpu_backend.compile")
 
@@ -45,7 +50,7 @@ class ExecutableCache:
         self.directory = Path(directory).expanduser().absolute()
         self.max_bytes = max_bytes
         self._writes = True
-        self._is_trusted: bool | None = None  # not looked at yet
+        self._is_trusted: bool | None = None  # not known: it was not there when it was looked for
 
     def read(self, key: str) -> tuple[dict[str, Any], bytes] | None:
         """Header and payload of a program; None where there is none that is whole."""
@@ -84,8 +89,11 @@ class ExecutableCache:
             return
         unfinished = self.directory / f"{secrets.token_hex(8)}{_UNFINISHED}"
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.directory)
+            if not self._trusted():  # somebody else may have been faster
+                return
             try:
+                unfinished.touch(mode=0o600)
                 unfinished.write_bytes(content)
                 os.replace(unfinished, self._path(key))
             except BaseException:
@@ -113,9 +121,11 @@ class ExecutableCache:
         if self._is_trusted is None:
             problem = untrusted(self.directory)
             if problem is not None:
-                _warn(f"{problem}, and the programs in it would be run: it is not used")
-            self._is_trusted = problem is None
-        return self._is_trusted
+                _warn(f"{self.directory} is not used, since programs in it would be run: {problem}")
+                self._is_trusted = False
+            elif os.path.exists(self.directory):
+                self._is_trusted = True
+        return self._is_trusted is not False
 
     def _remove_oldest(self) -> None:
         entries = sorted(self._entries())
@@ -137,17 +147,70 @@ class ExecutableCache:
                     os.unlink(entry.path)
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory, and those above it that are missing, for their owner alone, whatever the umask."""
+    for missing in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
+        with suppress(FileExistsError):  # another process was faster
+            missing.mkdir(mode=0o700)
+    if not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+
+
 def untrusted(directory: Path) -> str | None:
-    """Why programs found in a directory had better not be run; None where all is well."""
+    """Why programs found in a directory must not be run, and what to do; None where all is well.
+
+    The directory must be this user's, and each one on the way to it this user's or root's. None of them may
+    be written by others, but that those above it may be sticky, as /tmp is. The same holds for root. What
+    does not exist yet is well: whoever makes it owns it.
+    """
+    here, left = Path("/"), list(reversed(directory.absolute().parts[1:]))
+    num_links = 0
+    while True:
+        try:
+            found = here.lstat()
+            is_link = stat.S_ISLNK(found.st_mode)
+            if (problem := _weakness(here, found, is_last=not left and not is_link)) is not None:
+                return problem
+            if is_link:
+                left += reversed(here.readlink().parts)
+                here = here.parent
+                num_links += 1
+        except OSError:
+            return None  # it is missing, or nobody finds anything there
+        if num_links > _MOST_LINKS:
+            return None
+        if left:
+            name = left.pop()
+            here = here.parent if name == ".." else here / name  # an absolute target begins with "/"
+        elif not is_link:
+            return None
+
+
+def _weakness(path: Path, found: os.stat_result, is_last: bool) -> str | None:
+    """How somebody else could change what is at this path, and what to do about it."""
+    user = os.geteuid()
+    if found.st_uid != user and (is_last or found.st_uid != 0):
+        whose = "root" if found.st_uid == 0 else f"user {found.st_uid}"
+        return f"{path} belongs to {whose}, and this is user {user}; name a directory of your own"
+    is_sticky = bool(found.st_mode & stat.S_ISVTX) and not is_last
+    if stat.S_ISLNK(found.st_mode) or is_sticky:
+        return None
+    if found.st_mode & stat.S_IWOTH:
+        who = "everybody"
+    elif found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid, found.st_uid):
+        who = f"its group, number {found.st_gid}"
+    else:
+        return None
+    return f"{path} can be written by {who}; chmod go-w {path}, or name another directory"
+
+
+def _is_private_group(group: int, user: int) -> bool:
+    """Whether nobody but this user is in a group: the one of the user's own name, where the umask is 002."""
     try:
-        found = directory.stat()
-    except OSError:
-        return None  # whoever makes it owns it, and whoever cannot look into it finds nothing
-    if found.st_mode & 0o002:
-        return f"{directory} can be written by everybody (chmod o-w it)"
-    if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
-        return f"{directory} belongs to another user, number {found.st_uid} (take one of your own)"
-    return None
+        entry, owner = grp.getgrgid(group), pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return owner.pw_gid == group and entry.gr_name == owner.pw_name and set(entry.gr_mem) <= {owner.pw_name}
 
 
 def _packed(header: dict[str, Any], payload: bytes) -> bytes:

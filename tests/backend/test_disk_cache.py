@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -128,26 +131,157 @@ def test_a_directory_that_can_only_be_read_is_read(tmp_path, monkeypatch, capsys
     assert "cannot be written (Permission denied)" in capsys.readouterr().err
 
 
-def test_where_everybody_may_write_nothing_is_loaded(tmp_path, capsys):
-    fill(ExecutableCache(tmp_path), "a")
-    tmp_path.chmod(0o777)
-    cache = ExecutableCache(tmp_path)
-    assert cache.read("a") is None
+def is_used(directory: Path, capsys: pytest.CaptureFixture[str]) -> str | None:
+    """None where programs are written to and read from a directory, else the one line that says why not."""
+    cache = ExecutableCache(directory)
+    for file in directory.glob("*.executable"):
+        file.unlink()
+    cache.write("a", {}, b"payload")
+    found = cache.read("a")
     cache.write("b", {}, b"payload")
-    assert kept(cache) == {"a"}
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert "can be written by everybody (chmod o-w it)" in said[0]
+    assert len(said) == (found is None)
+    assert len(kept(cache)) == (0 if found is None else 2)
+    return said[0] if said else None
 
 
-def test_what_belongs_to_another_user_is_not_loaded(tmp_path, monkeypatch):
-    fill(ExecutableCache(tmp_path), "a")
-    owner = tmp_path.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    if owner == 0:  # root's files are trusted by all
-        assert ExecutableCache(tmp_path).read("a") is not None
-        os.chown(tmp_path, 12345, -1)
-    assert ExecutableCache(tmp_path).read("a") is None
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A directory of this user's, that it can give any mode and owner."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o702])
+def test_where_others_may_write_nothing_is_loaded(own, capsys, monkeypatch, mode):
+    monkeypatch.setattr(executable_cache, "_is_private_group", lambda group, user: False)
+    own.chmod(mode)
+    who = "everybody" if mode & 0o002 else f"its group, number {own.stat().st_gid}"
+    assert is_used(own, capsys) == (
+        f"tpu: executable cache: {own} is not used, since programs in it would be run: "
+        f"{own} can be written by {who}; chmod go-w {own}, or name another directory"
+    )
+    own.chmod(0o755)
+    assert is_used(own, capsys) is None
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_where_others_may_put_another_directory_nothing_is_loaded(own, capsys, is_there):
+    cache = own / "above" / "cache"
+    if is_there:
+        cache.mkdir(parents=True, mode=0o700)
+    own.chmod(0o777)
+    said = is_used(cache, capsys)
+    assert said is not None
+    assert said.startswith(f"tpu: executable cache: {cache} is not used")
+    assert f"{own} can be written by everybody; chmod go-w {own}" in said
+    own.chmod(0o1777)  # sticky, as /tmp is: nobody renames what is not theirs
+    assert is_used(cache, capsys) is None
+
+
+def as_if_owned(monkeypatch: pytest.MonkeyPatch, owners: dict[Path, int]) -> None:
+    """Let paths seem to belong to these users."""
+    original = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        found = list(original(path))
+        found[4] = owners.get(path, found[4])
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+@pytest.mark.parametrize("place", ["itself", "above"])
+def test_what_belongs_to_another_user_is_not_loaded(own, capsys, monkeypatch, user, place):
+    """Root is asked as every other user, and nobody loads what root has put there for itself."""
+    cache = own / "cache"
+    cache.mkdir(mode=0o700)
+    mine = dict.fromkeys([cache, *cache.parents], user)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    as_if_owned(monkeypatch, mine)
+    assert is_used(cache, capsys) is None
+    other = 1234 if place == "above" or user == 0 else 0
+    as_if_owned(monkeypatch, mine | {(cache if place == "itself" else own): other})
+    said = is_used(cache, capsys)
+    assert said is not None
+    path, whose = (own if place == "above" else cache), "root" if other == 0 else f"user {other}"
+    assert said.endswith(f"{path} belongs to {whose}, and this is user {user}; name a directory of your own")
+    if place == "above" and user != 0:
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        as_if_owned(monkeypatch, mine | {own: 0})  # as /home is
+        assert is_used(cache, capsys) is None
+
+
+def test_a_link_is_looked_at_and_where_it_leads(own, capsys, monkeypatch):
+    others, real = own / "others", own / "real"
+    others.mkdir(mode=0o700)
+    real.mkdir(mode=0o700)
+    (own / "link").symlink_to("others/../real/.")
+    (real / "here").symlink_to(".")
+    assert is_used(own / "link", capsys) is None
+    assert is_used(own / "link" / "here" / "cache", capsys) is None
+    as_if_owned(monkeypatch, {own / "link": 1234})
+    said = is_used(own / "link" / "cache", capsys)
+    assert said is not None
+    assert f"{own / 'link'} belongs to user 1234" in said
+    monkeypatch.undo()
+    others.chmod(0o777)  # who may write there may put a link in its place
+    (own / "through").symlink_to(others / "on")
+    (others / "on").symlink_to(real)
+    said = is_used(own / "through", capsys)
+    assert said is not None
+    assert f"{others} can be written by everybody" in said
+    (own / "endless").symlink_to("endless")
+    assert executable_cache.untrusted(own / "endless") is None, "nobody finds anything there"
+
+
+def test_a_group_of_one_user_s_own_may_write(own, capsys, monkeypatch):
+    """With the umask 002 that some systems give with such groups, ~/.cache is made so."""
+    group, user = own.stat().st_gid, own.stat().st_uid
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ann", pw_gid=group))
+    entry = SimpleNamespace(gr_name="ann", gr_mem=["ann"])
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: entry)
+    (own / "cache").mkdir(mode=0o700)
+    for path in (own, own / "cache"):
+        path.chmod(0o775)
+    assert is_used(own / "cache", capsys) is None
+    for change in ({"gr_mem": ["ann", "bob"]}, {"gr_name": "staff"}):
+        monkeypatch.setattr(
+            grp, "getgrgid", lambda gid, change=change: SimpleNamespace(**(vars(entry) | change))
+        )
+        assert "can be written by its group" in (executable_cache.untrusted(own / "cache") or "")
+    assert executable_cache._is_private_group(group + 1, user) is False
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container that runs as any number
+    assert "can be written by its group" in (executable_cache.untrusted(own / "cache") or "")
+
+
+def test_what_is_made_is_its_user_s_alone_whatever_the_umask_is(own, capsys, monkeypatch):
+    monkeypatch.setattr(executable_cache, "_is_private_group", lambda group, user: False)
+    before = os.umask(0)
+    try:
+        assert is_used(own / "not" / "there" / "yet", capsys) is None
+    finally:
+        os.umask(before)
+    made = [path for path in own.rglob("*") if path.is_dir()]
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3
+    assert {path.stat().st_mode & 0o777 for path in own.rglob("*.executable")} == {0o600}
+
+
+def test_a_directory_that_another_user_was_faster_to_make_is_not_used(own, capsys, monkeypatch):
+    cache = ExecutableCache(own / "cache")
+    assert cache.read("a") is None, "it is not there yet, and would be made"
+    (own / "cache").mkdir()
+    (own / "cache").chmod(0o777)
+    cache.write("a", {}, b"payload")
+    assert not kept(cache)
+    assert cache.read("a") is None
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 WRITER = """
@@ -233,9 +367,9 @@ def recorded(monkeypatch) -> list[Description]:
     seen: list[Description] = []
     original = compiler.key_of_tape
 
-    def spy(description: Description) -> str | None:
+    def spy(description: Description, options: Any) -> str | None:
         seen.append(description)
-        return original(description)
+        return original(description, options)
 
     monkeypatch.setattr(compiler, "key_of_tape", spy)
     return seen
@@ -255,6 +389,12 @@ def programs_in(directory: Path) -> list[dict[str, Any]]:
     cache = ExecutableCache(directory)
     headers = [found[0] for key in kept(cache) if (found := cache.read(key)) is not None]
     return [header for header in headers if "outputs" in header]
+
+
+def key_of_tape(description: Description) -> str | None:
+    from tpu_backend.runtime import compiler, program_key
+
+    return program_key.key_of_tape(description, compiler._options(description))
 
 
 def compiled_again(description: Description) -> Any:
@@ -334,8 +474,6 @@ def changed(patch: pytest.MonkeyPatch, **parts: Any) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_program_for_something_else_is_not_used(directory, recorded, monkeypatch, change):
-    from tpu_backend.runtime.program_key import key_of_tape
-
     ran(lambda x: x.log1p(), torch.rand(5, list(CHANGES).index(change) + 1))  # known to no other test
     key = key_of_tape(recorded[-1])
     assert (directory / f"{key}.executable").exists()
@@ -347,8 +485,6 @@ def test_a_program_for_something_else_is_not_used(directory, recorded, monkeypat
 
 
 def test_the_key_tells_programs_apart(directory, recorded):
-    from tpu_backend.runtime.program_key import key_of_tape
-
     x = torch.rand(6, 6)
     programs: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: x + x,
@@ -384,8 +520,6 @@ def test_a_user_s_function_is_known_by_its_program_and_not_by_its_name(directory
         results.append(ran(operator, x))
         loaded.append(compiled_again(recorded[-1]).from_disk)
         assert torch.equal(results[-1], x * torch.from_numpy(constant))
-    from tpu_backend.runtime.program_key import key_of_tape
-
     assert key_of_tape(recorded[-1]) is None
     assert loaded == [True, True, True]
     assert len(programs_in(directory)) == 2

@@ -133,7 +133,7 @@ def _programs() -> str:
     directory = Path(named).expanduser().absolute()
     said = _written(directory, "compiled programs", "execution.executable_cache=DIR")
     if (problem := untrusted(directory)) is not None:
-        raise UnwellError(f"{problem}, so the programs in it are not run; or name another: TPU_CACHE_DIR=DIR")
+        raise UnwellError(f"{directory} is not used: {problem}: TPU_CACHE_DIR=DIR")
     return said
 
 

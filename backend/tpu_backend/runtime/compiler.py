@@ -149,7 +149,8 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
 def _compile(description: dict[str, Any], cause: Cause) -> Executable:
     names = tuple(entry.overload for entry, _, _ in entries(description["tape"]))
     cache = executable_cache.current()
-    key = None if cache is None else key_of_tape(description)
+    options = _options(description)
+    key = None if cache is None else key_of_tape(description, options)
     if cache is not None and key is not None and (found := _load(cache, key, names)) is not None:
         return found
     start = time.perf_counter()
@@ -157,11 +158,11 @@ def _compile(description: dict[str, Any], cause: Cause) -> Executable:
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", lowered.as_text())
     if cache is not None and key is None:
-        key = key_of_text(lowered, demands)
+        key = key_of_text(lowered, demands, options)
         if (found := _load(cache, key, names)) is not None:
             return found
     with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
-        compiled = lowered.compile(compiler_options=_options(description))
+        compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)

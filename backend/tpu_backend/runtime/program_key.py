@@ -113,8 +113,10 @@ def _jax_settings() -> str:
     )
 
 
-def key_of_tape(description: dict[str, Any]) -> str | None:
-    """The key of a segment by what was recorded; None where its text must decide (`key_of_text`)."""
+def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None) -> str | None:
+    """The key of a segment by what was recorded, compiled with these options; None where its text must decide
+    (`key_of_text`).
+    """
     words: list[Any] = []
     for entry, precision, links in entries(description["tape"]):
         if not settled_by_version(entry.name):
@@ -125,12 +127,17 @@ def key_of_tape(description: dict[str, Any]) -> str | None:
         for offset, is_input in zip(description["offsets"], description["offset_is_input"], strict=True)
     ]
     rest = {name: value for name, value in description.items() if name not in _SAID_OTHERWISE}
-    return _key({"entries": words, "offsets": offsets} | rest)
+    return _key({"entries": words, "offsets": offsets, "options": options} | rest)
 
 
-def key_of_text(lowered: jax.stages.Lowered, demands: Sequence[Demand]) -> str:
-    """The key of a traced program: its StableHLO, which says what is donated too, and what it demands."""
-    return _key({"text": lowered.as_text(), "demands": [_described(demand) for demand in demands]})
+def key_of_text(
+    lowered: jax.stages.Lowered, demands: Sequence[Demand], options: dict[str, Any] | None
+) -> str:
+    """The key of a traced program: its StableHLO, which says what is donated too, what it demands, and the
+    options that it is compiled with.
+    """
+    said = [_described(demand) for demand in demands]
+    return _key({"text": lowered.as_text(), "demands": said, "options": options})
 
 
 def key_of_forms() -> str:
