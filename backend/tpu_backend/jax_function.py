@@ -23,6 +23,7 @@ from torch.library import Library
 
 from tpu_backend import _C
 from tpu_backend.after_import import after_import
+from tpu_backend.exact_key import exact_key
 from tpu_backend.lowering.registry import lowering
 from tpu_backend.runtime.dtypes import EQUIVALENTS, from_numpy, jax_dtype, to_numpy
 from tpu_backend.untraced import untraced
@@ -39,7 +40,8 @@ def jax_op(function: Callable[..., Any], *, name: str | None = None) -> Callable
 
     The operator takes tensors by position and static values, which must be hashable, by keyword;
     ``function`` gets arrays and the same keywords, and returns an array or a tree of arrays, which comes back
-    as the same tree of tensors.  It must be pure and traceable.  Each set of static values is compiled anew.
+    as the same tree of tensors.  It must be pure and traceable.  Each set of static values is compiled anew;
+    2, 2.0 and True are three of them, and so are 0.0 and -0.0.
 
         @jax_op
         def rms_norm(x, scale, *, eps):
@@ -131,7 +133,8 @@ class _JaxOp:
             each.dtype in (torch.float64, torch.complex128) for each in tensors
         )
         # As numbers: a graph with a call in it is compiled anew for each size.
-        key = (wide, static, *((*map(int, each.shape), each.dtype) for each in tensors))
+        kind = wide, exact_key(static)
+        key = (kind, *((*map(int, each.shape), each.dtype) for each in tensors))
         try:
             found = self._forms.get(key)
         except TypeError as error:
@@ -140,10 +143,10 @@ class _JaxOp:
             run = _runner(self._function, static, wide)
             outputs, tree = jax.tree.flatten(_shapes(run, tensors))
             counts = (len(tensors), len(outputs))
-            if (wide, static, counts) not in self._operators:
+            if (kind, counts) not in self._operators:
                 compute = _register(self.name, run, *counts)
-                self._operators[wide, static, counts] = _Operator(self, static, *counts, compute)
-            found = self._forms[key] = _Form(self._operators[wide, static, counts], tree)
+                self._operators[kind, counts] = _Operator(self, static, *counts, compute)
+            found = self._forms[key] = _Form(self._operators[kind, counts], tree)
         return found
 
 

@@ -1,9 +1,12 @@
 """`jax_op`: JAX functions as PyTorch operators."""
 
+import dataclasses
+import enum
 import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jax.experimental import pallas as pl
@@ -226,3 +229,61 @@ def test_no_fallback_serves_it():
     for x, scale in itertools.repeat(_inputs("tpu"), 2):
         rms_norm(x, scale, eps=1e-5).sum().backward()
     assert torch.tpu.fallback_stats() == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    by: float
+
+
+def test_static_values_are_told_apart_by_type_and_bits():
+    """What Python takes for equal may be three values: the function sees each as it was given."""
+    seen = []
+
+    def note(x, *, value):
+        seen.append(repr(value))
+        return x + 1
+
+    operator = jax_op(note, name="noting")
+    nan = float("nan")
+    values = [2, 2.0, True, 1, 0.0, -0.0, False, 0, nan, -nan, np.float32(2), np.int64(2), 2 + 0j]
+    values += [
+        (2,),
+        (2.0,),
+        ((True,), 1),
+        ((1,), True),
+        frozenset({1}),
+        frozenset({True}),
+        Scale(2),
+        Scale(2.0),
+    ]
+    values += [(0.0, nan), (-0.0, nan), Kind.ONE]
+    for value in values:
+        del seen[:]
+        operator(torch.zeros(2, device="tpu"), value=value)
+        assert set(seen) == {repr(value)}, "made for it, and not for what is equal to it"
+    num_operators = len(operator._operators)
+    assert num_operators == len(values)
+    for value in [*values, float("nan"), (0.0, float("nan"))]:
+        operator(torch.zeros(2, device="tpu"), value=value)
+    assert len(operator._operators) == num_operators, "a NaN is the one before"
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_the_sign_of_a_static_zero_counts_forward_and_backward(device):
+    operator = jax_op(lambda x, *, by: x * (1 / by if isinstance(by, int) else jnp.copysign(2.0, by)))
+    for by, expected in ((0.0, 2.0), (-0.0, -2.0), (1, 1.0), (1.0, 2.0)):
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = operator(x, by=by)
+        y.sum().backward()
+        assert y.tolist() == [expected] * 3
+        assert x.grad.tolist() == [expected] * 3
+
+
+def test_static_values_must_be_hashable():
+    with pytest.raises(TypeError, match="static values must be hashable"):
+        rms_norm(*_inputs("tpu"), eps=[1e-6])
