@@ -2,6 +2,7 @@
 #include "recorded_step.h"
 
 #include "device.h"
+#include "settings.h"
 
 #include <c10/util/strides.h>
 #include <pybind11/pybind11.h>
@@ -201,6 +202,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("end_step", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.end_step(); });
   });
+  m.def("matmul_precision", [] { return static_cast<int>(tpu::matmul_precision()); });
   m.def("surroundings", [] { return tpu::Surroundings::now().key(); });
   m.def("begin_rehearsal", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.begin_rehearsal(); });
@@ -225,6 +227,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_box", [](const std::vector<int64_t>& base, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset) {
     return tpu::is_box(base, sizes, strides, offset);
   });
+  // None where the tensor is not dense.
+  m.def("memory_order", [](const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+    const auto order = tpu::memory_order(sizes, strides);
+    return order.dense ? py::object(py::tuple(py::cast(order.permutation))) : py::object(py::none());
+  });
+  // The dims in which a tensor's buffer keeps its value.
+  m.def("layout_of", [](const at::Tensor& tensor) { return py::tuple(py::cast(tpu::buffer_of(tensor)->layout->dims)); });
   m.def("compile_stats", [](int device) { return compile_stats(static_cast<c10::DeviceIndex>(device)); });
   // The signatures of the entries recorded last, oldest first, and how many of them were not launched.  Takes no lock.
   m.def("recent_entries", [](int device) {

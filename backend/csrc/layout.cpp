@@ -57,15 +57,15 @@ const Layout* layout_by_id(uint32_t id) {
 }
 
 MemoryOrder memory_order(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  MemoryOrder order;
+  MemoryOrder order{.dense = true, .permutation = {}};
   order.permutation.resize(sizes.size());
   std::iota(order.permutation.begin(), order.permutation.end(), 0);
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    return order; // nothing in it: any order will do
+  }
   const auto is_dense = [&] {
     int64_t expected = 1;
     for (auto it = order.permutation.rbegin(); it != order.permutation.rend(); ++it) {
-      if (sizes[*it] == 0) {
-        return true; // nothing in it: any order will do
-      }
       if (sizes[*it] != 1 && strides[*it] != expected) {
         return false;
       }
@@ -73,13 +73,21 @@ MemoryOrder memory_order(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
     }
     return true;
   };
-  if (is_dense()) { // contiguous, the usual case: keep the order, size-1 dimensions may have any stride
-    order.dense = true;
+  if (is_dense()) { // contiguous, the usual case
     return order;
   }
-  std::stable_sort(order.permutation.begin(), order.permutation.end(), [&](int64_t a, int64_t b) {
-    return strides[a] > strides[b];
-  });
+  c10::SmallVector<int64_t, 6> places;
+  for (int64_t dim : order.permutation) {
+    if (sizes[dim] != 1) {
+      places.push_back(dim);
+    }
+  }
+  auto sorted = places;
+  std::stable_sort(
+      sorted.begin(), sorted.end(), [&](int64_t some, int64_t other) { return strides[some] > strides[other]; });
+  for (size_t i = 0; i < places.size(); ++i) {
+    order.permutation[places[i]] = sorted[i];
+  }
   order.dense = is_dense();
   return order;
 }

@@ -24,8 +24,8 @@ struct Layout {
 const Layout* intern_layout(c10::IntArrayRef dims, c10::ScalarType dtype);
 const Layout* layout_by_id(uint32_t id);
 
-// The permutation that sorts dimensions by descending stride when (sizes, strides) is dense and does not overlap
-// (a permuted contiguous tensor); empty otherwise.  0-d tensors give an empty permutation and `dense` = true.
+// The permutation that brings the dims of a dense tensor into memory order.  The rule is stated in tpu_backend/views.py,
+// memory_order(); the two must agree, and a test holds them together.  What it is where `dense` is false means nothing.
 struct MemoryOrder {
   bool dense{false};
   std::vector<int64_t> permutation;

@@ -16,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.backend.choices import Choices
+from tpu_backend import _C
 from tpu_backend.views import Geometry, memory_order, read, resolve_on_host, slices, write
 
 NUMPY_DTYPE = {
@@ -449,6 +450,96 @@ def test_memory_order_refuses_gaps_and_overlap():
     base = torch.empty(4, 6)
     for view in [base[:, ::2], base[:, 1:], base[:1].expand(3, 6), base.view(-1).unfold(0, 3, 1)]:
         assert memory_order(view.shape, view.stride()) is None
+
+
+sizes_and_order = st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=5).flatmap(
+    lambda sizes: st.tuples(st.just(sizes), st.permutations(range(len(sizes))), st.integers(0, 4))
+)
+
+
+def strided(sizes: Sequence[int], order: Sequence[int], stride_of_ones: int) -> list[int]:
+    """Strides of a tensor whose dims lie in this order in memory; those of dims of size 1 say nothing."""
+    strides, step = [stride_of_ones] * len(sizes), 1
+    for dim in reversed(order):
+        if sizes[dim] != 1:
+            strides[dim] = step
+            step *= max(sizes[dim], 1)
+    return strides
+
+
+@settings(QUICK, max_examples=500)
+@given(sizes_and_order, st.booleans())
+def test_the_memory_order_is_one_rule_in_python_and_in_the_recorder(drawn, is_dense):
+    sizes, order, stride_of_ones = drawn
+    strides = strided(sizes, order, stride_of_ones)
+    if not is_dense:  # gaps, or overlap
+        strides = [stride * 2 if place % 2 else stride for place, stride in enumerate(strides)]
+    found = memory_order(sizes, strides)
+    assert _C.memory_order(sizes, strides) == found
+    if found is not None and 0 not in sizes:
+        tensor = torch.empty_strided(sizes, strides)
+        assert tensor.permute(found).is_contiguous()
+
+
+def array_of(tensor: torch.Tensor) -> jax.Array:
+    torch.tpu.flush()
+    return _C.lease_array(tensor)
+
+
+@settings(QUICK, max_examples=25)
+@given(sizes_and_order)
+def test_a_value_has_the_shape_of_its_layout(drawn):
+    """However dims of size 1 are strided: new tensors, results, writes in place and what the host sends."""
+    sizes, order, stride_of_ones = drawn
+    strides = strided(sizes, order, stride_of_ones)
+    host = torch.empty_strided(sizes, strides).copy_(torch.arange(math.prod(sizes)).reshape(sizes))
+    made = torch.empty_strided(sizes, strides, device="tpu")
+    made.copy_(host)
+    moved = host.to("tpu")
+    written = torch.empty_strided(sizes, strides, device="tpu").fill_(1.0).mul_(2.0)
+    results = {
+        "made": made,
+        "moved": moved,
+        "written": written,
+        "computed": moved + 1,
+        "cloned": made.clone(),
+    }
+    for name, tensor in results.items():
+        if tensor.numel() > 0:
+            assert array_of(tensor).shape == _C.layout_of(tensor), name
+    assert torch.equal(made.cpu(), host)
+    assert torch.equal(results["computed"].cpu(), host + 1)
+    assert host.numel() == 0 or results["computed"].stride() == (host + 1).stride()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides"),
+    [((4, 1, 6), (1, 1, 4)), ((1, 5, 3), (1, 1, 5)), ((3, 2, 1, 4), (1, 3, 1, 6)), ((2, 3), (3, 1))],
+)
+def test_a_write_in_place_takes_the_memory_whatever_the_strides_of_dims_of_size_1(
+    sizes, strides, monkeypatch
+):
+    from tpu_backend.runtime import compiler
+
+    texts = []
+    original = compiler.lower_segment
+
+    def spy(description, sharding):
+        lowered, demands = original(description, sharding)
+        texts.append(lowered.as_text())
+        return lowered, demands
+
+    host = torch.empty_strided(sizes, strides).fill_(1.0)
+    x = host.to("tpu")
+    assert x.stride() == host.stride()
+    torch.tpu.flush()
+    monkeypatch.setattr(compiler, "lower_segment", spy)
+    x.hypot_(x + 1)  # a program that no other test compiles
+    x.atan_()
+    torch.tpu.flush()
+    (text,) = texts
+    assert text.count("tf.aliasing_output") == 1
+    torch.testing.assert_close(x.cpu(), host.hypot(host + 1).atan())
 
 
 def test_a_view_past_the_end_of_its_storage_is_named():
