@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <bit>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -73,12 +74,25 @@ bool is_same(PyObject* before, PyObject* now) {
   if (before == now) {
     return true;
   }
-  if (now == nullptr || Py_TYPE(before) != Py_TYPE(now) ||
-      !(PyFloat_Check(now) || PyLong_Check(now) || PyUnicode_Check(now) || PyTuple_Check(now))) {
+  if (now == nullptr || Py_TYPE(before) != Py_TYPE(now)) {
+    return false;
+  }
+  if (PyFloat_Check(now)) { // by its bits: 0.0 and -0.0 are two numbers, and NaN is one
+    return std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(before)) == std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(now));
+  }
+  if (PyTuple_Check(now)) { // (2,) is not (2.0,)
+    const Py_ssize_t length = PyTuple_GET_SIZE(now);
+    bool is_equal = PyTuple_GET_SIZE(before) == length;
+    for (Py_ssize_t i = 0; is_equal && i < length; ++i) {
+      is_equal = is_same(PyTuple_GET_ITEM(before, i), PyTuple_GET_ITEM(now, i));
+    }
+    return is_equal;
+  }
+  if (!PyLong_Check(now) && !PyUnicode_Check(now)) {
     return false;
   }
   const int equal = PyObject_RichCompareBool(before, now, Py_EQ);
-  if (equal < 0) { // a tuple of tensors
+  if (equal < 0) {
     PyErr_Clear();
   }
   return equal == 1;

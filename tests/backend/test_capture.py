@@ -1,6 +1,7 @@
 """`torch.tpu.capture`: a replayed step computes what the step computes, to the last bit."""
 
 import logging
+import math
 import re
 import warnings
 
@@ -229,6 +230,51 @@ def test_numbers_of_another_kind_are_seen(numbers):
         ):
             assert found.dtype == expected.dtype
             assert torch.equal(found.cpu(), expected.cpu())
+
+
+@pytest.mark.parametrize("settings", [(0.0, -0.0), ((2,), (2.0,)), (((1,), 0.0), ((1,), -0.0))])
+def test_a_setting_of_a_module_that_python_takes_for_equal_is_seen(settings):
+    class Scaled(nn.Linear):
+        by = settings[0]
+
+        def forward(self, values):
+            factor = self.by if isinstance(self.by, float) else self.by[-1]
+            return 1 / (self.weight * factor), values * factor
+
+    model = Scaled(1, 1, bias=False, device="tpu")
+    values = torch.tensor([1, 2], device="tpu")
+    step = torch.tpu.capture(model)
+    with torch.no_grad():
+        for setting in (*settings[:1] * 4, *settings[1:] * 2):
+            model.by = setting
+            for found, expected in zip(step(values), model(values), strict=True):
+                assert found.dtype == expected.dtype
+                assert torch.equal(found.cpu(), expected.cpu())
+
+
+def test_what_is_returned_beside_tensors_keeps_its_type():
+    answers = iter([1, True, 1.0, 1.0])  # no two in a row are alike until the last
+
+    @torch.tpu.capture
+    def step(values):
+        return values + 1, next(answers, None)
+
+    values = torch.zeros(2, device="tpu")
+    before = replays()
+    assert [type(step(values)[1]) for _ in range(6)] == [int, bool, float, float, float, float]
+    assert replays() - before == 2
+
+
+def test_nan_among_the_arguments_is_one_number():
+    @torch.tpu.capture
+    def step(values, number):
+        return values + number
+
+    values = torch.zeros(2, device="tpu")
+    before = replays()
+    for number in (1.0, 2.0, math.nan, math.nan, 3.0, math.nan):
+        assert torch.equal(step(values, number).isnan().cpu(), torch.tensor([math.isnan(number)] * 2))
+    assert replays() - before == 4
 
 
 def test_an_argument_on_the_memory_of_a_parameter_is_seen():

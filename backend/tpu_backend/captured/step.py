@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tpu_backend import _C
 from tpu_backend.captured import reach
 from tpu_backend.captured.numbers import Changes, ProgramNumber
+from tpu_backend.exact_key import exact_key
 from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line, line_of
 
@@ -52,7 +53,7 @@ class _Recording(NamedTuple):
     step: _C.RecordedStep
     arguments: PyTreeDef
     result: PyTreeDef
-    constants: list[Any]  # what was returned: None where a tensor is
+    constants: tuple[Any, ...]  # what was returned: None where a tensor is
     settings: list[reach.Setting]
     changes: Changes
 
@@ -61,7 +62,7 @@ class _Replayable(NamedTuple):
     step: _C.RecordedStep
     arguments: PyTreeDef
     result: PyTreeDef
-    constants: list[Any] | None  # None: all that is returned are tensors
+    constants: tuple[Any, ...] | None  # None: all that is returned are tensors
     is_flat: bool  # the arguments: by position, each a leaf
     returns_tensor: bool  # one, and nothing else
     watched: list[reach.Watched]
@@ -218,7 +219,7 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         if problem is None:
             host = [*numbers, *_numbers_of(leaves)]
             program = [ProgramNumber(*number) for number in step.numbers()]
-            constants = [None if isinstance(leaf, Tensor) else leaf for leaf in returned]
+            constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in returned)
             recording = _Recording(step, tree, result_tree, constants, settings, Changes(program, host))
             recording, problem = _compared(before, recording, program, host)
             self._last[form] = recording
@@ -431,9 +432,7 @@ def _form(leaves: Sequence[Any], tree: PyTreeDef) -> Any:
     kinds = [
         (tuple(leaf.shape), leaf.dtype)
         if isinstance(leaf, Tensor)
-        else float
-        if isinstance(leaf, float)
-        else leaf
+        else exact_key(leaf)
         if isinstance(leaf, int | str)
         else type(leaf)
         for leaf in leaves
@@ -532,7 +531,7 @@ def _compared(
         return recording, _FIRST
     if (difference := recording.step.difference(before.step)) is not None:
         return recording, _told(*difference)
-    if before.result != recording.result or before.constants != recording.constants:
+    if before.result != recording.result or exact_key(before.constants) != exact_key(recording.constants):
         return recording, "what it returns beside tensors changes from call to call"
     strange = before.changes.learn(program, host)
     if strange is not None:
