@@ -112,6 +112,7 @@ PyObject* describe_signature(uint32_t id) {
   py::dict result;
   py::list arguments;
   if (signature.op == nullptr) {
+    result["default_dtype"] = py::none();
     result["name"] = signature.words[0] == kBuiltinZeros ? "zeros" : "resize";
     result["overload"] = result["name"];
     if (signature.words[0] == kBuiltinResize) {
@@ -121,6 +122,7 @@ PyObject* describe_signature(uint32_t id) {
           static_cast<int>(from->dtype), "whole"));
     }
   } else {
+    result["default_dtype"] = static_cast<int>(default_dtype_of(signature.words[0]));
     const auto& op_name = signature.op->handle.operator_name();
     result["name"] = signature.op->table_name;
     result["overload"] = op_name.overload_name.empty() ? op_name.name : op_name.name + "." + op_name.overload_name;

@@ -1,12 +1,14 @@
 // The few ATen kernels that are about storage and not about numbers: making, viewing, resizing, copying, reading.
 #include "device.h"
 #include "python_error.h"
+#include "settings.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
@@ -37,6 +39,11 @@ c10::DimVector concrete_sizes(c10::SymIntArrayRef sizes) {
   return result;
 }
 
+// An empty tensor as PyTorch gives it out.
+at::Tensor without_chance(at::Tensor tensor) {
+  return fills_uninitialized() ? at::native::fill_empty_deterministic_(tensor) : tensor;
+}
+
 at::Tensor empty_memory_format(
     c10::SymIntArrayRef size,
     std::optional<at::ScalarType> dtype,
@@ -63,7 +70,8 @@ at::Tensor empty_memory_format(
                                                                : c10::get_channels_last_strides_3d(sizes);
     strides.assign(last.begin(), last.end());
   }
-  return make_tensor(sizes, strides, dtype.value_or(at::get_default_dtype_as_scalartype()), index_of(device));
+  return without_chance(
+      make_tensor(sizes, strides, dtype.value_or(at::get_default_dtype_as_scalartype()), index_of(device)));
 }
 
 at::Tensor empty_strided(
@@ -74,11 +82,11 @@ at::Tensor empty_strided(
     std::optional<at::Device> device,
     std::optional<bool>) {
   Device::get().ensure_initialized();
-  return make_tensor(
+  return without_chance(make_tensor(
       concrete_sizes(size),
       C10_AS_INTARRAYREF_SLOW(stride),
       dtype.value_or(at::get_default_dtype_as_scalartype()),
-      index_of(device));
+      index_of(device)));
 }
 
 const at::Tensor& resize_(
@@ -89,12 +97,16 @@ const at::Tensor& resize_(
   }
   auto* impl = self.unsafeGetTensorImpl();
   const auto needed = at::detail::computeStorageNbytesContiguous(sizes, impl->itemsize(), impl->storage_offset());
-  if (needed > impl->unsafe_storage().nbytes()) {
+  const auto before = impl->unsafe_storage().nbytes();
+  if (needed > before) {
     at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(impl->unsafe_storage(), needed);
   }
   impl->set_sizes_contiguous(sizes);
   if (memory_format.has_value() && *memory_format != at::MemoryFormat::Contiguous) {
     impl->empty_tensor_restride(*memory_format);
+  }
+  if (fills_uninitialized()) {
+    at::native::fill_resize_deterministic_(self, static_cast<int64_t>(before));
   }
   return self;
 }

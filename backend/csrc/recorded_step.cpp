@@ -2,8 +2,8 @@
 
 #include "device.h"
 #include "python_error.h"
+#include "settings.h"
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -46,7 +46,8 @@ Surroundings Surroundings::now() {
       .autocast = at::autocast::is_autocast_enabled(kDeviceType),
       .autocast_dtype = at::autocast::get_autocast_dtype(kDeviceType),
       .deterministic = at::globalContext().deterministicAlgorithms(),
-      .precision = static_cast<int>(at::globalContext().float32MatmulPrecision())};
+      .precision = static_cast<int>(matmul_precision()),
+      .default_dtype = at::get_default_dtype_as_scalartype()};
 }
 
 py::tuple Surroundings::key() const {
@@ -56,14 +57,16 @@ py::tuple Surroundings::key() const {
       inference_mode,
       autocast ? static_cast<int>(autocast_dtype) : -1,
       deterministic,
-      precision);
+      precision,
+      static_cast<int>(default_dtype));
 }
 
 bool Surroundings::operator==(const Surroundings& other) const {
   // Each thread has an autocast dtype of its own, whether it uses it or not.
   const bool same_dtype = autocast_dtype == other.autocast_dtype || (!autocast && thread != other.thread);
   return same_dtype && mode == other.mode && grad_mode == other.grad_mode && inference_mode == other.inference_mode &&
-      autocast == other.autocast && deterministic == other.deterministic && precision == other.precision;
+      autocast == other.autocast && deterministic == other.deterministic && precision == other.precision &&
+      default_dtype == other.default_dtype;
 }
 
 RecordedStep::Geometry RecordedStep::Geometry::of(const at::Tensor& tensor) {
@@ -321,7 +324,7 @@ void RecordedStep::make_replayable(
 py::object RecordedStep::replay(const py::sequence& arguments) {
   TORCH_INTERNAL_ASSERT(watches_.has_value(), "a step that was recorded once is not replayed");
   if (!(Surroundings::now() == surroundings_)) {
-    return py::str("a mode changed: gradients, autocast, precision, determinism or the eager mode");
+    return py::str("a mode changed: gradients, autocast, precision, determinism, torch's default dtype or the eager mode");
   }
   if (const int changed = watches_->first_changed(); changed >= 0) {
     return py::int_(changed);
@@ -462,7 +465,7 @@ std::optional<std::string> RecordedStep::set_numbers(const std::vector<double>& 
     };
     const double value = value_of(binding.sources.front());
     for (const auto& source : binding.sources) {
-      if (value_of(source) != value) {
+      if (std::bit_cast<uint64_t>(value_of(source)) != std::bit_cast<uint64_t>(value)) {
         return "numbers that changed together no longer do";
       }
     }

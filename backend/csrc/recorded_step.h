@@ -23,6 +23,7 @@ struct Surroundings {
   c10::ScalarType autocast_dtype;
   bool deterministic;
   int precision; // of float32 matrix products
+  c10::ScalarType default_dtype;
 
   static Surroundings now();
   pybind11::tuple key() const; // for dictionaries: equal where they are

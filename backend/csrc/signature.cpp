@@ -517,7 +517,7 @@ void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceI
   if (in_autocast()) {
     call.circumstances |= kInAutocast;
   }
-  call.words.push_back(op.id);
+  call.words.push_back(first_word(op.id, at::get_default_dtype_as_scalartype()));
   for (size_t i = 0; i < args.size(); ++i) {
     encode_value(op.args[i], args[i], device, call);
   }

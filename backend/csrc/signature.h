@@ -45,6 +45,14 @@ constexpr uint64_t payload_of(uint64_t word) {
   return word >> 8;
 }
 
+// The op, and torch's default dtype: it decides what integers divided by a number become, and what `arange` makes.
+constexpr uint64_t first_word(uint32_t op_id, c10::ScalarType default_dtype) {
+  return op_id | static_cast<uint64_t>(default_dtype) << 32;
+}
+constexpr c10::ScalarType default_dtype_of(uint64_t first_word) {
+  return static_cast<c10::ScalarType>(first_word >> 32);
+}
+
 // How an output reaches its buffer.
 struct OutputInfo {
   int written_arg{-1}; // -1: a new tensor
@@ -64,7 +72,7 @@ struct OutputInfo {
 struct Signature {
   uint32_t id{0};
   const OpInfo* op{nullptr}; // null for the device's own entries
-  std::vector<uint64_t> words{}; // words[0] is the op id
+  std::vector<uint64_t> words{}; // words[0] is `first_word`; of the device's own entries the id alone
   std::vector<OutputInfo> outputs{};
   bool wide{false}; // runtime floats travel as float64, else as float32
   std::vector<std::pair<int, std::vector<int64_t>>> out_resizes{}; // out= arguments that must first be resized

@@ -3,6 +3,7 @@
 #include "notes.h"
 #include "parts.h"
 #include "python_error.h"
+#include "settings.h"
 
 #include <ATen/Context.h>
 #include <pthread.h>
@@ -225,7 +226,7 @@ void Stream::append(
   segment_.marks.push_back(segment_.end());
   segment_.push(signature.id);
   if (signature.reads_precision) { // a setting of PyTorch's that shapes the program
-    segment_.push(static_cast<uint32_t>(at::globalContext().float32MatmulPrecision()));
+    segment_.push(static_cast<uint32_t>(matmul_precision()));
   }
   if (signature.checked) {
     segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});

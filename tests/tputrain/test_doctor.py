@@ -152,7 +152,7 @@ def test_programs_that_anybody_could_have_put_there_are_not_run(tmp_path, monkey
     shared.chmod(0o777)
     monkeypatch.setenv("TPU_CACHE_DIR", str(shared))
     (look,) = (check.look for check in CHECKS if check.name == "programs")
-    with pytest.raises(UnwellError, match="shared can be written by everybody; chmod go-w .*TPU_CACHE_DIR=DIR"):
+    with pytest.raises(UnwellError, match=r"by everybody; chmod go-w .*TPU_CACHE_DIR=DIR"):
         look()
     shared.chmod(0o755)
     assert look() == f"{shared} can be written"

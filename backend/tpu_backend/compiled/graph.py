@@ -188,6 +188,9 @@ class Graph:
             raise UnsupportedGraphError(f"{target} has no XLA form")
         if target in _OWN:
             return _OWN[target]
+        if target in _EMPTY:  # Dynamo makes another graph where the mode changes
+            fills = torch.utils.deterministic.fill_uninitialized_memory
+            return _filled if fills and torch.are_deterministic_algorithms_enabled() else _zeros
         if target in _RANDOM:
             self.num_draws += 1
             return _drawn(_RANDOM[target])
@@ -251,6 +254,7 @@ class _Call:
         schema = node.target._schema  # type: ignore[union-attr]
         self.arguments = [(a.name, str(a.real_type), a.kwarg_only) for a in schema.arguments]
         self.returns = len(schema.returns)
+        self.default_dtype = torch.get_default_dtype()  # Dynamo makes another graph where it changes
         self.is_list = self.returns == 1 and str(schema.returns[0].type) == "List[Tensor]"
 
     def __call__(self, args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> Any:
@@ -281,7 +285,7 @@ class _Call:
                 f"{self.node.target} of dtypes that PyTorch does not take together"
             )
         compute = (
-            result_type(_examples((self.node.args, self.node.kwargs)))
+            result_type(_examples((self.node.args, self.node.kwargs)), self.default_dtype)
             if self.entry.promote == "inputs"
             else None
         )
@@ -356,6 +360,13 @@ def _zeros(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
     return jnp.zeros(spec.shape, spec.dtype)
 
 
+def _filled(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
+    """What PyTorch gives an empty tensor in deterministic mode."""
+    if jnp.issubdtype(spec.dtype, jnp.inexact):
+        return jnp.full(spec.shape, jnp.nan, spec.dtype)
+    return jnp.full(spec.shape, spec.dtype == jnp.bool_ or jnp.iinfo(spec.dtype).max, spec.dtype)
+
+
 def _reshaped(args: Any, kwargs: Any, spec: Any, *_: Any) -> Any:
     return args[0].reshape(spec.shape)
 
@@ -391,17 +402,21 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten.reshape.default: _reshaped,
     _aten._unsafe_view.default: _reshaped,
     _aten._reshape_copy.default: _reshaped,
-    _aten.empty.memory_format: _zeros,
-    _aten.empty_like.default: _zeros,
-    _aten.empty_strided.default: _zeros,
-    _aten.empty_permuted.default: _zeros,
-    _aten.new_empty.default: _zeros,
-    _aten.new_empty_strided.default: _zeros,
     _aten.arange.start_step: _spaced,
     _aten.arange.start: _spaced,
     _aten._conj.default: _conjugate,  # views with a bit that says so, where they are not evaluated
     _aten._neg_view.default: _negative,
 }
+_EMPTY = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.empty_permuted.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
 _HIGHER_ORDER = control_flow.TABLE | flex_attention.TABLE
 _RANDOM = {
     _aten.rand.default: "uniform",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
+from tpu_backend import _C
 
 _PRECISIONS = ("highest", "high", "medium")  # by at::Float32MatmulPrecision
 
@@ -41,11 +41,11 @@ def recorded_settings(precision: int | None = None) -> Iterator[RecordedSettings
 
 
 def float32_matmul_precision() -> str:
-    """What ``torch.get_float32_matmul_precision`` said when the op was recorded."""
+    """What ``torch.set_float32_matmul_precision`` was last given before the op was recorded, or what
+    ``torch.backends.*.fp32_precision`` come to.
+    """
     settings = _current.settings
-    if settings is None:
-        return torch.get_float32_matmul_precision()
-    settings.was_read = True
-    if settings.precision is None:
-        return torch.get_float32_matmul_precision()
-    return _PRECISIONS[settings.precision]
+    precision = None if settings is None else settings.precision
+    if settings is not None:
+        settings.was_read = True
+    return _PRECISIONS[_C.matmul_precision() if precision is None else precision]

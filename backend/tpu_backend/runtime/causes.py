@@ -308,6 +308,9 @@ def _form_changed(now: Signature, before: Signature) -> tuple[str, str]:
             kind = _kind_of_difference(leaf, leaf_before)
             form, form_before = _form(leaf, kind), _form(leaf_before, kind)
             return kind, f"{name} of {now.overload} is {form}, was {form_before}"
+    if now.default_dtype != before.default_dtype:
+        dtypes = [str(each.default_dtype).removeprefix("torch.") for each in (now, before)]
+        return "dtype", f"torch's default dtype is {dtypes[0]}, was {dtypes[1]}, before {now.overload}"
     if now.overload != before.overload:  # graphs of torch.compile
         return "graph", f"{now.overload} of torch.compile is where {before.overload} was"
     return "strides", f"what {now.overload} writes to has other strides"

@@ -7,7 +7,7 @@ Signatures are decoded once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 import torch
 
 from tpu_backend import _C, views
+from tpu_backend.exact_key import exact_key
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 
 
@@ -41,9 +42,20 @@ class RuntimeArg:
     wrapped: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ConstantArg:
+    """A value that is part of the program: 2, 2.0 and True are three."""
+
     value: Any
+
+    def _key(self) -> Hashable:
+        return exact_key(tuple(self.value) if isinstance(self.value, list) else self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConstantArg) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ class Signature:
     outputs: tuple[Output, ...]
     wide: bool
     random: bool
+    default_dtype: torch.dtype | None  # torch's when it was recorded; None: of the device's own entries
     compute_dtype: Any
     digest: str  # of all of it: the same in every process
     is_on_lists: bool  # it does the same with each element of its lists (csrc/lists.h)
@@ -184,7 +197,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _result_type(arguments: Sequence[Argument]) -> Any:
+def _result_type(arguments: Sequence[Argument], default_dtype: torch.dtype | None) -> Any:
     """``torch.result_type`` over the tensor and number arguments of a recorded call."""
     seen: dict[Any, torch.Tensor | complex] = {}  # one example of each that counts alike
     for argument in arguments:
@@ -201,24 +214,33 @@ def _result_type(arguments: Sequence[Argument]) -> Any:
                 seen[leaf] = torch.ones((), dtype=dtype_of_number).item() if leaf.wrapped else example
             elif isinstance(leaf, ConstantArg) and isinstance(leaf.value, (float, complex)):
                 seen[leaf] = leaf.value
-    return result_type(list(seen.values()))
+    return result_type(list(seen.values()), default_dtype)
 
 
-def result_type(examples: Sequence[torch.Tensor | complex]) -> Any:
-    """``torch.result_type`` over any number of tensors and numbers, by PyTorch's own rules; None: of none."""
+def result_type(examples: Sequence[torch.Tensor | complex], default_dtype: torch.dtype | None) -> Any:
+    """``torch.result_type`` over any number of tensors and numbers, by PyTorch's own rules; None: of none.
+    It is what it would be under this default dtype (None: torch's now).
+    """
     if not examples:
         return None
     tensors = [item for item in examples if isinstance(item, torch.Tensor)]
     numbers: list[Any] = [item for item in examples if not isinstance(item, torch.Tensor)]
     if not tensors:
-        return lowered_dtype(torch.result_type(numbers[0], numbers[0]))
+        return lowered_dtype(_with_number(torch.empty((), dtype=torch.bool), numbers[0], default_dtype))
     total = tensors[0]
-    rest: list[Any] = [*tensors[1:], *numbers]
-    for item in rest:
+    for item in tensors[1:]:
         promoted = torch.result_type(total, item)
-        dims = max(total.dim(), item.dim() if isinstance(item, torch.Tensor) else 0)
-        total = torch.empty((1,) * dims, dtype=promoted)
+        total = torch.empty((1,) * max(total.dim(), item.dim()), dtype=promoted)
+    for number in numbers:
+        total = torch.empty((1,) * total.dim(), dtype=_with_number(total, number, default_dtype))
     return lowered_dtype(total.dtype)
+
+
+def _with_number(tensor: torch.Tensor, number: complex, default_dtype: torch.dtype | None) -> torch.dtype:
+    is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+    if is_exact and default_dtype is not None and isinstance(number, float | complex):
+        return default_dtype if isinstance(number, float) else default_dtype.to_complex()
+    return torch.result_type(tensor, number)
 
 
 def _output(item: dict[str, Any]) -> Output:
@@ -253,6 +275,7 @@ def signature(number: int) -> Signature:
             for name, kwarg_only, is_out, schema_type, value in raw["arguments"]
         )
     outputs = tuple(_output(item) for item in raw["outputs"])
+    default_dtype = None if raw["default_dtype"] is None else TORCH_DTYPES[raw["default_dtype"]]
     return Signature(
         number,
         raw["overload"],
@@ -261,7 +284,8 @@ def signature(number: int) -> Signature:
         outputs,
         raw["wide"],
         raw["random"],
-        _result_type(arguments),
+        default_dtype,
+        _result_type(arguments, default_dtype),
         hashlib.sha256(repr(raw).encode()).hexdigest(),
         raw["on_lists"],
     )
