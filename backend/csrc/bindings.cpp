@@ -28,7 +28,8 @@ std::vector<tpu::LoweredOp> lowered_ops_of(const py::list& items) {
          py::cast<std::vector<std::string>>(op[2]),
          py::cast<std::vector<std::string>>(op[3]),
          py::cast<std::vector<std::string>>(op[4]),
-         py::cast<int>(op[5])});
+         py::cast<int>(op[5]),
+         py::cast<std::map<std::string, std::string>>(op[6])});
   }
   return ops;
 }

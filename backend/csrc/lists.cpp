@@ -132,6 +132,20 @@ const Signature* part_of_lists(const Signature& signature, const ListCall& call,
   part.part_of = &signature;
   part.words = std::move(words);
   part.wide = signature.wide;
+  uint32_t number = 0, kept = 0;
+  for (const auto& leaf : call.leaves) {
+    if (leaf.is_integer || leaf.is_real) {
+      const bool is_taken =
+          leaf.element < 0 || (static_cast<size_t>(leaf.element) >= first && static_cast<size_t>(leaf.element) < last);
+      for (const auto& fit : signature.fits) {
+        if (is_taken && fit.number == number) {
+          part.fits.push_back({kept, fit.dtype});
+        }
+      }
+      kept += is_taken ? 1 : 0;
+      ++number;
+    }
+  }
   for (const auto& output : signature.outputs) {
     const auto element = static_cast<size_t>(output.element);
     if (element >= first && element < last) {

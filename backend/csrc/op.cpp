@@ -47,7 +47,8 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   if (op.check == nullptr) {
     op.check = division_check(handle.operator_name());
   }
-  op.is_fill = handle.operator_name().name == "aten::fill_" || handle.operator_name().name == "aten::zero_";
+  const auto& called = handle.operator_name().name;
+  op.is_fill = called == "aten::fill_" || called == "aten::zero_" || called == "aten::scalar_tensor";
   op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
   op.is_graph = handle.operator_name().name.starts_with("tpu_graph::");
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
@@ -63,6 +64,9 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
           (element_kind(argument.real_type()) == c10::TypeKind::NumberType && !contains(lowered.static_args, argument.name()));
       info.policy = runtime ? NumberPolicy::Runtime : NumberPolicy::Static;
       info.zero_or_one_static = argument.name() == "alpha" || argument.name() == "beta";
+    }
+    if (const auto found = lowered.fits.find(argument.name()); found != lowered.fits.end()) {
+      info.fits = found->second == "opmath" ? Fits::Opmath : Fits::Result;
     }
     op.args.push_back(info);
   }

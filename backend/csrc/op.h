@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,12 +17,20 @@ enum class NumberPolicy : uint8_t {
   Runtime, // an input of the program
 };
 
+// The dtype that must be able to hold a number: PyTorch's kernels convert it and raise where it overflows.
+enum class Fits : uint8_t {
+  Any, // wraps, or becomes infinite
+  Result, // the dtype that the op computes
+  Opmath, // the same, but float32 for the 16-bit floats
+};
+
 struct ArgInfo {
   bool is_out{false}; // an out= argument: written, and not an argument of the lowering
   bool is_read{true}; // false for out= and where an in-place op ignores what was there (fill_, normal_)
   bool is_written{false};
   bool zero_or_one_static{false}; // alpha and beta: 0 and 1 are worth a program of their own
   NumberPolicy policy{NumberPolicy::Static};
+  Fits fits{Fits::Any};
 };
 
 using ArgumentCheck = void (*)(c10::ArrayRef<c10::IValue> args);
@@ -55,6 +64,7 @@ struct LoweredOp {
   std::vector<std::string> runtime_args;
   std::vector<std::string> unread_args;
   int num_draws;
+  std::map<std::string, std::string> fits{}; // by argument: "result" or "opmath"
 };
 
 // Register the recorder as PrivateUse1 kernel of every overload given.  Called once, at first use of the device.

@@ -219,6 +219,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
       return;
     }
   }
+  check_numbers(*signature, call);
   if (op.is_pointwise) {
     check_partial_overlap(*signature, arguments);
   }

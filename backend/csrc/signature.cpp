@@ -4,7 +4,9 @@
 #include "program.h"
 #include "python_error.h"
 
+#include <ATen/Dispatch_v2.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/ops/empty_strided.h>
@@ -397,6 +399,66 @@ bool is_wide(const at::Tensor& tensor) {
       !tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
+// Whether an op computes in integers: what is a float among its numbers must reach them exactly.
+bool is_integral(const Signature& signature, c10::ArrayRef<c10::IValue> args) {
+  const auto has_fraction = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.dim() > 0 && !c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+  };
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (!signature.op->args[i].is_read) {
+      continue;
+    }
+    if (args[i].isTensor() && has_fraction(args[i].toTensor())) {
+      return false;
+    }
+  }
+  return std::any_of(signature.outputs.begin(), signature.outputs.end(), [](const OutputInfo& output) {
+    return !output.undefined && c10::isIntegralType(output.computed_dtype, /*includeBool=*/true);
+  });
+}
+
+bool may_overflow(const RuntimeNumber& number, c10::ScalarType dtype) {
+  if (dtype == c10::kBool || dtype == c10::kDouble || dtype == c10::kComplexDouble || c10::isFloat8Type(dtype)) {
+    return false;
+  }
+  return !number.is_integer || dtype == c10::kHalf || c10::isIntegralType(dtype, /*includeBool=*/false);
+}
+
+// Which of a call's numbers must fit into which dtype.
+std::vector<NumberFit> fits_of(
+    const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::vector<OutputInfo>& outputs) {
+  std::vector<NumberFit> fits;
+  if (std::all_of(op.args.begin(), op.args.end(), [](const ArgInfo& arg) { return arg.fits == Fits::Any; })) {
+    return fits;
+  }
+  EncodedCall again; // tells which argument has which numbers
+  for (size_t i = 0; i < args.size(); ++i) {
+    const size_t first = again.numbers.size();
+    encode_value(op.args[i], args[i], 0, again);
+    const size_t count = again.numbers.size() - first;
+    if (op.args[i].fits == Fits::Any) {
+      continue;
+    }
+    for (size_t place = 0; place < count; ++place) {
+      for (const OutputInfo& output : outputs) {
+        if (output.undefined || (count > 1 && output.element != static_cast<int>(place))) {
+          continue;
+        }
+        const auto opmath = at::toOpMathType(output.computed_dtype);
+        const auto dtype = op.args[i].fits == Fits::Opmath ? opmath : output.computed_dtype;
+        if (op.is_fill && dtype != opmath && c10::multiply_integers(output.sizes) == 1) {
+          continue; // PyTorch fills one element of 16 bit without this check
+        }
+        const NumberFit fit{static_cast<uint32_t>(first + place), dtype};
+        if (may_overflow(again.numbers[fit.number], dtype) && std::find(fits.begin(), fits.end(), fit) == fits.end()) {
+          fits.push_back(fit);
+        }
+      }
+    }
+  }
+  return fits;
+}
+
 // Gives it its number; nobody finds it yet.
 Signature* store(Signature signature) {
   auto& t = table();
@@ -526,6 +588,22 @@ void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceI
   }
 }
 
+void check_numbers(const Signature& signature, const EncodedCall& call) {
+  for (const auto& [place, dtype] : signature.fits) {
+    const auto& number = call.numbers[place];
+    const at::Scalar value = number.is_integer ? at::Scalar(number.integer) : at::Scalar(number.real);
+    AT_DISPATCH_V2(
+        dtype,
+        "check_numbers",
+        AT_WRAP([&] { std::ignore = value.to<scalar_t>(); }),
+        AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX),
+        AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES),
+        c10::kComplexHalf,
+        c10::kHalf,
+        c10::kBFloat16);
+  }
+}
+
 const Signature* find_signature(const EncodedCall& call) {
   auto& t = table();
   const c10::ArrayRef<uint64_t> words(call.words.data(), call.words.size());
@@ -643,6 +721,8 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   for (int arg : op.silently_written) {
     add_written(arg, -1);
   }
+  signature.wide |= is_integral(signature, args);
+  signature.fits = fits_of(op, args, signature.outputs);
   if (loses_kind) { // which meta kernels let pass where PyTorch refuses it
     signature.on_cpu = true;
     return publish(store(std::move(signature)));

@@ -69,12 +69,21 @@ struct OutputInfo {
   bool skip{false}; // no elements: nothing to write
 };
 
+// A runtime number that a dtype must be able to hold.
+struct NumberFit {
+  uint32_t number; // its place among the call's
+  c10::ScalarType dtype;
+
+  bool operator==(const NumberFit&) const = default;
+};
+
 struct Signature {
   uint32_t id{0};
   const OpInfo* op{nullptr}; // null for the device's own entries
   std::vector<uint64_t> words{}; // words[0] is `first_word`; of the device's own entries the id alone
   std::vector<OutputInfo> outputs{};
   bool wide{false}; // runtime floats travel as float64, else as float32
+  std::vector<NumberFit> fits{}; // checked at each call: values are no part of a signature
   std::vector<std::pair<int, std::vector<int64_t>>> out_resizes{}; // out= arguments that must first be resized
   bool on_cpu{false}; // the lowering cannot express this form: it runs on the CPU
   std::string lowering_failure; // why, where the lowering failed on arguments that may be wrong
@@ -126,6 +135,9 @@ struct EncodedCall {
 // Raises when an argument cannot be recorded (a CPU tensor with dimensions).
 void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceIndex device, EncodedCall& call);
 void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call);
+
+// Raises PyTorch's error where a number overflows the dtype that it is converted to.
+void check_numbers(const Signature& signature, const EncodedCall& call);
 
 // The interned signature, or null if this form of the op has not been seen.
 const Signature* find_signature(const EncodedCall& call);

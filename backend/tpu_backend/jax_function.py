@@ -276,7 +276,7 @@ def _register(
         return returned([from_numpy(each, EQUIVALENTS[each.dtype]) for each in results])
 
     lowering(qualified)(leaves)
-    _C.register_lowered_ops([(qualified, qualified, [], [], [], 0)])
+    _C.register_lowered_ops([(qualified, qualified, [], [], [], 0, {})])
     _library.impl(name, untraced(infer), "Meta")
     _library.impl(name, untraced(compute_on_cpu), "CPU")
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -260,7 +260,9 @@ class _Call:
     def __call__(self, args: Any, kwargs: Any, specs: Any, symbols: Symbols, take_key: Any) -> Any:
         out = tuple(jax.tree.leaves(specs, is_leaf=lambda spec: spec is None))
         arrays = [leaf for leaf in (*out, *jax.tree.leaves((args, kwargs))) if hasattr(leaf, "dtype")]
-        wide = any(leaf.dtype in ("float64", "complex128") for leaf in arrays)
+        wide = any(leaf.dtype in ("float64", "complex128") for leaf in arrays) or _is_integral(
+            out, jax.tree.leaves((args, kwargs))
+        )
         positional, named, dtypes = [], {}, {}
         for position, (name, kind, kwarg_only) in enumerate(self.arguments):
             if position < len(args):
@@ -275,20 +277,21 @@ class _Call:
                 raise UnsupportedGraphError(f"{self.node.target} with a generator of its own")
             if isinstance(value, jax.Array):
                 dtypes[name] = value.dtype
+            elif isinstance(value, bool):
+                dtypes[name] = jnp.dtype(bool)
             value = self._number(name, kind, value, wide)
             if not kwarg_only:
                 positional.append(value)
             elif name not in _DROPPED:
                 named[name] = value
-        if not self.entry.takes(dtypes):
-            raise registry.NotLoweredError(
-                f"{self.node.target} of dtypes that PyTorch does not take together"
-            )
         compute = (
             result_type(_examples((self.node.args, self.node.kwargs)), self.default_dtype)
             if self.entry.promote == "inputs"
             else None
         )
+        result = next((spec.dtype for spec in out if spec is not None), None)
+        if not self.entry.takes(dtypes, result, compute):
+            raise registry.NotLoweredError(f"{self.node.target} of dtypes that PyTorch does not take")
         key = take_key() if self.entry.draws else None
         results = registry.apply(self.entry, positional, named, out, compute, key)
         return results if self.returns > 1 or self.is_list else results[0]
@@ -304,6 +307,13 @@ class _Call:
                     return jnp.asarray(value, jnp.float64 if wide else jnp.float32)
                 return jnp.asarray(value, jnp.bool_ if isinstance(value, bool) else jnp.int64)
         return value
+
+
+def _is_integral(out: Any, given: list[Any]) -> bool:
+    """Whether floats among the numbers must reach integers exactly (csrc/signature.cpp, `is_integral`)."""
+    computes = any(spec is not None and not jnp.issubdtype(spec.dtype, jnp.inexact) for spec in out)
+    tensors = [leaf for leaf in given if isinstance(leaf, jax.Array) and leaf.ndim > 0]
+    return computes and not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in tensors)
 
 
 class _View:

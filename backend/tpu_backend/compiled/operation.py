@@ -60,7 +60,7 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
         graphs_made_again[qualified] = why
     nodes_of_graphs[qualified] = graph.described
     lowering(qualified, draws=graph.num_draws)(compute)
-    _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws)])
+    _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws, {})])
     _library.impl(numbered, untraced(infer), "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), numbered).default
 

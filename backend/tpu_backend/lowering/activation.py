@@ -20,7 +20,7 @@ def relu(self):
     return jnp.maximum(self, 0)
 
 
-@lowering("threshold", promote="result")
+@lowering("threshold", promote="result", fits={"threshold": "opmath", "value": "result"})
 def threshold(self, threshold, value):
     return jnp.where(self <= threshold, jnp.asarray(value, self.dtype), self)
 
@@ -81,12 +81,12 @@ def mish_backward(grad_output, self):
     return grad_output * (tanh + self * sigmoid * (1 - tanh * tanh))
 
 
-@lowering("elu", promote="result")
+@lowering("elu", promote="result", fits={"alpha": "opmath", "scale": "opmath", "input_scale": "opmath"})
 def elu(self, alpha=1, scale=1, input_scale=1):
     return jnp.where(self > 0, self * scale, jnp.expm1(self * input_scale) * (alpha * scale))
 
 
-@lowering("celu", promote="result")
+@lowering("celu", promote="result", fits={"alpha": "opmath"})
 def celu(self, alpha=1.0):
     return jnp.where(self > 0, self, jnp.expm1(self / alpha) * alpha)
 
@@ -101,7 +101,7 @@ def elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_resu
     return grad_output * jnp.where(self_or_result <= 0, slope, scale)
 
 
-@lowering("leaky_relu", promote="result")
+@lowering("leaky_relu", promote="result", fits={"negative_slope": "opmath"})
 def leaky_relu(self, negative_slope=0.01):
     return jnp.where(self > 0, self, self * negative_slope)
 
@@ -139,7 +139,7 @@ def prelu_backward(grad_output, self, weight):
     )
 
 
-@lowering("hardtanh", promote="result")
+@lowering("hardtanh", promote="result", fits={"min_val": "result", "max_val": "result"})
 def hardtanh(self, min_val=-1, max_val=1):
     return jnp.minimum(jnp.maximum(self, min_val), max_val)
 
@@ -170,7 +170,7 @@ def hardswish_backward(grad_output, self):
     return jnp.where(self <= -3, 0, jnp.where(self < 3, middle, grad_output))
 
 
-@lowering("hardshrink", promote="result")
+@lowering("hardshrink", promote="result", fits={"lambd": "result"})
 def hardshrink(self, lambd=0.5, *, out):
     lambd = stored(jnp.asarray(lambd, self.dtype), out[0].dtype)
     return jnp.where((self >= -lambd) & (self <= lambd), 0, self)
@@ -187,7 +187,7 @@ def softshrink(self, lambd=0.5):
     return jnp.where(jnp.isnan(self), self, shrunk)
 
 
-@lowering("softplus", promote="result")
+@lowering("softplus", promote="result", fits={"beta": "opmath", "threshold": "opmath"})
 def softplus(self, beta=1, threshold=20):
     return jnp.where(self * beta > threshold, self, jnp.log1p(jnp.exp(self * beta)) / beta)
 

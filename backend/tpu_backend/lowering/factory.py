@@ -9,7 +9,8 @@ from jax import lax
 from tpu_backend.lowering.registry import lowering, opmath, stored
 
 
-@lowering("fill.Scalar", "fill.Tensor")
+@lowering("fill.Scalar", fits={"value": "result"})
+@lowering("fill.Tensor")
 def fill(_self, value, *, out):
     return jnp.broadcast_to(jnp.asarray(value).astype(out[0].dtype), out[0].shape)
 
@@ -19,7 +20,8 @@ def zero(_self, *, out):
     return jnp.zeros(out[0].shape, out[0].dtype)
 
 
-@lowering("full", "new_full", "full_like", "scalar_tensor")
+@lowering("full", "new_full", "full_like", fits={"fill_value": "result"})
+@lowering("scalar_tensor", fits={"s": "result"})
 def full(*args, out=None, **options):
     """The fill value is the last positional argument of each of them."""
     return jnp.broadcast_to(jnp.asarray(args[-1]).astype(out[0].dtype), out[0].shape)
@@ -100,12 +102,15 @@ def _spaced(start, end, steps, dtype, kept=None):
     )
 
 
-@lowering(*(name for pair in _OVERLOADS for name in pair))
+@lowering(*(name for pair in _OVERLOADS for name in pair), fits={"start": "result", "end": "result"})
 def linspace(start, end, steps, *, out=None, **options):
     return _spaced(start, end, steps, out[0].dtype, kept=out[0].dtype)
 
 
-@lowering(*(name.replace("linspace", "logspace") for pair in _OVERLOADS for name in pair))
+@lowering(
+    *(name.replace("linspace", "logspace") for pair in _OVERLOADS for name in pair),
+    fits={"start": "result", "end": "result"},
+)
 def logspace(start, end, steps, base=10.0, *, out=None, **options):
     exponents = _spaced(start, end, steps, out[0].dtype)
     return jnp.power(jnp.asarray(base, exponents.dtype), exponents)

@@ -35,10 +35,10 @@ for _name in _UNARY:
     lowering(f"_foreach_{_name}")(_each(_name))
 
 for _name in ("add", "sub", "mul", "div"):
-    lowering(f"_foreach_{_name}.List")(_each(f"{_name}.Tensor"))
+    lowering(f"_foreach_{_name}.List", fits=TABLE[f"{_name}.Tensor"].fits)(_each(f"{_name}.Tensor"))
     lowering(f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList")(_each(f"{_name}.Scalar"))
     if _name != "sub":
-        lowering(f"_foreach_{_name}.Tensor")(_each(f"{_name}.Tensor"))
+        lowering(f"_foreach_{_name}.Tensor", fits=TABLE[f"{_name}.Tensor"].fits)(_each(f"{_name}.Tensor"))
 
 for _name, _single in {
     "clamp_min": "maximum",
@@ -46,15 +46,20 @@ for _name, _single in {
     "clamp_max": "minimum",
     "minimum": "minimum",
 }.items():
-    lowering(f"_foreach_{_name}.List", f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList")(
-        _each(_single)
-    )
+    lowering(
+        f"_foreach_{_name}.List",
+        f"_foreach_{_name}.Scalar",
+        f"_foreach_{_name}.ScalarList",
+        fits={"scalar": "result", "scalars": "result"},
+    )(_each(_single))
 
 lowering("_foreach_pow.List")(_each("pow.Tensor_Tensor"))
 lowering("_foreach_pow.Scalar", "_foreach_pow.ScalarList", static=("exponent",))(_each("pow.Tensor_Scalar"))
 lowering("_foreach_pow.ScalarAndTensor")(_each("pow.Scalar"))
 lowering("_foreach_lerp.List")(_each("lerp.Tensor"))
-lowering("_foreach_lerp.Scalar", "_foreach_lerp.ScalarList")(_each("lerp.Scalar"))
+lowering("_foreach_lerp.Scalar", "_foreach_lerp.ScalarList", fits=TABLE["lerp.Scalar"].fits)(
+    _each("lerp.Scalar")
+)
 
 
 def _with_value(single: str):
@@ -74,7 +79,11 @@ def _with_value(single: str):
 
 
 for _name in ("addcmul", "addcdiv"):
-    lowering(f"_foreach_{_name}.Scalar", f"_foreach_{_name}.ScalarList")(_with_value(_name))
+    lowering(
+        f"_foreach_{_name}.Scalar",
+        f"_foreach_{_name}.ScalarList",
+        fits={"value": "opmath", "scalars": "opmath"},
+    )(_with_value(_name))
 
 
 @lowering("_foreach_norm.Scalar", static=("ord",))

@@ -118,12 +118,19 @@ def unsafe_index(self, indices):
 def index_put(self, indices, values, accumulate=False, unsafe=False):
     if any(_is_mask(index) for index in indices):
         return _put_masked(self, indices, values, accumulate)
-    if values.dtype != self.dtype and values.ndim > 0:  # one number may come from the CPU, in a wider dtype
+    if values.dtype != self.dtype and not _may_be_host_number(values, self.dtype):
         raise NotLoweredError("values of another dtype: PyTorch refuses them, in its own words on the CPU")
     places = _numpy_index(self, indices, checked=not unsafe)
     if accumulate:
         return _accumulate(self, places, values)
     return _write(self, places)("set", values.astype(self.dtype))
+
+
+def _may_be_host_number(values, dtype):
+    """A 0-d tensor of this dtype on the CPU arrives as a number of the widest dtype of its kind."""
+    kinds = (jnp.bool_, jnp.integer, jnp.inexact)
+    is_one_kind = any(jnp.issubdtype(values.dtype, kind) and jnp.issubdtype(dtype, kind) for kind in kinds)
+    return values.ndim == 0 and is_one_kind
 
 
 @lowering("_unsafe_index_put")
@@ -291,7 +298,7 @@ def _expect_rows_of(self, dim, source):
         raise NotLoweredError("rows of another size: PyTorch refuses them, in its own words on the CPU")
 
 
-@lowering("index_add", one_dtype=("self", "source"))
+@lowering("index_add", one_dtype=("self", "source"), fits={"alpha": "result"})
 def index_add(self, dim, index, source, *, alpha=1):
     _expect_rows_of(self, dim, source)
     dtype = _sum_dtype(self.dtype)
@@ -316,7 +323,7 @@ def index_copy(self, dim, index, source):
     return _write(base, _rows(base, dim, index))("set", at_least_1d(source)).reshape(self.shape)
 
 
-@lowering("index_fill.int_Scalar", "index_fill.int_Tensor")
+@lowering("index_fill.int_Scalar", "index_fill.int_Tensor", fits={"value": "result"})
 def index_fill(self, dim, index, value):
     base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
     _require_either_end(index, axis, base.shape[axis])
@@ -402,7 +409,7 @@ def scatter(self, dim, index, src):
     return _write(base, grid)("set", src).reshape(self.shape)
 
 
-@lowering("scatter.value")
+@lowering("scatter.value", fits={"value": "result"})
 def scatter_value(self, dim, index, value):
     return scatter(self, dim, index, _filled(index, value, self.dtype))
 
@@ -427,7 +434,7 @@ def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
     return _reduce_into(base, grid, src, reduce, include_self).reshape(self.shape)
 
 
-@lowering("scatter.value_reduce")
+@lowering("scatter.value_reduce", fits={"value": "result"})
 def scatter_value_reduce(self, dim, index, value, *, reduce):
     return scatter_reduce(self, dim, index, _filled(index, value, self.dtype), reduce)
 
@@ -472,7 +479,7 @@ def where(condition, self, other, out=None):
     return jnp.where(condition.astype(bool), self.astype(dtype), other.astype(dtype))
 
 
-@lowering("masked_fill.Scalar", "masked_fill.Tensor")
+@lowering("masked_fill.Scalar", "masked_fill.Tensor", fits={"value": "result"})
 def masked_fill(self, mask, value):
     return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.few_numbers import scalar_product
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, lowering, opmath, stored
+from tpu_backend.lowering.registry import CannotCompile, Fit, NotLoweredError, lowering, opmath, stored
 from tpu_backend.lowering.settings import float32_matmul_precision
 
 NO_INT64_PRODUCTS = CannotCompile(
@@ -107,9 +107,13 @@ def vdot(self, other):
     return matmul(self.conj(), other)
 
 
-@lowering("addmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat1", "mat2"))
-@lowering("baddbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"))
-@lowering("addmv", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat", "vec"))
+_IN_OPMATH: dict[str, Fit] = {"beta": "opmath", "alpha": "opmath"}
+_IN_RESULT: dict[str, Fit] = {"beta": "result", "alpha": "result"}
+
+
+@lowering("addmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat1", "mat2"), fits=_IN_OPMATH)
+@lowering("baddbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"), fits=_IN_OPMATH)
+@lowering("addmv", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat", "vec"), fits=_IN_RESULT)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
     product = batched_matmul(mat1, mat2) if mat1.ndim == 3 else matmul(mat1, mat2)
     return jnp.broadcast_to(_add_product(self, product, beta, alpha), out[0].shape)
@@ -126,7 +130,7 @@ def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
     return jax.nn.gelu(result, approximate=True) if use_gelu else jnp.maximum(result, 0)
 
 
-@lowering("addbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"))
+@lowering("addbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"), fits=_IN_OPMATH)
 def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
     product = jnp.einsum(
         "bij,bjk->ik",
@@ -138,7 +142,7 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
     return _add_product(self, product, beta, alpha)
 
 
-@lowering("addr", promote="result")
+@lowering("addr", promote="result", fits=_IN_RESULT)
 def addr(self, vec1, vec2, *, beta=1, alpha=1, out):
     dtype = out[0].dtype
     beta, alpha = (

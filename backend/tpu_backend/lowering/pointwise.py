@@ -121,9 +121,12 @@ def round_decimals(self, *, decimals):
 
 
 @lowering("nan_to_num", promote="result")
-def nan_to_num(self, nan=None, posinf=None, neginf=None):
+def nan_to_num(self, nan=None, posinf=None, neginf=None, *, out):
     if not jnp.issubdtype(self.dtype, jnp.inexact):
         return self
+    limits = jnp.finfo(out[0].dtype)  # not those of float32, in which 16 bit is computed
+    posinf = float(limits.max) if posinf is None else posinf
+    neginf = float(limits.min) if neginf is None else neginf
     return jnp.nan_to_num(self, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
@@ -160,19 +163,19 @@ def _add_scaled(self, factor, other, spec):
     return add_scaled(self, factor, other)
 
 
-@lowering("add.Tensor", "add.Scalar", promote="result")
+@lowering("add.Tensor", "add.Scalar", promote="result", fits={"alpha": "result"})
 def add(self, other, alpha=1, *, out):
     if self.dtype == jnp.bool_:
         return jnp.logical_or(self, jnp.logical_and(other, alpha))
     return _plus(self, jnp.asarray(_number(other, out[0]), self.dtype), alpha, out[0])
 
 
-@lowering("sub.Tensor", "sub.Scalar", promote="result")
+@lowering("sub.Tensor", "sub.Scalar", promote="result", fits={"alpha": "result"})
 def sub(self, other, alpha=1, *, out):
     return _minus(self, jnp.asarray(_number(other, out[0]), self.dtype), alpha, out[0])
 
 
-@lowering("rsub.Tensor", "rsub.Scalar", promote="result")
+@lowering("rsub.Tensor", "rsub.Scalar", promote="result", fits={"alpha": "result"})
 def rsub(self, other, alpha=1, *, out):
     return _minus(jnp.asarray(_number(other, out[0]), self.dtype), self, alpha, out[0])
 
@@ -203,7 +206,8 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
 
 
 @lowering("floor_divide", "floor_divide.Scalar", promote="result")
-def floor_divide(self, other):
+def floor_divide(self, other, *, out):
+    self, other = _number(self, out[0]), _number(other, out[0])
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
         require_nonzero(self, other)
@@ -223,7 +227,9 @@ def floor_divide(self, other):
 def div_mode(self, other, *, rounding_mode, out=None):
     if rounding_mode is None:
         return div(self, other, out=out)
-    return _trunc_divide(self, other, out[0].dtype) if rounding_mode == "trunc" else floor_divide(self, other)
+    if rounding_mode == "floor":
+        return floor_divide(self, other, out=out)
+    return _trunc_divide(self, other, out[0].dtype)
 
 
 @lowering("fmod.Tensor", "fmod.Scalar", promote="result")
@@ -253,9 +259,27 @@ def pow_scalar(self, exponent, *, out):
             return jnp.sqrt(self)
         if exponent == -0.5:
             return lax.rsqrt(self)
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            if not 0 <= exponent <= jnp.iinfo(self.dtype).max:
+                raise NotLoweredError("a power of integers that PyTorch refuses, in its own words on the CPU")
+            return lax.integer_pow(self, exponent)
         if float(exponent).is_integer() and abs(exponent) <= 16 and self.dtype != jnp.bool_:
             return lax.integer_pow(self, int(exponent))
     return pow_tensor(self, jnp.asarray(exponent, self.dtype), out=out)
+
+
+def _integer_power(base, exponent):
+    """By squaring, all bits of the exponent (`jnp.power` looks at six); what overflows wraps."""
+
+    def is_left(state):
+        return jnp.any(state[1] != 0)
+
+    def squared(state):
+        base, exponent, result = state
+        return base * base, exponent >> 1, jnp.where(exponent & 1, result * base, result)
+
+    base, exponent = jnp.broadcast_arrays(base, exponent)
+    return lax.while_loop(is_left, squared, (base, exponent, jnp.ones_like(base)))[2]
 
 
 @lowering("pow.Tensor_Tensor", "pow.Scalar", promote="result")
@@ -265,7 +289,7 @@ def pow_tensor(self, exponent, *, out):
         return jnp.power(self, exponent)
     if exponent.dtype == jnp.bool_:
         return jnp.logical_or(self, jnp.logical_not(exponent))
-    result = jnp.power(self, jnp.maximum(exponent, 0))
+    result = _integer_power(self, jnp.maximum(exponent, 0))
     if jnp.issubdtype(exponent.dtype, jnp.unsignedinteger):
         return result
     # A negative power of an integer is 0 unless the base is 1 or -1.
@@ -274,7 +298,8 @@ def pow_tensor(self, exponent, *, out):
     return jnp.where(exponent < 0, negative, result)
 
 
-@lowering("lerp.Scalar", "lerp.Tensor", promote="result")
+@lowering("lerp.Scalar", promote="result", fits={"weight": "opmath"})
+@lowering("lerp.Tensor", promote="result")
 def lerp(self, end, weight):
     near, far = self + weight * (end - self), end - (end - self) * (1 - weight)
     if isinstance(weight, (int, float)):
@@ -282,12 +307,12 @@ def lerp(self, end, weight):
     return jnp.where(jnp.abs(weight) < 0.5, near, far)
 
 
-@lowering("addcmul", promote="result")
+@lowering("addcmul", promote="result", fits={"value": "opmath"})
 def addcmul(self, tensor1, tensor2, *, value=1):
     return self + scaled(tensor1, value) * tensor2
 
 
-@lowering("addcdiv", promote="result")
+@lowering("addcdiv", promote="result", fits={"value": "opmath"})
 def addcdiv(self, tensor1, tensor2, *, value=1):
     return self + scaled(tensor1, value) / tensor2
 
@@ -295,19 +320,22 @@ def addcdiv(self, tensor1, tensor2, *, value=1):
 # ---- bounds
 
 
-@lowering("clamp", "clamp.Tensor", promote="result")
+@lowering("clamp", promote="result", fits={"min": "result", "max": "result"})
+@lowering("clamp.Tensor", promote="result")
 def clamp(self, min=None, max=None):
     if min is not None:
         self = jnp.maximum(self, min)
     return self if max is None else jnp.minimum(self, max)
 
 
-@lowering("clamp_min", "clamp_min.Tensor", "maximum", promote="result")
+@lowering("clamp_min", promote="result", fits={"min": "result"})
+@lowering("clamp_min.Tensor", "maximum", promote="result")
 def maximum(self, other):
     return jnp.maximum(self, other)
 
 
-@lowering("clamp_max", "clamp_max.Tensor", "minimum", promote="result")
+@lowering("clamp_max", promote="result", fits={"max": "result"})
+@lowering("clamp_max.Tensor", "minimum", promote="result")
 def minimum(self, other):
     return jnp.minimum(self, other)
 
@@ -389,9 +417,9 @@ _COMPARISONS = {
 for _name, _function in _COMPARISONS.items():
     lowering(f"{_name}.Tensor", f"{_name}.Scalar", promote="inputs")(_function)
 
-lowering("logical_and")(lambda self, other: jnp.logical_and(self, other))
-lowering("logical_or")(lambda self, other: jnp.logical_or(self, other))
-lowering("logical_xor")(lambda self, other: jnp.logical_xor(self, other))
+lowering("logical_and", promote="inputs")(lambda self, other: jnp.logical_and(self, other))
+lowering("logical_or", promote="inputs")(lambda self, other: jnp.logical_or(self, other))
+lowering("logical_xor", promote="inputs")(lambda self, other: jnp.logical_xor(self, other))
 
 # ---- bits
 

@@ -42,13 +42,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from tpu_backend.lowering.kinds import KINDS, is_of_kind
+
 Promote = Literal["result", "inputs", "opmath"] | None
+Fit = Literal["result", "opmath"]
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,24 @@ class Lowering:
     on_tpu: CannotCompile | None = None
     one_dtype: tuple[str, ...] = ()
     or_wider: bool = False
+    fits: Mapping[str, Fit] = field(default_factory=dict)
 
     def compiles_on_tpu(self, dtypes: Collection[Any]) -> bool:
         """Whether the compiler of a real TPU takes a call whose inputs and outputs have these dtypes."""
         limits = (NO_COMPLEX128_ON_TPU, self.on_tpu)
         return not any(limit is not None and limit.covers(dtypes) for limit in limits)
 
-    def takes(self, dtypes: Mapping[str, Any]) -> bool:
-        """Whether PyTorch takes tensor arguments of these dtypes, by name, in one call."""
+    def takes(self, dtypes: Mapping[str, Any], result: Any, inputs: Any) -> bool:
+        """Whether PyTorch takes tensor arguments of these dtypes, by name and in order, in one call.
+
+        ``result`` is the dtype of the first output, ``inputs`` the `torch.result_type` of the arguments.
+        """
+        kind = KINDS.get(self.name, "any")
+        first = next(iter(dtypes.values()), None)
+        computed = {"result": result, "inputs": inputs}.get(self.promote or "", first)
+        counted = dtypes.values() if kind == "nowhere bool" else () if computed is None else (computed,)
+        if not all(is_of_kind(jnp.dtype(dtype), kind) for dtype in counted):
+            return False
         given = [jnp.dtype(dtypes[name]) for name in self.one_dtype if name in dtypes]
         first, others = given[:1], set(given[1:])
         return others <= set(first) or (self.or_wider and others == {opmath(first[0])})
@@ -115,6 +128,7 @@ def lowering(
     draws: int | None = None,
     one_dtype: Sequence[str] = (),
     or_wider: bool = False,
+    fits: Mapping[str, Fit] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar",
     promote="result")``.
@@ -125,7 +139,8 @@ def lowering(
     the compiler of a real TPU does not take. ``draws``: the number of keys, where that is not one.
     ``one_dtype`` names tensor arguments (not lists) that PyTorch refuses unless they are of one dtype;
     ``or_wider``: those after the first may all be of the dtype that it is computed in.  What is refused is
-    not traced: the CPU says so, in its own words.
+    not traced: the CPU says so, in its own words. ``fits`` names numbers that PyTorch refuses at a call where
+    they overflow the result's dtype, or its opmath dtype; others wrap, or become infinite.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,6 +159,7 @@ def lowering(
                 on_tpu,
                 tuple(one_dtype),
                 or_wider,
+                fits or {},
             )
         return function
 

@@ -26,9 +26,9 @@ _once = threading.Lock()
 _STORAGE_OPS = frozenset({"aten::clone"})
 
 
-def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int]]:
+def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int, dict[str, str]]]:
     """What the recorder serves: overload, table name, static, runtime and unread arguments, random
-    numbers it draws.
+    numbers it draws, numbers that must fit a dtype.
     """
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
@@ -47,6 +47,7 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int]]
                 sorted(entry.runtime),
                 _unread(entry),
                 entry.draws,
+                dict(entry.fits),
             )
         )
     return ops

@@ -230,7 +230,13 @@ def _is_refused(entry: Signature) -> bool:
         for argument in entry.arguments
         if isinstance(argument.value, (TensorArg, RuntimeArg))
     }
-    return not lowering.takes(dtypes)
+    dtypes |= {
+        argument.name: np.dtype(bool)
+        for argument in entry.arguments
+        if isinstance(argument.value, ConstantArg) and isinstance(argument.value.value, bool)
+    }
+    result = next((output.computed.dtype for output in entry.outputs if output.computed is not None), None)
+    return not lowering.takes(dtypes, result, entry.compute_dtype)
 
 
 def _compiles_on_tpu(entry: Signature) -> bool:

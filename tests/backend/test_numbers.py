@@ -1,0 +1,102 @@
+"""Numbers among an operator's arguments: exact where integers are computed, refused where they do not fit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.backend.number_grid import DTYPES, ELEMENTS, NUMBERS, OPERANDS, differences
+
+EXACT = 1e9 + 7  # float32 has 1e9
+
+
+def on_both(call):
+    return call("tpu").cpu().tolist(), call("cpu").tolist()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p: torch.full((2,), EXACT, dtype=torch.int64, device=p),
+        lambda p: torch.arange(4, device=p).masked_fill(torch.arange(4, device=p) > 1, EXACT),
+        lambda p: torch.arange(4, device=p).index_fill(0, torch.tensor([1], device=p), EXACT),
+        lambda p: torch.arange(4, device=p).scatter(0, torch.tensor([1], device=p), EXACT),
+        lambda p: F.pad(torch.arange(4, device=p), (1, 1), value=2**24 + 1),
+        lambda p: torch.linspace(0, EXACT, 2, dtype=torch.int64, device=p),
+        lambda p: F.threshold(torch.arange(4, device=p), 2, EXACT),
+        lambda p: torch.addcmul(*[torch.arange(4, device=p)] * 3, value=EXACT),
+        lambda p: torch.full((2,), 1e-60, dtype=torch.bool, device=p),
+    ],
+    ids=["full", "masked_fill", "index_fill", "scatter", "pad", "linspace", "threshold", "addcmul", "bool"],
+)
+def test_a_float_reaches_integers_exactly(call):
+    ours, theirs = on_both(call)
+    assert ours == theirs
+
+
+def test_an_assigned_float_reaches_integers_exactly():
+    x = torch.zeros(3, dtype=torch.int64, device="tpu")
+    x[1] = EXACT
+    assert x.tolist() == [0, 1_000_000_007, 0]
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 1e40, float("nan")])
+def test_a_number_that_integers_cannot_hold_is_refused_at_the_call(number):
+    with pytest.raises(RuntimeError, match=r"^value cannot be converted to type int without overflow$"):
+        torch.full((2,), number, dtype=torch.int32, device="tpu")
+
+
+def test_a_number_that_float16_cannot_hold_is_refused():
+    half = torch.zeros(2, dtype=torch.float16, device="tpu")
+    with pytest.raises(RuntimeError, match="cannot be converted to type c10::Half without overflow"):
+        half.masked_fill(half == 0, -1e9)
+    assert half.masked_fill(half == 0, float("-inf")).tolist() == [float("-inf")] * 2
+    assert half.masked_fill(half == 0, -65504).tolist() == [-65504] * 2
+
+
+def test_the_check_is_of_each_call_and_makes_no_programs():
+    """The value is no part of the signature: a first call that fits says nothing of the next."""
+    x = torch.zeros(3, dtype=torch.int8, device="tpu")
+    x.fill_(1.0).tolist()
+    before = torch.tpu.compile_stats()["compilations"]
+    for number in (2.0, 100.0, -128.0):
+        assert x.fill_(number).tolist() == [int(number)] * 3
+    with pytest.raises(RuntimeError, match="int8_t without overflow"):
+        x.fill_(128.0)
+    assert x.tolist() == [-128] * 3
+    assert torch.tpu.compile_stats()["compilations"] == before
+
+
+def test_each_number_of_a_list_must_fit_its_own_tensor():
+    tensors = [torch.ones(2, dtype=dtype, device="tpu") for dtype in (torch.float32, torch.float16)]
+    assert torch._foreach_clamp_max(tensors, [1e6, 0.5])[1].tolist() == [0.5, 0.5]
+    with pytest.raises(RuntimeError, match="c10::Half without overflow"):
+        torch._foreach_clamp_max(tensors, [0.5, 1e6])
+
+
+@pytest.mark.parametrize(
+    "divide", [torch.floor_divide, torch.remainder, torch.fmod], ids=lambda f: f.__name__
+)
+def test_a_divisor_that_wraps_to_zero_is_refused(divide):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        divide(torch.ones(2, dtype=torch.uint8, device="tpu"), 256)
+
+
+_FEW = ("full", "full of one", "scalar_tensor", "x[index] =", "masked_fill of a tensor", "clamp", "where")
+
+
+def test_elements_are_those_of_the_cpu():
+    calls = {name: ELEMENTS[name] for name in _FEW}
+    numbers = (300, 2**53 + 1, 1e9 + 7, -3.0, 131008.0, 1e40, float("nan"))
+    assert differences(calls, (torch.uint8, torch.int64, torch.float16), numbers) == []
+
+
+def test_operands_are_those_of_the_cpu():
+    calls = {name: OPERANDS[name] for name in ("add", "add, alpha", "addcmul", "lt", "foreach add")}
+    assert differences(calls, (torch.int32, torch.float16), (300, 2**31, 131008.0, 0.5)) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*ELEMENTS, *OPERANDS])
+def test_every_number_is_taken_as_on_the_cpu(name, dtype):
+    assert differences({name: {**ELEMENTS, **OPERANDS}[name]}, (dtype,), NUMBERS) == []
