@@ -113,7 +113,27 @@ def _antialiased_weights(kernel, reach):
     return weights_of
 
 
+def _in_fixed_point(weights):
+    """Weights as 16-bit integers, and by how many bits they are shifted: PyTorch's arithmetic on bytes."""
+    top, shift = weights.max(), 0
+    while shift < 22 and int(0.5 + top * 2 ** (shift + 1)) < 2**15:
+        shift += 1
+    return np.trunc(weights * 2**shift + np.copysign(0.5, weights)).astype(np.int32), shift
+
+
+def _interpolate_bytes(self, output_size, align_corners, scales, weights_of):
+    for axis in reversed(range(2, self.ndim)):  # each dim is rounded to bytes
+        count, scale = output_size[axis - 2], scales[axis - 2]
+        weights = weights_of(self.shape[axis], count, scale, align_corners, np.dtype(np.float64))
+        weights, shift = _in_fixed_point(weights)
+        sums = jnp.tensordot(weights, self.astype(jnp.int32), (1, axis)) + ((1 << shift) >> 1)
+        self = jnp.moveaxis(jnp.clip(sums >> shift, 0, 255).astype(jnp.uint8), 0, axis)
+    return self
+
+
 def _interpolate(self, output_size, align_corners, scales, kept, weights_of):
+    if self.dtype == jnp.uint8:
+        return _interpolate_bytes(self, output_size, align_corners, scales, weights_of)
     for axis, count, scale in zip(range(2, self.ndim), output_size, scales, strict=True):
         weights = weights_of(self.shape[axis], count, scale, align_corners, self.dtype, kept)
         weights = jnp.asarray(weights, self.dtype)
