@@ -89,7 +89,7 @@ class Lowering:
     on_tpu: CannotCompile | None = None
     one_dtype: tuple[str, ...] = ()
     or_wider: bool = False
-    fits: Mapping[str, Fit] = field(default_factory=dict)
+    fits: Mapping[str, Fit] = field(default_factory=dict, hash=False)
 
     def compiles_on_tpu(self, dtypes: Collection[Any]) -> bool:
         """Whether the compiler of a real TPU takes a call whose inputs and outputs have these dtypes."""
