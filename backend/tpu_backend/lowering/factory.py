@@ -121,12 +121,12 @@ def logspace(start, end, steps, base=10.0, *, out=None, **options):
 
 @lowering("eye", "eye.out")
 def eye(n, *, out=None, **options):
-    return jnp.eye(n, dtype=out[0].dtype)
+    return jnp.eye(n, dtype=bool)
 
 
 @lowering("eye.m", "eye.m_out")
 def eye_m(n, m, *, out=None, **options):
-    return jnp.eye(n, m, dtype=out[0].dtype)
+    return jnp.eye(n, m, dtype=bool)
 
 
 @lowering("tril_indices", "tril_indices.out")

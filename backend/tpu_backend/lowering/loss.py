@@ -10,7 +10,7 @@ from jax import lax
 
 from tpu_backend.lowering.bounds import require_all, require_in_range
 from tpu_backend.lowering.dims import at_least_1d
-from tpu_backend.lowering.registry import NotLoweredError, is_16_bit, lowering, stored
+from tpu_backend.lowering.registry import NotLoweredError, converted, is_16_bit, lowering, stored
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
@@ -38,7 +38,7 @@ def _target_weights(self, target, weight, ignore_index):
     valid = target != ignore_index
     safe = jnp.where(valid, target, 0).astype(jnp.int32)
     if weight is None:
-        return valid.astype(self.dtype), safe
+        return converted(valid, self.dtype), safe
     return jnp.where(
         valid, weight.at[safe].get(mode="promise_in_bounds", wrap_negative_indices=False), 0
     ), safe

@@ -11,7 +11,16 @@ from jax import lax
 from tpu_backend.lowering.bounds import require_nonzero
 from tpu_backend.lowering.few_numbers import add_scaled, add_scaled_16_bit, rsqrt_16_bit
 from tpu_backend.lowering.matmul import scaled
-from tpu_backend.lowering.registry import CannotCompile, NotLoweredError, is_16_bit, lowering, opmath, stored
+from tpu_backend.lowering.registry import (
+    CannotCompile,
+    NotLoweredError,
+    converted,
+    is_16_bit,
+    lowering,
+    opmath,
+    stored,
+)
+from tpu_backend.lowering.rounding import opaque
 
 # On a TPU a float64 is a pair of float32.
 _NO_FLOAT64_BITS = CannotCompile(
@@ -44,8 +53,8 @@ _UNARY = {
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
-    "exp": jnp.exp,
-    "exp2": jnp.exp2,
+    "exp": lambda self: opaque(jnp.exp(self)),
+    "exp2": lambda self: opaque(jnp.exp2(self)),
     "expm1": jnp.expm1,
     "floor": _unless_integral(jnp.floor),
     "log": jnp.log,
@@ -59,7 +68,7 @@ _UNARY = {
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
-    "sqrt": jnp.sqrt,
+    "sqrt": lambda self: jnp.sqrt(opaque(self)),
     "tan": jnp.tan,
     "tanh": jnp.tanh,
     "trunc": _unless_integral(jnp.trunc),
@@ -132,7 +141,7 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None, *, out):
 
 @lowering("rsqrt", promote="result")
 def rsqrt(self, *, out):
-    dtype = out[0].dtype
+    dtype, self = out[0].dtype, opaque(self)
     return rsqrt_16_bit(self, lambda values: stored(values, dtype)) if is_16_bit(dtype) else lax.rsqrt(self)
 
 
@@ -193,7 +202,7 @@ def div(self, other, *, out):
     if not is_floating(other) and is_floating(divisor):
         # XLA takes zeros divided by a converted integer for zeros, and 0 / 0 is not: hide the conversion.
         divisor = jnp.maximum(divisor, jnp.finfo(dtype).min)
-    return self.astype(dtype) / divisor
+    return converted(self, dtype) / divisor
 
 
 def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
@@ -256,9 +265,9 @@ def pow_scalar(self, exponent, *, out):
             square = stored(self * self, jnp.bfloat16)
             return square * self if exponent == 3 else 1 / square
         if exponent == 0.5:
-            return jnp.sqrt(self)
+            return jnp.sqrt(opaque(self))
         if exponent == -0.5:
-            return lax.rsqrt(self)
+            return lax.rsqrt(opaque(self))
         if jnp.issubdtype(self.dtype, jnp.integer):
             if not 0 <= exponent <= jnp.iinfo(self.dtype).max:
                 raise NotLoweredError("a power of integers that PyTorch refuses, in its own words on the CPU")
@@ -286,7 +295,7 @@ def _integer_power(base, exponent):
 def pow_tensor(self, exponent, *, out):
     self, exponent = jnp.asarray(_number(self, out[0]), exponent.dtype), _number(exponent, out[0])
     if jnp.issubdtype(exponent.dtype, jnp.inexact):
-        return jnp.power(self, exponent)
+        return opaque(jnp.power(self, exponent))
     if exponent.dtype == jnp.bool_:
         return jnp.logical_or(self, jnp.logical_not(exponent))
     result = _integer_power(self, jnp.maximum(exponent, 0))

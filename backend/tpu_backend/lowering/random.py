@@ -242,7 +242,7 @@ def native_dropout(input, p, train, *, key):
     if p in (0, 1):
         return input * (1 - p), jnp.full(input.shape, p == 0)
     mask = _coin(key, 1 - p, input.shape)
-    return jnp.where(mask, input * (1 / (1 - p)), 0), mask
+    return input * jnp.where(mask, jnp.asarray(1 / (1 - p), input.dtype), jnp.zeros((), input.dtype)), mask
 
 
 @lowering("rrelu_with_noise_functional", promote="opmath", static=("lower", "upper"))

@@ -195,6 +195,16 @@ def stored(value: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.abs(value) < bits.smallest_normal, jnp.round(value / least) * least, rounded)
 
 
+def converted(value: jax.Array, dtype: Any) -> jax.Array:
+    """``value`` in ``dtype``. Of a mask it makes ones and zeros by a select.
+
+    XLA turns a converted mask times y into ``select(mask, y, 0)``: 0 where PyTorch has 0 * inf = nan.
+    """
+    if value.dtype != jnp.bool_ or not jnp.issubdtype(dtype, jnp.inexact):
+        return value.astype(dtype)
+    return jnp.where(value, jnp.ones((), dtype), jnp.zeros((), dtype))
+
+
 def apply(
     entry: Lowering,
     args: Sequence[Any],
@@ -221,8 +231,8 @@ def apply(
         if not isinstance(value, jax.Array):
             return value
         if entry.promote == "inputs" and value.dtype != compute_dtype:
-            return stored(value.astype(target), compute_dtype)  # compared as what they are in 16 bit
-        return value.astype(opmath(value.dtype) if target is None else target)
+            return stored(converted(value, target), compute_dtype)  # compared as what they are in 16 bit
+        return converted(value, opmath(value.dtype) if target is None else target)
 
     if entry.promote is not None:
         args = [cast(value) for value in args]
@@ -240,7 +250,7 @@ def apply(
             continue
         if value is None:  # PyTorch's inference makes a tensor even where output_mask asks for none
             value = jnp.zeros(spec.shape, spec.dtype)
-        value = jnp.asarray(value).astype(spec.dtype)
+        value = converted(jnp.asarray(value), spec.dtype)
         if value.shape != tuple(spec.shape):
             raise ValueError(
                 f"aten::{entry.name}: lowered to shape {value.shape}, PyTorch says {tuple(spec.shape)}"

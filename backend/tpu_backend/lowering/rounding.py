@@ -85,6 +85,18 @@ _FUSED_ON_CPU: dict[Any, Callable[..., jax.Array]] = {
 }
 
 
+def opaque(x: Any) -> Any:
+    """x, which XLA's simplifier does not look behind; it costs nothing and fuses.
+
+    The simplifier makes x of log(exp(x)) and |x| of sqrt(x * x), which overflow otherwise, and of
+    log(pow(x, y)) it makes y * log(|x|), a number where PyTorch has NaN.
+    """
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        return x
+    bits = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, bits.nexp, bits.nmant)
+
+
 def product(x: Any, y: Any) -> Any:
     """x * y, rounded before anything is added to it: the maximum changes no finite number, and no compiler
     fuses through it.

@@ -131,7 +131,7 @@ def replay(
     for output, result in zip(entry.outputs, results, strict=True):
         if output.skip or result is None:
             continue
-        value = encode(result.astype(lowered_dtype(output.dtype)), TORCH_DTYPES[output.dtype])
+        value = encode(registry.converted(result, lowered_dtype(output.dtype)), TORCH_DTYPES[output.dtype])
         if value.shape != output.sizes:
             value = jnp.broadcast_to(value, output.sizes)
         if output.partial:
