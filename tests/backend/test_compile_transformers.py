@@ -20,6 +20,7 @@ SIZES = {
     "head_dim": 8,
 }
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GPT2 = {"vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2, **NO_DROPOUT}
 
 
@@ -33,7 +34,7 @@ def _forget_what_dynamo_knows():
 
 def make(architecture: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = GPT2 if architecture == "GPT2" else SIZES
+    sizes = {"GPT2": GPT2, "Mixtral": SIZES | EXPERTS}.get(architecture, SIZES)
     config = getattr(transformers, f"{architecture}Config")(**sizes)
     head = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
     return getattr(transformers, f"{architecture}{head}")(config).train()
@@ -56,7 +57,7 @@ def train(model: torch.nn.Module, call, device: str) -> tuple[list[float], list[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
-    ["Qwen3", pytest.param("Llama", marks=pytest.mark.sweep), pytest.param("GPT2", marks=pytest.mark.sweep)],
+    ["Qwen3", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("Llama", "GPT2", "Mixtral"))],
 )
 def test_it_trains_as_in_eager_mode_with_no_graph_break_that_stock_pytorch_has_not(architecture, caplog):
     model = make(architecture)

@@ -286,3 +286,10 @@ def test_who_waits_long_is_told_what_for(monkeypatch, capsys):
         r"tpu: still compiling a graph of torch.compile of \d+ operations\ntpu: compiled in", said
     )
     assert re.search(r"tpu: still compiling a program of \d+ operations.*\ntpu: compiled in", said)
+
+
+def test_what_comes_out_is_what_eager_mode_says_where_pytorchs_meta_kernel_errs():
+    truth, x = torch.tensor([True, False], device="tpu"), torch.randn(3, 4, device="tpu")
+    assert compiled(lambda x: x**True)(truth).dtype == torch.bool  # int64, says PyTorch
+    cell = nn.LSTMCell(4, 5, bias=False).to("tpu")  # a bias that is None has no device
+    torch.testing.assert_close(compiled(cell)(x), cell(x))

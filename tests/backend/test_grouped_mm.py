@@ -1,6 +1,6 @@
 """grouped_mm, which mixtures of experts are made of, on the device against the CPU, and its refusals."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,9 +21,15 @@ def _matrix(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _product_and_gradients(left: Tensor, right: Tensor, ends: Tensor | None, device: str) -> list[Tensor]:
+def _product_and_gradients(
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor | None,
+    device: str,
+    multiply: Callable[..., Tensor] = grouped_mm,
+) -> list[Tensor]:
     left, right = (matrix.to(device).requires_grad_() for matrix in (left, right))
-    product = grouped_mm(left, right, offs=None if ends is None else ends.to(device))
+    product = multiply(left, right, offs=None if ends is None else ends.to(device))
     gradients = torch.autograd.grad(product.square().sum(), [left, right])
     return [tensor.detach().cpu() for tensor in (product, *gradients)]
 
@@ -45,6 +51,18 @@ def test_products_and_gradients_are_the_cpus(
     actual, expected = (_product_and_gradients(*matrices, ends, device) for device in ("tpu", "cpu"))
     for got, want in zip(actual, expected, strict=True):
         assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_compile_gives_the_values_of_eager_mode(dtype: torch.dtype) -> None:
+    """Tracing asks another meta kernel than the recorder: PyTorch's own takes bfloat16 alone."""
+    torch._dynamo.reset()
+    matrices = _matrix(16, 8, seed=1).to(dtype), _matrix(3, 8, 24, seed=2).to(dtype)
+    compiled = torch.compile(lambda left, right, offs: grouped_mm(left, right, offs=offs), fullgraph=True)
+    actual = _product_and_gradients(*matrices, ENDS, "tpu", compiled)
+    expected = _product_and_gradients(*matrices, ENDS, "tpu")
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want)
 
 

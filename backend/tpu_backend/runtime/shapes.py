@@ -17,7 +17,10 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._decomp.decompositions import max_unpool2d, multilabel_margin_loss_forward
 from torch._meta_registrations import _exec_fft, _linalg_svd_meta, _sort_dims
+from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 from torch.types import Number
 
@@ -26,30 +29,32 @@ from torch.types import Number
 def register_meta_kernels() -> Library:
     """Give PyTorch the meta kernels below, for the life of the process.  Idempotent."""
     library = Library("aten", "IMPL")
-    # PyTorch's own kernel reads the device of a bias that may be None: nn.LSTM(bias=False) would fail.
-    library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
-    # PyTorch's own forgets the memory format, which the CPU's and CUDA's kernels keep.
-    library.impl("max_unpool2d", _max_unpool2d, "Meta", allow_override=True)
-    # PyTorch's own takes every meta tensor for a CUDA one, of which Vh lies by rows.
-    library.impl("_linalg_svd", _linalg_svd, "Meta", allow_override=True)
     # PyTorch's own keep statistics in float32 as CUDA's kernels do; the CPU keeps 16-bit ones in 16 bit.
     for name in _NORMALIZATIONS:
         library.impl(name, _keeping_statistics(name), "Meta", allow_override=True)
-    # PyTorch's own lie in the order of CUDA's.
-    library.impl("_fft_r2c", _fft_r2c, "Meta", allow_override=True)
-    library.impl("_fft_c2r", _fft_c2r, "Meta", allow_override=True)
-    # PyTorch's own says (1,) for the loss of a single sample, which has no dims.
-    library.impl("multilabel_margin_loss_forward", _multilabel_margin_loss, "Meta", allow_override=True)
-    # PyTorch's own says int64 for powers of truth values. In place and into a result they run on the CPU.
-    for name in ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"):
-        library.impl(name, _pow, "Meta", allow_override=True)
+    for name, meta_kernel in _INSTEAD.items():
+        library.impl(name, meta_kernel, "Meta", allow_override=True)
+        _infer_under_torch_compile(name, meta_kernel)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
     for name, meta_kernel in _LIKE_CPU.items():
         library.impl(name, meta_kernel, "Meta")
-    # PyTorch's own kernel knows bfloat16 alone, and strides of CUDA's kernel.
-    library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
     return library
+
+
+def _infer_under_torch_compile(name: str, kernel: Callable[..., Any]) -> None:
+    """Have `kernel` say what comes out of fake tensors of this device, too: tracing prefers PyTorch's meta
+    kernels in Python to the dispatcher's.
+    """
+    operator, _, overload = name.partition(".")
+
+    @register_op_impl(getattr(getattr(torch.ops.aten, operator), overload or "default"))
+    def infer(mode: FakeTensorMode, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        if all(each.device.type != "tpu" for each in given):
+            return NotImplemented
+        with mode:
+            return kernel(*args, **kwargs)
 
 
 # Each returns the normalised input, its mean and its reciprocal deviation, then what is not described here.
@@ -444,3 +449,23 @@ def _grouped_mm(
     rows, columns = mat_a.size(-2), mat_b.size(-1)
     batch = () if mat_a.dim() != mat_b.dim() else tuple(batches)
     return mat_a.new_empty((*batch, rows, columns), dtype=out_dtype or mat_a.dtype)
+
+
+# Where PyTorch's own meta kernel is wrong for this device.
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    # It reads the device of a bias that may be None: nn.LSTM(bias=False) would fail.
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    # It forgets the memory format, which the CPU's and CUDA's kernels keep.
+    "max_unpool2d": _max_unpool2d,
+    # It takes every meta tensor for a CUDA one, of which Vh lies by rows.
+    "_linalg_svd": _linalg_svd,
+    # These lie in the order of CUDA's.
+    "_fft_r2c": _fft_r2c,
+    "_fft_c2r": _fft_c2r,
+    # It says (1,) for the loss of a single sample, which has no dims.
+    "multilabel_margin_loss_forward": _multilabel_margin_loss,
+    # It says int64 for powers of truth values. In place and into a result they run on the CPU.
+    **dict.fromkeys(("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"), _pow),
+    # It knows bfloat16 alone, and strides of CUDA's kernel.
+    "_grouped_mm": _grouped_mm,
+}
