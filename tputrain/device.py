@@ -3,7 +3,6 @@
 Everything that asks "is this tpu?" is here; on any other device the same calls do what is natural there.
 """
 
-import os
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,12 +40,10 @@ def open_device(device: torch.device) -> None:
         torch.tpu.init()  # type: ignore[attr-defined]
 
 
-def use_executable_cache(device: torch.device, chosen: str | None, default: str | None = None) -> None:
-    """Keep compiled programs in the directory `chosen`, or nowhere (none). Where neither it nor TPU_CACHE_DIR
-    says anything: in `default`, or as it was.
+def use_executable_cache(device: torch.device, chosen: str | None) -> None:
+    """Keep compiled programs in the directory `chosen`, or nowhere (none); None: as the device does unasked,
+    which is as TPU_CACHE_DIR says, or in EXECUTABLE_CACHE.
     """
-    if chosen is None and "TPU_CACHE_DIR" not in os.environ:
-        chosen = default
     if device.type == "tpu" and chosen is not None:
         torch.tpu.set_executable_cache(None if chosen == "none" else chosen)  # type: ignore[attr-defined]
 

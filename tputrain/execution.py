@@ -44,15 +44,14 @@ class ExecutionConfig:
 
     executable_cache: str | None = None
     """Directory where later processes find the programs that this one compiles; none: they are not kept.
-    None: as TPU_CACHE_DIR says, and where that says nothing the commands of `tputrain` take
-    ~/.cache/tputrain/executables."""
+    None: as TPU_CACHE_DIR says, and where that says nothing in ~/.cache/tputrain/executables."""
 
     def __post_init__(self) -> None:
         expect(
             self.executable_cache not in ("", "False", "True", "off", "on"),
             "execution.executable_cache",
             self.executable_cache,
-            f"a directory, or none; left out, commands take {devices.EXECUTABLE_CACHE}",
+            f"a directory, or none; left out, it is {devices.EXECUTABLE_CACHE}",
         )
         if self.autocast is not None:
             expect_choice("execution.autocast", self.autocast, ("bfloat16",))

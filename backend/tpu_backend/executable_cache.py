@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 NONE = "none"
+DEFAULT = "~/.cache/tputrain/executables"
 MAX_BYTES = 4 * 2**30
 
 _FORMAT = b"tputrain executable 1\n"
 _SUFFIX = ".executable"
 _UNFINISHED = ".unfinished"  # of a writer that is at work, or was killed
+_LOOKS = 64  # times that the room is counted while a full directory's worth is written
 _UNFINISHED_FOR = 3600.0  # seconds, after which its writer is taken for dead
 _MOST_LINKS = 40  # on the way to a directory, as in Linux
 
@@ -50,6 +52,7 @@ class ExecutableCache:
         self.directory = Path(directory).expanduser().absolute()
         self.max_bytes = max_bytes
         self._writes = True
+        self._unseen: int | None = None  # bytes written since the room was counted; None: it never was
         self._is_trusted: bool | None = None  # not known: it was not there when it was looked for
 
     def read(self, key: str) -> tuple[dict[str, Any], bytes] | None:
@@ -99,7 +102,7 @@ class ExecutableCache:
             except BaseException:
                 unfinished.unlink(missing_ok=True)
                 raise
-            self._remove_oldest()
+            self._make_room(len(content))
         except OSError as error:
             self._writes = False
             _warn(
@@ -126,6 +129,14 @@ class ExecutableCache:
             elif os.path.exists(self.directory):
                 self._is_trusted = True
         return self._is_trusted is not False
+
+    def _make_room(self, written: int) -> None:
+        """Look at all files now and then only: there may be thousands, and small programs come fast."""
+        if self._unseen is not None and self._unseen + written <= self.max_bytes // _LOOKS:
+            self._unseen += written
+            return
+        self._remove_oldest()
+        self._unseen = 0
 
     def _remove_oldest(self) -> None:
         entries = sorted(self._entries())
@@ -250,6 +261,11 @@ def use(directory: str | Path | None, max_bytes: int = MAX_BYTES) -> None:
 
 
 def use_environment() -> None:
-    """As ``TPU_CACHE_DIR`` says: a directory; ``none``, empty or unset: none."""
-    named = os.environ.get("TPU_CACHE_DIR", NONE)
-    use(None if named in (NONE, "") else named)
+    """As ``TPU_CACHE_DIR`` says: a directory; ``none`` or empty: none; unset: `DEFAULT`, or none where this
+    user has no home.
+    """
+    named = os.environ.get("TPU_CACHE_DIR", DEFAULT)
+    with suppress(RuntimeError):  # of pathlib, which finds no home
+        use(None if named in (NONE, "") else named)
+        return
+    use(None)

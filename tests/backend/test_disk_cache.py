@@ -588,6 +588,46 @@ def test_the_directory_is_chosen_and_asked_for(tmp_path, monkeypatch):
         assert torch.tpu.get_executable_cache() == meant
 
 
+@pytest.mark.parametrize("environment", [{}, {"TPU_CACHE_DIR": "none"}])
+def test_a_script_keeps_its_programs_at_home_unless_it_is_told_not_to(tmp_path, environment):
+    script = "import torch; print((torch.ones(3, device='tpu') + 1).sum().item())"
+    unasked = {} if environment else {"TPU_CACHE_DIR": None}
+    done = run_python(script, HOME=str(tmp_path), TPU_PLATFORM="cpu", **environment, **unasked)
+    assert done.stdout == "6.0\n", done.stderr
+    kept = tmp_path / ".cache" / "tputrain" / "executables"
+    assert kept.exists() == (not environment)
+    if not environment:
+        assert kept.stat().st_mode & 0o777 == 0o700
+        assert list(kept.glob("*.executable"))
+
+
+def test_without_a_home_or_room_in_it_a_script_goes_on(tmp_path):
+    script = """
+        import os, pathlib, torch
+        from tpu_backend import executable_cache
+        def homeless(self): raise RuntimeError("Could not determine home directory.")
+        if os.environ.pop("IS_HOMELESS", None):
+            pathlib.Path.expanduser = homeless
+            executable_cache.use_environment()
+        print(torch.tpu.get_executable_cache() is None, (torch.ones(3, device="tpu") + 1).sum().item())
+    """
+    done = run_python(script, TPU_CACHE_DIR=None, TPU_PLATFORM="cpu", IS_HOMELESS="1")
+    assert done.stdout == "True 6.0\n", done.stderr
+    home = tmp_path / "a file"
+    home.touch()
+    done = run_python(script, HOME=str(home), TPU_CACHE_DIR=None, TPU_PLATFORM="cpu")
+    assert done.stdout == "False 6.0\n", done.stderr
+    assert done.stderr.count("executable cache:") == 1
+
+
+def test_all_files_are_looked_at_now_and_then_only(tmp_path, monkeypatch):
+    cache, looks = ExecutableCache(tmp_path / "programs", max_bytes=2**20), []
+    monkeypatch.setattr(cache, "_remove_oldest", lambda: looks.append(1))
+    for number in range(200):
+        cache.write(f"{number:064x}", {}, bytes(1000))
+    assert 10 <= len(looks) <= 20
+
+
 # ---- another process ---------------------------------------------------------------------------------------
 
 TRAINING = """

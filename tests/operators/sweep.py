@@ -70,6 +70,7 @@ class Worker:
     def _start(self) -> None:
         self.stop()
         environment = {
+            "TPU_CACHE_DIR": "none",
             **os.environ,
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", _XLA_FLAGS),
             "OMP_NUM_THREADS": "1",

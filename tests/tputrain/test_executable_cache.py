@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.tputrain.tiny_run import RECIPE
+from tpu_backend import executable_cache
 from tputrain import device as devices
 from tputrain.device import EXECUTABLE_CACHE
 from tputrain.errors import UserError
@@ -56,27 +57,14 @@ def test_the_second_run_of_a_recipe_compiles_nothing_and_is_the_same(tmp_path):
     assert {record["compilations"] for record in warm} == {record["disk_hits"] for record in cold} == {0}
 
 
-@pytest.mark.parametrize(
-    ("chosen", "environment", "default", "used"),
-    [
-        ("mine", "theirs", "usual", "mine"),
-        ("none", "theirs", "usual", None),
-        (None, "theirs", "usual", "before"),  # what the device read from it when the process began
-        (None, None, "usual", "usual"),
-        (None, None, None, "before"),
-    ],
-)
-def test_the_recipe_comes_before_the_environment_and_that_before_the_default(
-    tmp_path, monkeypatch, chosen, environment, default, used
+@pytest.mark.parametrize(("chosen", "used"), [("mine", "mine"), ("none", None), (None, "before")])
+def test_the_recipe_comes_before_what_the_device_has_from_the_environment(
+    tmp_path, monkeypatch, chosen, used
 ):
     monkeypatch.chdir(tmp_path)
     torch.tpu.set_executable_cache("before")
-    if environment is None:
-        monkeypatch.delenv("TPU_CACHE_DIR", raising=False)
-    else:
-        monkeypatch.setenv("TPU_CACHE_DIR", environment)
     try:
-        devices.use_executable_cache(torch.device("tpu"), chosen, default)
+        devices.use_executable_cache(torch.device("tpu"), chosen)
         assert torch.tpu.get_executable_cache() == (None if used is None else tmp_path / used)
         devices.use_executable_cache(torch.device("cpu"), "elsewhere")
         assert torch.tpu.get_executable_cache() == (None if used is None else tmp_path / used)
@@ -84,8 +72,12 @@ def test_the_recipe_comes_before_the_environment_and_that_before_the_default(
         torch.tpu.set_executable_cache(None)
 
 
+def test_commands_and_scripts_share_one_directory():
+    assert EXECUTABLE_CACHE == executable_cache.DEFAULT
+
+
 @pytest.mark.parametrize("value", ["", "False", "off"])
 def test_what_is_no_directory_is_refused(value):
     expected = f"execution.executable_cache={value}: expected a directory, or none; left out"
-    with pytest.raises(UserError, match=re.escape(f"{expected}, commands take {EXECUTABLE_CACHE}")):
+    with pytest.raises(UserError, match=re.escape(f"{expected}, it is {EXECUTABLE_CACHE}")):
         ExecutionConfig(executable_cache=value)

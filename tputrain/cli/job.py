@@ -26,7 +26,7 @@ from tputrain.data import (
     check_vocabulary,
     load_tokenizer,
 )
-from tputrain.device import EXECUTABLE_CACHE, find_device, open_device, use_executable_cache
+from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.hub import is_path
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
@@ -83,7 +83,7 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
 def _device(cfg: RecipeConfig) -> torch.device:
     """The device of a recipe, open; from now on it keeps its compiled programs for the next command."""
     device = find_device(cfg.device)
-    use_executable_cache(device, cfg.execution.executable_cache, default=EXECUTABLE_CACHE)
+    use_executable_cache(device, cfg.execution.executable_cache)
     open_device(device)
     return device
 

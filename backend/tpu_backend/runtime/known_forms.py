@@ -5,12 +5,16 @@ A new process records the same forms again, and would trace each of them before 
 
 from __future__ import annotations
 
+import atexit
+import time
 from typing import NamedTuple
 
 from tpu_backend import executable_cache
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.runtime.program_key import key_of_forms, settled_by_version
 from tpu_backend.runtime.signature import Signature
+
+_PAUSE = 2.0  # seconds at least between two writes: the file is written whole, and grows
 
 
 class Answer(NamedTuple):
@@ -28,6 +32,7 @@ class _KnownForms:
         self.cache, self.key = cache, key
         self.answers: dict[str, Answer] = self._read()
         self.has_news = False
+        self.written_at = float("-inf")
 
     def _read(self) -> dict[str, Answer]:
         found = self.cache.read(self.key)
@@ -35,6 +40,7 @@ class _KnownForms:
 
     def write(self) -> None:
         self.has_news = False  # first: what is learnt meanwhile is news for the next time
+        self.written_at = time.monotonic()
         for form, answer in self._read().items():  # another process may have learnt others
             self.answers.setdefault(form, answer)
         self.cache.write(self.key, {"forms": dict(self.answers)}, b"")
@@ -68,7 +74,12 @@ def learn(entry: Signature, answer: Answer) -> None:
         known.has_news = True
 
 
-def keep() -> None:
+def keep(in_any_case: bool = False) -> None:
     """Write down what is new: to be called now and then, as when a program is written."""
-    if _known is not None and _known.has_news and _known.cache is executable_cache.current():
+    if _known is None or not _known.has_news or _known.cache is not executable_cache.current():
+        return
+    if in_any_case or time.monotonic() - _known.written_at > _PAUSE:
         _known.write()
+
+
+atexit.register(keep, in_any_case=True)
