@@ -23,6 +23,7 @@ from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.runtime import ahead, compile_log, known_forms
 from tpu_backend.runtime.causes import Cause, causes_of
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
+from tpu_backend.runtime.index_chains import longest_chain
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import environment, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
@@ -113,6 +114,23 @@ def _options(description: dict[str, Any]) -> dict[str, Any] | None:
     return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if is_large else _SUMS}
 
 
+# XLA:CPU's emitters of fusions take exponential time for some chains of views. Without them it compiles those
+# in no time, and an ordinary step a quarter slower, which then takes 4 % longer.
+_EMITTERS = "xla_cpu_use_fusion_emitters"
+_LONG_CHAIN = 6  # merging reshapes; ordinary models chain one or two
+
+
+def _with_emitters_chosen(
+    options: dict[str, Any] | None, lowered: jax.stages.Lowered
+) -> dict[str, Any] | None:
+    """The options with the emitters switched off where a program has a long chain. Both keys on disk hold
+    this choice: it is a function of the program's text, and that one of the tape.
+    """
+    if platform().name == "cpu" and longest_chain(lowered) >= _LONG_CHAIN:
+        return (options or {}) | {_EMITTERS: False}
+    return options
+
+
 _WAITS = "tpu: waiting for the one program that follows layered first steps, this once (docs/execution.md)"
 _ADVICE = "an unrolled loop is many: torch.tpu.eager_mode('layered') compiles what repeats once"
 
@@ -162,7 +180,7 @@ def _compile(description: dict[str, Any], cause: Cause) -> Executable:
         if (found := _load(cache, key, names)) is not None:
             return found
     with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
-        compiled = lowered.compile(compiler_options=options)
+        compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
