@@ -232,26 +232,6 @@ def test_numbers_of_another_kind_are_seen(numbers):
             assert torch.equal(found.cpu(), expected.cpu())
 
 
-@pytest.mark.parametrize("settings", [(0.0, -0.0), ((2,), (2.0,)), (((1,), 0.0), ((1,), -0.0))])
-def test_a_setting_of_a_module_that_python_takes_for_equal_is_seen(settings):
-    class Scaled(nn.Linear):
-        by = settings[0]
-
-        def forward(self, values):
-            factor = self.by if isinstance(self.by, float) else self.by[-1]
-            return 1 / (self.weight * factor), values * factor
-
-    model = Scaled(1, 1, bias=False, device="tpu")
-    values = torch.tensor([1, 2], device="tpu")
-    step = torch.tpu.capture(model)
-    with torch.no_grad():
-        for setting in (*settings[:1] * 4, *settings[1:] * 2):
-            model.by = setting
-            for found, expected in zip(step(values), model(values), strict=True):
-                assert found.dtype == expected.dtype
-                assert torch.equal(found.cpu(), expected.cpu())
-
-
 def test_what_is_returned_beside_tensors_keeps_its_type():
     answers = iter([1, True, 1.0, 1.0])  # no two in a row are alike until the last
 

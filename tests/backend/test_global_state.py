@@ -525,16 +525,19 @@ def test_what_is_the_cpu_s_alone_changes_no_bit(name):
 
 def test_numbers_too_small_for_a_normal_float_are_flushed_whatever_the_cpu_does():
     """XLA's programs always do so; what is only copied keeps its bits."""
-
     x = torch.tensor([1e-40, -3e-41, 1e-38]).to(TPU)
 
-    def tiny(_: torch.device) -> list[Tensor]:
-        at_least = F.threshold(x, 1e-41, 1e-41)
-        return [x.clone(), x * 0.5, x + x, x > 0, at_least, F.pad(x, (1, 1), value=1e-40), x.clamp(min=1e-41)]
+    def computed(_: torch.device) -> list[Tensor]:
+        return [x.clone(), x * 0.5, x + x, x > 0, x.abs(), torch.where(x > 1, x, x * 1e30)]
 
-    before = bits(results(tiny, TPU))
+    def with_numbers(_: torch.device) -> list[Tensor]:  # which the host converts
+        return [F.threshold(x, 1e-41, 1e-41), F.pad(x, (1, 1), value=1e-40), x.clamp(min=1e-41)]
+
+    before, before_with_numbers = bits(results(computed, TPU)), bits(results(with_numbers, TPU))
     with SETTINGS["flush denormals"].flip():
-        assert bits(results(tiny, TPU)) == before
+        assert bits(results(computed, TPU)) == before
+        results(with_numbers, TPU)
+    assert bits(results(with_numbers, TPU)) == before_with_numbers
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "default dtype", "matmul precision", "autocast"])
