@@ -510,6 +510,20 @@ def test_the_key_tells_programs_apart(directory, recorded):
     assert key_of_tape(donating) != key_of_tape(recorded[-1])
 
 
+def test_the_options_that_a_program_is_compiled_with_are_in_its_key(directory, recorded):
+    from tpu_backend.runtime import program_key
+
+    options = (
+        None,
+        {"xla_cpu_experimental_ynn_fusion_type": ""},
+        {"xla_cpu_experimental_ynn_fusion_type": "DOT"},
+    )
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), np.float32))
+    assert len({program_key.key_of_text(lowered, (), each) for each in options}) == len(options)
+    ran(lambda x: x.asinh(), torch.rand(5, 2))
+    assert len({program_key.key_of_tape(recorded[-1], each) for each in options}) == len(options)
+
+
 def test_a_user_s_function_is_known_by_its_program_and_not_by_its_name(directory, recorded):
     large = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
     other = large.copy()

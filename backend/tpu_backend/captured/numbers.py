@@ -59,7 +59,7 @@ class Changes:
         unclear: set[int] = set()
         strange = None
         for place, (number, before) in enumerate(zip(program, self._program, strict=True)):
-            if number.value is None:
+            if number.value is None or before.value is None:
                 continue
             following = [
                 (source, negated)
