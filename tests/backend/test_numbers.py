@@ -56,6 +56,7 @@ def test_a_number_that_float16_cannot_hold_is_refused():
 def test_the_check_is_of_each_call_and_makes_no_programs():
     """The value is no part of the signature: a first call that fits says nothing of the next."""
     x = torch.zeros(3, dtype=torch.int8, device="tpu")
+    x.tolist()  # so that what makes it is a program of its own
     x.fill_(1.0).tolist()
     before = torch.tpu.compile_stats()["compilations"]
     for number in (2.0, 100.0, -128.0):
