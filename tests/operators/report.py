@@ -99,6 +99,11 @@ def document(known: dict[str, Any]) -> str:
         "in fused mode. Measured by",
         "`python -m tests.operators.sweep --database all --dtype all --rows FILE`.",
         "",
+        "Beside them a fuzzer compares small random programs of some 400 functions: views, writes, `out=`,",
+        "mixed dtypes, Python numbers, NaN, infinity, ties, sizes of 0. `python -m tests.operators.fuzz`",
+        "prints each difference as a script; `tests/operators/fuzz/known.py` lists the known ones, each with",
+        "its reason. Subnormal float32 (below 1.2e-38) are 0 for XLA, and the sign of a zero may differ.",
+        "",
         "| database | dtype | pass | of | | accurate | native | not measured yet | samples an entry |",
         "|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]

@@ -24,7 +24,7 @@ from tests.operators.table import table
 # XLA optimises programs that will run once as little as it can, which changes last digits at most. Without
 # FMA a product is rounded before it is added to, as in most of PyTorch's CPU kernels: where a sample cancels
 # (asin close to 1) the difference is beyond the tolerance. docs/operators.md says so.
-_XLA_FLAGS = (
+XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_max_isa=AVX"
 )
 
@@ -72,7 +72,7 @@ class Worker:
         environment = {
             "TPU_CACHE_DIR": "none",
             **os.environ,
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", _XLA_FLAGS),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", XLA_FLAGS),
             "OMP_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(

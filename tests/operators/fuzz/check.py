@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,27 @@ class Failure:
 
 
 def check(program: Program) -> Failure | None:
-    with warnings.catch_warnings():
+    """What is not the same on the device, if anything."""
+    return check_together([program])[0]
+
+
+def check_together(programs: Sequence[Program]) -> list[Failure | None]:
+    """The same for each of several programs of one mode: in fused mode XLA compiles them as one."""
+    with warnings.catch_warnings(), torch.tpu.eager_mode(programs[0].mode):
         warnings.simplefilter("ignore")
-        return _check(program.lines, program.mode)
+        results = [run(program.lines, "tpu") for program in programs]
+        error = _error_of_reading(results)
+        if error is None:
+            return [_failure(program.lines, actual) for program, actual in zip(programs, results)]
+        if len(programs) > 1:  # whose it is, one after the other tells
+            return [check(program) for program in programs]
+        if results[0].error is None:
+            results = [Results(results[0].variables, error)]
+        return [_failure(programs[0].lines, results[0])]
 
 
-def _check(lines: list[Line], mode: str) -> Failure | None:
+def _failure(lines: list[Line], actual: Results) -> Failure | None:
     expected = run(lines, "cpu")
-    with torch.tpu.eager_mode(mode):
-        actual = run(lines, "tpu")
-        actual = _read(actual)
     if expected.error is not None:
         return _error_difference(expected, actual, lines)
     if actual.error is not None:
@@ -49,16 +61,17 @@ def _check(lines: list[Line], mode: str) -> Failure | None:
     return None
 
 
-def _read(results: Results) -> Results:
-    """The results on the CPU: an index out of range, say, is told now."""
+def _error_of_reading(results: Sequence[Results]) -> Exception | None:
+    """What was found out by running, an index out of range, say."""
     try:
         torch.tpu.synchronize()
-        for value in results.variables.values():
-            for tensor in tensors_in(value):
-                tensor.cpu()
+        for result in results:
+            for value in result.variables.values():
+                for tensor in tensors_in(value):
+                    tensor.cpu()
     except Exception as error:
-        return results if results.error is not None else Results(results.variables, error)
-    return results
+        return error
+    return None
 
 
 def _error_difference(expected: Results, actual: Results, lines: list[Line]) -> Failure | None:

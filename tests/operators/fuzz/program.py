@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,7 +116,9 @@ class _RefusedError(Exception):
 
 
 def generate(chance: random.Random, mode: str) -> Program:
-    return _Writer(chance, mode).program()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _Writer(chance, mode).program()
 
 
 class _Writer:

@@ -13,6 +13,11 @@ _CONVERSIONS = re.compile(r"\.to\(|\.type\(|\.long\(|copy_\(|__setitem__|dtype=|
 _SHIFTS = re.compile(r"_shift|__ilshift__")
 _DIVISIONS = re.compile(r"floor_divide|remainder|fmod|//|%|rounding_mode|div_")
 
+_NOT_POINTWISE = re.compile(
+    r"torch\.(sum|prod|cumsum|mean|matmul|linspace|softmax|cat|stack|amax|any|argmax|index_select|gather|tril"
+    r"|nonzero|diag|arange|full)\("
+)
+
 
 def before(text: str, inputs: Sequence[torch.Tensor]) -> bool:
     """What must not even be tried."""
@@ -22,7 +27,14 @@ def before(text: str, inputs: Sequence[torch.Tensor]) -> bool:
         last = inputs[-1] if len(inputs) > 1 else None
         numbers = [float(number) for number in re.findall(r"(-?\d+)\)?$", text)]
         amounts = last.flatten().tolist() if last is not None else numbers
-        return not amounts or any(not 0 <= amount < least - 1 for amount in amounts)
+        return not amounts or any(
+            isinstance(amount, complex) or not 0 <= amount < least - 1 for amount in amounts
+        )
+    if "resize_" in text:
+        return True  # what is added is not initialised
+    if "out=" in text and _NOT_POINTWISE.search(text):
+        # These kernels write while they read; the device refuses, or computes first.
+        return _share_memory(inputs)
     if _DIVISIONS.search(text):
         # The least integer by -1: the CPU traps, or wraps.
         return any(
@@ -34,6 +46,11 @@ def before(text: str, inputs: Sequence[torch.Tensor]) -> bool:
             for tensor in inputs
         )
     return False
+
+
+def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    return len({*storages}) < len(storages)
 
 
 def bits(tensor: torch.Tensor) -> int:
