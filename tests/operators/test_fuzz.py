@@ -15,7 +15,7 @@ from tests.operators.fuzz.program import Line, Program
 
 def test_programs_are_the_same_on_the_device() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.operators.fuzz", "--programs", "120"],
+        [sys.executable, "-W", "ignore", "-m", "tests.operators.fuzz", "--programs", "80"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
