@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _PATIENCE = 15.0  # seconds of silence
+_INTERVAL = 60.0  # seconds between news, after the first
 
 _threads: list[int] = []  # an entry a compilation under way; a list's append and remove are atomic
 
@@ -19,27 +20,33 @@ def is_compiling() -> bool:
 
 
 @contextmanager
-def compiling(num_ops: int, advice: str = "", what: str = "a program") -> Iterator[None]:
-    """In here `what`, of `num_ops` operations, is compiled: one line on standard error when that takes long,
-    with what would take less, and another when it is done.
+def compiling(
+    num_ops: int, described: Callable[[], str] = lambda: "", what: str = "a program"
+) -> Iterator[None]:
+    """In here `what`, of `num_ops` operations, is compiled: a line on standard error when that takes long,
+    another each minute, and one when it is done. `described` says which operations, and what would take less;
+    it is asked at the first line, in a thread of its own.
     """
-    thread, start = threading.get_ident(), time.perf_counter()
+    thread, start, is_done = threading.get_ident(), time.perf_counter(), threading.Event()
 
     def tell() -> None:
-        print(
-            f"tpu: still compiling {what} of {num_ops:,} operations{advice and f' ({advice})'}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text, pause = None, _PATIENCE
+        while not is_done.wait(pause):
+            text = described() if text is None else text
+            print(
+                f"tpu: still compiling {what} of {num_ops:,} operations, "
+                f"for {time.perf_counter() - start:.0f} s{text and f': {text}'}",
+                file=sys.stderr,
+                flush=True,
+            )
+            pause = _INTERVAL
 
-    timer = threading.Timer(_PATIENCE, tell)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=tell, name="news of a compilation", daemon=True).start()
     _threads.append(thread)
     try:
         yield
     finally:
         _threads.remove(thread)
-        timer.cancel()
+        is_done.set()
         if (took := time.perf_counter() - start) > _PATIENCE:
             print(f"tpu: compiled in {took:.0f} s", file=sys.stderr, flush=True)

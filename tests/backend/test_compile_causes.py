@@ -2,10 +2,12 @@
 
 import itertools
 import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpu_backend.compiled.made_again import cause_of_guard
@@ -343,3 +345,32 @@ def test_parameters_are_named_as_in_the_program():
     assert cause_of_guard("0/2: len(x) > 3  # in f\nUser stack") == ("graph", "Dynamo says: len(x) > 3")
     assert cause_of_guard("0/1: G['SCALE'] == 2") == ("static number", "SCALE is 2 no more")
     assert cause_of_guard("0/1: d['a b'] == 'x'") == ("argument", "d['a b'] is 'x' no more")
+
+
+def programs_and_warnings(run: Callable[[int], object], count: int) -> tuple[int, list[str]]:
+    before = torch.tpu.compile_stats()["compilations"]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(count):
+            run(number)
+    texts = [str(each.message) for each in said if "programs were compiled because of" in str(each.message)]
+    return torch.tpu.compile_stats()["compilations"] - before, texts
+
+
+def test_many_lengths_are_warned_of_once_and_padding_them_helps():
+    def total(x: Tensor) -> float:
+        return (x * 3).sum().item()
+
+    num_programs, (text,) = programs_and_warnings(lambda n: total(torch.ones(300 + n).to("tpu")), 12)
+    assert num_programs == 12
+    assert "9 programs" in text
+    assert " shape: self of aten::mul.Tensor is float32[309], was float32[308], at " in text
+    assert "pad it to a few sizes, such as the next multiple of 64: a size is compiled once" in text
+
+    def padded(n: int) -> None:
+        x = torch.ones(500 + n)
+        (F.pad(x, (0, -len(x) % 64)).to("tpu") * 5).sum().item()
+
+    num_programs, texts = programs_and_warnings(padded, 12)
+    assert num_programs <= 1
+    assert not texts

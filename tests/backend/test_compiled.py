@@ -280,12 +280,17 @@ def test_compiled_autograd():
 
 def test_who_waits_long_is_told_what_for(monkeypatch, capsys):
     monkeypatch.setattr(compiling, "_PATIENCE", 0.0)
+    monkeypatch.setattr(compiling, "_INTERVAL", 0.01)
     compiled(lambda x: x.sin().cos())(torch.ones(4, 7, device="tpu")).cpu()
     said = capsys.readouterr().err
     assert re.search(
-        r"tpu: still compiling a graph of torch.compile of \d+ operations\ntpu: compiled in", said
+        r"tpu: still compiling a graph of torch.compile of \d+ operations, for \d+ s\n(.*\n)*tpu: compiled",
+        said,
     )
-    assert re.search(r"tpu: still compiling a program of \d+ operations.*\ntpu: compiled in", said)
+    news = re.findall(r"tpu: still compiling a program of \d+ operations, for \d+ s: tpu_graph::.*", said)
+    assert len(news) > 1, said
+    assert "test_compiled.py:" in news[0]
+    assert news[0].endswith("; TPU_CACHE_DIR=DIR keeps it for the next start")
 
 
 def test_what_comes_out_is_what_eager_mode_says_where_pytorchs_meta_kernel_errs():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
+import warnings
+from collections import Counter, deque
+from contextlib import suppress
 from typing import NamedTuple
 
 from tpu_backend.runtime.causes import Cause
@@ -12,6 +14,13 @@ from tpu_backend.runtime.causes import Cause
 log = logging.getLogger("tpu_backend.compile")
 
 _NAMED = 8
+_MANY = 8  # programs of one cause are nothing to speak of
+
+# By kind of cause: what was seen to help. Each is tried in tests/backend/test_compile_causes.py.
+_HELP = {
+    "shape": "pad it to a few sizes, such as the next multiple of 64: a size is compiled once",
+}
+_OTHER_HELP = "TPU_LOGS=compile prints the cause of each"
 
 
 class Compilation(NamedTuple):
@@ -28,6 +37,20 @@ class Compilation(NamedTuple):
         return f"compiled {count}: {names}, in {self.seconds:.2f} s because of {self.cause}"
 
 
+def _warn_of_many(cause: Cause) -> None:
+    """Once a kind and line, when more programs than `_MANY` had that cause."""
+    if cause.kind in _ONCE:
+        return
+    _by_culprit[cause.kind, cause.line] += 1
+    if _by_culprit[cause.kind, cause.line] != _MANY + 1:
+        return
+    text = f"tpu: {_MANY + 1} programs were compiled because of {cause} (the last of them)"
+    with suppress(RuntimeWarning):  # made an error, it would fail the program, which is in order
+        warnings.warn(f"{text}; {_HELP.get(cause.kind, _OTHER_HELP)}", RuntimeWarning, stacklevel=1)
+
+
+_ONCE = ("first", "mode", "whole", "room")
+_by_culprit: Counter[tuple[str, str]] = Counter()
 _numbers = itertools.count(1)
 _recent: deque[Compilation] = deque(maxlen=256)
 
@@ -35,6 +58,7 @@ _recent: deque[Compilation] = deque(maxlen=256)
 def record(operations: tuple[str, ...], seconds: float, cause: Cause) -> None:
     compilation = Compilation(next(_numbers), operations, seconds, cause)
     _recent.append(compilation)
+    _warn_of_many(cause)
     log.info("%s", compilation)
 
 

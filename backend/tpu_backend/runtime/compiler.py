@@ -36,6 +36,7 @@ from tpu_backend.runtime.stored_executable import (
     header_of,
     serialize,
 )
+from tpu_backend.runtime.user_line import first_line
 
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
@@ -132,7 +133,6 @@ def _with_emitters_chosen(
 
 
 _WAITS = "tpu: waiting for the one program that follows layered first steps, this once (docs/execution.md)"
-_ADVICE = "an unrolled loop is many: torch.tpu.eager_mode('layered') compiles what repeats once"
 
 
 def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
@@ -145,8 +145,7 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
     mode = device_module.get_eager_mode()
     if may_wait and _C.begins_layered() and description["was_layered"] and ahead.is_compiling(description):
         print(_WAITS, file=sys.stderr, flush=True)
-    advice = _ADVICE if mode == "fused" and not _C.begins_layered() else ""
-    with compiling(len(description["circumstances"]), advice):
+    with compiling(len(description["circumstances"]), partial(_described, [description])):
         if (found := ahead.result(description, may_wait)) is not None:
             return found
         return _compile(description, causes_of([description], mode)[0])
@@ -160,8 +159,18 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
     for description, cause in zip(descriptions, causes, strict=True):
         ahead.begin(description, partial(_compile, cause=cause))
     if waits:
-        with compiling(sum(len(description["circumstances"]) for description in descriptions)):
+        num_ops = sum(len(description["circumstances"]) for description in descriptions)
+        with compiling(num_ops, partial(_described, descriptions)):
             ahead.wait(descriptions)
+
+
+def _described(descriptions: Sequence[dict[str, Any]]) -> str:
+    """Which operations are compiled, where they were met first, and what saves the next start this."""
+    met = [entry for description in descriptions for entry, _, _ in entries(description["tape"])]
+    cache = executable_cache.current()
+    kept = "TPU_CACHE_DIR=DIR keeps it" if cache is None else f"it will be kept in {cache.directory}"
+    names = _first_of([entry.overload for entry in met])
+    return f"{names}, at {first_line(met[0].number)}; {kept} for the next start"
 
 
 def _compile(description: dict[str, Any], cause: Cause) -> Executable:
