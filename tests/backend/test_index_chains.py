@@ -1,4 +1,4 @@
-"""Chains of views that take XLA:CPU exponential time: found by the tape, compiled without its fusion emitters."""
+"""Chains of views that take XLA:CPU exponential time are found, and compiled without its fusion emitters."""
 
 import time
 from collections.abc import Callable
