@@ -7,6 +7,7 @@
 #include "signature.h"
 #include "stream_lock.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <deque>
@@ -52,8 +53,8 @@ class RecentEntries {
   uint64_t num_recorded() const {
     return recorded_.load(std::memory_order_relaxed);
   }
-  void launched(uint64_t num_recorded) {
-    launched_.store(num_recorded, std::memory_order_relaxed);
+  void launched(uint64_t num_recorded) { // a turn inside another one may have come further
+    launched_.store(std::max(num_recorded, launched_.load(std::memory_order_relaxed)), std::memory_order_relaxed);
   }
 
   // Oldest first; and how many of them, the last, were not handed to XLA, or to the thread that does so, when this was asked.
