@@ -54,6 +54,26 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& ar
   return array;
 }
 
+// Whether a variant takes the memory of just those inputs that this segment's results take the place of.  The tape does not
+// say that of a result that is written without a look at what was there (`fill_`, `out=`).
+bool donates_alike(const Variant& variant, const Segment& segment) {
+  const auto num_donated = variant.donated.size();
+  for (size_t i = 0; i < variant.outputs.size(); ++i) {
+    const int32_t local = variant.outputs[i];
+    const int32_t origin = segment.origin[local];
+    if (i < num_donated) {
+      if (origin != variant.donated[i]) {
+        return false;
+      }
+    } else if (
+        origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout &&
+        !std::binary_search(variant.donated.begin(), variant.donated.end(), origin)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // One that returns what is wanted at least.
 Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live) {
   const auto offsets_match = [&](const Variant& variant) {
@@ -74,7 +94,8 @@ Variant* fitting_variant(const Program& program, const Segment& segment, const L
   };
   Variant* best = nullptr;
   for (auto& variant : program.variants) {
-    if (offsets_match(*variant) && returns_live(*variant) && (best == nullptr || is_better(*variant, *best))) {
+    if (offsets_match(*variant) && returns_live(*variant) && donates_alike(*variant, segment) &&
+        (best == nullptr || is_better(*variant, *best))) {
       best = variant.get();
     }
   }

@@ -348,7 +348,7 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
   const bool was_open = sealed_.empty();
   // Only inside another turn: else all that was recorded before has been run.
   TORCH_CHECK(!waits_for_outer_turn(was_open ? segment_ : sealed_.front()), kBeingCompiled);
-  const bool step_ended = was_open && std::exchange(step_ended_, false);
+  const bool step_ended = (was_open || segment_.entries.empty()) && std::exchange(step_ended_, false);
   Segment running = was_open ? detach() : std::move(sealed_.front());
   if (!was_open) {
     sealed_.pop_front();
@@ -495,12 +495,18 @@ void Stream::begin_rehearsal() {
   TORCH_CHECK(!rehearsal_, "torch.tpu.rehearsal inside another one");
   cut_all();
   settle();
+  TORCH_CHECK(!rehearsal_, "torch.tpu.rehearsal inside another one"); // of a thread that had the lock meanwhile
   rehearsal_.emplace();
 }
 
 void Stream::end_rehearsal() {
-  if (!mutex_.must_not_wait()) {
-    mutex_.wait_until_idle();
+  std::exception_ptr interrupt; // what was rehearsed is taken back all the same
+  try {
+    if (!mutex_.must_not_wait()) {
+      mutex_.wait_until_idle();
+    }
+  } catch (...) {
+    interrupt = std::current_exception();
   }
   for (auto& segment : std::exchange(sealed_, {})) { // what an error has left there
     drop(segment, kRehearsed);
@@ -509,6 +515,9 @@ void Stream::end_rehearsal() {
   step_ended_ = false;
   rehearsal_->take_back();
   rehearsal_.reset();
+  if (interrupt) {
+    std::rethrow_exception(interrupt);
+  }
 }
 
 bool Stream::may_be_layered(const Segment& segment, bool is_noted) {
@@ -570,9 +579,11 @@ void Stream::run_in_parts(Segment& segment, const PartPlan& plan, std::vector<Se
     }
   } catch (...) {
     if (num_run == 0) { // the segment is what it was
+      std::vector<ValuePtr> all;
       for (Value* value : values) {
-        segment.values.push_back(ValuePtr::reclaim_copy(value));
+        all.push_back(ValuePtr::reclaim_copy(value));
       }
+      segment.values = std::move(all);
       rest.push_back(std::move(segment));
     } else {
       rest.assign(

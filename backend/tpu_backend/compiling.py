@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
 import time
@@ -27,11 +28,14 @@ def compiling(
     another each minute, and one when it is done. `described` says which operations, and what would take less;
     it is asked at the first line, in a thread of its own.
     """
-    thread, start, is_done = threading.get_ident(), time.perf_counter(), threading.Event()
+    thread, start = threading.get_ident(), time.perf_counter()
+    # Of the two threads none waits for the other's Python, in which a finalizer may wait for this compilation.
+    under_way = _thread.allocate_lock()
+    under_way.acquire()
 
     def tell() -> None:
         text, pause = None, _PATIENCE
-        while not is_done.wait(pause):
+        while not under_way.acquire(timeout=pause):
             text = described() if text is None else text
             print(
                 f"tpu: still compiling {what} of {num_ops:,} operations, "
@@ -41,12 +45,12 @@ def compiling(
             )
             pause = _INTERVAL
 
-    threading.Thread(target=tell, name="news of a compilation", daemon=True).start()
+    _thread.start_new_thread(tell, ())
     _threads.append(thread)
     try:
         yield
     finally:
         _threads.remove(thread)
-        is_done.set()
+        under_way.release()
         if (took := time.perf_counter() - start) > _PATIENCE:
             print(f"tpu: compiled in {took:.0f} s", file=sys.stderr, flush=True)

@@ -19,6 +19,8 @@ def exact_key(value: Any) -> Hashable:
     Looks into tuples, frozen sets, slices and dataclasses; anything else is compared by its own ``==``.
     """
     kind = type(value)
+    if kind in (int, bool, str, type(None)):  # most are
+        return kind, value
     if isinstance(value, float):
         return kind, struct.pack("<d", value)
     if isinstance(value, complex):

@@ -80,7 +80,7 @@ class ExecutableCache:
 
     def write(self, key: str, header: dict[str, Any], payload: bytes) -> None:
         """Keep a program. `header` is anything that JSON can hold."""
-        if not self._writes or not self._trusted():
+        if not self._writes or (not self._trusted() and self._is_trusted is False):
             return
         content = _packed({"key": key} | header, payload)
         if len(content) > self.max_bytes:
@@ -120,15 +120,15 @@ class ExecutableCache:
         return self.directory / f"{key}{_SUFFIX}"
 
     def _trusted(self) -> bool:
-        """Whether nobody else could have put a program there. What does not exist yet may be made."""
+        """Whether it is there, and nobody else could have put a program into it."""
         if self._is_trusted is None:
-            problem = untrusted(self.directory)
+            is_there, problem = _looked_at(self.directory)
             if problem is not None:
                 _warn(f"{self.directory} is not used, since programs in it would be run: {problem}")
                 self._is_trusted = False
-            elif os.path.exists(self.directory):
+            elif is_there:
                 self._is_trusted = True
-        return self._is_trusted is not False
+        return self._is_trusted is True
 
     def _make_room(self, written: int) -> None:
         """Look at all files now and then only: there may be thousands, and small programs come fast."""
@@ -168,7 +168,12 @@ def make_private(directory: Path) -> None:
 
 
 def untrusted(directory: Path) -> str | None:
-    """Why programs found in a directory must not be run, and what to do; None where all is well.
+    """Why programs found in a directory must not be run, and what to do; None where all is well."""
+    return _looked_at(directory)[1]
+
+
+def _looked_at(directory: Path) -> tuple[bool, str | None]:
+    """Whether a directory is there, and why programs in it must not be run.
 
     The directory must be this user's, and each one on the way to it this user's or root's. None of them may
     be written by others, but that those above it may be sticky, as /tmp is. The same holds for root. What
@@ -181,20 +186,20 @@ def untrusted(directory: Path) -> str | None:
             found = here.lstat()
             is_link = stat.S_ISLNK(found.st_mode)
             if (problem := _weakness(here, found, is_last=not left and not is_link)) is not None:
-                return problem
+                return True, problem
             if is_link:
                 left += reversed(here.readlink().parts)
                 here = here.parent
                 num_links += 1
         except OSError:
-            return None  # it is missing, or nobody finds anything there
+            return False, None  # it is missing, or nobody finds anything there
         if num_links > _MOST_LINKS:
-            return None
+            return False, None
         if left:
             name = left.pop()
             here = here.parent if name == ".." else here / name  # an absolute target begins with "/"
         elif not is_link:
-            return None
+            return True, None
 
 
 def _weakness(path: Path, found: os.stat_result, is_last: bool) -> str | None:
