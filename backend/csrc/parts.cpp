@@ -16,6 +16,10 @@ constexpr size_t kShortestRepeat = 12;
 // a layer) took 1.0 (2 layers), 0.9 (4) and 0.4 (12) times as long as with one program.
 constexpr size_t kFewestTimes = 3;
 constexpr size_t kFewestSaved = 100; // entries that need not be compiled
+constexpr size_t kFewestSavedInTurn = 40; // where the same is compiled for several sizes
+
+// How often a loop must come round to be cut at its turns: two sizes show what grows.
+constexpr size_t kFewestTurns = 3;
 
 uint64_t mixed(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9fb21c651e98df25ULL;
@@ -57,7 +61,65 @@ class Planner {
 
   PartPlan plan() {
     const size_t num_entries = whole_.entries.size();
-    for (size_t begin = 0; begin < num_entries;) {
+    const auto turns = turns_that_grow();
+    if (turns.empty()) {
+      return plan(0, num_entries, kFewestSaved);
+    }
+    PartPlan all;
+    const auto add_all = [&](size_t begin, size_t end) {
+      for (auto& part : plan(begin, end, kFewestSavedInTurn)) {
+        for (auto& piece : part) {
+          piece.is_of_turn = true;
+        }
+        all.push_back(std::move(part));
+      }
+    };
+    size_t done = 0;
+    for (const auto& turn : turns) {
+      add_all(done, turn.begin);
+      for (size_t time = 0; time < turn.times; ++time) {
+        done = turn.begin + time * turn.length;
+        add_all(done, done + turn.length);
+      }
+      done += turn.length;
+    }
+    add_all(done, num_entries);
+    return all;
+  }
+
+ private:
+  // The turns of loops that differ in sizes alone.  An operation and how many words its form has tell enough: whether
+  // turns share a program is decided elsewhere.
+  std::vector<Repeat> turns_that_grow() {
+    if (!is_without_gradients(whole_)) {
+      return {};
+    }
+    std::vector<uint64_t> classes;
+    for (const auto* signature : whole_.entries) {
+      classes.push_back(mixed(signature->words[0], signature->words.size()));
+    }
+    crossing_ = crossing_bytes(whole_);
+    auto turns = find_repeats(classes, crossing_, kShortestRepeat);
+    std::erase_if(turns, [&](const Repeat& repeat) { return repeat.times < kFewestTurns || !grows(repeat); });
+    return turns;
+  }
+
+  // Whether most turns differ from those before them.
+  bool grows(const Repeat& repeat) const {
+    size_t num_changed = 0;
+    for (size_t time = 1; time < repeat.times; ++time) {
+      const auto turn = whole_.entries.begin() + static_cast<int64_t>(repeat.begin + time * repeat.length);
+      const auto length = static_cast<int64_t>(repeat.length);
+      num_changed += std::equal(turn, turn + length, turn - length) ? 0 : 1;
+    }
+    return 2 * num_changed >= repeat.times;
+  }
+
+  PartPlan plan(size_t first, size_t num_entries, size_t fewest_saved) {
+    most_times_ = num_saved_ = 0;
+    has_single_graph_ = false;
+    plan_.clear();
+    for (size_t begin = first; begin < num_entries;) {
       const size_t length = calls_[begin]->length;
       std::unordered_map<uint32_t, int32_t> made; // by local: of which element
       size_t end = begin;
@@ -71,15 +133,14 @@ class Planner {
       }
       begin = end;
     }
-    if (most_times_ < kFewestTimes || num_saved_ < kFewestSaved || has_single_graph_) {
+    if (most_times_ < kFewestTimes || num_saved_ < fewest_saved || has_single_graph_) {
       plan_.clear();
-      add(0, num_entries);
+      add(first, num_entries);
     }
     join_what_is_not_shared();
     return std::move(plan_);
   }
 
- private:
   // Whether an entry on lists reads, of what the entries on lists before it have made, the same element alone: then the
   // elements can be taken one after the other.
   bool keeps_elements_apart(size_t entry, std::unordered_map<uint32_t, int32_t>& made) const {
@@ -394,8 +455,18 @@ class PartBuilder {
 
 } // namespace
 
+bool is_without_gradients(const Segment& segment) {
+  return std::all_of(segment.circumstances.begin(), segment.circumstances.end(), [](uint64_t circumstances) {
+    return (circumstances & kWithoutGradients) != 0;
+  });
+}
+
 PartPlan plan_parts(const Segment& whole) {
   return Planner(whole).plan();
+}
+
+bool grows(const PartPlan& plan) {
+  return !plan.empty() && plan.front().front().is_of_turn;
 }
 
 std::vector<Segment> take_apart(Segment& whole, const PartPlan& plan) {

@@ -13,14 +13,23 @@ struct Piece {
   const Signature* signature;
   std::shared_ptr<const ListCall> lists; // null: all of it
   size_t first, last;
+  bool is_of_turn{false}; // of a segment that is cut at its turns
 
   bool takes(int32_t element) const {
     return !lists || element < 0 || (static_cast<size_t>(element) >= first && static_cast<size_t>(element) < last);
   }
 };
 
-// Which pieces each part has, in order.  One part where there is nothing to share, and then only there.
+// Of an entry's circumstances: it was recorded in no_grad or inference mode, and not by a backward pass.
+constexpr uint64_t kWithoutGradients = uint64_t{1} << 62;
+bool is_without_gradients(const Segment& segment);
+
+// Which pieces each part has, in order.  One part where there is nothing to share, and then only there.  A segment without
+// gradients is cut first at the turns of a loop that differ in sizes alone: padded, they share programs.
 PartPlan plan_parts(const Segment& whole);
+
+// Whether a segment was cut at such turns.
+bool grows(const PartPlan& plan);
 
 // The parts as segments of their own.  They take over the values of `whole`: those that a later part reads live until it was run.
 std::vector<Segment> take_apart(Segment& whole, const PartPlan& plan);

@@ -257,7 +257,9 @@ void ProgramCache::load(const Program& program, Variant& variant, const Segment&
     variant.demands = py::object(executable.attr("demands")).release().ptr();
     variant.has_offenders = py::len(py::handle(variant.demands)) > 0;
   }
-  if (py::cast<bool>(executable.attr("from_disk"))) {
+  if (py::cast<bool>(executable.attr("is_shared"))) {
+    ++counters.memory_hits;
+  } else if (py::cast<bool>(executable.attr("from_disk"))) {
     ++counters.disk_hits;
   } else {
     ++counters.compilations;

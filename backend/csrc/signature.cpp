@@ -544,7 +544,7 @@ void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call) {
   const auto sizes = impl->sizes();
   const auto dtype = c10::typeMetaToScalarType(impl->dtype());
   if (impl->requires_grad()) {
-    call.circumstances |= uint64_t{1} << std::min<size_t>(call.tensors.size(), 62);
+    call.circumstances |= uint64_t{1} << std::min<size_t>(call.tensors.size(), 61);
   }
   call.tensors.push_back({buffer, reads});
   if (impl->storage_offset() == 0 && impl->is_contiguous() && dtype == layout->dtype && sizes == layout->dims) {

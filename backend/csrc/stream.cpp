@@ -8,6 +8,7 @@
 #include <ATen/Context.h>
 #include <pthread.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <optional>
@@ -48,6 +49,12 @@ class Running {
 };
 
 constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
+
+// Whether a loop's turns in a segment, each with a larger tensor, may be programs of their own: padded, they share one.
+bool may_come_in_turns(const Segment& segment) {
+  return mode() == Mode::Fused && !at::globalContext().deterministicAlgorithms() && is_without_gradients(segment) &&
+      is_wanted(segment);
+}
 
 std::atomic<Mode> g_mode{Mode::Fused};
 std::atomic<bool> g_compiles_ahead{false};
@@ -232,7 +239,8 @@ void Stream::append(
     segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});
   }
   segment_.entries.push_back(&signature);
-  segment_.circumstances.push_back(call.circumstances);
+  const bool without_gradients = !at::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() < 0;
+  segment_.circumstances.push_back(call.circumstances | (without_gradients ? kWithoutGradients : 0));
   for (const auto& tensor : call.tensors) {
     if (tensor.reads) {
       segment_.push(static_cast<uint32_t>(link(tensor.buffer)));
@@ -538,8 +546,10 @@ void Stream::run(Segment& segment, bool is_noted, std::vector<Segment>& rest) {
       rehearse(segment);
       return;
     }
-    if (may_be_layered(segment, is_noted)) {
+    const bool is_layered = may_be_layered(segment, is_noted);
+    if (is_layered || (!is_noted && may_come_in_turns(segment))) {
       plan = programs_.parts_of(segment);
+      plan = is_layered || grows(*plan) ? plan : nullptr;
     }
     if (plan == nullptr || plan->size() <= 1) {
       programs_.run(segment, counters);
@@ -555,8 +565,8 @@ void Stream::run(Segment& segment, bool is_noted, std::vector<Segment>& rest) {
 
 void Stream::run_in_parts(Segment& segment, const PartPlan& plan, std::vector<Segment>& rest) {
   const size_t run = programs_.num_layered(segment) + 1;
-  const bool prepares =
-      mode() == Mode::Layered ? compiles_ahead() && run >= kRunThatPrepares : run >= kRunThatPreparesUnasked;
+  const bool prepares = !grows(plan) &&
+      (mode() == Mode::Layered ? compiles_ahead() && run >= kRunThatPrepares : run >= kRunThatPreparesUnasked);
   std::vector<Value*> values; // alive in the parts
   for (const auto& value : segment.values) {
     values.push_back(value.get());
@@ -591,7 +601,9 @@ void Stream::run_in_parts(Segment& segment, const PartPlan& plan, std::vector<Se
     }
     throw;
   }
-  programs_.count_layered(segment);
+  if (!grows(plan)) { // which stays in parts
+    programs_.count_layered(segment);
+  }
   ++counters.segments_layered;
 }
 

@@ -608,6 +608,12 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     yield
 
 
+def pads_sizes() -> bool:
+    """Whether segments without gradients that come with many sizes are served by programs that are padded."""
+    return _pad_sizes == "1"
+
+
+_pad_sizes = os.environ.get("TPU_PAD_SIZES") or "1"
 _first_mode = os.environ.get("TPU_EAGER_MODE") or None
 if _first_mode in _MODES:
     eager_mode(_first_mode)
@@ -620,5 +626,7 @@ def check_environment() -> None:
     """RuntimeError for a variable of unknown meaning: at first use, for `import torch` stays unharmed."""
     if _first_mode not in (None, *_MODES):
         raise RuntimeError(f"TPU_EAGER_MODE={_first_mode!r}: expected one of {', '.join(_MODES)}")
+    if _pad_sizes not in ("0", "1"):
+        raise RuntimeError(f"TPU_PAD_SIZES={_pad_sizes!r}: expected 1 (pad where it is proven) or 0 (never)")
     if (asked := os.environ.get("TPU_DEBUG_NANS", "0")) not in ("", "0", "1"):
         raise RuntimeError(f"TPU_DEBUG_NANS={asked!r}: expected 1 (debug mode raises at the first NaN) or 0")

@@ -11,6 +11,7 @@ from tests.benchmarks.bars import Row, print_table
 BENCHMARKS = (
     "steady_state",
     "changing_shapes",
+    "generate",
     "recipe_steady_state",
     "dispatch",
     "mlp_step",

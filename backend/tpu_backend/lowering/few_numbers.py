@@ -8,7 +8,9 @@ steps on 27 numbers, ends 10^5 tolerances away on PyTorch's own CPU without vect
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from operator import add
 
@@ -27,13 +29,35 @@ _NUMBERS_OF_TWO_VECTORS = 32  # of 16 bit
 _MOST_SCALED = 2**14  # where the way over float64 costs no time that anybody would notice
 
 
+class _Asked(threading.local):
+    ordinary = False
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def in_ordinary_order() -> Iterator[None]:
+    """In here few numbers are computed as many are, so that lowerings of all sizes are alike."""
+    outer, _asked.ordinary = _asked.ordinary, True
+    try:
+        yield
+    finally:
+        _asked.ordinary = outer
+
+
+def are_few(count: int, most: int) -> bool:
+    """Whether so many numbers are a few."""
+    return 0 < count <= most and not _asked.ordinary
+
+
 def sum_of(values: jax.Array, dims: Sequence[int]) -> jax.Array:
     """The sum over ``dims``, without them."""
     ordinary = partial(jnp.sum, axis=tuple(dims), dtype=values.dtype)
     kept = values.shape[: values.ndim - len(dims)]
     count = math.prod(values.shape[len(kept) :])
     are_last = sorted(dims) == list(range(len(kept), values.ndim))
-    if values.dtype not in _DTYPES or not are_last or not 0 < count <= _MOST_ADDED:
+    if values.dtype not in _DTYPES or not are_last or not are_few(count, _MOST_ADDED):
         return ordinary(values)
     return lax.platform_dependent(
         values, cpu=lambda values: _sum_in_lanes(values.reshape(*kept, count)), default=ordinary
@@ -42,14 +66,14 @@ def sum_of(values: jax.Array, dims: Sequence[int]) -> jax.Array:
 
 def scalar_product(left: jax.Array, right: jax.Array, ordinary: Callable[..., jax.Array]) -> jax.Array:
     """``left @ right`` of two vectors; ``ordinary`` computes it for other sizes, dtypes and platforms."""
-    if left.dtype != jnp.float32 or not 0 < left.size <= _MOST_MULTIPLIED:
+    if left.dtype != jnp.float32 or not are_few(left.size, _MOST_MULTIPLIED):
         return ordinary(left, right)
     return lax.platform_dependent(left, right, cpu=_product_in_lanes, default=ordinary)
 
 
 def add_scaled(values: jax.Array, factor: jax.Array, others: jax.Array) -> jax.Array:
     """``values + factor * others``, on a CPU with one rounding."""
-    if max(values.size, others.size) > _MOST_SCALED:
+    if not are_few(max(1, values.size, others.size), _MOST_SCALED):
         return values + factor * others
     return rounding.fused(factor, others, values)
 
@@ -72,7 +96,7 @@ def rsqrt_16_bit(values: jax.Array, stored: Callable[[jax.Array], jax.Array]) ->
 def _with_left_over(vectors: jax.Array, others: Callable[[], jax.Array]) -> jax.Array:
     """On a CPU ``others`` for 16-bit numbers at the end of a contiguous array that fill no two vectors."""
     left_over = vectors.size % _NUMBERS_OF_TWO_VECTORS
-    if left_over == 0 or vectors.size > _MOST_SCALED:
+    if left_over == 0 or not are_few(vectors.size, _MOST_SCALED):
         return vectors
     is_left_over = jnp.arange(vectors.size).reshape(vectors.shape) >= vectors.size - left_over
     return lax.platform_dependent(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.few_numbers import scalar_product
+from tpu_backend.lowering.few_numbers import are_few, scalar_product
 from tpu_backend.lowering.registry import CannotCompile, Fit, NotLoweredError, lowering, opmath, stored
 from tpu_backend.lowering.settings import float32_matmul_precision
 
@@ -63,7 +63,7 @@ _FEW_TERMS = 16
 def batched_matmul(left: jax.Array, right: jax.Array) -> jax.Array:
     """``matmul`` of (..., m, k) and (..., k, n) in batches of one shape, as in ``bmm``."""
     rows, terms, columns = *left.shape[-2:], right.shape[-1]
-    is_small = 0 < rows * terms * columns < _FEW_MULTIPLICATIONS and terms <= _FEW_TERMS
+    is_small = are_few(rows * terms * columns, _FEW_MULTIPLICATIONS - 1) and terms <= _FEW_TERMS
     is_wide = jnp.issubdtype(left.dtype, jnp.inexact) and left.dtype.itemsize >= 4
     if not (is_small and is_wide and left.dtype == right.dtype):
         return matmul(left, right)

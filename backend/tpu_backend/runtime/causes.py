@@ -21,7 +21,7 @@ _OTHER_AUTOCAST = (
     0.8  # how much of its likeness a program keeps that was made with autocast switched the other way
 )
 _IN_AUTOCAST = 1 << 63  # as in csrc/signature.h
-_LAST_TENSOR = 62
+_LAST_TENSOR = 61
 
 
 class Cause(NamedTuple):

@@ -20,12 +20,15 @@ from tpu_backend.compiling import compiling
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.lowering.registry import is_16_bit
+from tpu_backend.padded import serving
+from tpu_backend.padded.executable import Plan, Resized
+from tpu_backend.padded.family import Lengthening
 from tpu_backend.runtime import ahead, compile_log, known_forms
 from tpu_backend.runtime.causes import Cause, causes_of
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.index_chains import longest_chain
 from tpu_backend.runtime.platform import platform
-from tpu_backend.runtime.program_key import environment, key_of_tape, key_of_text
+from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import entries
 from tpu_backend.runtime.stored_executable import (
@@ -61,6 +64,7 @@ class Executable(NamedTuple):
     demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
     compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk
     from_disk: bool
+    is_shared: bool = False  # another segment's program serves it, padded
 
 
 def lower_segment(
@@ -103,16 +107,20 @@ _SUMS_AND_PRODUCTS = f"{_SUMS},LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_INDIV
 _LARGE_ARRAY = 2**14  # elements; in a program of smaller ones the products are no matter of time
 
 
-def _options(description: dict[str, Any]) -> dict[str, Any] | None:
-    """What this program is compiled with besides the process's own XLA_FLAGS."""
+def _options(description: dict[str, Any], largest: int | None = None) -> dict[str, Any] | None:
+    """What this program is compiled with besides the process's own XLA_FLAGS; `largest`: elements of its
+    largest array, where that is not the segment's.
+    """
     if platform().name != "cpu":
         return None
     outputs = [output for entry, _, _ in entries(description["tape"]) for output in entry.outputs]
     if any(is_16_bit(lowered_dtype(output.dtype)) for output in outputs):
         return {_KERNELS_OF_YNN: ""}
-    shapes = [dims for _, dims in description["input_layouts"]] + [output.layout_dims for output in outputs]
-    is_large = any(math.prod(dims) > _LARGE_ARRAY for dims in shapes)
-    return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if is_large else _SUMS}
+    if largest is None:
+        shapes = [dims for _, dims in description["input_layouts"]]
+        shapes += [output.layout_dims for output in outputs]
+        largest = max(map(math.prod, shapes), default=0)
+    return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if largest > _LARGE_ARRAY else _SUMS}
 
 
 # XLA:CPU's emitters of fusions take exponential time for some chains of views. Without them it compiles those
@@ -156,6 +164,8 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
     there, or has failed, which `compile_segment` then tells.
     """
     causes = causes_of(descriptions, device_module.get_eager_mode())
+    for description in filter(serving.may_be_padded, descriptions):
+        serving.note(description)  # first: what grows shows in all of them
     for description, cause in zip(descriptions, causes, strict=True):
         ahead.begin(description, partial(_compile, cause=cause))
     if waits:
@@ -180,6 +190,10 @@ def _compile(description: dict[str, Any], cause: Cause) -> Executable:
     key = None if cache is None else key_of_tape(description, options)
     if cache is not None and key is not None and (found := _load(cache, key, names)) is not None:
         return found
+    if serving.may_be_padded(description):
+        if (padded := _padded(description, cache, key, names, cause)) is not None:
+            return padded
+        serving.note(description)
     start = time.perf_counter()
     lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
     if log.isEnabledFor(logging.DEBUG):
@@ -188,12 +202,86 @@ def _compile(description: dict[str, Any], cause: Cause) -> Executable:
         key = key_of_text(lowered, demands, options)
         if (found := _load(cache, key, names)) is not None:
             return found
+    return _compiled(lowered, demands, options, cache, key, names, cause, start)
+
+
+def _padded(
+    description: dict[str, Any],
+    cache: ExecutableCache | None,
+    key: str | None,
+    names: Sequence[str],
+    cause: Cause,
+) -> Executable | None:
+    """The executable of a segment that a padded program serves, of this process or an earlier one."""
+    made: list[Executable] = []  # for this segment: the first of those that share it
+
+    def build(lengthening: Lengthening) -> serving.Program:
+        program, key = _compile_padded(lengthening, names, cause)
+        made.append(program)
+        return serving.Program(program.execute, program.handlers, program.compiled, key)
+
+    def load(key: str) -> Executable | None:
+        found = None if cache is None else _load(cache, key, names)
+        made.extend(filter(None, [found]))
+        return found
+
+    def executable(program: serving.Program, plan: Plan, demands: tuple[Demand, ...]) -> Executable:
+        execute = Resized(program.execute, program.handlers, plan)
+        from_disk = bool(made) and made[0].from_disk
+        return Executable(execute, [], demands, program.compiled, from_disk, is_shared=not made)
+
+    key = None if key is None else key_of_plan(key)
+    if cache is not None and key is not None and (found := cache.read(key)) is not None:
+        header, _ = found
+        if (program := serving.loaded(header["program"], load)) is not None:
+            return executable(program, Plan(**header["plan"]), demands_of(header))
+    served = serving.serve(description, build)
+    if served is None:
+        return None
+    if cache is not None and key is not None and are_storable(served.demands):
+        plan = {"program": served.program.key, "plan": served.plan._asdict(), "environment": environment()}
+        cache.write(key, header_of([], served.demands, 0) | plan, b"")
+        known_forms.keep()
+    return executable(served.program, served.plan, served.demands)
+
+
+def _compile_padded(
+    lengthening: Lengthening, names: Sequence[str], cause: Cause
+) -> tuple[Executable, str | None]:
+    """The program of a family at a bucket, from the executable cache or compiled and kept there; its key."""
+    start = time.perf_counter()
+    cache = executable_cache.current()
+    description = lengthening.family.description
+    places = {local: position for position, local in enumerate(description["inputs"])}
+    donated = tuple(places[local] for local in description["donated"])
+    shapes = lengthening.shapes(SingleDeviceSharding(platform().devices[0]))
+    with jax.enable_x64(True):
+        lowered = jax.jit(lengthening.function, donate_argnums=donated, keep_unused=True).lower(*shapes)
+    options = _options(description, lengthening.largest)
+    key = None if cache is None else key_of_text(lowered, (), options)
+    found = None if cache is None or key is None else _load(cache, key, names)
+    if found is None:
+        found = _compiled(lowered, (), options, cache, key, names, cause, start)
+    return found, key
+
+
+def _compiled(
+    lowered: jax.stages.Lowered,
+    demands: tuple[Demand, ...],
+    options: dict[str, Any] | None,
+    cache: ExecutableCache | None,
+    key: str | None,
+    names: Sequence[str],
+    cause: Cause,
+    start: float,
+) -> Executable:
+    """Has XLA compile a program, and keeps it on disk."""
     with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
         compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
-    compile_log.record(names, time.perf_counter() - start, cause)
+    compile_log.record(tuple(names), time.perf_counter() - start, cause)
     if cache is not None and key is not None and are_storable(demands):
         _keep(cache, key, compiled, header_of(jax.tree.leaves(lowered.out_info), demands, temporary_bytes))
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]

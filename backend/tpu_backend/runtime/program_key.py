@@ -140,6 +140,11 @@ def key_of_text(
     return _key({"text": lowered.as_text(), "demands": said, "options": options})
 
 
+def key_of_plan(key: str) -> str:
+    """The key of how a padded program serves the segment that has this key."""
+    return _key({"plan": key})
+
+
 def key_of_forms() -> str:
     """The key of what was found out about forms of ops, see `known_forms.py`."""
     return _key({"forms": True})

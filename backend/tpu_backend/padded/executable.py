@@ -1,0 +1,96 @@
+"""A program at a bucket as the executable of a segment that is shorter: inputs are padded, results cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.transfer import put_array, put_numbers
+
+Pieces = list[list[int]]
+
+
+class Plan(NamedTuple):
+    """What stands between a segment and the program that serves it."""
+
+    inputs: Sequence[Pieces | None]  # by input, see `pieces` in family.py
+    outputs: Sequence[Pieces | None]
+    numbers: Sequence[int]  # the program's last argument
+
+
+class Resized:
+    """``execute`` of a segment's executable."""
+
+    def __init__(self, execute: Callable[..., Any], handlers: list[Any], plan: Plan):
+        self._execute, self._handlers, self._plan = execute, handlers, plan
+        self._numbers = put_numbers(np.array(plan.numbers, np.int64))
+
+    def __call__(self, arguments: list[jax.Array], with_tokens: bool) -> _Results:
+        inputs = self._plan.inputs
+        given = [
+            array if pieces is None else padded(array, pieces)
+            for array, pieces in zip(arguments, inputs, strict=False)
+        ]
+        results = self._execute([*given, *arguments[len(inputs) :], self._numbers], with_tokens=with_tokens)
+        return _Results(results, self._handlers, self._plan.outputs)
+
+
+class _Results:
+    """What came out, as the recorder takes it."""
+
+    def __init__(self, results: Any, handlers: list[Any], outputs: Sequence[Pieces | None]):
+        self._results, self._handlers, self._outputs = results, handlers, outputs
+
+    def consume_with_handlers(self, _: list[Any]) -> list[jax.Array]:
+        arrays = self._results.consume_with_handlers(self._handlers)
+        for place, pieces in enumerate(self._outputs):
+            if pieces is not None:
+                arrays[place] = cut(arrays[place], pieces)
+        return arrays
+
+    def consume_token(self) -> Any:
+        return self._results.consume_token()
+
+
+def padded(array: jax.Array, pieces: Pieces) -> jax.Array:
+    """The array with zeros behind what counts."""
+    if platform().name != "cpu":
+        return _program(tuple(map(tuple, pieces)), _pad)(array)
+    host = np.zeros([places for _, places, _ in pieces], array.dtype)
+    host[tuple(slice(count) for _, _, count in pieces)] = np.asarray(array)
+    return put_array(host, 0)
+
+
+def cut(array: jax.Array, pieces: Pieces) -> jax.Array:
+    """What counts of an array."""
+    if platform().name != "cpu":
+        return _program(tuple(map(tuple, pieces)), _crop)(array)
+    return put_array(np.array(_crop(np.asarray(array), tuple(map(tuple, pieces))), order="C", copy=True), 0)
+
+
+def _pad(array: Any, pieces: tuple[tuple[int, ...], ...]) -> Any:
+    return lax.pad(array, np.zeros((), array.dtype), [(0, places - count, 0) for _, places, count in pieces])
+
+
+def _crop(array: Any, pieces: tuple[tuple[int, ...], ...]) -> Any:
+    blocks = array.reshape([size for blocks, places, _ in pieces for size in (blocks, places)])
+    kept = blocks[tuple(slice(count) for blocks, _, count in pieces for count in (blocks, count))]
+    return kept.reshape([blocks * count for blocks, _, count in pieces])
+
+
+@cache
+def _program(pieces: tuple[tuple[int, ...], ...], function: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """On a device whose memory the host does not see: a program a size."""
+    compiled = jax.jit(lambda array: function(array, pieces))
+
+    def run(array: jax.Array) -> jax.Array:
+        with jax.enable_x64(True):
+            return compiled(array)
+
+    return run

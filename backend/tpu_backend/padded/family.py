@@ -1,0 +1,266 @@
+"""Segments that are one program but for a size T: recognised, proven, and described at a bucket.
+
+Nobody names T. Two tapes that differ in numbers alone, all of which are linear in one of them, are a
+family; a third tape belongs to it where each of its numbers is what the family says of its T. Numbers are
+compared in JAX's operations (`traced.py`), each entry's lowering traced at each size: a lowering that takes
+another way for another size is another program, and no part of the family.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_backend.lowering.bounds import Demand
+from tpu_backend.padded.dims import (
+    Dim,
+    Examples,
+    Grown,
+    Linear,
+    NotPaddableError,
+    Number,
+    grown,
+    is_grown,
+    size_at,
+)
+from tpu_backend.padded.rules import Lengthened, Padded
+from tpu_backend.padded.traced import Traced, num_offsets, number_dtypes, trace
+from tpu_backend.runtime.dtypes import stored_dtype
+from tpu_backend.runtime.signature import Signature, entries
+
+log = logging.getLogger("tpu_backend.compile")
+
+Description = dict[str, Any]
+
+
+def outline(description: Description) -> tuple[Any, ...]:
+    """What two segments that are alike but for a size have in common, seen from afar."""
+    words = [
+        (entry.overload, precision, tuple(links)) for entry, precision, links in entries(description["tape"])
+    ]
+    layouts = [(dtype, len(dims)) for dtype, dims in description["input_layouts"]]
+    rest = ("inputs", "outputs", "donated")
+    counts = ("num_floats", "num_doubles", "num_integers")
+    return (
+        tuple(words),
+        tuple(layouts),
+        *(tuple(description[name]) for name in rest),
+        *(description[name] for name in counts),
+        len(description["offsets"]),
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One entry: its forms at both sizes."""
+
+    entry: Signature
+    links: tuple[int, ...]
+    first: Traced
+    second: Traced
+    numbers: tuple[Number | float, ...]  # of the form, solved
+    inputs: tuple[bool, ...]  # which offsets are given at run time
+
+
+def _forms(
+    description: Description, inputs: Sequence[bool]
+) -> Iterator[tuple[Signature, Any, int | None, Any]]:
+    """Each entry with its links, its precision, and its offsets, each with whether it is an input."""
+    offsets = iter(zip(description["offsets"], inputs, strict=True))
+    for entry, precision, links in entries(description["tape"]):
+        yield entry, links, precision, tuple(itertools.islice(offsets, num_offsets(entry)))
+
+
+class Family:
+    """Segments like these two. Raises NotPaddableError where they are no family."""
+
+    def __init__(self, first: Description, second: Description):
+        self.description = first
+        sizes = [
+            (size, other)
+            for (_, dims), (_, others) in zip(first["input_layouts"], second["input_layouts"], strict=True)
+            for size, other in zip(dims, others, strict=True)
+        ]
+        growing = [pair for pair in sizes if pair[0] != pair[1]]
+        if not growing:
+            raise NotPaddableError("no input grows")
+        self._place = sizes.index(min(growing, key=lambda pair: abs(pair[1] - pair[0])))
+        self.examples = Examples(*sizes[self._place])
+        self.input_dims = [
+            tuple(grown(self.examples.solve(*pair)) for pair in zip(dims, others, strict=True))
+            for (_, dims), (_, others) in zip(first["input_layouts"], second["input_layouts"], strict=True)
+        ]
+        if any(is_grown(dims) for local, dims in self._inputs() if local in first["donated"]):
+            raise NotPaddableError("a tensor that grows is written in place")
+        self._offsets = [
+            None if offset != other else offset
+            for offset, other in zip(first["offsets"], second["offsets"], strict=True)
+        ]
+        self.steps = list(self._steps(first, second))
+
+    def _inputs(self) -> Iterator[tuple[int, tuple[Dim, ...]]]:
+        return zip(self.description["inputs"], self.input_dims, strict=True)
+
+    @property
+    def _given(self) -> list[bool]:
+        return [offset is None for offset in self._offsets]
+
+    def _steps(self, first: Description, second: Description) -> Iterator[_Step]:
+        solved: dict[tuple[Traced, Traced], tuple[Number | float, ...]] = {}
+        for one, other in zip(_forms(first, self._given), _forms(second, self._given), strict=True):
+            entry, links, precision, offsets = one
+            forms = trace(entry.number, precision, offsets), trace(other[0].number, other[2], other[3])
+            if forms[0].skeleton != forms[1].skeleton:
+                raise NotPaddableError(f"{entry.overload} is computed in another way")
+            if forms not in solved:
+                pairs = zip(forms[0].numbers, forms[1].numbers, strict=True)
+                solved[forms] = tuple(self._solve(*pair) for pair in pairs)
+            inputs = tuple(is_input for _, is_input in offsets)
+            yield _Step(entry, tuple(links), *forms, solved[forms], inputs)
+
+    def _solve(self, first: float, second: float) -> Number | float:
+        if first == second:
+            return first
+        if int(first) != first or int(second) != second:
+            raise NotPaddableError(f"{first} and {second} are no whole numbers")
+        return self.examples.solve(int(first), int(second))
+
+    def size_of(self, description: Description) -> int | None:
+        """The size T of a segment of this family; None where it is none."""
+        layouts = description["input_layouts"]
+        size = [size for _, dims in layouts for size in dims][self._place]
+        first = self.description["input_layouts"]
+        for (dtype, dims), (other, _), known in zip(layouts, first, self.input_dims, strict=True):
+            if dtype != other or tuple(dims) != tuple(size_at(dim, size) for dim in known):
+                return None
+        for offset, known_offset in zip(description["offsets"], self._offsets, strict=True):
+            if known_offset is not None and offset != known_offset:
+                return None
+        compared: set[tuple[Traced, Traced]] = set()
+        for step, form in zip(self.steps, self._traced(description), strict=True):
+            if (step.first, form) in compared:
+                continue
+            if form.skeleton != step.first.skeleton or len(form.demands) != len(step.first.demands):
+                log.debug("not padded: %s is computed in another way", step.entry.described())
+                return None
+            for number, there in zip(step.numbers, form.numbers, strict=True):
+                if (number.at(size) if isinstance(number, Linear) else number) != there:
+                    log.debug("not padded: %s has a number that does not fit", step.entry.described())
+                    return None
+            compared.add((step.first, form))
+        return size
+
+    def _traced(self, description: Description) -> Iterator[Traced]:
+        for entry, _, precision, offsets in _forms(description, self._given):
+            yield trace(entry.number, precision, offsets)
+
+    def demands_of(self, description: Description) -> tuple[Demand, ...]:
+        """What a segment of this family demands of its indices."""
+        return tuple(
+            Demand(demand.error, demand.text, place, demand.node)
+            for place, form in enumerate(self._traced(description))
+            for demand in form.demands
+        )
+
+    def numbers_of(self, description: Description, size: int) -> list[int]:
+        """The last argument of the program: T, and the offsets that differ."""
+        given = zip(description["offsets"], self._given, strict=True)
+        return [size, *(offset for offset, is_given in given if is_given)]
+
+    @cached_property
+    def cost(self) -> Number | float:
+        """Elements of all that is made for one more of T."""
+        example = self.examples.first
+        return sum(
+            _elements(variable.aval.shape)
+            for step in self.steps
+            for variable in step.first.jaxpr.jaxpr.outvars
+        ) / max(1, example)
+
+    # ---- the program
+
+    def at(self, bucket: int) -> Lengthening:
+        return Lengthening(self, bucket)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+@dataclass(eq=False)
+class Lengthening:
+    """The program of a family at a bucket: when `function` was traced, `outputs` and `largest` are known."""
+
+    family: Family
+    bucket: int
+    outputs: list[tuple[Dim, ...]] = field(default_factory=list)
+    largest: int = 0
+
+    def shapes(self, sharding: Any) -> list[jax.ShapeDtypeStruct]:
+        """Of its arguments: the inputs, the packed numbers, then T and the offsets that are given."""
+        description = self.family.description
+        shapes = [
+            (tuple(size_at(dim, self.bucket) for dim in dims), stored_dtype(dtype))
+            for dims, (dtype, _) in zip(self.family.input_dims, description["input_layouts"], strict=True)
+        ]
+        for name, dtype in (("num_floats", "float32"), ("num_doubles", "float64"), ("num_integers", "int64")):
+            if description[name]:
+                shapes.append(((description[name],), jnp.dtype(dtype)))
+        shapes.append(((1 + sum(self.family._given),), jnp.dtype("int64")))
+        return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+
+    def function(self, *arguments: jax.Array) -> tuple[jax.Array, ...]:
+        description = self.family.description
+        inputs: list[int] = description["inputs"]
+        rest = iter(arguments[len(inputs) :])
+        packs: dict[str, Iterator[Any]] = {}
+        for name, dtype in (("num_floats", "float32"), ("num_doubles", "float64"), ("num_integers", "int64")):
+            packs[dtype] = _unpacked(next(rest), description[name]) if description[name] else iter(())
+        numbers = next(rest)
+        offsets = _unpacked(numbers[1:], numbers.shape[0] - 1)
+        evaluator = Lengthened(self.family.examples, self.bucket, numbers[0])
+        values = {
+            local: Padded(array, dims)
+            for local, dims, array in zip(inputs, self.family.input_dims, arguments, strict=False)
+        }
+        taken = set(inputs)
+        fresh = (local for local in itertools.count() if local not in taken)
+        offenders = []
+        for step in self.family.steps:
+            operands = [values[link] for link in step.links]
+            operands += [Padded(next(packs[dtype]), ()) for dtype in number_dtypes(step.entry)]
+            operands += [Padded(next(offsets), ()) for is_given in step.inputs if is_given]
+            results = evaluator.run(step.first.jaxpr, step.second.jaxpr, operands)
+            made = len(results) - len(step.first.demands)
+            offenders += [result.array for result in results[made:]]
+            for result in results[:made]:
+                values[next(fresh)] = result
+        wanted = [values[local] for local in description["outputs"]]
+        self.outputs = [value.dims for value in wanted]
+        self.largest = evaluator.largest
+        results = tuple(value.array for value in wanted)
+        return (*results, jnp.stack(offenders)) if offenders else results
+
+
+def _unpacked(array: jax.Array, count: int) -> Iterator[jax.Array]:
+    return (array[place] for place in range(count))
+
+
+def pieces(dims: Sequence[Dim], bucket: int, size: int) -> list[list[int]] | None:
+    """Blocks, places and places that count of each dim, as JSON holds them; None where all of it counts."""
+    if not is_grown(dims) or bucket == size:
+        return None
+    return [
+        [dim.blocks, dim.length.at(bucket), dim.length.at(size)] if isinstance(dim, Grown) else [1, dim, dim]
+        for dim in dims
+    ]

@@ -1,0 +1,181 @@
+"""Which segments are served by a program that is padded, and by which.
+
+Only segments that were recorded without gradients, and from the third size on: the first two are compiled
+as they are, and show what grows. What cannot be proven (`rules.py`) is compiled for its own sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import torch
+
+from tpu_backend import device_module
+from tpu_backend.compiled.padding import bucket as fine_bucket
+from tpu_backend.lowering.bounds import Demand
+from tpu_backend.padded.dims import NotPaddableError
+from tpu_backend.padded.executable import Plan
+from tpu_backend.padded.family import Description, Family, Lengthening, outline, pieces
+from tpu_backend.runtime.program_key import settled_by_version
+from tpu_backend.runtime.signature import entries
+
+log = logging.getLogger("tpu_backend.compile")
+
+_WITHOUT_GRADIENTS = 1 << 62  # as in csrc/signature.h
+_KEPT = 6  # segments of a class, to compare with
+_MOST_ATTEMPTS = 24  # to find a family among those of a class
+_MOST_CLASSES = 512
+_SMALLEST = 32
+_CHEAP = 2**22  # elements made at _SMALLEST; a program of fewer runs for milliseconds
+
+
+class Program(NamedTuple):
+    """A padded program, loaded."""
+
+    execute: Callable[..., Any]
+    handlers: list[Any]
+    compiled: Any  # holds what its host callbacks need
+    key: str | None  # by which the executable cache has it
+
+
+class Served(NamedTuple):
+    """What serves a segment."""
+
+    program: Program
+    plan: Plan
+    demands: tuple[Demand, ...]
+
+
+class Build(Protocol):
+    """Compiles a padded program, or finds it on disk."""
+
+    def __call__(self, lengthening: Lengthening) -> Program: ...
+
+
+class _Class:
+    """Segments of one outline."""
+
+    def __init__(self) -> None:
+        self.examples: deque[Description] = deque(maxlen=_KEPT)
+        self.families: list[Family] = []
+        self.num_attempts = 0
+
+
+_lock = threading.RLock()
+_classes: OrderedDict[tuple[Any, ...], _Class] = OrderedDict()
+_loaded: dict[str, Program] = {}
+_programs: dict[tuple[Family, int], Future[tuple[Program, list[tuple[Any, ...]]]]] = {}
+
+
+def may_be_padded(description: Description) -> bool:
+    """Whether it was recorded without gradients, of this package's operations, in a mode that records."""
+    return (
+        device_module.pads_sizes()
+        and device_module.get_eager_mode() in ("fused", "layered")
+        and not torch.are_deterministic_algorithms_enabled()
+        and not any(description["offset_is_input"])
+        and all(each & _WITHOUT_GRADIENTS for each in description["circumstances"])
+        and all(settled_by_version(entry.name) for entry, _, _ in entries(description["tape"]))
+    )
+
+
+def note(description: Description) -> None:
+    """A segment is to be compiled: it is an example."""
+    with _lock:
+        found = _class_of(description)
+        if all(example["tape"] != description["tape"] for example in found.examples):
+            found.examples.append(description)
+
+
+def serve(description: Description, build: Build) -> Served | None:
+    """What serves a segment; None where it is to be compiled for its own sizes."""
+    with _lock, jax.enable_x64(True):
+        found = _family_of(description)
+    if found is None:
+        return None
+    family, size = found
+    length = _bucket(family, size)
+    program, outputs = _program(family, length, build)
+    plan = Plan(
+        [pieces(dims, length, size) for dims in family.input_dims],
+        [pieces(dims, length, size) for dims in outputs],
+        family.numbers_of(description, size),
+    )
+    return Served(program, plan, family.demands_of(description))
+
+
+def loaded(key: str, load: Callable[[str], Any]) -> Program | None:
+    """The padded program that the executable cache has by this key; loaded once."""
+    with _lock:
+        if key not in _loaded and (found := load(key)) is not None:
+            _loaded[key] = Program(found.execute, found.handlers, found.compiled, key)
+        return _loaded.get(key)
+
+
+def _class_of(description: Description) -> _Class:
+    key = outline(description)
+    found = _classes.setdefault(key, _Class())
+    _classes.move_to_end(key)
+    if len(_classes) > _MOST_CLASSES:
+        _classes.popitem(last=False)
+    return found
+
+
+def _family_of(description: Description) -> tuple[Family, int] | None:
+    """The family that a segment belongs to, and its size there."""
+    found = _class_of(description)
+    for family in found.families:
+        if (size := family.size_of(description)) is not None:
+            return family, size
+    others = [example for example in found.examples if example["tape"] != description["tape"]]
+    for pair in itertools.combinations(reversed(others), 2):
+        if found.num_attempts >= _MOST_ATTEMPTS:
+            return None
+        found.num_attempts += 1
+        try:
+            family = Family(*pair)
+            if (size := family.size_of(description)) is None:
+                continue
+            lengthening = family.at(_bucket(family, size))
+            jax.eval_shape(lengthening.function, *lengthening.shapes(None))
+        except NotPaddableError as why:
+            log.debug("not padded: %s", why)
+            continue
+        except Exception as error:  # a rule that is wrong: nothing is lost but time
+            log.warning("not padded: %s: %s", type(error).__name__, error)
+            continue
+        found.families.append(family)
+        return family, size
+    return None
+
+
+def _bucket(family: Family, size: int) -> int:
+    """How long the program is that serves a size: 32, 48, 64, 96, ...; of large rows 4, 6, 8, ..."""
+    return max(_SMALLEST, fine_bucket(size)) if family.cost * _SMALLEST <= _CHEAP else fine_bucket(size)
+
+
+def _program(family: Family, length: int, build: Build) -> tuple[Program, Sequence[tuple[Any, ...]]]:
+    """The program of a family at a bucket: compiled once, by whoever comes first."""
+    with _lock:
+        future = _programs.get((family, length))
+        is_mine = future is None
+        if future is None:
+            future = _programs[family, length] = Future()
+    if is_mine:
+        lengthening = family.at(length)
+        try:
+            program = build(lengthening)
+        except BaseException as error:
+            with _lock:
+                del _programs[family, length]
+            future.set_exception(error)
+            raise
+        future.set_result((program, lengthening.outputs))
+    return future.result()

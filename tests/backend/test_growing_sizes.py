@@ -1,0 +1,168 @@
+"""Sizes that grow, without gradients: two programs show what grows, a third serves the sizes after them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SIZES = (9, 10, 11, 17, 30)
+
+
+def compiled_by(function, inputs) -> list[int]:
+    """Programs that each size compiled; results are the CPU's."""
+    counts = []
+    for size in SIZES:
+        before = torch.tpu.compile_stats()["compilations"]
+        with torch.no_grad():
+            given = inputs(size)
+            theirs = function(*given)
+            ours = function(*(each.to("tpu") for each in given))
+        torch.testing.assert_close(ours.cpu(), theirs, equal_nan=True)
+        counts.append(torch.tpu.compile_stats()["compilations"] - before)
+    return counts
+
+
+def rows(size: int) -> list[Tensor]:
+    """Numbers whose neighbours in a padded program, zeros, give inf and NaN in what is computed of them."""
+    torch.manual_seed(size)
+    return [torch.rand(size, 6) + 0.5]
+
+
+# What meets along the size that grows, behind an operation that makes NaN or inf of what was padded.
+MEETS = {
+    "sum": lambda x: (1 / x).sum(0),
+    "mean": lambda x: x.log().mean(0),
+    "variance": lambda x: (1 / x).var(0),
+    "maximum": lambda x: (1 / x).amax(0) + (-1 / x).amin(),
+    "argmax": lambda x: (1 / x).argmax(0),
+    "softmax": lambda x: (1 / x).softmax(0).sum(0),
+    "contraction": lambda x: (1 / x).t() @ x.log(),
+    "scores": lambda x: ((x @ x.t()) / x.sum(1)).softmax(-1) @ (1 / x),
+    "cumulative": lambda x: (1 / x).cumsum(0)[-1],
+    "sorted": lambda x: (1 / x).sort(stable=True, dim=0).values[-3:],
+    "largest": lambda x: (1 / x).topk(3, 0).indices,
+    "joined": lambda x: torch.cat([1 / x, x[:2]]).sum(0),
+    "last": lambda x: (1 / x)[-1] + x[1:].sum(0) + x[:-1].sum(0),
+    "flipped": lambda x: (1 / x).flip(0)[0],
+    "causal": lambda x: F.scaled_dot_product_attention(x[None], x[None], 1 / x[None], is_causal=True)[0, -1],
+    "places": lambda x: (torch.arange(x.shape[0], device=x.device)[:, None] * x).sum(0),
+    "any": lambda x: (1 / x).isnan().any(0),
+    "picked": lambda x: x[[-1]] * F.pad(1 / x, (0, 0, 0, 2)).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", MEETS)
+def test_what_meets_along_a_size_is_masked(name):
+    assert compiled_by(MEETS[name], rows) == [1, 1, 1, 0, 0]
+
+
+def test_what_is_not_proven_is_compiled_for_each_size():
+    def draws(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.0) * torch.zeros_like(x).uniform_(1, 1)
+
+    assert compiled_by(draws, rows) == [1] * len(SIZES)
+
+
+def test_gradients_and_deterministic_algorithms_are_not_padded():
+    def with_gradients(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return (x * 3).sum(0)
+
+    assert compiled_by(with_gradients, rows) == [1] * len(SIZES)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert compiled_by(lambda x: (x * x).sum(1), rows) == [1] * len(SIZES)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_index_out_of_range_is_told_with_its_own_size():
+    table = torch.rand(7, 3)
+    on_device = table.to("tpu")
+    with torch.no_grad():
+        for size in (9, 10, 11):
+            on_device[torch.arange(size).to("tpu") % 7].cpu()
+        wrong = torch.zeros(12, dtype=torch.long)
+        wrong[-1] = 7
+        picked = on_device[wrong.to("tpu")]
+        with pytest.raises(IndexError, match="7"):
+            torch.tpu.synchronize()
+        del picked
+
+
+# ---- a decoder
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, length: int, by_hand: bool):
+        super().__init__()
+        self.heads, self.by_hand = heads, by_hand
+        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("mask", torch.ones(length, length).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = self.qkv(self.norm(x)).split(width, 2)
+        q, k, v = (each.view(batch, length, self.heads, -1).transpose(1, 2) for each in split)
+        if self.by_hand:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            scores = scores.masked_fill(self.mask[:length, :length] == 0, -math.inf)
+            attended = scores.softmax(-1) @ v
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, length: int, by_hand: bool, vocabulary: int = 13, width: int = 16, layers: int = 1):
+        super().__init__()
+        self.length = length
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, 2, length, by_hand) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.blocks(self.tokens(tokens) + self.places(places))
+        return self.head(self.norm(x)[:, [-1], :])
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int, greedy: bool) -> Tensor:
+        for _ in range(count):
+            logits = self(tokens[:, -self.length :])[:, -1] / 0.8
+            least = logits.topk(5).values[:, [-1]]
+            logits = logits.masked_fill(logits < least, -math.inf)
+            chosen = logits.argmax(-1, keepdim=True) if greedy else logits.softmax(-1).multinomial(1)
+            tokens = torch.cat([tokens, chosen], 1)
+        return tokens
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_decoder_generates_with_few_programs(by_hand):
+    torch.manual_seed(0)
+    model = Decoder(24, by_hand).eval()
+    prompt = torch.tensor([[3, 1, 2]])
+    expected = model.generate(prompt, 30, greedy=True)
+    model = model.to("tpu")
+    before = torch.tpu.compile_stats()["compilations"]
+    assert torch.equal(model.generate(prompt.to("tpu"), 30, greedy=True).cpu(), expected)
+    assert torch.tpu.compile_stats()["compilations"] - before <= 8
+
+
+def test_draws_are_those_of_a_program_a_size():
+    table = torch.rand(7, 7).to("tpu")
+    drawn = []
+    for mode in ("fused", "strict"):
+        tokens = torch.tensor([[3, 1, 2]]).to("tpu")
+        torch.tpu.manual_seed(7)
+        with torch.tpu.eager_mode(mode), torch.no_grad():
+            for _ in range(6):
+                tokens = torch.cat([tokens, table[tokens].mean(1).softmax(-1).multinomial(1)], 1)
+                torch.tpu.flush()
+        drawn.append(tokens.cpu())
+    assert torch.equal(*drawn)
