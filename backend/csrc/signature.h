@@ -117,7 +117,7 @@ struct EncodedCall {
   c10::SmallVector<RuntimeNumber, 8> numbers; // Runtime and Random, in order
   std::vector<at::Tensor> moved; // CPU tensors that had to be copied to the device
   at::Generator generator; // of a random op: its seed and offset are the last two numbers
-  // Bit i: tensor i requires a gradient, in the last bit below kInAutocast all that follow.  It shapes no program by itself,
+  // Bit i: tensor i requires a gradient, in bit 61 all that follow.  It shapes no program by itself,
   // and tells afterwards why there was another one.
   uint64_t circumstances{0};
 
