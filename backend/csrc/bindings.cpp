@@ -184,6 +184,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("begins_layered", &tpu::begins_layered);
   m.def("mark_compile_thread", &tpu::mark_compile_thread);
   m.def("set_begins_layered", &tpu::set_begins_layered);
+  m.def("pads_sizes", &tpu::pads_sizes);
+  m.def("set_pads_sizes", &tpu::set_pads_sizes);
   m.def("set_mode", [](int mode) { tpu::set_mode(static_cast<tpu::Mode>(mode)); });
   m.def("get_mode", [] { return static_cast<int>(tpu::mode()); });
   m.def(

@@ -59,6 +59,7 @@ bool may_come_in_turns(const Segment& segment) {
 std::atomic<Mode> g_mode{Mode::Fused};
 std::atomic<bool> g_compiles_ahead{false};
 std::atomic<bool> g_begins_layered{false};
+std::atomic<bool> g_pads_sizes{false};
 std::atomic<bool> g_forked{false};
 
 } // namespace
@@ -95,6 +96,13 @@ bool begins_layered() {
 }
 void set_begins_layered(bool begins_layered) {
   g_begins_layered.store(begins_layered, std::memory_order_relaxed);
+}
+
+bool pads_sizes() {
+  return g_pads_sizes.load(std::memory_order_relaxed);
+}
+void set_pads_sizes(bool pads_sizes) {
+  g_pads_sizes.store(pads_sizes, std::memory_order_relaxed);
 }
 
 std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {
@@ -239,7 +247,7 @@ void Stream::append(
     segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});
   }
   segment_.entries.push_back(&signature);
-  const bool without_gradients = !at::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() < 0;
+  const bool without_gradients = pads_sizes() && !at::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() < 0;
   segment_.circumstances.push_back(call.circumstances | (without_gradients ? kWithoutGradients : 0));
   for (const auto& tensor : call.tensors) {
     if (tensor.reads) {

@@ -227,6 +227,9 @@ void set_compiles_ahead(bool compiles_ahead);
 // In fused mode: whether a segment is run as in layered mode the first times.
 bool begins_layered();
 void set_begins_layered(bool begins_layered);
+// Whether segments without gradients whose sizes grow may share padded programs; see tpu_backend/padded.
+bool pads_sizes();
+void set_pads_sizes(bool pads_sizes);
 
 // Whether this process was forked from one in which the device was running.  JAX's threads are not in it, so a launch
 // would hang; every use of a stream raises instead.

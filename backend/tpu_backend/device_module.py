@@ -608,12 +608,8 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     yield
 
 
-def pads_sizes() -> bool:
-    """Whether segments without gradients that come with many sizes are served by programs that are padded."""
-    return _pad_sizes == "1"
-
-
-_pad_sizes = os.environ.get("TPU_PAD_SIZES") or "1"
+_pad_sizes = os.environ.get("TPU_PAD_SIZES") or "0"
+_C.set_pads_sizes(_pad_sizes == "1")
 _first_mode = os.environ.get("TPU_EAGER_MODE") or None
 if _first_mode in _MODES:
     eager_mode(_first_mode)

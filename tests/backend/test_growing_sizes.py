@@ -7,7 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpu_backend import _C
+
 SIZES = (9, 10, 11, 17, 30)
+
+
+@pytest.fixture(autouse=True)
+def padding():
+    """As with TPU_PAD_SIZES=1."""
+    _C.set_pads_sizes(True)
+    yield
+    _C.set_pads_sizes(False)
 
 
 def compiled_by(function, inputs) -> list[int]:
@@ -76,6 +86,11 @@ def test_gradients_and_deterministic_algorithms_are_not_padded():
         assert compiled_by(lambda x: (x * x).sum(1), rows) == [1] * len(SIZES)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_nothing_is_padded_unless_it_is_asked_for():
+    _C.set_pads_sizes(False)
+    assert compiled_by(lambda x: (1 / x).sum(0) * 3, rows) == [1] * len(SIZES)
 
 
 def test_an_index_out_of_range_is_told_with_its_own_size():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import torch
 
-from tpu_backend import device_module
+from tpu_backend import _C, device_module
 from tpu_backend.compiled.padding import bucket as fine_bucket
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.padded.dims import NotPaddableError
@@ -77,7 +77,7 @@ _programs: dict[tuple[Family, int], Future[tuple[Program, list[tuple[Any, ...]]]
 def may_be_padded(description: Description) -> bool:
     """Whether it was recorded without gradients, of this package's operations, in a mode that records."""
     return (
-        device_module.pads_sizes()
+        _C.pads_sizes()
         and device_module.get_eager_mode() in ("fused", "layered")
         and not torch.are_deterministic_algorithms_enabled()
         and not any(description["offset_is_input"])
