@@ -1,4 +1,4 @@
-"""With TPU_PAD_SIZES=1, 40 tokens of a decoder that grows by one a turn: cold, and in a process with a warm executable cache.
+"""40 tokens of a decoder that grows by one a turn, with TPU_PAD_SIZES=1: cold, and with a warm cache.
 
 The decoder is laid out as a small character model (6 layers of 384) and as four layers of a GPT-2; it has no
 cache of keys and values, so all of it grows.
