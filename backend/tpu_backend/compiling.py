@@ -29,7 +29,7 @@ def compiling(
     it is asked at the first line, in a thread of its own.
     """
     thread, start = threading.get_ident(), time.perf_counter()
-    # Of the two threads none waits for the other's Python, in which a finalizer may wait for this compilation.
+    # A lock of C: while it is held no Python runs in which a finalizer could wait for this compilation.
     under_way = _thread.allocate_lock()
     under_way.acquire()
 
