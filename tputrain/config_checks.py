@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from numbers import Integral, Real
+from numbers import Real
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -32,9 +32,9 @@ def expect_choice(key: str, value: str, choices: Collection[str]) -> None:
     expect(value in choices, key, value, f"one of {', '.join(choices)}{suggestion}")
 
 
-_KINDS: dict[Any, tuple[type, str]] = {
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
+_KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
     bool: (bool, "true or false"),
     str: (str, "text"),
     type(None): (type(None), "null"),
@@ -75,8 +75,8 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _as_python(value: object) -> object:
-    """A text with its quotes, where what is wrong is that it is one."""
-    return repr(value) if isinstance(value, str) else value
+    """A text with its quotes, and a number of NumPy by its type, where that is what is wrong."""
+    return value if type(value) in (int, float, bool, type(None)) else repr(value)
 
 
 def _is_a(value: object, hint: Any) -> bool:

@@ -220,6 +220,8 @@ class IterableFeed:
 
     def restore(self, state: dict[str, Any]) -> None:
         _expect_kind(state, "iterable")
+        if not self.can_go_back and self._given > 0 and state["taken"] == self.taken:
+            return  # an iterator, in the process that has taken so many of it: it stands there
         _end(self._iterator)
         self._iterator = iter(())  # what reads for it, such as workers, ends before another begins
         own = state.get("own_rng_at_epoch", [])  # the first checkpoints of all had none

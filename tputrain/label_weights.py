@@ -3,6 +3,7 @@
 A causal model that shifts labels itself, as those of transformers do, does not use the first label of a row.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class LabelWeights:
-    """The weights of batches. Whether a model shifts is tried where it matters: then its loss is the same, to
-    the bit, without the labels of the first column.
+    """The weights of batches. Whether a model that makes its own loss shifts is tried where it matters: then
+    it has nothing to compare with where all labels but those of the first column are ignored.
     """
 
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
-        # The models of this library shift nothing.
-        is_ours = trainer.loss_fn is None and hasattr(trainer.model, "gives_logits_with_loss")
-        self._shifts: bool | None = False if is_ours else None
+        # The models of this library shift nothing, and a loss_fn compares what it is given.
+        shifts_nothing = trainer.loss_fn is not None or hasattr(trainer.model, "gives_logits_with_loss")
+        self._shifts: bool | None = False if shifts_nothing else None
 
     def of(self, batches: Sequence[Batch]) -> list[int]:
         """One for each batch (on the host) of a mean over all of them. May run the model."""
@@ -51,16 +52,18 @@ class LabelWeights:
         trainer, num_later = self._trainer, batch_of.weight(batch, 1)
         if not 0 < num_later < batch_of.weight(batch, 0):
             return None
-        without = batch_of.target_of(batch).clone()
-        without[:, 0] = IGNORED_LABEL
+        first_alone = batch_of.target_of(batch).clone()
+        first_alone[:, 1:] = IGNORED_LABEL
         try:
             with rng.kept(trainer.device), evaluated(trainer.model, with_logits=False), torch.no_grad():
                 with trainer.execution.phase("validate"):
-                    losses = [
+                    whole, first = (
                         trainer.forward(each)[0].item()
-                        for each in (batch, batch_of.with_target(batch, without))
-                    ]
-        except UserError:  # a model that gives no loss but in training
-            return False
+                        for each in (batch, batch_of.with_target(batch, first_alone))
+                    )
+        except (UserError, RuntimeError, IndexError, ValueError):
+            return False  # no loss but in training, or one that does not know labels that are ignored
         devices.flush(trainer.device)  # the next step's program must not hold any of this
-        return losses[0] == losses[1]
+        if not math.isfinite(whole):
+            return None
+        return first == 0.0 or math.isnan(first)  # the mean, or the sum, of nothing

@@ -23,6 +23,7 @@ class RunLock:
             return self
         if self.run_dir.is_file():
             raise UserError(f"run_dir={self.run_dir} is a file: expected a directory, or a name that is free")
+        was_held = is_locked(self.run_dir)  # before this process has the file open, too
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._file = (self.run_dir / ".lock").open("a+", encoding="utf-8")
@@ -33,7 +34,7 @@ class RunLock:
         except BlockingIOError:
             raise self._taken() from None
         except OSError as error:  # a network file system that was mounted without locks
-            if is_locked(self.run_dir):
+            if was_held:
                 raise self._taken() from None
             say(
                 f"note: the file system of {self.run_dir} has no locks ({error.strerror}): a second process "

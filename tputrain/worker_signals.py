@@ -59,8 +59,7 @@ def left_to(watch: SignalWatch) -> Iterator[None]:
 @contextmanager
 def _blocked(loader: DataLoader) -> Iterator[None]:
     """This thread gets none of these signals; another one does, so that this process misses nothing."""
-    context = loader.multiprocessing_context or multiprocessing
-    if context.get_start_method() != "fork":
+    if _start_method(loader) != "fork":
         _start_tracker()  # which unblocks them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     try:
@@ -81,27 +80,33 @@ def _start_tracker() -> None:
 @contextmanager
 def _listening_to_their_parent(loader: DataLoader) -> Iterator[None]:
     own = loader.worker_init_fn
-    loader.worker_init_fn = partial(_begin, own, os.getpid())
+    has_server = _start_method(loader) == "forkserver"  # whose children the workers are
+    loader.worker_init_fn = partial(_begin, own, os.getpid(), not has_server)
     try:
         yield
     finally:
         loader.worker_init_fn = own
 
 
-def _begin(own: _InitFunction | None, parent: int, worker: int) -> None:
-    """In a worker, before its first batch."""
+def _start_method(loader: DataLoader) -> str | None:
+    return (loader.multiprocessing_context or multiprocessing).get_start_method()
+
+
+def _begin(own: _InitFunction | None, trainer: int, is_child: bool, worker: int) -> None:
+    """In a worker of the process `trainer`, before its first batch."""
+    parent = os.getppid()
     # PyTorch's own look at the parent takes for the parent whoever is it by now.
-    if signal.SIGTERM in signal.sigpending() or os.getppid() != parent:
-        os._exit(0)  # the signal may be the parent's, which is lost among those of others
-    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    if signal.SIGTERM in signal.sigpending() or (is_child and parent != trainer):
+        os._exit(0)  # the signal may be the trainer's, which is lost among those of others
+    threading.Thread(target=_end_with, args=(trainer, parent), name="parent", daemon=True).start()
     if own is not None:
         own(worker)
 
 
-def _end_with(parent: int) -> None:
-    """Leave once the parent has sent SIGTERM, or is no more."""
+def _end_with(trainer: int, parent: int) -> None:
+    """Leave once the process that trains has sent SIGTERM, or the parent is no more."""
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
-        if received is not None and received.si_pid == parent:
+        if received is not None and received.si_pid == trainer:
             break
     os._exit(0)

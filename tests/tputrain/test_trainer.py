@@ -7,6 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import numpy as np
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -555,6 +556,7 @@ def test_a_mistake_is_one_line_that_says_what_was_expected(arguments, message):
             "checkpoint.background='no': expected true or false",
         ),
         (lambda: RunConfig(seed="0"), "seed='0': expected a whole number"),
+        (lambda: TrainerConfig(steps=np.int64(2)), "trainer.steps=np.int64(2): expected a whole number, 1"),
         (lambda: TrainerConfig(max_grad_norm="1"), "trainer.max_grad_norm=1: expected a number above 0"),
         (
             lambda: RunConfig(trainer={"steps": 3}),
@@ -571,6 +573,46 @@ def test_a_setting_of_another_kind_is_refused_where_it_is_made(make, message):
 
 def test_a_run_directory_may_be_a_path(tmp_path):
     assert RunConfig(run_dir=tmp_path) == RunConfig(run_dir=str(tmp_path))
+
+
+class Token(nn.Module):
+    """Predicts each label from the token at its place; its head begins with zeros."""
+
+    def __init__(self, makes_loss: bool):
+        super().__init__()
+        self.embed, self.head, self.makes_loss = nn.Embedding(9, 4), nn.Linear(4, 9), makes_loss
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = self.head(self.embed(input_ids))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if self.makes_loss else logits
+
+
+def test_a_loss_that_knows_no_ignored_labels_is_never_given_any():
+    def one_hot(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, F.one_hot(target, 9).float())
+
+    torch.manual_seed(0)
+    batches = [(torch.randint(9, (2, 5)), torch.randint(9, (2, 5))) for _ in range(2)]
+    trainer = Trainer(
+        Token(False), config(steps=2), train_loader=batches, val_loader=batches, loss_fn=one_hot
+    )
+    trainer.fit()
+    assert trainer.best["loss"] > 0
+
+
+def test_a_model_that_begins_with_equal_losses_is_not_taken_for_one_that_shifts():
+    torch.manual_seed(0)
+    batches = []
+    for length in (5, 2):
+        labels = torch.randint(9, (2, 5))
+        labels[:, length:] = -100
+        batches.append({"input_ids": torch.randint(9, (2, 5)), "labels": labels})
+    trainer = Trainer(Token(True), config(), val_loader=batches)
+    nn.init.normal_(trainer.model.head.bias)
+    with torch.no_grad():
+        losses = [trainer.model(**batch).item() for batch in batches]
+    assert trainer.validate()["loss"] == pytest.approx((10 * losses[0] + 4 * losses[1]) / 14)
 
 
 def test_a_generator_that_ends_early_is_told_with_what_it_gave():

@@ -39,7 +39,8 @@ def save_transformers_config(model: Any, directory: Path) -> None:
     """Write config.json and, of a model that generates, generation_config.json."""
     config = copy.deepcopy(model.config)  # the training, in another thread, keeps its own
     config.architectures, config.dtype = [type(model).__name__], model.dtype
-    config.save_pretrained(directory)
+    # Not its save_pretrained: that refuses settings of the generation in it.
+    config.to_json_file(directory / "config.json")
     if (generation := getattr(model, "generation_config", None)) is not None:
         # Not its save_pretrained: that refuses settings which the model was loaded with.
         generation.to_json_file(directory / _GENERATION)
