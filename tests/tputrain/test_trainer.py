@@ -7,7 +7,6 @@ import signal
 from types import SimpleNamespace
 
 import numpy as np
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F

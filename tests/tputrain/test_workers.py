@@ -146,3 +146,12 @@ def test_tokens_in_a_file_are_not_sent_to_a_worker(tmp_path, kind):
     assert equal(pickle.loads(sent).batch_at(2, 0, 4), sequences.batch_at(2, 0, 4))
     in_memory = PackedSequences(np.arange(60), np.array([0, 60]), 6, 0, "train")
     assert equal(pickle.loads(pickle.dumps(in_memory)).batch_at(1, 0, 2), in_memory.batch_at(1, 0, 2))
+
+
+def test_workers_of_a_fork_server_give_their_batches():
+    dataset = TensorDataset(torch.randn(16, 4), torch.zeros(16, dtype=torch.int64))
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="forkserver")
+    cfg = RunConfig(device="cpu", trainer=TrainerConfig(steps=3), log=LogConfig(progress="none"))
+    trainer = Trainer(nn.Linear(4, 2), cfg, train_loader=loader)
+    trainer.fit()
+    assert trainer.step == 3
