@@ -806,3 +806,21 @@ def test_gradients_that_are_taken_away_between_calls_are_told_and_warned_of_soon
     with pytest.warns(UserWarning, match=f"is run by Python each time: {reason}"):
         run(4)
     assert re.match(f"it was recorded again, since {reason}", step.problem)
+
+
+def test_a_replay_takes_no_memory_of_what_the_step_leaves_as_it_is():
+    """The same operations ran before where the tensor that is read was written, too."""
+    a, keep, d = (torch.full((64,), value).to("tpu") for value in (1.0, 3.0, 0.0))
+    before = a * 2.0
+    a.fill_(2.0)
+    torch.tpu.flush()
+
+    def step() -> torch.Tensor:
+        doubled = keep * 2.0
+        d.fill_(2.0)
+        return doubled
+
+    captured = torch.tpu.capture(step)
+    for _ in range(5):
+        assert captured().tolist() == [6.0] * 64
+    assert (keep.tolist(), d.tolist(), before.tolist()) == ([3.0] * 64, [2.0] * 64, [2.0] * 64)

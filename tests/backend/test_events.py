@@ -252,3 +252,20 @@ def test_a_launch_whose_results_were_dropped_is_waited_for() -> None:
 
     launch()  # compiles
     assert any(waiting > launching for launching, waiting in (launch() for _ in range(5)))
+
+
+def test_a_timed_event_behind_the_optimizer_does_not_split_the_next_step():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(3, 4).to("tpu")
+    counts = []
+    for _ in range(5):
+        before = torch.tpu.compile_stats()["segments_run"]
+        model(x).square().mean().backward()
+        optimizer.step()
+        torch.tpu.Event(enable_timing=True).record()
+        optimizer.zero_grad()
+        counts.append(torch.tpu.compile_stats()["segments_run"] - before)
+    torch.tpu.synchronize()
+    assert counts[-1] == 1, counts

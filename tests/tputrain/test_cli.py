@@ -72,7 +72,7 @@ def test_a_run_that_has_done_more_than_is_asked_for_says_so(capsys):
     assert "tputrain run tiny.yaml trainer.steps=8" in out
 
 
-def test_changing_what_a_run_is_made_of_is_refused_and_the_rest_is_told(capsys):
+def test_changing_what_a_run_is_made_of_is_refused_and_the_rest_is_told(copy, capsys):
     assert main(["run", "tiny.yaml", "trainer.steps=6", "model.hidden_size=32"]) == 2
     assert "model.hidden_size=32: runs/tiny/checkpoints/step-4 was made with model.hidden_size=16" in (
         capsys.readouterr().err
@@ -81,7 +81,7 @@ def test_changing_what_a_run_is_made_of_is_refused_and_the_rest_is_told(capsys):
     assert "optim.name=sgd: runs/tiny/checkpoints/step-4 was made with optim.name=adamw; set it back" in (
         capsys.readouterr().err
     )
-    assert main(["run", "tiny.yaml", "optim.beta2=0.9"]) == 0
+    assert main(["run", "tiny.yaml", "run_dir=runs/copy", "trainer.steps=5", "optim.beta2=0.9"]) == 0
     assert "note: optim.beta2 is 0.9 from here on, it was 0.95" in capsys.readouterr().out
 
 

@@ -35,7 +35,7 @@ _OPERATORS: dict[Kind, str] = {
         _native_batch_norm_legit_functional _prelu_kernel _safe_softmax _softmax adaptive_max_pool2d
         adaptive_max_pool3d addcdiv bernoulli binary_cross_entropy binary_cross_entropy_with_logits cauchy
         celu elu embedding_renorm exponential frac gelu glu grid_sampler_2d grid_sampler_3d hardshrink
-        hardsigmoid hardswish histc histogram.bin_ct histogram.bins_tensor huber_loss hypot igamma igammac
+        hardsigmoid hardswish histogram.bin_ct histogram.bins_tensor huber_loss hypot igamma igammac
         leaky_relu
         lerp.Scalar lerp.Tensor log_normal log_sigmoid_forward logaddexp logaddexp2 logcumsumexp max_unpool2d
         max_unpool3d mish mse_loss multi_margin_loss multilabel_margin_loss_forward multinomial
