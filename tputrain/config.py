@@ -84,8 +84,9 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
-        if isinstance(self.run_dir, PathLike):
-            object.__setattr__(self, "run_dir", fspath(self.run_dir))
+        run_dir: object = self.run_dir
+        if isinstance(run_dir, PathLike):
+            object.__setattr__(self, "run_dir", fspath(run_dir))
         expect_types(self)
         expect(
             self.run_dir is None or "://" not in self.run_dir,

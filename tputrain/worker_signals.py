@@ -47,7 +47,7 @@ def left_to(watch: SignalWatch) -> Iterator[None]:
         watch.break_if_received()
         return get(iterator, *timeout)
 
-    _MultiProcessingDataLoaderIter.__init__ = start_quietly  # type: ignore[method-assign]
+    _MultiProcessingDataLoaderIter.__init__ = start_quietly  # type: ignore[assignment, method-assign]
     _MultiProcessingDataLoaderIter._try_get_data = get_unless_received  # type: ignore[method-assign]
     try:
         yield

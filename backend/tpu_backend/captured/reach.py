@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +115,8 @@ def modules_with(uses: Callable[[list[Tensor]], list[bool]]) -> list[nn.Module]:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that a tensor is made of (a DTensor has no storage of its own): itself, for most."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
+    if is_traceable_wrapper_subclass(made_of := cast(Any, tensor)):
+        for name in made_of.__tensor_flatten__()[0]:
             yield from _plain(getattr(tensor, name))
     else:
         yield tensor

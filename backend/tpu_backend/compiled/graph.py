@@ -189,7 +189,7 @@ class Graph:
         if target in _OWN:
             return _OWN[target]
         if target in _EMPTY:  # Dynamo makes another graph where the mode changes
-            fills = torch.utils.deterministic.fill_uninitialized_memory
+            fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
             return _filled if fills and torch.are_deterministic_algorithms_enabled() else _zeros
         if target in _RANDOM:
             self.num_draws += 1

@@ -248,8 +248,8 @@ class Lengthening:
         wanted = [values[local] for local in description["outputs"]]
         self.outputs = [value.dims for value in wanted]
         self.largest = evaluator.largest
-        results = tuple(value.array for value in wanted)
-        return (*results, jnp.stack(offenders)) if offenders else results
+        arrays = tuple(value.array for value in wanted)
+        return (*arrays, jnp.stack(offenders)) if offenders else arrays
 
 
 def _unpacked(array: jax.Array, count: int) -> Iterator[jax.Array]:

@@ -564,6 +564,7 @@ def _slice(self: Lengthened, equation: Equation, value: Padded) -> Padded:
         if isinstance(size, Linear) or isinstance(start, Linear) or isinstance(limit, Linear):
             raise NotPaddableError("every so many places of a dim that grows")
         array = lax.slice_in_dim(array, start, limit, stride, axis)
+        assert isinstance(wanted, int), "of what does not grow"
         dims[axis] = wanted
     return Padded(array, tuple(dims))
 

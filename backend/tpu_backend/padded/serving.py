@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import torch
@@ -158,7 +158,8 @@ def _family_of(description: Description) -> tuple[Family, int] | None:
 
 def _bucket(family: Family, size: int) -> int:
     """How long the program is that serves a size: 32, 48, 64, 96, ...; of large rows 4, 6, 8, ..."""
-    return max(_SMALLEST, fine_bucket(size)) if family.cost * _SMALLEST <= _CHEAP else fine_bucket(size)
+    is_cheap = cast(float, family.cost) * _SMALLEST <= _CHEAP
+    return max(_SMALLEST, fine_bucket(size)) if is_cheap else fine_bucket(size)
 
 
 def _program(family: Family, length: int, build: Build) -> tuple[Program, Sequence[tuple[Any, ...]]]:

@@ -152,7 +152,8 @@ class _Said:
         if not isinstance(operand, core.Literal):
             self._say(places[operand])
             return
-        self._say("literal", str(operand.aval.dtype), operand.aval.weak_type)
+        aval: Any = operand.aval
+        self._say("literal", str(aval.dtype), aval.weak_type)
         self._constant(operand.val)
 
     def _constant(self, value: Any) -> None:

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 import warnings
+from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
@@ -26,7 +27,7 @@ _once = threading.Lock()
 _STORAGE_OPS = frozenset({"aten::clone"})
 
 
-def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int, dict[str, str]]]:
+def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int, dict[str, Any]]]:
     """What the recorder serves: overload, table name, static, runtime and unread arguments, random
     numbers it draws, numbers that must fit a dtype.
     """

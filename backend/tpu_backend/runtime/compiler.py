@@ -59,7 +59,7 @@ class Executable(NamedTuple):
     signature) the stream has done already; without it a launch costs a fifth less.
     """
 
-    execute: Callable[[list[jax.Array]], Any]
+    execute: Callable[..., Any]
     handlers: list[Any]  # one an output: makes a jax.Array of a device buffer
     demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
     compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk

@@ -37,8 +37,8 @@ def register_meta_kernels() -> Library:
         _infer_under_torch_compile(name, meta_kernel)
     library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
-    for name, meta_kernel in _LIKE_CPU.items():
-        library.impl(name, meta_kernel, "Meta")
+    for name, like_cpu in _LIKE_CPU.items():
+        library.impl(name, like_cpu, "Meta")
     return library
 
 
