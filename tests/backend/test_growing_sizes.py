@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpu_backend import _C
-from tpu_backend.padded import serving
 
 SIZES = (9, 10, 11, 17, 30)
 
@@ -16,6 +15,9 @@ SIZES = (9, 10, 11, 17, 30)
 @pytest.fixture(autouse=True)
 def padding():
     """As with TPU_PAD_SIZES=1, in a process that has seen no size yet."""
+    torch.tpu.init()
+    from tpu_backend.padded import serving  # comes with the runtime
+
     serving._classes.clear()
     _C.set_pads_sizes(True)
     yield
