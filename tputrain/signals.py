@@ -73,10 +73,10 @@ class SignalWatch:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop_listening()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        self._stop_listening()
         self.received = self._rescue = None
 
     def wait_for(self, fetch: Callable[[], T]) -> T | None:
@@ -227,6 +227,14 @@ def _end_quietly() -> None:
     global _ends_quietly
     if not _ends_quietly:
         _ends_quietly = True
+        shown = sys.excepthook
+
+        def shows(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not issubclass(kind, KeyboardInterrupt):
+                shown(kind, error, trace)
+
+        # One that comes on the way out of the script, when no SignalWatch is left.
+        sys.excepthook = shows
         # Called before threads are waited for; there is no public place that is.
         threading._register_atexit(_leave_at_once)  # type: ignore[attr-defined]
         # What is left then is short. Python's own handlers it takes away before the process is gone.

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 import warnings
 from collections.abc import Callable
 
@@ -364,7 +365,8 @@ def test_many_lengths_are_warned_of_once_and_padding_them_helps():
     num_programs, (text,) = programs_and_warnings(lambda n: total(torch.ones(300 + n).to("tpu")), 12)
     assert num_programs == 12
     assert "9 programs" in text
-    assert " shape: self of aten::mul.Tensor is float32[309], was float32[308], at " in text
+    # Whether the first of them counts depends on what this process has compiled before.
+    assert re.search(r" shape: self of aten::mul.Tensor is float32\[30[89]\], was float32\[30[78]\], at ", text)
     assert "pad it to a few sizes, such as the next multiple of 64: a size is compiled once" in text
 
     def padded(n: int) -> None:

@@ -293,7 +293,7 @@ def precisions(*places: str) -> Iterator[None]:
     """The newer way to say that products may be rounded to tf32 first."""
     with ExitStack() as stack:
         # PyTorch's own test helpers, which other tests import, freeze these flags.
-        stack.enter_context(attribute(torch.backends, "__allow_nonbracketed_mutation_flag", True))
+        stack.enter_context(getattr(torch.backends, "__allow_nonbracketed_mutation")())
         for place in places:
             owner = (
                 torch.backends if place == "generic" else importlib.import_module(f"torch.backends.{place}")
