@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -416,12 +417,10 @@ def _keep_step_counts_on_the_host() -> None:
         for group in optimizer.param_groups:
             if "foreach" not in group or group.get("fused") or group.get("capturable"):
                 continue  # it is not PyTorch's, or counts on the device
+            # They were loaded together: the first tells whether there is anything to do.
             states = (state for each in group["params"] if (state := optimizer.state.get(each)))
-            if not _is_on_tpu((first := next(states, {})).get("step")):
-                continue
-            for state in (first, *states):
-                if _is_on_tpu(state.get("step")):
-                    state["step"] = state["step"].cpu()
+            for state in itertools.takewhile(lambda state: _is_on_tpu(state.get("step")), states):
+                state["step"] = state["step"].cpu()
 
     before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
     register_optimizer_step_pre_hook(before_step)

@@ -84,7 +84,7 @@ def load_state_of(callbacks: list[Callback], states: list[dict[str, Any]]) -> li
             own = {"kind": type(callback).__name__, "key": callback.state_key}
             fitting = (saved for saved in left if all(saved.get(name) == own[name] for name in names))
             if (found := next(fitting, None)) is not None:
-                callback.load_state_dict(found["state"])  # type: ignore[attr-defined]
+                callback.load_state_dict(found["state"])
                 left.remove(found)
                 waiting.remove(callback)
     return [saved["kind"] for saved in left]
