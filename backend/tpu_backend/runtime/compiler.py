@@ -175,7 +175,7 @@ def _wait_for_what_follows(description: dict[str, Any]) -> None:
     if ahead.is_compiling(description):
         ahead.give_up(description)
         print(
-            f"tpu: it is still compiled after {_LONGEST_WAIT:.0f} s more: steps stay layered until it is there",
+            f"tpu: still compiling after {_LONGEST_WAIT:.0f} s more: steps stay layered until it is there",
             file=sys.stderr,
             flush=True,
         )
