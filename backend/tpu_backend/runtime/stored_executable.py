@@ -100,8 +100,8 @@ def serialize(loaded: Any) -> bytes:
 def deserialize(header: dict[str, Any], payload: bytes) -> tuple[Any, list[Any]]:
     """A loaded executable for the device of this process, and what makes arrays of its outputs."""
     device = platform().devices[0]
-    if b"lapack_" in payload:  # a call of it; lowering would have had JAX fetch the functions, and without them
-        _lapack.initialize()  # the call goes to address 0
+    if b"lapack_" in payload:  # JAX looks LAPACK's functions up while it lowers; else calls go to address 0
+        _lapack.initialize()
     loaded = device.client.deserialize_executable(payload, (device,))
     sharding = SingleDeviceSharding(device)
     handlers = [
