@@ -112,6 +112,20 @@ void check_resized_apart(const Signature& signature, c10::ArrayRef<c10::IValue> 
   }
 }
 
+// Whether PyTorch takes `x[mask] = one value` for a fill, which a mask that is `x` itself may guide.
+bool is_masked_fill(const OpInfo& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (op.args.size() < 4 || !arguments[1].isOptionalTensorList() || !arguments[2].isTensor()) {
+    return false;
+  }
+  int num_given = 0;
+  for (const std::optional<at::Tensor>& index : arguments[1].toOptionalTensorList()) {
+    if (index.has_value() && index->defined()) {
+      num_given += index->scalar_type() == c10::kBool || index->scalar_type() == c10::kByte ? 1 : 2;
+    }
+  }
+  return num_given == 1 && arguments[2].toTensor().numel() == 1 && !arguments[3].toBool();
+}
+
 // PyTorch's own refusal too: what is written by index shares no memory with the indices and values.
 void check_apart(const OpInfo& op, c10::ArrayRef<c10::IValue> arguments) {
   const auto written = std::find_if(op.args.begin(), op.args.end(), [](const ArgInfo& arg) { return arg.is_written; });
@@ -254,7 +268,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   check_numbers(*signature, call);
   if (op.is_pointwise) {
     check_partial_overlap(*signature, arguments);
-  } else if (op.writes_apart) {
+  } else if (op.writes_apart && !is_masked_fill(op, arguments)) {
     check_apart(op, arguments);
   }
   if (op.num_draws > 0) {

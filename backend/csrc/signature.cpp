@@ -527,6 +527,19 @@ std::vector<NumberFit> fits_of(
   return fits;
 }
 
+// Whether a complex number, which is part of the form, is given where there are only real ones.
+bool loses_imaginary_part(
+    const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::vector<OutputInfo>& outputs) {
+  const bool is_real = std::all_of(
+      outputs.begin(), outputs.end(), [](const OutputInfo& output) { return !c10::isComplexType(output.computed_dtype); });
+  for (size_t i = 0; is_real && i < args.size(); ++i) {
+    if (op.args[i].fits != Fits::Any && args[i].isComplexDouble() && args[i].toComplexDouble().imag() != 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Gives it its number; nobody finds it yet.
 Signature* store(Signature signature) {
   auto& t = table();
@@ -798,6 +811,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   }
   signature.wide |= is_integral(signature, args);
   signature.fits = fits_of(op, args, signature.outputs);
+  loses_kind |= loses_imaginary_part(op, args, signature.outputs);
   if (loses_kind || (casts_out && !cpu_takes_out(op, before))) { // let pass by meta kernels, refused by PyTorch
     signature.on_cpu = true;
     return publish(store(std::move(signature)));

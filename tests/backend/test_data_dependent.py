@@ -216,6 +216,12 @@ def test_a_write_through_masks_needs_no_read(case: str) -> None:
         check(put(*indices, accumulate=True), *inputs, reads=0)
 
 
+def test_a_mask_may_be_what_is_written_through_it() -> None:
+    mask = torch.tensor([True, False, True]).to("tpu")
+    mask[mask] = False
+    assert mask.tolist() == [False, False, False]
+
+
 def test_assignment_through_a_mask() -> None:
     def assign(values: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         values[mask] = 0

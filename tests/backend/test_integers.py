@@ -95,6 +95,9 @@ REFUSED = {
     "floor of a mask": lambda p: torch.ones(2, device=p).bool().floor(),
     "unfold": lambda p: F.unfold(torch.ones(1, 1, 2, 2, dtype=int, device=p), 1),
     "ldexp by a mask": lambda p: torch.ldexp(torch.ones(2, device=p), torch.ones(2, device=p).bool()),
+    "huber_loss of integers": lambda p: F.huber_loss(
+        torch.ones(2, device=p).int(), torch.ones(2, device=p).int()
+    ),
     "huber_loss of a mask": lambda p: F.huber_loss(torch.ones(2, device=p).bool(), torch.ones(2, device=p)),
     "index_put of another dtype": lambda p: torch.zeros(3, dtype=int, device=p).index_put_(
         (torch.tensor([0], device=p),), torch.tensor(1.5, device=p)

@@ -126,9 +126,10 @@ def smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
     return jnp.where(jnp.abs(difference) < beta, difference / beta, jnp.sign(difference)) * grad
 
 
-@lowering("huber_loss", promote="inputs", runtime=("delta",))
+@lowering("huber_loss", runtime=("delta",))
 def huber_loss(self, target, reduction=_MEAN, delta=1.0):
-    distance = jnp.abs(self - target)
+    distance = jnp.abs(self - target)  # in the dtype of both, though the result is of the first one's
+    delta = jnp.asarray(delta, distance.dtype)
     losses = jnp.where(distance <= delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))
     return _reduced(losses, reduction)
 
