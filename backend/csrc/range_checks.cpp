@@ -17,7 +17,23 @@ constexpr size_t kFewChecks = 64;
 // As in tpu_backend/lowering/bounds.py.
 constexpr int64_t kInRange = std::numeric_limits<int64_t>::min();
 
-// Waits for the program that looked.  Knows it only where the device's memory is the host's; else Python looks.
+// Waits for a program.  One that XLA had no memory for has failed, and its results never come.
+bool has_run(PyObject* token) {
+  static PyObject* const block_until_ready = PyUnicode_InternFromString("block_until_ready");
+  if (token == nullptr) {
+    return true;
+  }
+  if (auto done = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(token, block_until_ready))) {
+    return true;
+  }
+  if (PyErr_ExceptionMatches(PyExc_Exception) == 0) { // Ctrl-C
+    throw_python_error();
+  }
+  PyErr_Clear();
+  return false;
+}
+
+// Of the program that looked, which is done.  Knows it only where the device's memory is the host's; else Python looks.
 bool is_known_to_be_in_range(PyObject* offenders) {
   Py_buffer memory;
   if (PyObject_GetBuffer(offenders, &memory, PyBUF_SIMPLE) != 0) {
@@ -62,8 +78,12 @@ UserPlace user_place() {
 }
 
 void RangeChecks::add(
-    size_t launch, std::shared_ptr<PyObject> offenders, PyObject* demands, std::vector<CheckedEntry> entries) {
-  checks_.push_back({launch, std::move(offenders), demands, std::move(entries)});
+    size_t launch,
+    std::shared_ptr<PyObject> token,
+    std::shared_ptr<PyObject> offenders,
+    PyObject* demands,
+    std::vector<CheckedEntry> entries) {
+  checks_.push_back({launch, std::move(token), std::move(offenders), demands, std::move(entries)});
   if (checks_.size() > kFewChecks) {
     if (py::handle(checks_.front().offenders.get()).attr("is_ready")().cast<bool>()) {
       raise_front();
@@ -81,6 +101,9 @@ void RangeChecks::raise_failed(size_t num_launched) {
 void RangeChecks::raise_front() {
   const Check check = std::move(checks_.front());
   checks_.pop_front();
+  if (!has_run(check.token.get())) {
+    return; // whoever reads its results, or waits for it, hears why
+  }
   if (is_known_to_be_in_range(check.offenders.get())) {
     return;
   }

@@ -28,13 +28,19 @@ struct CheckedEntry {
 class RangeChecks {
  public:
   // Raises what an old program has found when many are kept, so that they stay few.
-  void add(size_t launch, std::shared_ptr<PyObject> offenders, PyObject* demands, std::vector<CheckedEntry> entries);
+  void add(
+      size_t launch,
+      std::shared_ptr<PyObject> token,
+      std::shared_ptr<PyObject> offenders,
+      PyObject* demands,
+      std::vector<CheckedEntry> entries);
   // Waits for the first so many launches and raises for the first index of theirs that was out of range.
   void raise_failed(size_t num_launched);
 
  private:
   struct Check {
     size_t launch;
+    std::shared_ptr<PyObject> token; // of JAX: can be waited for; null where that is long done
     std::shared_ptr<PyObject> offenders;
     PyObject* demands; // never freed
     std::vector<CheckedEntry> entries;

@@ -498,7 +498,8 @@ void Stream::drop(Segment& segment, const std::string& message) {
 
 void Stream::check_launches() {
   for (auto& launch : std::exchange(unchecked_, {})) {
-    range_checks_.add(launch.number, std::move(launch.offenders), launch.demands, std::move(launch.checked));
+    range_checks_.add(
+        launch.number, token_of(launch.number), std::move(launch.offenders), launch.demands, std::move(launch.checked));
   }
 }
 

@@ -365,6 +365,28 @@ def test_a_read_of_a_program_without_memory_is_an_out_of_memory_error_too():
     assert done.stdout.endswith("3.0\n")
 
 
+def test_a_program_without_memory_whose_indices_are_checked_is_an_out_of_memory_error_too():
+    """What it would have found of its indices never comes, and must not be waited for."""
+    done = run_python(
+        """
+        import resource, torch
+        resource.setrlimit(resource.RLIMIT_AS, (40 * 2**30, 40 * 2**30))
+        x = torch.arange(10, device="tpu")
+        torch.tpu.synchronize()
+        y = x[torch.tensor([1, 2], device="tpu")]
+        z = torch.randn(2**36, device="tpu")
+        try:
+            print(y.tolist(), z[5].item())
+        except torch.OutOfMemoryError as error:
+            print("refused:", str(error).splitlines()[0])
+        print(torch.ones(3, device="tpu").sum().item())
+        """,
+        timeout=120,
+    )
+    assert "refused: " in done.stdout, done.stderr
+    assert done.stdout.endswith("3.0\n")
+
+
 def test_a_lowering_that_fails_in_backward_is_named_and_the_cpu_computes(broken_lowering):
     """sinh's gradient calls cosh, on autograd's thread."""
     x = torch.ones(108, device="tpu", requires_grad=True)
