@@ -366,7 +366,9 @@ def test_many_lengths_are_warned_of_once_and_padding_them_helps():
     assert num_programs == 12
     assert "9 programs" in text
     # Whether the first of them counts depends on what this process has compiled before.
-    assert re.search(r" shape: self of aten::mul.Tensor is float32\[30[89]\], was float32\[30[78]\], at ", text)
+    assert re.search(
+        r" shape: self of aten::mul.Tensor is float32\[30[89]\], was float32\[30[78]\], at ", text
+    )
     assert "pad it to a few sizes, such as the next multiple of 64: a size is compiled once" in text
 
     def padded(n: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,17 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_backend.lowering.bounds import Demand
-from tpu_backend.padded.dims import (
-    Dim,
-    Examples,
-    Grown,
-    Linear,
-    NotPaddableError,
-    Number,
-    grown,
-    is_grown,
-    size_at,
-)
+from tpu_backend.padded.dims import Dim, Examples, Linear, NotPaddableError, Number, grown, is_grown, size_at
 from tpu_backend.padded.rules import Lengthened, Padded
 from tpu_backend.padded.traced import Traced, num_offsets, number_dtypes, trace
 from tpu_backend.runtime.dtypes import stored_dtype
@@ -175,26 +166,21 @@ class Family:
         return [size, *(offset for offset, is_given in given if is_given)]
 
     @cached_property
-    def cost(self) -> Number | float:
-        """Elements of all that is made for one more of T."""
-        example = self.examples.first
-        return sum(
-            _elements(variable.aval.shape)
+    def cost(self) -> float:
+        """Elements that are made for one more of T."""
+        more = sum(
+            math.prod(other.aval.shape) - math.prod(variable.aval.shape)
             for step in self.steps
-            for variable in step.first.jaxpr.jaxpr.outvars
-        ) / max(1, example)
+            for variable, other in zip(
+                step.first.jaxpr.jaxpr.outvars, step.second.jaxpr.jaxpr.outvars, strict=True
+            )
+        )
+        return more / (self.examples.second - self.examples.first)
 
     # ---- the program
 
     def at(self, bucket: int) -> Lengthening:
         return Lengthening(self, bucket)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 @dataclass(eq=False)
@@ -254,13 +240,3 @@ class Lengthening:
 
 def _unpacked(array: jax.Array, count: int) -> Iterator[jax.Array]:
     return (array[place] for place in range(count))
-
-
-def pieces(dims: Sequence[Dim], bucket: int, size: int) -> list[list[int]] | None:
-    """Blocks, places and places that count of each dim, as JSON holds them; None where all of it counts."""
-    if not is_grown(dims) or bucket == size:
-        return None
-    return [
-        [dim.blocks, dim.length.at(bucket), dim.length.at(size)] if isinstance(dim, Grown) else [1, dim, dim]
-        for dim in dims
-    ]

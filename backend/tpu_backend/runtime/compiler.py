@@ -64,7 +64,8 @@ class Executable(NamedTuple):
     demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
     compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk
     from_disk: bool
-    is_shared: bool = False  # another segment's program serves it, padded
+    is_padded: bool = False  # the program is longer than the segment
+    is_shared: bool = False  # and was there: it serves another segment, too
 
 
 def lower_segment(
@@ -156,7 +157,7 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
     with compiling(len(description["circumstances"]), partial(_described, [description])):
         if (found := ahead.result(description, may_wait)) is not None:
             return found
-        return _compile(description, causes_of([description], mode)[0])
+        return _compile(description, causes_of([description], mode)[0], may_wait)
 
 
 def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
@@ -183,7 +184,7 @@ def _described(descriptions: Sequence[dict[str, Any]]) -> str:
     return f"{names}, at {first_line(met[0].number)}; {kept} for the next start"
 
 
-def _compile(description: dict[str, Any], cause: Cause) -> Executable:
+def _compile(description: dict[str, Any], cause: Cause, may_wait: bool = True) -> Executable:
     names = tuple(entry.overload for entry, _, _ in entries(description["tape"]))
     cache = executable_cache.current()
     options = _options(description)
@@ -191,7 +192,7 @@ def _compile(description: dict[str, Any], cause: Cause) -> Executable:
     if cache is not None and key is not None and (found := _load(cache, key, names)) is not None:
         return found
     if serving.may_be_padded(description):
-        if (padded := _padded(description, cache, key, names, cause)) is not None:
+        if (padded := _padded(description, cache, key, names, cause, may_wait)) is not None:
             return padded
         serving.note(description)
     start = time.perf_counter()
@@ -211,6 +212,7 @@ def _padded(
     key: str | None,
     names: Sequence[str],
     cause: Cause,
+    may_wait: bool,
 ) -> Executable | None:
     """The executable of a segment that a padded program serves, of this process or an earlier one."""
     made: list[Executable] = []  # for this segment: the first of those that share it
@@ -228,14 +230,16 @@ def _padded(
     def executable(program: serving.Program, plan: Plan, demands: tuple[Demand, ...]) -> Executable:
         execute = Resized(program.execute, program.handlers, plan)
         from_disk = bool(made) and made[0].from_disk
-        return Executable(execute, [], demands, program.compiled, from_disk, is_shared=not made)
+        return Executable(
+            execute, [], demands, program.compiled, from_disk, is_padded=True, is_shared=not made
+        )
 
     key = None if key is None else key_of_plan(key)
     if cache is not None and key is not None and (found := cache.read(key)) is not None:
         header, _ = found
         if (program := serving.loaded(header["program"], load)) is not None:
             return executable(program, Plan(**header["plan"]), demands_of(header))
-    served = serving.serve(description, build)
+    served = serving.serve(description, build, may_wait)
     if served is None:
         return None
     if cache is not None and key is not None and are_storable(served.demands):

@@ -43,7 +43,7 @@ _COMPILERS = {
 }
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Of a segment's description: what the key has in other words, and what shapes no program.
-_SAID_OTHERWISE = ("tape", "offsets", "circumstances", "was_given_back", "was_layered")
+_SAID_OTHERWISE = ("tape", "offsets", "circumstances", "was_given_back", "may_be_padded", "was_layered")
 # JAX's settings that say where something is written, and change no program.
 _NO_PART_OF_A_PROGRAM = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")
 
