@@ -111,14 +111,36 @@ const at::Tensor& resize_(
   return self;
 }
 
+at::Tensor read_to_host(const at::Tensor& source);
+void write_from_host(const at::Tensor& source, const at::Tensor& target);
+
+// torch.load moves storages as bytes, and makes tensors over them.  Left so, whatever uses one is another program than
+// for a tensor that was computed, and one again after the first write.  So the first tensor that is all of such a storage
+// gives it its layout.
+void lay_out_bytes(const at::Tensor& self) {
+  Buffer* buffer = buffer_of(self);
+  {
+    StreamLock lock(Device::get().stream(buffer->device).mutex());
+    const bool are_bytes_of_host = buffer->value && buffer->value->array != nullptr && buffer->value->launch == 0 &&
+        buffer->layout->dtype == at::kByte && buffer->layout->dims.size() == 1;
+    if (!are_bytes_of_host || self.scalar_type() == at::kByte || self.storage_offset() != 0 ||
+        self.nbytes() != buffer->layout->nbytes() || !memory_order(self.sizes(), self.strides()).dense) {
+      return;
+    }
+  }
+  write_from_host(read_to_host(self), self);
+}
+
 at::Tensor& set_storage(
     at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
-  return at::native::set_storage_cpu_(
+  at::native::set_storage_cpu_(
       self,
       std::move(source),
       offset.guard_int(__FILE__, __LINE__),
       C10_AS_INTARRAYREF_SLOW(size),
       C10_AS_INTARRAYREF_SLOW(stride));
+  lay_out_bytes(self);
+  return self;
 }
 
 at::Tensor& set_source_storage(at::Tensor& self, at::Storage source) {

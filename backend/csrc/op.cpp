@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <set>
 
 namespace tpu {
 namespace {
@@ -52,6 +53,16 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
   op.is_graph = handle.operator_name().name.starts_with("tpu_graph::");
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
+  static const std::set<std::string> kWriteApart{
+      "index_put_", "_index_put_impl_", "index_add_", "index_copy_", "index_fill_", "index_reduce_", "scatter_",
+      "scatter_add_", "scatter_reduce_", "put_"};
+  const std::string name = called.substr(called.find("::") + 2);
+  const bool is_out = std::any_of(
+      handle.schema().arguments().begin(), handle.schema().arguments().end(), [](const auto& argument) { return argument.is_out(); });
+  op.writes_apart = kWriteApart.contains(name) || (is_out && (name == "gather" || name == "index_select"));
+  op.keeps_first_dtype = name == "huber_loss";
+  static const std::set<std::string> kSums{"sum", "nansum", "prod", "cumsum", "cumprod"};
+  op.sums_in_out_dtype = is_out && kSums.contains(name);
   op.is_foreach = handle.operator_name().name.starts_with("aten::_foreach_");
   const auto& schema = handle.schema();
   for (const auto& argument : schema.arguments()) {
@@ -98,9 +109,8 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
       op.functional = *found;
     }
   }
-  const auto& [name, overload_name] = handle.operator_name();
   op.data_dependent =
-      c10::Dispatcher::singleton().findSchema({"tpu::dynamic_" + name.substr(name.find("::") + 2), overload_name});
+      c10::Dispatcher::singleton().findSchema({"tpu::dynamic_" + name, handle.operator_name().overload_name});
   return op;
 }
 

@@ -347,6 +347,9 @@ bool ProgramCache::begins_layered(const Segment& segment, size_t most_layered_ru
     if (is_interrupt(error)) {
       throw;
     }
+    if (error.matches(PyExc_TimeoutError)) { // a thread still compiles it
+      return true;
+    }
     program.is_refused = true;
     const std::string message = error.what();
     TORCH_WARN(

@@ -98,7 +98,7 @@ void bump_versions_of_lists(const OpInfo& op, c10::ArrayRef<c10::IValue> argumen
 
 // Refuses a result that is resized and shares memory with an input: that would take another shape before it is read.
 void check_resized_apart(const Signature& signature, c10::ArrayRef<c10::IValue> arguments) {
-  for (const auto& [arg, sizes] : signature.out_resizes) {
+  for (const auto& [arg, sizes, strides] : signature.out_resizes) {
     const at::Tensor& resized = arguments[arg].toTensor();
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].isTensor() && static_cast<int>(i) != arg && arguments[i].toTensor().defined()) {
@@ -107,6 +107,34 @@ void check_resized_apart(const Signature& signature, c10::ArrayRef<c10::IValue> 
         for (const at::Tensor& element : arguments[i].toTensorVector()) {
           at::assert_no_overlap(resized, element);
         }
+      }
+    }
+  }
+}
+
+// PyTorch's own refusal too: what is written by index shares no memory with the indices and values.
+void check_apart(const OpInfo& op, c10::ArrayRef<c10::IValue> arguments) {
+  const auto written = std::find_if(op.args.begin(), op.args.end(), [](const ArgInfo& arg) { return arg.is_written; });
+  const auto place = written - op.args.begin();
+  const at::Tensor& target = arguments[place].toTensor();
+  const auto check = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.is_alias_of(target)) {
+      at::assert_no_overlap(target, tensor);
+    }
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (static_cast<ptrdiff_t>(i) == place) {
+      continue;
+    }
+    if (arguments[i].isTensor()) {
+      check(arguments[i].toTensor());
+    } else if (arguments[i].isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& index : arguments[i].toOptionalTensorList()) {
+        check(index.value_or(at::Tensor()));
+      }
+    } else if (arguments[i].isTensorList()) {
+      for (const at::Tensor& index : arguments[i].toTensorVector()) {
+        check(index);
       }
     }
   }
@@ -205,8 +233,12 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   }
   if (!signature->out_resizes.empty()) {
     check_resized_apart(*signature, arguments);
-    for (const auto& [arg, sizes] : signature->out_resizes) {
-      at::native::resize_output(arguments[arg].toTensor(), sizes);
+    for (const auto& [arg, sizes, strides] : signature->out_resizes) {
+      const at::Tensor& out = arguments[arg].toTensor();
+      at::native::resize_output(out, sizes);
+      if (!strides.empty()) {
+        out.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+      }
     }
     call.clear();
     encode_call(op, arguments, device, call);
@@ -222,6 +254,8 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   check_numbers(*signature, call);
   if (op.is_pointwise) {
     check_partial_overlap(*signature, arguments);
+  } else if (op.writes_apart) {
+    check_apart(op, arguments);
   }
   if (op.num_draws > 0) {
     call.generator = generator_of(arguments, device);

@@ -9,7 +9,9 @@
 #include <ATen/OpMathType.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 
 #include <c10/util/strides.h>
 
@@ -339,11 +341,77 @@ bool is_refused(const OpInfo& op, Function&& ask_meta) {
 torch::jit::Stack functional_arguments(const OpInfo& op, const torch::jit::Stack& meta) {
   torch::jit::Stack stack;
   for (size_t i = 0; i < meta.size(); ++i) {
-    if (!op.args[i].is_out) {
-      stack.push_back(meta[i]);
+    if (op.args[i].is_out) {
+      continue;
+    }
+    stack.push_back(meta[i]);
+    if (op.sums_in_out_dtype && op.handle.schema().arguments()[i].name() == "dtype" && meta[i].isNone()) {
+      stack.back() = meta.back().toTensor().scalar_type();
     }
   }
   return stack;
+}
+
+// Whether the CPU's kernel writes the result into out= tensors of these dtypes, which many a meta kernel does not look
+// at.  It is asked with zeros that take no memory; what it computes goes nowhere.
+bool cpu_takes_out(const OpInfo& op, const torch::jit::Stack& meta) {
+  torch::jit::Stack stack = meta;
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (stack[i].isTensorList() || stack[i].isOptionalTensorList() || op.num_draws > 0) {
+      return true;
+    }
+    if (!stack[i].isTensor() || !stack[i].toTensor().defined()) {
+      continue;
+    }
+    const at::Tensor& like = stack[i].toTensor();
+    const auto options = like.options().device(c10::kCPU);
+    auto made = op.args[i].is_out ? at::empty(like.sizes(), options)
+                                  : at::zeros(std::vector<int64_t>(like.dim(), 1), options).expand(like.sizes());
+    if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
+      made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    stack[i] = std::move(made);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  try {
+    op.handle.callBoxed(stack);
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
+}
+
+// An in-place result is of the shape that it had: some meta kernels of PyTorch's broadcast it.
+bool changes_shape(
+    const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::optional<std::vector<MetaTensor>>& returned) {
+  return returned.has_value() && std::any_of(returned->begin(), returned->end(), [&](const MetaTensor& item) {
+    const int arg = op.returned_arg[item.slot];
+    return arg >= 0 && !op.args[arg].is_out && args[arg].isTensor() && item.tensor.defined() &&
+        item.tensor.sizes() != args[arg].toTensor().sizes();
+  });
+}
+
+// The CPU computes in the dtype of both arguments and writes into the first one's.
+void keep_first_dtype(std::optional<std::vector<MetaTensor>>& results, c10::ArrayRef<c10::IValue> args) {
+  const auto dtype = args[0].toTensor().scalar_type();
+  for (MetaTensor& item : *results) {
+    TORCH_CHECK(c10::canCast(item.tensor.scalar_type(), dtype));
+    item.tensor = item.tensor.to(dtype);
+  }
+}
+
+// The strides that an out= tensor of another shape gets: a pointwise kernel's are those of its inputs.
+std::vector<int64_t> resized_strides(
+    const OpInfo& op, const MetaTensor& resized, const std::optional<std::vector<MetaTensor>>& computed) {
+  if (op.is_pointwise && computed.has_value()) {
+    for (const MetaTensor& item : *computed) {
+      if (item.slot == resized.slot && item.tensor.defined() && item.tensor.sizes() == resized.tensor.sizes() &&
+          item.tensor.is_non_overlapping_and_dense()) {
+        return item.tensor.strides().vec();
+      }
+    }
+  }
+  return {};
 }
 
 void describe_write(const OpInfo& op, const at::Tensor& target, OutputInfo& output) {
@@ -640,6 +708,11 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   const bool refused = is_refused(op, [&] {
     returned = call_meta(op.handle, meta);
     computed = op.functional.has_value() ? call_meta(*op.functional, functional_arguments(op, before)) : returned;
+    if (op.keeps_first_dtype && returned.has_value()) {
+      keep_first_dtype(returned, args);
+      keep_first_dtype(computed, args);
+    }
+    TORCH_CHECK(!changes_shape(op, args, returned));
   });
   const bool returns_new = std::any_of(op.returned_arg.begin(), op.returned_arg.end(), [](int arg) { return arg < 0; });
   if (refused) {
@@ -656,6 +729,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     return publish(store(std::move(signature)));
   }
 
+  bool casts_out = false; // what is computed is of another dtype than out=
   bool loses_kind = false; // of the number: a complex one into floats, a float into integers
   const auto add_output = [&](OutputInfo output, const at::Tensor& result) {
     const auto place = signature.outputs.size();
@@ -674,6 +748,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
       output.computed_sizes = output.sizes;
       output.computed_dtype = output.dtype;
     }
+    casts_out |= output.written_arg >= 0 && op.args[output.written_arg].is_out && output.computed_dtype != output.dtype;
     loses_kind |= op.is_pointwise && !c10::canCast(output.computed_dtype, output.dtype);
     signature.outputs.push_back(std::move(output));
   };
@@ -702,7 +777,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
       if (shapes.has_value() && args[arg].isTensor()) {
         for (const auto& item : *shapes) {
           if (item.slot == static_cast<int>(slot) && item.tensor.defined() && item.tensor.sizes() != args[arg].toTensor().sizes()) {
-            signature.out_resizes.emplace_back(arg, item.tensor.sizes().vec()); // out= of another shape
+            signature.out_resizes.push_back({arg, item.tensor.sizes().vec(), resized_strides(op, item, computed)});
           }
         }
       }
@@ -723,7 +798,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   }
   signature.wide |= is_integral(signature, args);
   signature.fits = fits_of(op, args, signature.outputs);
-  if (loses_kind) { // which meta kernels let pass where PyTorch refuses it
+  if (loses_kind || (casts_out && !cpu_takes_out(op, before))) { // let pass by meta kernels, refused by PyTorch
     signature.on_cpu = true;
     return publish(store(std::move(signature)));
   }

@@ -77,6 +77,13 @@ struct NumberFit {
   bool operator==(const NumberFit&) const = default;
 };
 
+// An out= argument that must first be resized.
+struct OutResize {
+  int arg;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides; // empty: contiguous
+};
+
 struct Signature {
   uint32_t id{0};
   const OpInfo* op{nullptr}; // null for the device's own entries
@@ -84,7 +91,7 @@ struct Signature {
   std::vector<OutputInfo> outputs{};
   bool wide{false}; // runtime floats travel as float64, else as float32
   std::vector<NumberFit> fits{}; // checked at each call: values are no part of a signature
-  std::vector<std::pair<int, std::vector<int64_t>>> out_resizes{}; // out= arguments that must first be resized
+  std::vector<OutResize> out_resizes{}; // out= arguments that must first be resized
   bool on_cpu{false}; // the lowering cannot express this form: it runs on the CPU
   std::string lowering_failure; // why, where the lowering failed on arguments that may be wrong
   bool by_parts{false}; // lists of tensors of two devices: PyTorch's own kernel takes them one by one

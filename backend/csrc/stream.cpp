@@ -28,7 +28,7 @@ constexpr size_t kRunThatPreparesUnasked = 32;
 
 // The last run that is layered in fused mode that begins so.  A count, not a moment: the last digits change with it, and a script
 // that is run again gives the same.  So many steps take longer than most programs, which the next run waits for (Llama of 32
-// layers, two cores: 14 s, 0.25 s a step).
+// layers, two cores: 14 s, 0.25 s a step).  Where it takes XLA much longer than that, they go on in parts meanwhile.
 constexpr size_t kLastLayeredRun = 256;
 
 // While it is run a detached segment can be found by others.

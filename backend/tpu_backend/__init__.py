@@ -74,6 +74,7 @@ def register() -> None:
     dispatch.install()
     torch.set_autocast_dtype("tpu", torch.bfloat16)  # PyTorch's default for a device like this is float16
     device_module._cut_after_optimizer_steps()
+    device_module._keep_step_counts_on_the_host()
 
 
 # A module of this package that is imported before torch must not be met half-way by the autoload that its own

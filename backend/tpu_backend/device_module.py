@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -310,8 +311,9 @@ def set_executable_cache(
     """Keep compiled programs in a directory, where later processes find them; None: nowhere.
 
     Holds for programs that are needed from now on.  The environment variable ``TPU_CACHE_DIR`` says what a
-    process starts with: a directory, or none (``none`` or unset).  Programs used least recently go first when
-    there are more than `max_bytes` of them.  Many processes and hosts may share one.
+    process starts with: a directory, or none (``none``); unset, ``~/.cache/tputrain/executables``.  Programs
+    used least recently go first when there are more than `max_bytes` of them.  Many processes and hosts may
+    share one.
 
     A directory that cannot be written, or that others could have written to, is said in one line on standard
     error; programs are then compiled as if there were none.  Raises ValueError for `max_bytes` below 1.
@@ -431,6 +433,30 @@ def _cut_after_optimizer_steps() -> None:
     # As torch.compiler.disable does, whose import takes a second: Dynamo calls it, and warns of no C++.
     after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(after_step)
+
+
+def _keep_step_counts_on_the_host() -> None:
+    """``torch.load(map_location="tpu")`` of an optimizer puts its step counts on the device, too, where
+    PyTorch leaves them: each step would then read every one of them, and be several programs. They go back to
+    where these optimizers make them.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            if "foreach" not in group or group.get("fused") or group.get("capturable"):
+                continue  # it is not PyTorch's, or counts on the device
+            # They were loaded together: the first tells whether there is anything to do.
+            states = (state for each in group["params"] if (state := optimizer.state.get(each)))
+            for state in itertools.takewhile(lambda state: _is_on_tpu(state.get("step")), states):
+                state["step"] = state["step"].cpu()
+
+    before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _is_on_tpu(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "tpu"
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

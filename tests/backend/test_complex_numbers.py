@@ -1,5 +1,6 @@
 """Complex numbers where their order, their parts or how often they wind decides: as on the CPU."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +31,35 @@ def test_functions_agree_with_the_cpu(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values = 4 * torch.randn(5, 9, dtype=torch.complex64, generator=generator)
     torch.testing.assert_close(FUNCTIONS[name](values.to("tpu")).cpu(), FUNCTIONS[name](values))
+
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "gt": lambda x: x > x,
+    "ge of a number": lambda x: x >= -1,
+    "le of a complex number": lambda x: x.real <= 0.5j,
+    "lt_": lambda x: x.clone().lt_(x),
+    "maximum": lambda x: torch.maximum(x, x.real),
+    "minimum": lambda x: torch.minimum(x, x),
+    "max": lambda x: x.max(),
+    "amin": lambda x: x.amin(1),
+    "aminmax": lambda x: torch.aminmax(x, dim=1),
+    "xlogy": lambda x: torch.xlogy(x, -2.0),
+    "i0e": torch.special.i0e,
+    "trunc": lambda x: torch.div(x, x, rounding_mode="trunc"),
+    "nansum": torch.nansum,
+    "sort": lambda x: x.sort(),
+    "clamp": lambda x: x.clamp(x, x),
+    "softplus": torch.nn.functional.softplus,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_complex_numbers_are_refused_as_on_the_cpu(name: str) -> None:
+    values = torch.tensor([[1 + 2j, -1j], [0.5, 2.0]])
+    with pytest.raises((RuntimeError, TypeError)) as expected:
+        REFUSED[name](values)
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        REFUSED[name](values.to("tpu"))
 
 
 def test_both_parts_are_drawn_uniformly_and_by_themselves() -> None:

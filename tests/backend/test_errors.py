@@ -13,6 +13,18 @@ from torch.nn import functional as F
 from tests.backend.fresh_process import run_python
 from tpu_backend import device_module, jax_op
 
+_OVERLAPPING: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
+    "index_add_": lambda t: (x := t(3).long()).index_add_(0, x, t(3).long()),
+    "index_copy_": lambda t: (x := t(3)).index_copy_(0, t(3).long(), x),
+    "index_fill_": lambda t: (x := t(3).long()).index_fill_(0, x, 3),
+    "scatter_": lambda t: (x := t(3)).scatter_(0, t(3).long(), x),
+    "scatter_add_": lambda t: (x := t(3)).scatter_add_(0, t(3).long(), x),
+    "put_": lambda t: (x := t(3)).put_(t(3).long(), x),
+    "x[index] =": lambda t: (x := t(3).long()).__setitem__(x[:2], x[1:]),
+    "gather": lambda t: torch.gather(x := t(3), 0, t(3).long(), out=x),
+    "index_select": lambda t: torch.index_select(x := t(3), 0, t(3).long(), out=x),
+}
+
 WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "shapes that do not broadcast": lambda t: t(3) + t(4),
     "matrix product": lambda t: t(2, 3) @ t(2, 3),
@@ -103,6 +115,21 @@ WRONG: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "negative padding": lambda t: F.conv3d(t(1, 1, 4, 4, 4), t(1, 1, 2, 2, 2), padding=-1),
     "rows of boundaries": lambda t: torch.bucketize(t(3), t(2, 2)),
     "masked_scatter by numbers": lambda t: t(3).masked_scatter(t(3).byte(), t(3)),
+    "in place, a comparison of a larger shape": lambda t: t(1).ge_(t(2, 3)),
+    "in place, a power of a larger shape": lambda t: t(1)[0].pow_(t(1, 0)),
+    "index_reduce by a matrix": lambda t: t(1, 2).index_reduce(1, t(1, 2).long(), t(1, 2), "amin"),
+    "median of none": lambda t: t(0, 3).median(0),
+    "kthvalue of none": lambda t: t(0, 3).kthvalue(1, 0),
+    "adaptive mean of none": lambda t: F.adaptive_avg_pool1d(t(2, 0), 2),
+    # out= of another dtype
+    "neg into doubles": lambda t: torch.neg(t(3), out=t(3).double()),
+    "clamp into floats": lambda t: torch.clamp(t(3).int(), 0, 1, out=t(3)),
+    "clamp into another shape": lambda t: torch.clamp(t(3), 0, 1, out=t(2).double()),
+    "any into floats": lambda t: torch.any(t(3), out=t(1)[0]),
+    "amax into doubles": lambda t: torch.amax(t(3), 0, out=t(1)[0].double()),
+    "tril into integers": lambda t: torch.tril(t(2, 2), out=t(2, 2).long()),
+    # of shared memory
+    **{f"{name} of itself": call for name, call in _OVERLAPPING.items()},
     # of two dtypes
     "probabilities": lambda t: F.binary_cross_entropy(t(3) * 0.5, t(3).double()),
     "weights of classes": lambda t: F.cross_entropy(t(3, 4), t(3).long(), weight=t(4).double()),

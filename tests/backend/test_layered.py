@@ -1,6 +1,7 @@
 """Layered mode: what repeats in the stream shares a program, and the numbers are fused mode's."""
 
 import textwrap
+import threading
 import time
 from collections import deque
 
@@ -194,6 +195,35 @@ def test_steps_whose_one_program_is_refused_stay_layered(monkeypatch):
         after = compilations()
         assert torch.equal(model(inputs).cpu(), expected)
         assert compilations() == after
+
+
+def test_steps_stay_layered_while_their_one_program_is_compiled_for_long(monkeypatch, capfd):
+    from tpu_backend.runtime import compiler
+
+    lower, may_go_on = compiler.lower_segment, threading.Event()
+
+    def takes_long(description, *arguments):
+        if len(description["circumstances"]) > 4 * 12:
+            may_go_on.wait(60)
+        return lower(description, *arguments)
+
+    wait_for_threads()
+    monkeypatch.setattr(compiler, "lower_segment", takes_long)
+    monkeypatch.setattr(compiler, "_LONGEST_WAIT", 0.05)
+    model = model_of(10, width=24).to("tpu").requires_grad_(False)
+    inputs = torch.randn(6, 24, device="tpu")
+    with torch.tpu.eager_mode("fused", first="layered"):
+        expected = model(inputs).cpu()
+        in_layers = compilations()
+        for _ in range(260):
+            assert torch.equal(model(inputs).cpu(), expected)
+        assert compilations() == in_layers
+        assert capfd.readouterr().err.count("steps stay layered until it is there") == 1
+        may_go_on.set()
+        wait_for_threads()
+        torch.testing.assert_close(model(inputs).cpu(), expected)
+        assert compilations() == in_layers + 1
+        assert torch.tpu.compilations()[-1].cause.kind == "whole"
 
 
 def test_layered_steps_of_another_time_count():

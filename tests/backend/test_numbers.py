@@ -101,3 +101,47 @@ def test_operands_are_those_of_the_cpu():
 @pytest.mark.parametrize("name", [*ELEMENTS, *OPERANDS])
 def test_every_number_is_taken_as_on_the_cpu(name, dtype):
     assert differences({name: {**ELEMENTS, **OPERANDS}[name]}, (dtype,), NUMBERS) == []
+
+
+# ---- dtypes and values that the CPU's kernels have otherwise than PyTorch's meta kernels or the plain formula
+
+
+def _tensor(place, values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype, device=place)
+
+
+AS_ON_THE_CPU = {
+    "sum into integers": lambda p: torch.sum(_tensor(p, [-0.5, -0.5, 2.0]), 0, out=_tensor(p, 0, torch.int16)),
+    "prod into integers": lambda p: torch.prod(_tensor(p, [2.5, 2.5]), 0, out=_tensor(p, 0, torch.int64)),
+    "cumsum into integers": lambda p: torch.cumsum(_tensor(p, [1.5, 1.5]), 0, out=_tensor(p, [0, 0], int)),
+    "sum of integers into floats": lambda p: torch.sum(_tensor(p, [2**62] * 3, int), 0, out=_tensor(p, 0.0)),
+    "mean into doubles": lambda p: torch.mean(_tensor(p, [5, 1.5]), 0, out=_tensor(p, 0, torch.float64)),
+    "softmax of a number": lambda p: torch.softmax(_tensor(p, float("nan")), -1),
+    "log_softmax of a number": lambda p: torch.log_softmax(_tensor(p, float("inf")), -1),
+    "addmm, alpha=0": lambda p: torch.addmm(
+        _tensor(p, [[1.0]]), _tensor(p, [[float("nan")]]), _tensor(p, [[1.0]]), alpha=0
+    ),
+    "ldexp, large": lambda p: torch.ldexp(_tensor(p, [63, -126], torch.int8), _tensor(p, [63, 126], torch.int8)),
+    "ldexp of the least": lambda p: torch.ldexp(_tensor(p, [2.0**-100, 3.0]), _tensor(p, [200, -200], int)),
+    "ldexp by bfloat16": lambda p: torch.ldexp(_tensor(p, [2, 3], int), _tensor(p, 0.5, torch.bfloat16)),
+    "huber_loss of two dtypes": lambda p: F.huber_loss(_tensor(p, [1.0, 4]), _tensor(p, [2.0, 3], torch.float64)),
+    "clamp by a complex number": lambda p: torch.clamp(_tensor(p, [0.0, 2.0]), min=0.5 + 0j),
+    "arange by a complex number": lambda p: torch.arange(1, 3, 0.5 + 0j, device=p),
+    "a truncated quotient": lambda p: torch.div(
+        _tensor(p, [[2.5], [7.0]]), _tensor(p, [0.001, 3.0, 256.0]), rounding_mode="trunc"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", AS_ON_THE_CPU)
+def test_dtypes_and_values_are_those_of_the_cpu(name):
+    ours, theirs = AS_ON_THE_CPU[name]("tpu"), AS_ON_THE_CPU[name]("cpu")
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-7, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_resized_result_has_the_strides_of_its_inputs():
+    x = torch.ones(2, 3, device="tpu").t()
+    assert torch.ge(x, x, out=torch.ones(2, 3, device="tpu")).stride() == (1, 3)

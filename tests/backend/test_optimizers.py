@@ -1,6 +1,7 @@
 """PyTorch's optimizers and clipping on the device, in each of their implementations, against the CPU."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -181,3 +182,46 @@ def test_backward_through_weights_that_a_step_has_changed_is_refused(foreach):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_state_that_was_loaded_onto_the_device_compiles_nothing(kind):
+    """`map_location` moves the step counts, too, which PyTorch keeps on the host and reads in each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to("tpu")
+    x = torch.randn(2, 4).to("tpu")
+    optimizer = kind(model.parameters(), lr=1e-2)
+
+    def train() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.tpu.flush()
+
+    def counts() -> tuple[int, int]:
+        stats = torch.tpu.compile_stats()
+        return stats["compilations"], stats["host_reads"]
+
+    train()
+    train()
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    train()
+    train()
+    expected = [each.detach().cpu() for each in model.parameters()]
+    saved.seek(0)
+    loaded = torch.load(saved, map_location="tpu")
+    assert loaded["optimizer"]["state"][0]["step"].device.type == "tpu"
+    optimizer = kind(model.parameters(), lr=1e-2)
+    optimizer.load_state_dict(loaded["optimizer"])
+    model.load_state_dict(loaded["model"])
+    del loaded
+    torch.tpu.flush()  # what Adagrad made to begin with is no part of a step
+    before, reads_before_steps = counts()
+    train()
+    train()
+    compilations, host_reads = counts()
+    assert compilations == before, list(map(str, torch.tpu.compilations()[-2:]))
+    assert host_reads == reads_before_steps + len(expected)  # each count once, not in each step
+    assert [each.tolist() for each in model.parameters()] == [each.tolist() for each in expected]
+    assert optimizer.state[model[0].weight]["step"].item() == 4

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tputrain.announce import announced, say
-from tputrain.callbacks.callback import Callback, load_state_of
+from tputrain.callbacks.best_checkpoint import BestCheckpoint
+from tputrain.callbacks.callback import Callback, load_state_of, state_of
 from tputrain.errors import UserError
 from tputrain.loggers.console import BarLogger, PlainLogger, console_logger
 from tputrain.loggers.jsonl import JsonlLogger, read_jsonl
@@ -225,3 +226,13 @@ def test_a_callback_state_that_nobody_wants_is_named(given, left):
     assert load_state_of(callbacks, [{"kind": "Counter", "state": {"count": 3}}]) == left
     if not left:
         assert callbacks[0].loaded == {"count": 3}
+
+
+def test_callback_states_find_their_callback_in_any_order():
+    first, second = BestCheckpoint("loss"), BestCheckpoint("accuracy", mode="max")
+    first.load_state_dict({"metric": "loss", "mode": "min", "improvements": [[3, 0.5]]})
+    second.load_state_dict({"metric": "accuracy", "mode": "max", "improvements": [[6, 0.9]]})
+    saved = state_of([first, second])
+    again = [BestCheckpoint("accuracy", mode="max"), BestCheckpoint("loss")]
+    assert load_state_of(again, saved) == []
+    assert [each.step for each in again] == [6, 3]

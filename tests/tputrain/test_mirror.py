@@ -74,6 +74,20 @@ def test_a_copy_that_was_cut_short_or_damaged_does_not_count(tmp_path, url, caps
     assert mirror.steps() == [6]
 
 
+def test_a_step_that_is_copied_again_stays_there_until_the_new_copy_is_whole(tmp_path, url, monkeypatch):
+    first_half(tmp_path, url)
+    store = CheckpointStore.of_run(tmp_path, mirrored(url))
+    mirror, there = store.mirror, f"{store.mirror.root}/checkpoints"
+    before = mirror.filesystem.cat_file(f"{there}/step-9/model.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror, "_put", lambda file, _: file.suffix != ".safetensors" or 1 / 0)
+        assert "ZeroDivisionError" in mirror.push(store.path(9), set)
+    assert mirror.filesystem.cat_file(f"{there}/.replaced-step-9/model.safetensors") == before
+    assert mirror.push(store.path(9), set) is None
+    assert mirror.steps() == [9, 6]
+    assert not mirror.filesystem.exists(f"{there}/.replaced-step-9")
+
+
 def test_a_mirror_that_fails_is_one_loud_line_and_training_goes_on(tmp_path, monkeypatch, capfd):
     trainer = build(tmp_path, checkpoint=mirrored("memory://there"))
 

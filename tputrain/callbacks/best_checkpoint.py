@@ -45,6 +45,7 @@ class BestCheckpoint(Callback):
     def __init__(self, metric: str = "loss", mode: str = "min"):
         self.cfg = BestCheckpointConfig(metric, mode)
         self.monitored = Monitored(f"{_KEY}.metric", metric, mode)
+        self.state_key = metric
         self._improvements: list[tuple[int, float]] = []  # steps and values, the best one last
         self._to_be_saved: set[int] = set()
 

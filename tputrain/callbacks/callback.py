@@ -29,6 +29,9 @@ class Callback:
     JSON) is kept in the checkpoint.
     """
 
+    state_key: str = ""
+    """Tells callbacks of one class apart in a checkpoint, whatever their order."""
+
     def on_fit_start(self, trainer: "Trainer") -> None:
         """After a resume, before the first step."""
 
@@ -61,20 +64,27 @@ class Callback:
 
 
 def state_of(callbacks: list[Callback]) -> list[dict[str, Any]]:
-    """Kind and state of each callback that has one, in order."""
+    """Kind, key and state of each callback that has one, in order."""
     return [
-        {"kind": type(callback).__name__, "state": callback.state_dict()}
+        {"kind": type(callback).__name__, "key": callback.state_key, "state": callback.state_dict()}
         for callback in callbacks
         if hasattr(callback, "state_dict")
     ]
 
 
 def load_state_of(callbacks: list[Callback], states: list[dict[str, Any]]) -> list[str]:
-    """Give each callback the state saved for its kind, in order; returns the kinds of states left over."""
+    """Give each callback the state saved for its kind and key, or what is left of its kind, in order.
+
+    Returns the kinds of states left over.
+    """
     left = list(states)
-    for callback in callbacks:
-        found = next((saved for saved in left if saved["kind"] == type(callback).__name__), None)
-        if found is not None and hasattr(callback, "load_state_dict"):
-            callback.load_state_dict(found["state"])
-            left.remove(found)
+    waiting = [callback for callback in callbacks if hasattr(callback, "load_state_dict")]
+    for names in (("kind", "key"), ("kind",)):
+        for callback in list(waiting):
+            own = {"kind": type(callback).__name__, "key": callback.state_key}
+            fitting = (saved for saved in left if all(saved.get(name) == own[name] for name in names))
+            if (found := next(fitting, None)) is not None:
+                callback.load_state_dict(found["state"])
+                left.remove(found)
+                waiting.remove(callback)
     return [saved["kind"] for saved in left]

@@ -45,6 +45,7 @@ class EarlyStopping(Callback):
         self.cfg = EarlyStoppingConfig(patience, metric, mode, min_delta)
         self.patience = patience
         self.monitored = Monitored(f"{_KEY}.metric", metric, mode, min_delta)
+        self.state_key = metric
         self.best: float | None = None
         self.num_waited = 0
         """Evaluations since the best one."""

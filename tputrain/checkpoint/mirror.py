@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem, Callback
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # which nobody gets for reading
+_REPLACED = ".replaced-"  # a checkpoint whose step was saved anew, until that one is copied
 _LOGS = ("*.jsonl", "wandb-run.json")
 
 
@@ -50,17 +51,26 @@ class Mirror:
 
     def _push(self, checkpoint: Path, keeps: Callable[[list[int]], set[int]]) -> None:
         there = f"{self.root}/{CHECKPOINTS}/{checkpoint.name}"
-        self.filesystem.makedirs(there, exist_ok=True)
-        if self.filesystem.exists(f"{there}/{COMPLETE}"):
-            self.filesystem.rm_file(f"{there}/{COMPLETE}")
+        self.filesystem.makedirs(f"{self.root}/{CHECKPOINTS}", exist_ok=True)
         for log in _logs_of(checkpoint.parents[1]):
             self._put(log, f"{self.root}/{log.name}")
+        replaced = f"{self.root}/{CHECKPOINTS}/{_REPLACED}{checkpoint.name}"
+        if self.filesystem.exists(f"{there}/{COMPLETE}"):
+            self._remove(replaced)
+            self.filesystem.mv(there, replaced, recursive=True)
+        self._remove(there)  # a copy that was cut short
+        self.filesystem.makedirs(there, exist_ok=True)
         for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == COMPLETE):
             self._put(file, f"{there}/{file.name}")
+        self._remove(replaced)
         steps, pushed = self.steps(), int(checkpoint.name.removeprefix("step-"))
         for step in set(steps) - keeps(steps):
             if step < pushed:
                 self.filesystem.rm(f"{self.root}/{CHECKPOINTS}/step-{step}", recursive=True)
+
+    def _remove(self, directory: str) -> None:
+        if self.filesystem.exists(directory):
+            self.filesystem.rm(directory, recursive=True)
 
     def abandon_later(self, step: int, prefix: str) -> None:
         """Move the checkpoints after `step` to `<prefix>step-N-1` and so on, the last one last.

@@ -333,6 +333,8 @@ def index_fill(self, dim, index, value):
 
 @lowering("index_reduce", one_dtype=("self", "source"))
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
+    if index.ndim > 1:
+        raise NotLoweredError("indices that are no vector: PyTorch refuses them, in its own words on the CPU")
     _expect_rows_of(self, dim, source)
     base, source = at_least_1d(self), at_least_1d(source)
     _require_from_front(index, base.shape[wrap_dim(dim, self.ndim)])

@@ -126,7 +126,7 @@ def smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
     return jnp.where(jnp.abs(difference) < beta, difference / beta, jnp.sign(difference)) * grad
 
 
-@lowering("huber_loss", promote="result", runtime=("delta",))
+@lowering("huber_loss", promote="inputs", runtime=("delta",))
 def huber_loss(self, target, reduction=_MEAN, delta=1.0):
     distance = jnp.abs(self - target)
     losses = jnp.where(distance <= delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))

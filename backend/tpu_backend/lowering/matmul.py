@@ -78,8 +78,17 @@ def scaled(value: jax.Array, factor: Any) -> jax.Array:
     return value * jnp.asarray(factor, value.dtype)
 
 
+def _ignores_product(self: jax.Array, product: jax.Array) -> bool:
+    """Whether PyTorch's CPU asks BLAS, which does not look at what is multiplied by 0, be it NaN."""
+    is_float = self.dtype in (jnp.float32, jnp.float64) and product.ndim < 3
+    return is_float or (product.ndim == 2 and jnp.iscomplexobj(self))
+
+
 def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
-    product = scaled(product, alpha)
+    if isinstance(alpha, (int, float)) and alpha == 0 and _ignores_product(self, product):
+        product = jnp.zeros_like(product)
+    else:
+        product = scaled(product, alpha)
     if isinstance(beta, (int, float)) and beta == 0:  # PyTorch: self is ignored, NaN in it does not propagate
         return product
     return scaled(self.astype(product.dtype), beta) + product

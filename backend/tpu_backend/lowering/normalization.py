@@ -33,8 +33,10 @@ def _shifted(self, axis):
 @lowering("_softmax", promote="opmath")
 def softmax(self, dim, half_to_float):
     _expect_floats(self)
-    if self.ndim == 0 or self.size == 0:
-        return jnp.ones_like(self)
+    if self.ndim == 0:
+        return jnp.exp(self - self)
+    if self.size == 0:
+        return self
     exponentials = jnp.exp(self - jnp.max(self, dim, keepdims=True))
     return exponentials / jnp.sum(exponentials, dim, keepdims=True)
 
@@ -52,8 +54,10 @@ def safe_softmax(self, dim, dtype=None):
 @lowering("_log_softmax", promote="opmath")
 def log_softmax(self, dim, half_to_float, *, out):
     _expect_floats(self)
-    if self.ndim == 0 or self.size == 0:
-        return jnp.zeros_like(self)
+    if self.ndim == 0:
+        return self - self
+    if self.size == 0:
+        return self
     shifted = self - jnp.max(self, dim, keepdims=True)
     total = jnp.sum(jnp.exp(shifted), dim, keepdims=True)
     if dim in (-1, self.ndim - 1):  # along the last dim, PyTorch's CPU keeps what it subtracts in 16 bit

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_nonzero
@@ -208,7 +209,9 @@ def div(self, other, *, out):
 def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
     other = jnp.asarray(other, self.dtype)
     if is_floating(self):
-        quotient = self / other
+        # Each has a divisor of its own: XLA multiplies by the reciprocal of one that it broadcasts, and 2.5 / 0.001
+        # becomes 2499.
+        quotient = self / jnp.where(jnp.isnan(self), jnp.nan, other)
         return jnp.trunc(stored(quotient, storage))  # as on the CPU, a 16-bit 17.97 becomes 18
     require_nonzero(self, other)
     return lax.div(*jnp.broadcast_arrays(self, other))
@@ -392,9 +395,33 @@ lowering("heaviside", one_dtype=("self", "values"))(
 )
 
 
-@lowering("ldexp.Tensor", promote="result")
+def _times_power_of_two(value, exponent):
+    """Exact, where `jnp.exp2` is not: a third of the exponent at a time, so that no power overflows alone."""
+    reach = jnp.finfo(value.dtype).maxexp * 3 // 4
+    powers = jnp.asarray(2.0 ** np.arange(-reach, reach + 1), value.dtype)
+    exponent = jnp.clip(exponent.astype(jnp.int64), -3 * reach, 3 * reach).astype(jnp.int32)
+    for third in (exponent // 3, (exponent + 1) // 3, (exponent + 2) // 3):
+        value = value * powers[third + reach]
+    return value
+
+
+@lowering("ldexp.Tensor")
 def ldexp(self, other, *, out):
-    return self * stored(jnp.exp2(other), out[0].dtype)  # PyTorch's is mul(self, pow(2, other))
+    if is_floating(self) and other.dtype == jnp.bool_:
+        raise NotLoweredError("bools as exponents: PyTorch refuses them, in its own words on the CPU")
+    dtype = opmath(out[0].dtype)
+    if not jnp.issubdtype(other.dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.complexfloating):
+        if (
+            is_16_bit(other.dtype)
+            and not is_16_bit(out[0].dtype)
+            and not jnp.issubdtype(self.dtype, jnp.inexact)
+        ):
+            raise NotLoweredError("PyTorch's CPU has another dtype than its meta kernel")
+        return converted(self, dtype) * stored(jnp.exp2(converted(other, dtype)), out[0].dtype)
+    if is_floating(self):
+        return _times_power_of_two(self.astype(dtype), other)
+    # PyTorch's is mul(self, pow(2, other)): an infinite power of 2 stays infinite.
+    return converted(self, dtype) * _times_power_of_two(jnp.ones((), dtype), other)
 
 
 @lowering("frexp.Tensor", promote="opmath", on_tpu=_NO_FLOAT64_BITS)

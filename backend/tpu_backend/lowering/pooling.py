@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from tpu_backend.lowering.bounds import require_in_range
-from tpu_backend.lowering.registry import is_16_bit, lowering, opmath, stored
+from tpu_backend.lowering.registry import NotLoweredError, is_16_bit, lowering, opmath, stored
 
 
 def _each_dim(values: int | Sequence[int], rank: int) -> tuple[int, ...]:
@@ -277,6 +277,8 @@ def _adaptive_average(self, outputs):
 
 @lowering("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", promote="opmath")
 def adaptive_avg_pool(self, output_size):
+    if 0 in self.shape[-len(output_size) :]:
+        raise NotLoweredError("means of nothing: PyTorch refuses them, in its own words on the CPU")
     return _adaptive_average(self, tuple(output_size))
 
 

@@ -49,6 +49,8 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
 def _ranked(self, rank, dim, keepdim):
     """The element of a given rank along dim (``rank`` may differ over the other dims), and where it is."""
     axis = wrap_dim(dim, self.ndim)
+    if self.ndim and self.shape[axis] == 0:
+        raise NotLoweredError("a rank among none: PyTorch refuses it, in its own words on the CPU")
     values, positions = _sorted(at_least_1d(self), axis, descending=False)
     rank = jnp.broadcast_to(rank, (*values.shape[:axis], 1, *values.shape[axis + 1 :]))
     picked = [jnp.take_along_axis(array, rank, axis) for array in (values, positions)]

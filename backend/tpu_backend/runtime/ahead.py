@@ -13,12 +13,14 @@ from collections.abc import Callable, Hashable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from weakref import WeakSet
 
 from tpu_backend import _C
 
 _MOST_UNWANTED = 512  # programs; more than the different parts of a step
 
 _promised: dict[Hashable, Future[Any]] = {}
+_given_up: WeakSet[Future[Any]] = WeakSet()
 _threads: ThreadPoolExecutor | None = None
 _is_exiting = False
 
@@ -74,15 +76,25 @@ def _forget_unwanted() -> None:
         _promised.pop(key, None)
 
 
-def wait(descriptions: list[dict[str, Any]]) -> None:
-    """Until threads are done with those of these that `begin` was told to compile."""
-    futures.wait([future for key in map(_key, descriptions) if (future := _promised.get(key)) is not None])
+def wait(descriptions: list[dict[str, Any]], seconds: float | None = None) -> None:
+    """Until threads are done with those of these that `begin` was told to compile, or for so long."""
+    begun = [future for key in map(_key, descriptions) if (future := _promised.get(key)) is not None]
+    futures.wait(begun, seconds)
 
 
 def is_compiling(description: dict[str, Any]) -> bool:
     """Whether `result` would have to wait for it."""
     future = _promised.get(_key(description))
     return future is not None and not future.done()
+
+
+def give_up(description: dict[str, Any]) -> None:
+    """Nobody waits for it any more; it is taken when it is there."""
+    _given_up.add(_promised[_key(description)])
+
+
+def is_given_up(description: dict[str, Any]) -> bool:
+    return _promised.get(_key(description)) in _given_up
 
 
 def is_busy() -> bool:

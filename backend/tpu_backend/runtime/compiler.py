@@ -142,6 +142,7 @@ def _with_emitters_chosen(
 
 
 _WAITS = "tpu: waiting for the one program that follows layered first steps, this once (docs/execution.md)"
+_LONGEST_WAIT = 60.0  # seconds; a program that takes longer may take for ever
 
 
 def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
@@ -150,14 +151,36 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
 
     The stream's lock is not held here: what is compiled may be Python of the user's. `may_wait`: else other
     threads are not waited for, since one of them may be waiting for this one.
+
+    Raises TimeoutError for the program that follows layered first steps while a thread compiles it for longer
+    than `_LONGEST_WAIT` after the first of these calls.
     """
     mode = device_module.get_eager_mode()
-    if may_wait and _C.begins_layered() and description["was_layered"] and ahead.is_compiling(description):
-        print(_WAITS, file=sys.stderr, flush=True)
+    if may_wait and _C.begins_layered() and description["was_layered"]:
+        _wait_for_what_follows(description)
     with compiling(len(description["circumstances"]), partial(_described, [description])):
         if (found := ahead.result(description, may_wait)) is not None:
             return found
         return _compile(description, causes_of([description], mode)[0], may_wait)
+
+
+def _wait_for_what_follows(description: dict[str, Any]) -> None:
+    """Said once for a program, and once that the wait is given up."""
+    if not ahead.is_compiling(description):
+        return
+    if ahead.is_given_up(description):
+        raise TimeoutError
+    print(_WAITS, file=sys.stderr, flush=True)
+    with compiling(len(description["circumstances"]), partial(_described, [description])):
+        ahead.wait([description], _LONGEST_WAIT)
+    if ahead.is_compiling(description):
+        ahead.give_up(description)
+        print(
+            f"tpu: still compiling after {_LONGEST_WAIT:.0f} s more: steps stay layered until it is there",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise TimeoutError
 
 
 def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:

@@ -58,6 +58,8 @@ def _fuzzed(programs: dict[int, Program]) -> Iterator[Found]:
             failure = Failure(failure.kind, f"only in one program with {list(programs)}: {failure.text}")
         else:
             program, failure = minimised(program, alone)
+            if not program.lines:
+                continue  # an earlier program's, told late: a tensor that is larger than memory
         yield Found(number, program, failure, reason_for(program, failure))
 
 
