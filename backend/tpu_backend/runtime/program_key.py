@@ -104,13 +104,22 @@ def _host_cpu() -> dict[str, Any]:
     }
 
 
+_last_settings: tuple[dict[str, Any], str] = ({}, "")  # asked for with each form of an op
+
+
 def _jax_settings() -> str:
     """A digest of JAX's, as they are on this thread."""
+    global _last_settings
     with jax.enable_x64(True):  # as programs are lowered
         values = jax.config.values
-    return _digest(
-        {name: str(value) for name, value in values.items() if not name.startswith(_NO_PART_OF_A_PROGRAM)}
-    )
+    known, digest = _last_settings
+    if values != known:
+        said = {
+            name: str(value) for name, value in values.items() if not name.startswith(_NO_PART_OF_A_PROGRAM)
+        }
+        digest = _digest(said)
+        _last_settings = values, digest
+    return digest
 
 
 def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None) -> str | None:
