@@ -161,9 +161,10 @@ class Family:
         )
 
     def numbers_of(self, description: Description, size: int) -> list[int]:
-        """The last argument of the program: T, and the offsets that differ."""
+        """The last argument of the program: T, the offsets that differ, and the switches."""
         given = zip(description["offsets"], self._given, strict=True)
-        return [size, *(offset for offset, is_given in given if is_given)]
+        offsets = [offset for offset, is_given in given if is_given]
+        return [size, *offsets, *(each for form in self._traced(description) for each in form.settings)]
 
     @cached_property
     def cost(self) -> float:
@@ -202,7 +203,8 @@ class Lengthening:
         for name, dtype in (("num_floats", "float32"), ("num_doubles", "float64"), ("num_integers", "int64")):
             if description[name]:
                 shapes.append(((description[name],), jnp.dtype(dtype)))
-        shapes.append(((1 + sum(self.family._given),), jnp.dtype("int64")))
+        num_switches = sum(len(step.first.switches) for step in self.family.steps)
+        shapes.append(((1 + sum(self.family._given) + num_switches,), jnp.dtype("int64")))
         return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
 
     def function(self, *arguments: jax.Array) -> tuple[jax.Array, ...]:
@@ -213,7 +215,9 @@ class Lengthening:
         for name, dtype in (("num_floats", "float32"), ("num_doubles", "float64"), ("num_integers", "int64")):
             packs[dtype] = _unpacked(next(rest), description[name]) if description[name] else iter(())
         numbers = next(rest)
-        offsets = _unpacked(numbers[1:], numbers.shape[0] - 1)
+        num_offsets = 1 + sum(self.family._given)
+        offsets = _unpacked(numbers[1:], num_offsets - 1)
+        settings = _unpacked(numbers[num_offsets:], numbers.shape[0] - num_offsets)
         evaluator = Lengthened(self.family.examples, self.bucket, numbers[0])
         values = {
             local: Padded(array, dims)
@@ -226,6 +230,7 @@ class Lengthening:
             operands = [values[link] for link in step.links]
             operands += [Padded(next(packs[dtype]), ()) for dtype in number_dtypes(step.entry)]
             operands += [Padded(next(offsets), ()) for is_given in step.inputs if is_given]
+            evaluator.switches = {id(switch): next(settings) != 0 for switch in step.first.switches}
             results = evaluator.run(step.first.jaxpr, step.second.jaxpr, operands)
             made = len(results) - len(step.first.demands)
             offenders += [result.array for result in results[made:]]

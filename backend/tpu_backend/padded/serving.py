@@ -1,7 +1,8 @@
 """Which segments are served by a program that is padded, and by which.
 
-Only segments that were recorded without gradients, and from the third size on: the first two are compiled
-as they are, and show what grows. What cannot be proven (`rules.py`) is compiled for its own sizes.
+Only segments that were recorded without gradients. Two sizes show what grows: the first two are compiled as
+they are and the third is padded; the second is already where it is longer by one, as in a loop that grows.
+What cannot be proven (`rules.py`) is compiled for its own sizes.
 """
 
 from __future__ import annotations
@@ -133,7 +134,10 @@ def _family_of(description: Description) -> tuple[Family, int] | None:
         if (size := family.size_of(description)) is not None:
             return family, size
     others = [example for example in found.examples if example["tape"] != description["tape"]]
-    for pair in itertools.combinations(reversed(others), 2):
+    pairs = list(itertools.combinations(reversed(others), 2))
+    if not found.families and others and _is_longer_by_one(description, others[-1]):
+        pairs.append((others[-1], description))
+    for pair in pairs:
         if found.num_attempts >= _MOST_ATTEMPTS:
             return None
         found.num_attempts += 1
@@ -152,6 +156,18 @@ def _family_of(description: Description) -> tuple[Family, int] | None:
         found.families.append(family)
         return family, size
     return None
+
+
+def _is_longer_by_one(description: Description, earlier: Description) -> bool:
+    """Whether a size is one more than it was, and none is less."""
+    grown = {
+        size - before
+        for (_, dims), (_, dims_before) in zip(
+            description["input_layouts"], earlier["input_layouts"], strict=True
+        )
+        for size, before in zip(dims, dims_before, strict=True)
+    }
+    return min(grown, default=0) >= 0 and 1 in grown
 
 
 def _bucket(family: Family, size: int) -> int:

@@ -35,6 +35,12 @@ class Traced:
     demands: tuple[Demand, ...]  # their offenders are its last outputs
     skeleton: str
     numbers: tuple[int | float, ...]
+    switches: tuple[core.Literal, ...]  # what a tensor is filled with, True or False: the program's input
+
+    @property
+    def settings(self) -> list[int]:
+        """The switches as they are here."""
+        return [int(switch.val) for switch in self.switches]
 
 
 class _Given(Numbers):
@@ -101,16 +107,18 @@ def trace(number: int, precision: int | None, offsets: tuple[tuple[int, bool], .
 
     with jax.enable_x64(True):
         jaxpr = jax.make_jaxpr(function)(*bases, *numbers, *starts)
-    said = _Said()
+    said = _Said(has_switches=entry.name == "fill.Scalar")
     said.closed(jaxpr)
-    return Traced(jaxpr, tuple(demands), said.skeleton(), tuple(said.numbers))
+    return Traced(jaxpr, tuple(demands), said.skeleton(), tuple(said.numbers), tuple(said.switches))
 
 
 class _Said:
     """A program taken apart into its numbers and all the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_switches: bool = False) -> None:
         self.numbers: list[int | float] = []
+        self.switches: list[core.Literal] = []
+        self._has_switches = has_switches
         self._digest = hashlib.sha256()
 
     def skeleton(self) -> str:
@@ -154,7 +162,10 @@ class _Said:
             return
         aval: Any = operand.aval
         self._say("literal", str(aval.dtype), aval.weak_type)
-        self._constant(operand.val)
+        if self._has_switches and aval.dtype == bool:
+            self.switches.append(operand)
+        else:
+            self._constant(operand.val)
 
     def _constant(self, value: Any) -> None:
         array = np.asarray(value)
