@@ -240,7 +240,7 @@ class eager_mode:  # noqa: N801 - reads as a function
 
 
 class pad_sizes:  # noqa: N801 - reads as a function
-    """Whether, without gradients, sizes that grow from call to call share padded programs (docs/execution.md).
+    """Whether sizes that grow from call to call share padded programs, without gradients (docs/execution.md).
 
     The last digits of a result may then depend on which sizes came before. ``torch.tpu.pad_sizes(False)``
     switches it off, for all threads; as a context manager it is restored at the end. A process starts with

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.padded.dims import Dim, Examples, Linear, NotPaddableError, Number, grown, is_grown, size_at
 from tpu_backend.padded.rules import Lengthened, Padded
-from tpu_backend.padded.traced import Traced, num_offsets, number_dtypes, trace
+from tpu_backend.padded.traced import Traced, trace
 from tpu_backend.runtime.dtypes import stored_dtype
+from tpu_backend.runtime.segment import num_offsets, number_dtypes
 from tpu_backend.runtime.signature import Signature, entries
 
 log = logging.getLogger("tpu_backend.compile")

@@ -95,7 +95,7 @@ def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
 
 
 def remember(description: dict[str, Any], mode: str) -> None:
-    """The program of this segment was there, so that nobody asks why; those that come after are compared with it."""
+    """The program of this segment was there: nobody asks why. Those that come after are compared with it."""
     program = _program(description, mode)
     for entry in program.entries:
         graphs_made_again.pop(entry.overload, None)
