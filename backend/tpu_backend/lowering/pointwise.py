@@ -209,8 +209,8 @@ def div(self, other, *, out):
 def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
     other = jnp.asarray(other, self.dtype)
     if is_floating(self):
-        # Each has a divisor of its own: XLA multiplies by the reciprocal of one that it broadcasts, and 2.5 / 0.001
-        # becomes 2499.
+        # Each element gets a divisor of its own: XLA multiplies by the reciprocal of one that it broadcasts, and
+        # 2.5 / 0.001 becomes 2499.
         quotient = self / jnp.where(jnp.isnan(self), jnp.nan, other)
         return jnp.trunc(stored(quotient, storage))  # as on the CPU, a 16-bit 17.97 becomes 18
     require_nonzero(self, other)

@@ -17,6 +17,7 @@ import torch
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import SingleDeviceSharding
 from jaxlib import xla_client
+from jaxlib.cpu import _lapack
 
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.runtime.platform import platform
@@ -99,6 +100,8 @@ def serialize(loaded: Any) -> bytes:
 def deserialize(header: dict[str, Any], payload: bytes) -> tuple[Any, list[Any]]:
     """A loaded executable for the device of this process, and what makes arrays of its outputs."""
     device = platform().devices[0]
+    if b"lapack_" in payload:  # JAX looks LAPACK's functions up while it lowers; else calls go to address 0
+        _lapack.initialize()
     loaded = device.client.deserialize_executable(payload, (device,))
     sharding = SingleDeviceSharding(device)
     handlers = [
