@@ -76,6 +76,15 @@ def execution_mode(
     return torch.tpu.eager_mode(mode, then=then)  # type: ignore[attr-defined]
 
 
+def exact_sizes(device: torch.device) -> AbstractContextManager[object]:
+    """The context in which each size has a program of its own: a padded one's last digits depend on the sizes
+    that this process met before, and a resumed run has met others.
+    """
+    if device.type != "tpu":
+        return nullcontext()
+    return torch.tpu.pad_sizes(False)  # type: ignore[attr-defined]
+
+
 def autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[object]:
     """The context in which a forward pass computes in `dtype` where PyTorch's lists say that it may."""
     return nullcontext() if dtype is None else torch.autocast(device.type, getattr(torch, dtype))

@@ -129,7 +129,7 @@ class Execution:
         outer = self._form, self._mode
         self._form, self._mode = form, self._mode_for(form)
         try:
-            with devices.execution_mode(self._device, *self._mode):
+            with devices.execution_mode(self._device, *self._mode), devices.exact_sizes(self._device):
                 yield
         finally:
             self._form, self._mode = outer

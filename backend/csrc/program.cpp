@@ -92,8 +92,13 @@ Variant* fitting_variant(const Program& program, const Segment& segment, const L
   const auto is_better = [](const Variant& variant, const Variant& other) {
     return variant.is_loaded() != other.is_loaded() ? variant.is_loaded() : variant.outputs.size() < other.outputs.size();
   };
+  // A padded program, whose last digits may be others, serves only where padding is allowed now.
+  const bool takes_padded = may_be_padded(segment);
   Variant* best = nullptr;
   for (auto& variant : program.variants) {
+    if (variant->is_padded && !takes_padded) {
+      continue;
+    }
     if (offsets_match(*variant) && returns_live(*variant) && donates_alike(*variant, segment) &&
         (best == nullptr || is_better(*variant, *best))) {
       best = variant.get();
@@ -183,6 +188,7 @@ py::dict describe(const Program& program, const Variant& variant, const Segment&
   description["num_doubles"] = segment.numbers.doubles.size();
   description["num_integers"] = segment.numbers.integers.size();
   description["was_given_back"] = variant.demands != nullptr;
+  description["may_be_padded"] = may_be_padded(segment);
   description["was_layered"] = program.parts && program.parts->size() > 1;
   return description;
 }
@@ -268,6 +274,7 @@ void ProgramCache::load(const Program& program, Variant& variant, const Segment&
   if (variant.is_loaded()) { // by a turn inside this one
     return;
   }
+  variant.is_padded = py::cast<bool>(executable.attr("is_padded"));
   variant.executable = Py_NewRef(executable.ptr());
   variant.execute = execute.release().ptr();
   variant.handlers = handlers.release().ptr();

@@ -108,6 +108,7 @@ struct Variant : std::enable_shared_from_this<Variant> {
   // Never freed:
   PyObject* demands{nullptr}; // of indices; null until it is compiled
   bool has_offenders{false}; // as a last output
+  bool is_padded{false}; // its program is longer than the segment
   // The numbers passed last and their device arrays: most repeat from call to call.
   std::string last_floats, last_doubles, last_integers;
   PyObject* float_array{nullptr};

@@ -52,8 +52,7 @@ constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has 
 
 // Whether a loop's turns in a segment, each with a larger tensor, may be programs of their own: padded, they share one.
 bool may_come_in_turns(const Segment& segment) {
-  return mode() == Mode::Fused && !at::globalContext().deterministicAlgorithms() && is_without_gradients(segment) &&
-      is_wanted(segment);
+  return mode() == Mode::Fused && may_be_padded(segment) && is_wanted(segment);
 }
 
 std::atomic<Mode> g_mode{Mode::Fused};
@@ -103,6 +102,11 @@ bool pads_sizes() {
 }
 void set_pads_sizes(bool pads_sizes) {
   g_pads_sizes.store(pads_sizes, std::memory_order_relaxed);
+}
+
+bool may_be_padded(const Segment& segment) {
+  return pads_sizes() && (mode() == Mode::Fused || mode() == Mode::Layered) && !at::globalContext().deterministicAlgorithms() &&
+      is_without_gradients(segment);
 }
 
 std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {

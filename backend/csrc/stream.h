@@ -230,6 +230,8 @@ void set_begins_layered(bool begins_layered);
 // Whether segments without gradients whose sizes grow may share padded programs; see tpu_backend/padded.
 bool pads_sizes();
 void set_pads_sizes(bool pads_sizes);
+// Whether this segment may: without gradients, in a mode that joins operations, and where the same bits are not promised.
+bool may_be_padded(const Segment& segment);
 
 // Whether this process was forked from one in which the device was running.  JAX's threads are not in it, so a launch
 // would hang; every use of a stream raises instead.

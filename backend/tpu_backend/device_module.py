@@ -239,6 +239,35 @@ class eager_mode:  # noqa: N801 - reads as a function
             nan_check.enable(self._checked_before)
 
 
+class pad_sizes:  # noqa: N801 - reads as a function
+    """Whether sizes that grow from call to call share padded programs, without gradients (docs/execution.md).
+
+    The last digits of a result may then depend on which sizes came before. ``torch.tpu.pad_sizes(False)``
+    switches it off, for all threads; as a context manager it is restored at the end. A process starts with
+    it on, unless the environment variable ``TPU_PAD_SIZES`` is 0.
+    """
+
+    def __init__(self, enabled: bool):
+        self._before = _C.pads_sizes()
+        _set_pads_sizes(enabled)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        _set_pads_sizes(self._before)
+
+
+def _set_pads_sizes(enabled: bool) -> None:
+    if is_initialized() and enabled != _C.pads_sizes():
+        flush()  # what was recorded before runs as it was meant to
+    _C.set_pads_sizes(enabled)
+
+
+def get_pad_sizes() -> bool:
+    return _C.pads_sizes()
+
+
 def _set_mode(mode: int, compiles_ahead: bool, begins_layered: bool) -> None:
     _C.set_mode(mode)
     _C.set_compiles_ahead(compiles_ahead)
@@ -634,7 +663,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     yield
 
 
-_pad_sizes = os.environ.get("TPU_PAD_SIZES") or "0"
+_pad_sizes = os.environ.get("TPU_PAD_SIZES") or "1"
 _C.set_pads_sizes(_pad_sizes == "1")
 _first_mode = os.environ.get("TPU_EAGER_MODE") or None
 if _first_mode in _MODES:

@@ -1,4 +1,4 @@
-"""Sizes that grow, without gradients: two programs show what grows, a third serves the sizes after them."""
+"""Sizes that grow, without gradients: two sizes show what grows, and one program serves those after them."""
 
 import math
 
@@ -7,28 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpu_backend import _C
+from tests.backend.fresh_process import run_python
 
-SIZES = (9, 10, 11, 17, 30)
+SIZES = (9, 10, 11, 17, 30)  # the second is longer by one: it is padded already
+JUMPS = (9, 12, 15, 17, 30)
 
 
 @pytest.fixture(autouse=True)
 def padding():
-    """As with TPU_PAD_SIZES=1, in a process that has seen no size yet."""
+    """As in a process that has seen no size yet."""
     torch.tpu.init()
     from tpu_backend.padded import serving  # comes with the runtime
 
     torch.tpu.synchronize()  # what other tests left is no part of the first segment
     serving._classes.clear()
-    _C.set_pads_sizes(True)
-    yield
-    _C.set_pads_sizes(False)
+    with torch.tpu.pad_sizes(True):
+        yield
 
 
-def compiled_by(function, inputs) -> list[int]:
+def compiled_by(function, inputs, sizes=SIZES) -> list[int]:
     """Programs that each size compiled; results are the CPU's."""
     counts = []
-    for size in SIZES:
+    for size in sizes:
         before = torch.tpu.compile_stats()["compilations"]
         with torch.no_grad():
             given = inputs(size)
@@ -70,7 +70,26 @@ MEETS = {
 
 @pytest.mark.parametrize("name", MEETS)
 def test_what_meets_along_a_size_is_masked(name):
-    assert compiled_by(MEETS[name], rows) == [1, 1, 1, 0, 0]
+    assert compiled_by(MEETS[name], rows) == [1, 1, 0, 0, 0]
+
+
+def test_sizes_that_jump_are_padded_from_the_third_on():
+    assert compiled_by(lambda x: (1 / x).sum(0).sqrt(), rows, JUMPS) == [1, 1, 1, 0, 0]
+
+
+def test_sizes_that_shrink_are_padded_from_the_third_on():
+    assert compiled_by(lambda x: (1 / x).sum(0).sin(), rows, (30, 29, 28, 20)) == [1, 1, 1, 0]
+
+
+def test_a_size_that_comes_again_is_no_new_program():
+    assert compiled_by(lambda x: (1 / x).sum(0).cos(), rows, (9, 10, 9, 10, 11)) == [1, 1, 0, 0, 0]
+
+
+def test_what_a_tensor_is_filled_with_is_an_input():
+    def flagged(x: Tensor) -> Tensor:
+        return (1 / x).sum(0) + torch.full((1,), x.shape[0] == 17, device=x.device)
+
+    assert compiled_by(flagged, rows) == [1, 1, 0, 0, 0]
 
 
 def test_what_is_not_proven_is_compiled_for_each_size():
@@ -93,9 +112,40 @@ def test_gradients_and_deterministic_algorithms_are_not_padded():
         torch.use_deterministic_algorithms(False)
 
 
-def test_nothing_is_padded_unless_it_is_asked_for():
-    _C.set_pads_sizes(False)
-    assert compiled_by(lambda x: (1 / x).sum(0) * 3, rows) == [1] * len(SIZES)
+def test_nothing_is_padded_where_it_is_switched_off():
+    with torch.tpu.pad_sizes(False):
+        assert not torch.tpu.get_pad_sizes()
+        assert compiled_by(lambda x: (1 / x).sum(0) * 3, rows) == [1] * len(SIZES)
+    assert torch.tpu.get_pad_sizes()
+
+
+def test_a_padded_program_serves_no_longer_once_it_is_switched_off():
+    def function(x: Tensor) -> Tensor:
+        return (1 / x).sum(0).tanh()
+
+    assert compiled_by(function, rows) == [1, 1, 0, 0, 0]
+    with torch.tpu.pad_sizes(False):
+        assert compiled_by(function, rows) == [0, 1, 1, 1, 1]
+    assert compiled_by(function, rows) == [0, 0, 0, 0, 0]
+
+
+def test_what_was_recorded_before_the_switch_runs_as_it_was_meant_to():
+    def function(x: Tensor) -> Tensor:
+        return (1 / x).sum(0).atan()
+
+    assert compiled_by(function, rows) == [1, 1, 0, 0, 0]
+    before = torch.tpu.compile_stats()["compilations"]
+    with torch.no_grad():
+        result = function(rows(21)[0].to("tpu"))
+        with torch.tpu.pad_sizes(False):
+            result.cpu()
+    assert torch.tpu.compile_stats()["compilations"] == before
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({}, "True"), ({"TPU_PAD_SIZES": "0"}, "False")])
+def test_a_process_starts_with_it_unless_the_environment_says_no(environment, expected):
+    script = "import torch; print(torch.tpu.get_pad_sizes())"
+    assert run_python(script, **environment).stdout.strip() == expected
 
 
 def test_an_index_out_of_range_is_told_with_its_own_size():
@@ -186,3 +236,34 @@ def test_draws_are_those_of_a_program_a_size():
                 torch.tpu.flush()
         drawn.append(tokens.cpu())
     assert torch.equal(*drawn)
+
+
+# ---- transformers
+
+
+def generate(model: nn.Module, prompt: Tensor, count: int, sampled: bool, cached: bool) -> list[int]:
+    torch.manual_seed(7)
+    if prompt.device.type == "tpu":
+        torch.tpu.manual_seed(7)
+    options = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": 0}
+    mask = torch.ones_like(prompt)
+    return model.generate(
+        prompt, attention_mask=mask, max_new_tokens=count, do_sample=sampled, use_cache=cached, **options
+    ).tolist()
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["with a cache", "without a cache"])
+def test_transformers_generate_with_few_programs(cached):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, initializer_range=0.3)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    prompt = torch.tensor([[3, 1, 2]])
+    expected = generate(model, prompt, 8, False, cached)
+    model, prompt = model.to("tpu"), prompt.to("tpu")
+    before = torch.tpu.compile_stats()["compilations"]
+    assert generate(model, prompt, 8, False, cached) == expected
+    assert torch.tpu.compile_stats()["compilations"] - before <= 7  # a size is one or two otherwise
+    sampled = generate(model, prompt, 3, True, cached)
+    with torch.tpu.pad_sizes(False):
+        assert generate(model, prompt, 3, True, cached) == sampled

@@ -106,6 +106,24 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
     assert min(losses(second)) == 5
 
 
+class SizesSeen(Callback):
+    def __init__(self) -> None:
+        self.padded: set[bool] = set()
+
+    def on_step_end(self, *_: object) -> None:
+        self.padded.add(torch.tpu.get_pad_sizes())
+
+    on_evaluate = on_step_end
+
+
+def test_the_trainer_pads_no_sizes():
+    seen = SizesSeen()
+    with torch.tpu.pad_sizes(True):
+        fit(ExecutionConfig(), 4, callbacks=[seen])
+        assert torch.tpu.get_pad_sizes()
+    assert seen.padded == {False}
+
+
 CAPTURED = ExecutionConfig(train="captured", first_steps=2)
 
 

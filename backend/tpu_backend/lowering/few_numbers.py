@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from operator import add
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ _MOST_SCALED = 2**14  # where the way over float64 costs no time that anybody wo
 
 class _Asked(threading.local):
     ordinary = False
+    found_few = False
 
 
 _asked = _Asked()
@@ -48,7 +50,18 @@ def in_ordinary_order() -> Iterator[None]:
 
 def are_few(count: int, most: int) -> bool:
     """Whether so many numbers are a few."""
-    return 0 < count <= most and not _asked.ordinary
+    result = 0 < count <= most and not _asked.ordinary
+    _asked.found_few |= result
+    return result
+
+
+def finds_few(function: Callable[[], Any]) -> tuple[Any, bool]:
+    """What a function returns, and whether a few numbers are computed in it."""
+    outer, _asked.found_few = _asked.found_few, False
+    try:
+        return function(), _asked.found_few
+    finally:
+        _asked.found_few |= outer
 
 
 def sum_of(values: jax.Array, dims: Sequence[int]) -> jax.Array:

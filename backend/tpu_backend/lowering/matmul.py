@@ -67,6 +67,7 @@ def batched_matmul(left: jax.Array, right: jax.Array) -> jax.Array:
     is_wide = jnp.issubdtype(left.dtype, jnp.inexact) and left.dtype.itemsize >= 4
     if not (is_small and is_wide and left.dtype == right.dtype):
         return matmul(left, right)
+    product_precision(left.dtype)  # read at each size, so that a tape that grows differs in numbers alone
     products = (left[..., :, k, None] * right[..., None, k, :] for k in range(terms))
     return functools.reduce(jnp.add, products)
 

@@ -10,16 +10,27 @@ import jax
 import numpy as np
 from jax import lax
 
+from tpu_backend.padded.dims import Dim, Grown, is_grown
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.transfer import put_array, put_numbers
 
 Pieces = list[list[int]]
 
 
+def pieces(dims: Sequence[Dim], bucket: int, size: int) -> Pieces | None:
+    """Blocks, places and places that count of each dim, as JSON holds them; None where all of it counts."""
+    if not is_grown(dims) or bucket == size:
+        return None
+    return [
+        [dim.blocks, dim.length.at(bucket), dim.length.at(size)] if isinstance(dim, Grown) else [1, dim, dim]
+        for dim in dims
+    ]
+
+
 class Plan(NamedTuple):
     """What stands between a segment and the program that serves it."""
 
-    inputs: Sequence[Pieces | None]  # by input, see `pieces` in family.py
+    inputs: Sequence[Pieces | None]  # by input, see `pieces`
     outputs: Sequence[Pieces | None]
     numbers: Sequence[int]  # the program's last argument
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,20 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from tpu_backend.lowering.bounds import Demand
-from tpu_backend.padded.dims import (
-    Dim,
-    Examples,
-    Grown,
-    Linear,
-    NotPaddableError,
-    Number,
-    grown,
-    is_grown,
-    size_at,
-)
+from tpu_backend.padded.dims import Dim, Examples, Linear, NotPaddableError, Number, grown, is_grown, size_at
 from tpu_backend.padded.rules import Lengthened, Padded
-from tpu_backend.padded.traced import Traced, num_offsets, number_dtypes, trace
+from tpu_backend.padded.traced import Traced, trace
 from tpu_backend.runtime.dtypes import stored_dtype
+from tpu_backend.runtime.segment import num_offsets, number_dtypes
 from tpu_backend.runtime.signature import Signature, entries
 
 log = logging.getLogger("tpu_backend.compile")
@@ -170,31 +162,27 @@ class Family:
         )
 
     def numbers_of(self, description: Description, size: int) -> list[int]:
-        """The last argument of the program: T, and the offsets that differ."""
+        """The last argument of the program: T, the offsets that differ, and the switches."""
         given = zip(description["offsets"], self._given, strict=True)
-        return [size, *(offset for offset, is_given in given if is_given)]
+        offsets = [offset for offset, is_given in given if is_given]
+        return [size, *offsets, *(each for form in self._traced(description) for each in form.settings)]
 
     @cached_property
-    def cost(self) -> Number | float:
-        """Elements of all that is made for one more of T."""
-        example = self.examples.first
-        return sum(
-            _elements(variable.aval.shape)
+    def cost(self) -> float:
+        """Elements that are made for one more of T."""
+        more = sum(
+            math.prod(other.aval.shape) - math.prod(variable.aval.shape)
             for step in self.steps
-            for variable in step.first.jaxpr.jaxpr.outvars
-        ) / max(1, example)
+            for variable, other in zip(
+                step.first.jaxpr.jaxpr.outvars, step.second.jaxpr.jaxpr.outvars, strict=True
+            )
+        )
+        return more / (self.examples.second - self.examples.first)
 
     # ---- the program
 
     def at(self, bucket: int) -> Lengthening:
         return Lengthening(self, bucket)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 @dataclass(eq=False)
@@ -216,7 +204,8 @@ class Lengthening:
         for name, dtype in (("num_floats", "float32"), ("num_doubles", "float64"), ("num_integers", "int64")):
             if description[name]:
                 shapes.append(((description[name],), jnp.dtype(dtype)))
-        shapes.append(((1 + sum(self.family._given),), jnp.dtype("int64")))
+        num_switches = sum(len(step.first.switches) for step in self.family.steps)
+        shapes.append(((1 + sum(self.family._given) + num_switches,), jnp.dtype("int64")))
         return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
 
     def function(self, *arguments: jax.Array) -> tuple[jax.Array, ...]:
@@ -227,7 +216,9 @@ class Lengthening:
         for name, dtype in (("num_floats", "float32"), ("num_doubles", "float64"), ("num_integers", "int64")):
             packs[dtype] = _unpacked(next(rest), description[name]) if description[name] else iter(())
         numbers = next(rest)
-        offsets = _unpacked(numbers[1:], numbers.shape[0] - 1)
+        num_offsets = 1 + sum(self.family._given)
+        offsets = _unpacked(numbers[1:], num_offsets - 1)
+        settings = _unpacked(numbers[num_offsets:], numbers.shape[0] - num_offsets)
         evaluator = Lengthened(self.family.examples, self.bucket, numbers[0])
         values = {
             local: Padded(array, dims)
@@ -240,6 +231,7 @@ class Lengthening:
             operands = [values[link] for link in step.links]
             operands += [Padded(next(packs[dtype]), ()) for dtype in number_dtypes(step.entry)]
             operands += [Padded(next(offsets), ()) for is_given in step.inputs if is_given]
+            evaluator.switches = {id(switch): next(settings) != 0 for switch in step.first.switches}
             results = evaluator.run(step.first.jaxpr, step.second.jaxpr, operands)
             made = len(results) - len(step.first.demands)
             offenders += [result.array for result in results[made:]]
@@ -254,13 +246,3 @@ class Lengthening:
 
 def _unpacked(array: jax.Array, count: int) -> Iterator[jax.Array]:
     return (array[place] for place in range(count))
-
-
-def pieces(dims: Sequence[Dim], bucket: int, size: int) -> list[list[int]] | None:
-    """Blocks, places and places that count of each dim, as JSON holds them; None where all of it counts."""
-    if not is_grown(dims) or bucket == size:
-        return None
-    return [
-        [dim.blocks, dim.length.at(bucket), dim.length.at(size)] if isinstance(dim, Grown) else [1, dim, dim]
-        for dim in dims
-    ]

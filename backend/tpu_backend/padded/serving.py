@@ -1,7 +1,8 @@
 """Which segments are served by a program that is padded, and by which.
 
-Only segments that were recorded without gradients, and from the third size on: the first two are compiled
-as they are, and show what grows. What cannot be proven (`rules.py`) is compiled for its own sizes.
+Only segments that were recorded without gradients. Two sizes show what grows: the first two are compiled as
+they are and the third is padded; the second is already where it is longer by one, as in a loop that grows.
+What cannot be proven (`rules.py`) is compiled for its own sizes.
 """
 
 from __future__ import annotations
@@ -12,23 +13,20 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import torch
 
-from tpu_backend import _C, device_module
 from tpu_backend.compiled.padding import bucket as fine_bucket
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.padded.dims import NotPaddableError
-from tpu_backend.padded.executable import Plan
-from tpu_backend.padded.family import Description, Family, Lengthening, outline, pieces
+from tpu_backend.padded.executable import Plan, pieces
+from tpu_backend.padded.family import Description, Family, Lengthening, outline
 from tpu_backend.runtime.program_key import settled_by_version
 from tpu_backend.runtime.signature import entries
 
 log = logging.getLogger("tpu_backend.compile")
 
-_WITHOUT_GRADIENTS = 1 << 62  # as in csrc/signature.h
 _KEPT = 6  # segments of a class, to compare with
 _MOST_ATTEMPTS = 24  # to find a family among those of a class
 _MOST_CLASSES = 512
@@ -75,13 +73,10 @@ _programs: dict[tuple[Family, int], Future[tuple[Program, list[tuple[Any, ...]]]
 
 
 def may_be_padded(description: Description) -> bool:
-    """Whether it was recorded without gradients, of this package's operations, in a mode that records."""
+    """Whether the recorder allows it (csrc/stream.cpp), and each operation is this package's own."""
     return (
-        _C.pads_sizes()
-        and device_module.get_eager_mode() in ("fused", "layered")
-        and not torch.are_deterministic_algorithms_enabled()
+        description["may_be_padded"]
         and not any(description["offset_is_input"])
-        and all(each & _WITHOUT_GRADIENTS for each in description["circumstances"])
         and all(settled_by_version(entry.name) for entry, _, _ in entries(description["tape"]))
     )
 
@@ -94,15 +89,19 @@ def note(description: Description) -> None:
             found.examples.append(description)
 
 
-def serve(description: Description, build: Build) -> Served | None:
-    """What serves a segment; None where it is to be compiled for its own sizes."""
+def serve(description: Description, build: Build, may_wait: bool) -> Served | None:
+    """What serves a segment; None where it is to be compiled for its own sizes. `may_wait`: else the program
+    that another thread is compiling is not waited for, since that thread may be waiting for this one.
+    """
     with _lock, jax.enable_x64(True):
         found = _family_of(description)
     if found is None:
         return None
     family, size = found
     length = _bucket(family, size)
-    program, outputs = _program(family, length, build)
+    if (made := _program(family, length, build, may_wait)) is None:
+        return None
+    program, outputs = made
     plan = Plan(
         [pieces(dims, length, size) for dims in family.input_dims],
         [pieces(dims, length, size) for dims in outputs],
@@ -135,7 +134,10 @@ def _family_of(description: Description) -> tuple[Family, int] | None:
         if (size := family.size_of(description)) is not None:
             return family, size
     others = [example for example in found.examples if example["tape"] != description["tape"]]
-    for pair in itertools.combinations(reversed(others), 2):
+    pairs = list(itertools.combinations(reversed(others), 2))
+    if not found.families and others and _is_longer_by_one(description, others[-1]):
+        pairs.append((others[-1], description))
+    for pair in pairs:
         if found.num_attempts >= _MOST_ATTEMPTS:
             return None
         found.num_attempts += 1
@@ -156,14 +158,30 @@ def _family_of(description: Description) -> tuple[Family, int] | None:
     return None
 
 
+def _is_longer_by_one(description: Description, earlier: Description) -> bool:
+    """Whether a size is one more than it was, and none is less."""
+    grown = {
+        size - before
+        for (_, dims), (_, dims_before) in zip(
+            description["input_layouts"], earlier["input_layouts"], strict=True
+        )
+        for size, before in zip(dims, dims_before, strict=True)
+    }
+    return min(grown, default=0) >= 0 and 1 in grown
+
+
 def _bucket(family: Family, size: int) -> int:
     """How long the program is that serves a size: 32, 48, 64, 96, ...; of large rows 4, 6, 8, ..."""
-    is_cheap = cast(float, family.cost) * _SMALLEST <= _CHEAP
+    is_cheap = family.cost * _SMALLEST <= _CHEAP
     return max(_SMALLEST, fine_bucket(size)) if is_cheap else fine_bucket(size)
 
 
-def _program(family: Family, length: int, build: Build) -> tuple[Program, Sequence[tuple[Any, ...]]]:
-    """The program of a family at a bucket: compiled once, by whoever comes first."""
+def _program(
+    family: Family, length: int, build: Build, may_wait: bool
+) -> tuple[Program, Sequence[tuple[Any, ...]]] | None:
+    """The program of a family at a bucket: compiled once, by whoever comes first. None where another thread
+    compiles it and must not be waited for.
+    """
     with _lock:
         future = _programs.get((family, length))
         is_mine = future is None
@@ -179,4 +197,4 @@ def _program(family: Family, length: int, build: Build) -> tuple[Program, Sequen
             future.set_exception(error)
             raise
         future.set_result((program, lengthening.outputs))
-    return future.result()
+    return future.result() if may_wait or future.done() else None

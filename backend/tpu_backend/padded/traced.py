@@ -10,21 +10,18 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend import core
 
-from tpu_backend.lowering.bounds import Demand, collect_demands
+from tpu_backend.lowering.bounds import Demand
 from tpu_backend.lowering.few_numbers import in_ordinary_order
-from tpu_backend.lowering.settings import recorded_settings
-from tpu_backend.runtime.dtypes import stored_dtype
-from tpu_backend.runtime.segment import Numbers, replay
-from tpu_backend.runtime.signature import RuntimeArg, Signature, signature
+from tpu_backend.runtime.segment import first_trace, trace_entry
+from tpu_backend.runtime.signature import signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,35 +32,12 @@ class Traced:
     demands: tuple[Demand, ...]  # their offenders are its last outputs
     skeleton: str
     numbers: tuple[int | float, ...]
+    switches: tuple[core.Literal, ...]  # what a tensor is filled with, True or False: the program's input
 
-
-class _Given(Numbers):
-    """Runtime numbers one by one."""
-
-    def __init__(self, numbers: Iterable[Any], offsets: Sequence[Any]):
-        super().__init__(None, None, None, offsets)
-        self._given = iter(numbers)
-
-    def integer(self) -> Any:
-        return next(self._given)
-
-    def real(self, wide: bool) -> Any:
-        return next(self._given)
-
-
-def number_dtypes(entry: Signature) -> list[str]:
-    """The dtypes of its runtime numbers, in the order in which a replay takes them."""
-    real = "float64" if entry.wide else "float32"
-    dtypes = [
-        "int64" if leaf.is_integer else real
-        for _, leaf in entry.named_leaves()
-        if isinstance(leaf, RuntimeArg)
-    ]
-    return dtypes + ["int64", "int64"] * entry.random
-
-
-def num_offsets(entry: Signature) -> int:
-    return sum(tensor.has_offset for tensor in entry.tensors())
+    @property
+    def settings(self) -> list[int]:
+        """The switches as they are here."""
+        return [int(switch.val) for switch in self.switches]
 
 
 @lru_cache(maxsize=4096)
@@ -73,44 +47,22 @@ def trace(number: int, precision: int | None, offsets: tuple[tuple[int, bool], .
     Raises NotPaddableError where it has no form that can be compared.
     """
     entry = signature(number)
-    bases = [
-        jax.ShapeDtypeStruct(tensor.base_dims, stored_dtype(tensor.base_dtype))
-        for tensor in entry.tensors()
-        if tensor.reads
-    ]
-    bases += [
-        jax.ShapeDtypeStruct(output.layout_dims, stored_dtype(output.layout_dtype))
-        for output in entry.outputs
-        if output.partial and not output.skip
-    ]
-    numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in number_dtypes(entry)]
-    starts = [jax.ShapeDtypeStruct((), "int64") for _, is_input in offsets if is_input]
-    demands: list[Demand] = []
-
-    def function(*arguments: jax.Array) -> list[jax.Array]:
-        values = dict(enumerate(arguments[: len(bases)]))
-        inputs = iter(arguments[len(bases) + len(numbers) :])
-        given = _Given(
-            arguments[len(bases) : len(bases) + len(numbers)],
-            [(offset, next(inputs)) if is_input else offset for offset, is_input in offsets],
-        )
-        with collect_demands() as collected, recorded_settings(precision), in_ordinary_order():
-            results = replay(entry, iter(range(len(bases))), values, given)
-        demands[:] = collected.made
-        return [*results, *collected.offenders]
-
-    with jax.enable_x64(True):
-        jaxpr = jax.make_jaxpr(function)(*bases, *numbers, *starts)
-    said = _Said()
-    said.closed(jaxpr)
-    return Traced(jaxpr, tuple(demands), said.skeleton(), tuple(said.numbers))
+    traced = first_trace(number, precision)
+    if traced is None:
+        with in_ordinary_order():
+            traced = trace_entry(entry, offsets, precision)
+    said = _Said(has_switches=entry.name == "fill.Scalar")
+    said.closed(traced.jaxpr)
+    return Traced(traced.jaxpr, traced.demands, said.skeleton(), tuple(said.numbers), tuple(said.switches))
 
 
 class _Said:
     """A program taken apart into its numbers and all the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_switches: bool = False) -> None:
         self.numbers: list[int | float] = []
+        self.switches: list[core.Literal] = []
+        self._has_switches = has_switches
         self._digest = hashlib.sha256()
 
     def skeleton(self) -> str:
@@ -154,7 +106,10 @@ class _Said:
             return
         aval: Any = operand.aval
         self._say("literal", str(aval.dtype), aval.weak_type)
-        self._constant(operand.val)
+        if self._has_switches and aval.dtype == bool:
+            self.switches.append(operand)
+        else:
+            self._constant(operand.val)
 
     def _constant(self, value: Any) -> None:
         array = np.asarray(value)

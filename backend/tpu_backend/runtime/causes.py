@@ -94,6 +94,14 @@ def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
     return causes
 
 
+def remember(description: dict[str, Any], mode: str) -> None:
+    """The program of this segment was there: nobody asks why. Those that come after are compared with it."""
+    program = _program(description, mode)
+    for entry in program.entries:
+        graphs_made_again.pop(entry.overload, None)
+    _compiled.append(program)
+
+
 def _earlier() -> list[_Program]:
     """Those before, oldest first; a copy, as a finalizer that comes meanwhile may compile."""
     return list(_compiled)

@@ -24,7 +24,7 @@ from tpu_backend.padded import serving
 from tpu_backend.padded.executable import Plan, Resized
 from tpu_backend.padded.family import Lengthening
 from tpu_backend.runtime import ahead, compile_log, known_forms
-from tpu_backend.runtime.causes import Cause, causes_of
+from tpu_backend.runtime.causes import Cause, causes_of, remember
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.index_chains import longest_chain
 from tpu_backend.runtime.platform import platform
@@ -64,7 +64,8 @@ class Executable(NamedTuple):
     demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
     compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk
     from_disk: bool
-    is_shared: bool = False  # another segment's program serves it, padded
+    is_padded: bool = False  # the program is longer than the segment
+    is_shared: bool = False  # and was there: it serves another segment, too
 
 
 def lower_segment(
@@ -160,7 +161,10 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
     with compiling(len(description["circumstances"]), partial(_described, [description])):
         if (found := ahead.result(description, may_wait)) is not None:
             return found
-        return _compile(description, causes_of([description], mode)[0])
+        made = _compile(description, lambda: causes_of([description], mode)[0], may_wait)
+        if made.from_disk or made.is_shared:
+            remember(description, mode)
+        return made
 
 
 def _wait_for_what_follows(description: dict[str, Any]) -> None:
@@ -190,11 +194,15 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
     for description in filter(serving.may_be_padded, descriptions):
         serving.note(description)  # first: what grows shows in all of them
     for description, cause in zip(descriptions, causes, strict=True):
-        ahead.begin(description, partial(_compile, cause=cause))
+        ahead.begin(description, partial(_compile, cause=partial(_known, cause)))
     if waits:
         num_ops = sum(len(description["circumstances"]) for description in descriptions)
         with compiling(num_ops, partial(_described, descriptions)):
             ahead.wait(descriptions)
+
+
+def _known(cause: Cause) -> Cause:
+    return cause
 
 
 def _described(descriptions: Sequence[dict[str, Any]]) -> str:
@@ -206,7 +214,7 @@ def _described(descriptions: Sequence[dict[str, Any]]) -> str:
     return f"{names}, at {first_line(met[0].number)}; {kept} for the next start"
 
 
-def _compile(description: dict[str, Any], cause: Cause) -> Executable:
+def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: bool = True) -> Executable:
     names = tuple(entry.overload for entry, _, _ in entries(description["tape"]))
     cache = executable_cache.current()
     options = _options(description)
@@ -214,7 +222,7 @@ def _compile(description: dict[str, Any], cause: Cause) -> Executable:
     if cache is not None and key is not None and (found := _load(cache, key, names)) is not None:
         return found
     if serving.may_be_padded(description):
-        if (padded := _padded(description, cache, key, names, cause)) is not None:
+        if (padded := _padded(description, cache, key, names, cause, may_wait)) is not None:
             return padded
         serving.note(description)
     start = time.perf_counter()
@@ -233,7 +241,8 @@ def _padded(
     cache: ExecutableCache | None,
     key: str | None,
     names: Sequence[str],
-    cause: Cause,
+    cause: Callable[[], Cause],
+    may_wait: bool,
 ) -> Executable | None:
     """The executable of a segment that a padded program serves, of this process or an earlier one."""
     made: list[Executable] = []  # for this segment: the first of those that share it
@@ -251,14 +260,16 @@ def _padded(
     def executable(program: serving.Program, plan: Plan, demands: tuple[Demand, ...]) -> Executable:
         execute = Resized(program.execute, program.handlers, plan)
         from_disk = bool(made) and made[0].from_disk
-        return Executable(execute, [], demands, program.compiled, from_disk, is_shared=not made)
+        return Executable(
+            execute, [], demands, program.compiled, from_disk, is_padded=True, is_shared=not made
+        )
 
     key = None if key is None else key_of_plan(key)
     if cache is not None and key is not None and (found := cache.read(key)) is not None:
         header, _ = found
         if (program := serving.loaded(header["program"], load)) is not None:
             return executable(program, Plan(**header["plan"]), demands_of(header))
-    served = serving.serve(description, build)
+    served = serving.serve(description, build, may_wait)
     if served is None:
         return None
     if cache is not None and key is not None and are_storable(served.demands):
@@ -269,7 +280,7 @@ def _padded(
 
 
 def _compile_padded(
-    lengthening: Lengthening, names: Sequence[str], cause: Cause
+    lengthening: Lengthening, names: Sequence[str], cause: Callable[[], Cause]
 ) -> tuple[Executable, str | None]:
     """The program of a family at a bucket, from the executable cache or compiled and kept there; its key."""
     start = time.perf_counter()
@@ -295,7 +306,7 @@ def _compiled(
     cache: ExecutableCache | None,
     key: str | None,
     names: Sequence[str],
-    cause: Cause,
+    cause: Callable[[], Cause],
     start: float,
 ) -> Executable:
     """Has XLA compile a program, and keeps it on disk."""
@@ -304,7 +315,7 @@ def _compiled(
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
-    compile_log.record(tuple(names), time.perf_counter() - start, cause)
+    compile_log.record(tuple(names), time.perf_counter() - start, cause())
     if cache is not None and key is not None and are_storable(demands):
         _keep(cache, key, compiled, header_of(jax.tree.leaves(lowered.out_info), demands, temporary_bytes))
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]

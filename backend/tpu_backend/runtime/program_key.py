@@ -43,7 +43,7 @@ _COMPILERS = {
 }
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Of a segment's description: what the key has in other words, and what shapes no program.
-_SAID_OTHERWISE = ("tape", "offsets", "circumstances", "was_given_back", "was_layered")
+_SAID_OTHERWISE = ("tape", "offsets", "circumstances", "was_given_back", "may_be_padded", "was_layered")
 # JAX's settings that say where something is written, and change no program.
 _NO_PART_OF_A_PROGRAM = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")
 
@@ -104,13 +104,22 @@ def _host_cpu() -> dict[str, Any]:
     }
 
 
+_last_settings: tuple[dict[str, Any], str] = ({}, "")  # asked for with each form of an op
+
+
 def _jax_settings() -> str:
     """A digest of JAX's, as they are on this thread."""
+    global _last_settings
     with jax.enable_x64(True):  # as programs are lowered
         values = jax.config.values
-    return _digest(
-        {name: str(value) for name, value in values.items() if not name.startswith(_NO_PART_OF_A_PROGRAM)}
-    )
+    known, digest = _last_settings
+    if values != known:
+        said = {
+            name: str(value) for name, value in values.items() if not name.startswith(_NO_PART_OF_A_PROGRAM)
+        }
+        digest = _digest(said)
+        _last_settings = values, digest
+    return digest
 
 
 def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None) -> str | None:

@@ -6,17 +6,20 @@ This is the cold path: it runs on a program-cache miss only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
+from jax.extend import core
 
-from tpu_backend import views
+from tpu_backend import _C, views
 from tpu_backend.complex_half import decode, encode
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import Demand, collect_demands
+from tpu_backend.lowering.few_numbers import finds_few
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime import known_forms
@@ -145,6 +148,82 @@ def replay(
     return new_values
 
 
+class _Given(Numbers):
+    """Runtime numbers one by one."""
+
+    def __init__(self, numbers: Iterable[Any], offsets: Sequence[Any]):
+        super().__init__(None, None, None, offsets)
+        self._given = iter(numbers)
+
+    def integer(self) -> Any:
+        return next(self._given)
+
+    def real(self, wide: bool) -> Any:
+        return next(self._given)
+
+
+def number_dtypes(entry: Signature) -> list[str]:
+    """The dtypes of its runtime numbers, in the order in which a replay takes them."""
+    real = "float64" if entry.wide else "float32"
+    dtypes = [
+        "int64" if leaf.is_integer else real
+        for _, leaf in entry.named_leaves()
+        if isinstance(leaf, RuntimeArg)
+    ]
+    return dtypes + ["int64", "int64"] * entry.random
+
+
+def num_offsets(entry: Signature) -> int:
+    return sum(tensor.has_offset for tensor in entry.tensors())
+
+
+class EntryTrace(NamedTuple):
+    """One entry: it takes the values that it reads, its runtime numbers, then the offsets that are inputs."""
+
+    jaxpr: core.ClosedJaxpr
+    demands: tuple[Demand, ...]  # their offenders are its last outputs
+    precision: int  # PyTorch's setting for matrix products
+    reads_precision: bool
+
+
+def trace_entry(
+    entry: Signature, offsets: Sequence[tuple[int, bool]], precision: int | None = None
+) -> EntryTrace:
+    """One entry on shapes alone; of its offsets those marked are inputs. Precision is PyTorch's setting now
+    unless it is given.
+    """
+    precision = _C.matmul_precision() if precision is None else precision
+    bases = [
+        jax.ShapeDtypeStruct(tensor.base_dims, stored_dtype(tensor.base_dtype))
+        for tensor in entry.tensors()
+        if tensor.reads
+    ]
+    bases += [
+        jax.ShapeDtypeStruct(output.layout_dims, stored_dtype(output.layout_dtype))
+        for output in entry.outputs
+        if output.partial and not output.skip
+    ]
+    numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in number_dtypes(entry)]
+    starts = [jax.ShapeDtypeStruct((), "int64") for _, is_input in offsets if is_input]
+    demands: list[Demand] = []
+
+    def function(*arguments: jax.Array) -> list[jax.Array]:
+        values = dict(enumerate(arguments[: len(bases)]))
+        inputs = iter(arguments[len(bases) + len(numbers) :])
+        given = _Given(
+            arguments[len(bases) : len(bases) + len(numbers)],
+            [(offset, next(inputs)) if is_input else offset for offset, is_input in offsets],
+        )
+        with collect_demands() as collected:
+            results = replay(entry, iter(range(len(bases))), values, given)
+        demands[:] = collected.made
+        return [*results, *collected.offenders]
+
+    with jax.enable_x64(True), recorded_settings(precision) as settings:
+        jaxpr = jax.make_jaxpr(function)(*bases, *numbers, *starts)
+    return EntryTrace(jaxpr, tuple(demands), precision, settings.was_read)
+
+
 _NOT_LOWERED = Answer(is_lowered=False, makes_demands=False, reads_precision=False)
 
 # What tracing raises for the form itself: it would raise it again. All else may pass (no memory, a file that
@@ -191,26 +270,9 @@ def trace_form(number: int) -> Answer:
 def _traced(entry: Signature) -> Answer:
     if _is_refused(entry) or (platform().name == "tpu" and not _compiles_on_tpu(entry)):
         return _NOT_LOWERED
-    shapes = [
-        jax.ShapeDtypeStruct(tensor.base_dims, stored_dtype(tensor.base_dtype))
-        for tensor in entry.tensors()
-        if tensor.reads
-    ]
-    partial = [output for output in entry.outputs if output.partial and not output.skip]
-    shapes += [
-        jax.ShapeDtypeStruct(output.layout_dims, stored_dtype(output.layout_dtype)) for output in partial
-    ]
-
-    def trace(*bases: jax.Array) -> list[jax.Array]:
-        many = 2 + len(list(entry.named_leaves()))
-        numbers = Numbers(
-            jnp.zeros(many, jnp.float32), jnp.zeros(many, jnp.float64), jnp.zeros(many, jnp.int64), [0] * many
-        )
-        return replay(entry, iter(range(len(bases))), dict(enumerate(bases)), numbers)
-
+    offsets = [(0, False)] * num_offsets(entry)
     try:
-        with jax.enable_x64(True), collect_demands() as demands, recorded_settings() as settings:
-            jax.eval_shape(trace, *shapes)
+        traced, found_few = finds_few(lambda: trace_entry(entry, offsets))
     except registry.NotLoweredError:
         return _NOT_LOWERED
     except Exception as error:
@@ -218,7 +280,28 @@ def _traced(entry: Signature) -> Answer:
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}",
             is_final=isinstance(error, _FINAL) and settled_by_version(entry.name),
         ) from error
-    return Answer(True, bool(demands.made), settings.was_read)
+    if not (found_few or offsets or traced.jaxpr.consts or entry.is_on_lists or not _may_be_compared(entry)):
+        _first_traces[entry.number] = traced
+        while len(_first_traces) > _MOST_FIRST_TRACES:
+            _first_traces.pop(next(iter(_first_traces)), None)
+    return Answer(True, bool(traced.demands), traced.reads_precision)
+
+
+# Forms that were traced to be recorded, and soon are compared with another size's (tpu_backend/padded).
+_first_traces: dict[int, EntryTrace] = {}
+_MOST_FIRST_TRACES = 2048
+
+
+def _may_be_compared(entry: Signature) -> bool:
+    return _C.pads_sizes() and not torch.is_grad_enabled() and settled_by_version(entry.name)
+
+
+def first_trace(number: int, precision: int | None) -> EntryTrace | None:
+    """The form as it was traced when it was first recorded, once; None where it would be another now."""
+    traced = _first_traces.pop(number, None)
+    if traced is None or (traced.reads_precision and traced.precision != precision):
+        return None
+    return traced
 
 
 def _is_refused(entry: Signature) -> bool:
