@@ -50,6 +50,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "sort": lambda x: x.sort(),
     "clamp": lambda x: x.clamp(x, x),
     "softplus": torch.nn.functional.softplus,
+    "scatter_reduce": lambda x: x.scatter_reduce(0, torch.zeros(1, 2, device=x.device).long(), x, "amax"),
     "fill_ of real numbers": lambda x: x.real.fill_(1j),
     "full of 16 bit": lambda x: torch.full((2,), 2 - 1j, dtype=torch.bfloat16, device=x.device),
     "threshold": lambda x: torch.nn.functional.threshold(x.real.clone(), 2 - 1j, 0.5),

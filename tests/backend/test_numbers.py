@@ -121,6 +121,11 @@ AS_ON_THE_CPU = {
     "addmm, alpha=0": lambda p: torch.addmm(
         _tensor(p, [[1.0]]), _tensor(p, [[float("nan")]]), _tensor(p, [[1.0]]), alpha=0
     ),
+    "int16 beside float16": lambda p: _tensor(p, [32767], torch.int16) - _tensor(p, [32768.0], torch.float16),
+    "angle of -0": lambda p: torch.angle(_tensor(p, [-0.0, 0.0, -1.0, float("nan")])),
+    "all of complex numbers": lambda p: torch.all(_tensor(p, [1j, 1.0], torch.complex64), 0),
+    "any of complex numbers": lambda p: torch.any(_tensor(p, [0, 1j], torch.complex64)),
+    "a mask of complex numbers": lambda p: _tensor(p, [0, 1j], torch.complex64).bool(),
     "ldexp, large": lambda p: torch.ldexp(
         _tensor(p, [63, -126], torch.int8), _tensor(p, [63, 126], torch.int8)
     ),

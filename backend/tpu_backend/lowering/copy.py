@@ -13,8 +13,6 @@ from tpu_backend.lowering.registry import lowering
 @lowering("tpu::copy")
 def copy(source: jax.Array, out: tuple[jax.ShapeDtypeStruct, ...]) -> jax.Array:
     """`source` broadcast to the target's shape; the cast is the table's."""
-    if jnp.iscomplexobj(source) and not jnp.issubdtype(out[0].dtype, jnp.complexfloating):
-        source = source.real
     return jnp.broadcast_to(source, out[0].shape)
 
 

@@ -432,6 +432,10 @@ def scatter_add(self, dim, index, src):
 def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
     if index.size == 0:
         return self
+    if jnp.iscomplexobj(self) and reduce in ("amax", "amin"):
+        raise NotLoweredError(
+            "complex numbers have no order: PyTorch refuses them, in its own words on the CPU"
+        )
     base, grid, src = _scatter_operands(self, dim, index, src)
     return _reduce_into(base, grid, src, reduce, include_self).reshape(self.shape)
 

@@ -94,8 +94,14 @@ def signbit(self):
 
 
 lowering("abs", promote="opmath")(jnp.abs)
-lowering("angle", promote="opmath")(jnp.angle)
 lowering("conj_physical", "_conj_physical")(jnp.conj)
+
+
+@lowering("angle", promote="opmath")
+def angle(self):
+    if jnp.iscomplexobj(self):
+        return jnp.angle(self)
+    return jnp.where(jnp.isnan(self), self, jnp.where(self < 0, jnp.pi, 0.0))  # of -0.0 it is 0
 
 
 @lowering("bitwise_not")

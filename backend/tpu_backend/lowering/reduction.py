@@ -57,14 +57,17 @@ def trace(self):
     return jnp.trace(self)
 
 
+# `self != 0`: JAX makes False of a complex number without real part.
+
+
 @lowering("any", "any.dim", "any.dims")
 def any_(self, dim=None, keepdim=False):
-    return jnp.any(self, _listed_dims(dim, self.ndim), keepdims=keepdim)
+    return jnp.any(self != 0, _listed_dims(dim, self.ndim), keepdims=keepdim)
 
 
 @lowering("all", "all.dim", "all.dims")
 def all_(self, dim=None, keepdim=False):
-    return jnp.all(self, _listed_dims(dim, self.ndim), keepdims=keepdim)
+    return jnp.all(self != 0, _listed_dims(dim, self.ndim), keepdims=keepdim)
 
 
 def _listed_dims(dim, ndim):

@@ -24,7 +24,8 @@ whose contents do not matter: it arrives as None, and the old value does not bec
 
 Dtypes are decided here and nowhere else.  ``promote``
     "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a
-               16-bit float (PyTorch's opmath); the default of a pointwise op
+               16-bit float (PyTorch's opmath), to which tensors of integers are rounded first; the default
+               of a pointwise op
     "inputs"   cast to ``torch.result_type`` of the tensor and scalar inputs (comparisons, whose output is
                bool), same opmath rule; what is of another dtype is rounded to a 16-bit result_type first
     "opmath"   only widen 16-bit floats to float32, leave all else alone (softmax, norms, losses, reductions)
@@ -196,10 +197,13 @@ def stored(value: jax.Array, dtype: Any) -> jax.Array:
 
 
 def converted(value: jax.Array, dtype: Any) -> jax.Array:
-    """``value`` in ``dtype``. Of a mask it makes ones and zeros by a select.
+    """``value`` in ``dtype``. A complex number becomes its real part, but True where any of it is not 0.
 
-    XLA turns a converted mask times y into ``select(mask, y, 0)``: 0 where PyTorch has 0 * inf = nan.
+    A mask becomes ones and zeros by a select: XLA turns a converted mask times y into ``select(mask, y, 0)``,
+    which is 0 where PyTorch has 0 * inf = nan.
     """
+    if jnp.iscomplexobj(value) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return value != 0 if dtype == jnp.bool_ else value.real.astype(dtype)
     if value.dtype != jnp.bool_ or not jnp.issubdtype(dtype, jnp.inexact):
         return value.astype(dtype)
     return jnp.where(value, jnp.ones((), dtype), jnp.zeros((), dtype))
@@ -218,21 +222,23 @@ def apply(
     ``compute_dtype`` is ``torch.result_type`` of the tensor and scalar inputs (needed for promote="inputs"
     only). Raises ValueError when a result's shape is not the one PyTorch inferred.
     """
+    common = compute_dtype if entry.promote == "inputs" else None
     if entry.promote == "result":
-        target = opmath(next(spec.dtype for spec in out if spec is not None))
-    elif entry.promote == "inputs":
-        target = opmath(compute_dtype)
-    else:
-        target = None
+        common = next(spec.dtype for spec in out if spec is not None)
 
     def cast(value: Any) -> Any:
         if isinstance(value, list):
             return [cast(item) for item in value]
         if not isinstance(value, jax.Array):
             return value
-        if entry.promote == "inputs" and value.dtype != compute_dtype:
-            return stored(converted(value, target), compute_dtype)  # compared as what they are in 16 bit
-        return converted(value, opmath(value.dtype) if target is None else target)
+        if common is None:
+            return converted(value, opmath(value.dtype))
+        wide = converted(value, opmath(common))
+        if entry.promote == "inputs":
+            is_rounded = value.dtype != common
+        else:
+            is_rounded = value.ndim > 0 and jnp.issubdtype(value.dtype, jnp.integer)
+        return stored(wide, common) if is_rounded else wide
 
     if entry.promote is not None:
         args = [cast(value) for value in args]
