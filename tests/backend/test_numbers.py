@@ -111,7 +111,9 @@ def _tensor(place, values, dtype=torch.float32):
 
 
 AS_ON_THE_CPU = {
-    "sum into integers": lambda p: torch.sum(_tensor(p, [-0.5, -0.5, 2.0]), 0, out=_tensor(p, 0, int)),
+    "sum into integers": lambda p: torch.sum(
+        _tensor(p, [-0.5, -0.5, 2.0]), 0, out=_tensor(p, 0, torch.int16)
+    ),
     "prod into integers": lambda p: torch.prod(_tensor(p, [2.5, 2.5]), 0, out=_tensor(p, 0, torch.int64)),
     "cumsum into integers": lambda p: torch.cumsum(_tensor(p, [1.5, 1.5]), 0, out=_tensor(p, [0, 0], int)),
     "sum of integers into floats": lambda p: torch.sum(_tensor(p, [2**62] * 3, int), 0, out=_tensor(p, 0.0)),
