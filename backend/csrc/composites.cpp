@@ -26,7 +26,11 @@ at::Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at:
   // A complex number without imaginary part is the real one; toDouble refuses others.
   const auto real = [](const at::Scalar& number) { return number.isComplex() ? at::Scalar(number.toDouble()) : number; };
   at::arange_out(shape, real(start), real(end), real(step)); // checks the numbers
-  at::native::resize_output(out, shape.sizes());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !out.is_complex(), "\"arange_cpu\" not implemented for '", c10::toString(out.scalar_type()), "'");
+  if (out.numel() != shape.numel()) { // else it keeps its shape
+    at::native::resize_output(out, shape.sizes());
+  }
   const bool is_integral = c10::isIntegralType(out.scalar_type(), /*includeBool=*/true);
   const auto compute = is_integral ? c10::kLong : at::toOpMathType(out.scalar_type());
   const auto cast = [&](const at::Scalar& number) { return is_integral ? at::Scalar(number.toLong()) : real(number); };
@@ -38,7 +42,7 @@ at::Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at:
   if (!cast(start).equal(0)) {
     range.add_(cast(start));
   }
-  return out.copy_(range);
+  return out.copy_(range.view(out.sizes()));
 }
 
 // ---- determinants and solutions by LU

@@ -762,7 +762,8 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
       output.computed_dtype = output.dtype;
     }
     casts_out |= output.written_arg >= 0 && op.args[output.written_arg].is_out && output.computed_dtype != output.dtype;
-    loses_kind |= op.is_pointwise && !c10::canCast(output.computed_dtype, output.dtype);
+    const bool is_in_place = output.written_arg >= 0 && !op.args[output.written_arg].is_out;
+    loses_kind |= (op.is_pointwise || is_in_place) && !c10::canCast(output.computed_dtype, output.dtype);
     signature.outputs.push_back(std::move(output));
   };
   const auto add_written = [&](int arg, int slot) {

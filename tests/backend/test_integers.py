@@ -95,6 +95,9 @@ REFUSED = {
     "floor of a mask": lambda p: torch.ones(2, device=p).bool().floor(),
     "unfold": lambda p: F.unfold(torch.ones(1, 1, 2, 2, dtype=int, device=p), 1),
     "ldexp by a mask": lambda p: torch.ldexp(torch.ones(2, device=p), torch.ones(2, device=p).bool()),
+    "gcd of floats": lambda p: torch.gcd(torch.ones(2, device=p), torch.ones(2, device=p)),
+    "cumsum_ of a mask": lambda p: torch.ones(2, device=p).bool().cumsum_(0),
+    "arange of complex numbers": lambda p: torch.arange(3, dtype=torch.complex64, device=p),
     "huber_loss of integers": lambda p: F.huber_loss(
         torch.ones(2, device=p).int(), torch.ones(2, device=p).int()
     ),

@@ -124,6 +124,7 @@ AS_ON_THE_CPU = {
         _tensor(p, [[1.0]]), _tensor(p, [[float("nan")]]), _tensor(p, [[1.0]]), alpha=0
     ),
     "int16 beside float16": lambda p: _tensor(p, [32767], torch.int16) - _tensor(p, [32768.0], torch.float16),
+    "arange keeps a shape": lambda p: torch.arange(1, 4, out=_tensor(p, [[0], [0], [0]], int)),
     "angle of -0": lambda p: torch.angle(_tensor(p, [-0.0, 0.0, -1.0, float("nan")])),
     "all of complex numbers": lambda p: torch.all(_tensor(p, [1j, 1.0], torch.complex64), 0),
     "any of complex numbers": lambda p: torch.any(_tensor(p, [0, 1j], torch.complex64)),

@@ -18,6 +18,7 @@ Kind = Literal[
     "nowhere bool",
     "real",
     "real numbers",
+    "integers",
     "inexact",
     "inexact, bool",
     "floats",
@@ -38,13 +39,13 @@ _OPERATORS: dict[Kind, str] = {
     "nowhere bool": "sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar _foreach_sub.Scalar",
     # Every dtype but complex ones.
     "real": """
-        amax amin aminmax atan2 bernoulli.Tensor bernoulli.p copysign.Scalar copysign.Tensor deg2rad digamma
-        erf erfc erfinv fmax fmin fractional_max_pool2d fractional_max_pool3d frexp.Tensor gcd ge.Scalar
-        ge.Tensor gt.Scalar gt.Tensor hash_tensor heaviside i0 isneginf isposinf lcm le.Scalar le.Tensor
-        lgamma logit lt.Scalar lt.Tensor max max.dim maximum min min.dim minimum nansum polygamma rad2deg sign
-        signbit sort sort.stable special_entr special_i0e special_i1 special_i1e special_xlog1py
-        special_xlog1py.other_scalar special_xlog1py.self_scalar xlogy.Scalar_Other xlogy.Scalar_Self
-        xlogy.Tensor
+        amax amin aminmax atan2 bernoulli.Tensor bernoulli.p copysign.Scalar copysign.Tensor cummax cummin
+        deg2rad digamma erf erfc erfinv fmax fmin fractional_max_pool2d fractional_max_pool3d frexp.Tensor
+        ge.Scalar ge.Tensor gt.Scalar gt.Tensor hash_tensor heaviside i0 isneginf isposinf le.Scalar
+        le.Tensor lgamma logit lt.Scalar lt.Tensor max max.dim maximum min min.dim minimum mode nansum
+        polygamma rad2deg sign signbit sort sort.stable special_entr special_i0e special_i1 special_i1e
+        special_xlog1py special_xlog1py.other_scalar special_xlog1py.self_scalar xlogy.Scalar_Other
+        xlogy.Scalar_Self xlogy.Tensor
     """,
     "real numbers": """
         argmax argmin bucketize.Scalar bucketize.Tensor ceil clamp clamp.Tensor clamp_max clamp_max.Tensor
@@ -53,6 +54,7 @@ _OPERATORS: dict[Kind, str] = {
         max_pool2d_with_indices max_pool3d_with_indices median median.dim mvlgamma nanmedian nanmedian.dim
         relu remainder.Scalar remainder.Scalar_Tensor remainder.Tensor round threshold topk trunc
     """,
+    "integers": "gcd lcm",
     # Floats and complex numbers.
     "inexact": """
         addcdiv embedding_renorm lerp.Scalar lerp.Tensor logaddexp logcumsumexp normal.Tensor_Tensor
@@ -112,6 +114,6 @@ def is_of_kind(dtype: np.dtype, kind: Kind) -> bool:
     if np.issubdtype(dtype, np.complexfloating):
         return kind in ("any", "numbers", "nowhere bool", "inexact", "inexact, bool")
     if np.issubdtype(dtype, np.integer):
-        taken = ("any", "numbers", "nowhere bool", "real", "real numbers")
+        taken = ("any", "numbers", "nowhere bool", "real", "real numbers", "integers")
         return kind in taken or kind.endswith(f", {dtype.name}")
-    return kind != "wide floats" or dtype.itemsize > 2
+    return kind != "integers" and (kind != "wide floats" or dtype.itemsize > 2)
