@@ -59,6 +59,7 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   const std::string name = called.substr(called.find("::") + 2);
   const bool is_out = std::any_of(
       handle.schema().arguments().begin(), handle.schema().arguments().end(), [](const auto& argument) { return argument.is_out(); });
+  op.keeps_shape_of_out = is_out && (name == "arange" || name == "linspace" || name == "logspace" || name == "range");
   op.writes_apart = kWriteApart.contains(name) || (is_out && (name == "gather" || name == "index_select"));
   op.keeps_first_dtype = name == "huber_loss";
   static const std::set<std::string> kSums{"sum", "nansum", "prod", "cumsum", "cumprod"};

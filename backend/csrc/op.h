@@ -55,6 +55,7 @@ struct OpInfo {
   bool is_foreach{false}; // of lists, which it may write
   bool is_graph{false}; // what torch.compile made of many ops
   bool is_pointwise{false}; // PyTorch refuses inputs that overlap what is written in part
+  bool keeps_shape_of_out{false}; // where it has as many elements (`arange`)
   bool writes_apart{false}; // PyTorch refuses inputs that share memory with what is written (`index_add_`)
   bool keeps_first_dtype{false}; // the result is of the first argument's dtype, where the meta kernel promotes
   bool sums_in_out_dtype{false}; // `out=` of another dtype is the dtype that it computes in

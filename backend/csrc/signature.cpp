@@ -754,7 +754,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     }
     const bool known = computed.has_value() && place < computed->size() && (*computed)[place].tensor.defined();
     if (known) {
-      output.computed_sizes = (*computed)[place].tensor.sizes().vec();
+      output.computed_sizes = op.keeps_shape_of_out ? output.sizes : (*computed)[place].tensor.sizes().vec();
       output.computed_dtype = (*computed)[place].tensor.scalar_type();
       signature.wide |= is_wide((*computed)[place].tensor);
     } else {
@@ -790,7 +790,12 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
       const auto& shapes = returned.has_value() || !op.args[arg].is_out ? returned : computed;
       if (shapes.has_value() && args[arg].isTensor()) {
         for (const auto& item : *shapes) {
-          if (item.slot == static_cast<int>(slot) && item.tensor.defined() && item.tensor.sizes() != args[arg].toTensor().sizes()) {
+          if (item.slot != static_cast<int>(slot) || !item.tensor.defined()) {
+            continue;
+          }
+          const at::Tensor& out = args[arg].toTensor();
+          const bool fits = op.keeps_shape_of_out ? item.tensor.numel() == out.numel() : item.tensor.sizes() == out.sizes();
+          if (!fits) {
             signature.out_resizes.push_back({arg, item.tensor.sizes().vec(), resized_strides(op, item, computed)});
           }
         }

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <chrono>
+#include <exception>
 #include <utility>
 
 namespace tpu {
@@ -32,6 +33,16 @@ void lock_without_gil(StreamMutex& mutex) {
   PyThreadState* state = PyEval_SaveThread();
   mutex.lock();
   PyEval_RestoreThread(state);
+}
+
+// What a signal's handler raised, if this is Python's main thread.  Wants the GIL not held: PyTorch has given it away, too, in
+// `x.cpu()`.
+std::exception_ptr pending_interrupt() {
+  if (!Py_IsInitialized() || PyGILState_GetThisThreadState() == nullptr) {
+    return nullptr;
+  }
+  pybind11::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() == 0 ? nullptr : std::make_exception_ptr(pybind11::error_already_set());
 }
 
 } // namespace
@@ -64,18 +75,16 @@ void StreamMutex::unlock() {
 
 void StreamMutex::wait_until_idle() {
   const size_t depth = depth_;
-  bool is_interrupted = false;
-  while (!is_idle() && !is_interrupted) {
+  std::exception_ptr interrupt;
+  while (!is_idle() && !interrupt) {
     PyThreadState* state = holds_gil() ? PyEval_SaveThread() : nullptr;
     depth_ = 0;
     owner_.store({}, std::memory_order_relaxed);
     std::unique_lock guard(mutex_, std::adopt_lock);
     idle_.wait_for(guard, kBetweenSignals, [&] { return is_idle(); });
-    if (!is_idle() && state != nullptr) { // Ctrl-C is noticed here, and its handler holds no lock
+    if (!is_idle()) { // Ctrl-C is noticed here, and its handler holds no lock
       guard.unlock();
-      PyEval_RestoreThread(state);
-      is_interrupted = PyErr_CheckSignals() != 0;
-      state = PyEval_SaveThread();
+      interrupt = pending_interrupt();
       guard.lock();
     }
     guard.release();
@@ -85,8 +94,8 @@ void StreamMutex::wait_until_idle() {
       PyEval_RestoreThread(state);
     }
   }
-  if (is_interrupted) {
-    throw pybind11::error_already_set();
+  if (interrupt) {
+    std::rethrow_exception(interrupt);
   }
 }
 

@@ -230,6 +230,19 @@ def test_a_known_divisor_of_zero_raises_at_once() -> None:
     assert (x[:0] % torch.tensor([0], device="tpu")).tolist() == []
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_zeros_divided_by_zeros_that_xla_knows_of_end_no_process(dtype: torch.dtype) -> None:
+    """XLA:CPU took 0 % 0 of constants for a division that it may try while it compiles."""
+    x = torch.tensor([4, 2], dtype=dtype, device="tpu")
+    for divide in (torch.fmod, torch.remainder, torch.floor_divide):
+        result = divide(x - x, x - x)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            result.tolist()
+    result = torch.div(x - x, x - x, rounding_mode="trunc")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        result.tolist()
+
+
 def test_what_nobody_waited_for_is_said_at_exit() -> None:
     result = run_python(
         """

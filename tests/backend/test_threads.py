@@ -292,10 +292,12 @@ def test_ctrl_c_while_a_program_is_compiled_keeps_what_others_recorded_meanwhile
     assert result.tolist() == [22.0] * 3
 
 
-def test_ctrl_c_is_noticed_by_who_waits_for_another_threads_program():
+@pytest.mark.parametrize("read", [torch.Tensor.cpu, torch.Tensor.tolist], ids=["cpu", "tolist"])
+def test_ctrl_c_is_noticed_by_who_waits_for_another_threads_program(read):
     x = torch.full((3,), 13.0, device="tpu")
     double, compiling, seen = _Lowered(), threading.Event(), threading.Event()
-    result = double(x, lambda: (compiling.set(), seen.wait(SECONDS)))
+    noticed: list[bool] = []
+    result = double(x, lambda: (compiling.set(), noticed.append(seen.wait(SECONDS))))
     compiler = threading.Thread(target=torch.tpu.flush, daemon=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -303,12 +305,13 @@ def test_ctrl_c_is_noticed_by_who_waits_for_another_threads_program():
         assert compiling.wait(SECONDS)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            result.cpu()
+            read(result)
     finally:
         signal.signal(signal.SIGINT, before)
         seen.set()
     assert result.tolist() == [26.0] * 3
     compiler.join(SECONDS)
+    assert noticed == [True]
 
 
 def test_another_thread_records_while_a_captured_step_is_compiled():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -46,10 +48,13 @@ def to_copy(self, *, out=None, **options):
 
 
 def spaced(start, step, out):
-    """start + i * step, computed in the accumulation dtype as PyTorch's range kernels do."""
-    (count,), dtype = out[0].shape, out[0].dtype
+    """start + i * step, computed in the accumulation dtype as PyTorch's range kernels do.
+
+    An `out=` of as many elements keeps its shape, here and in linspace and logspace.
+    """
+    shape, dtype = out[0].shape, out[0].dtype
     compute = opmath(dtype)
-    steps = lax.iota(compute, count)
+    steps = lax.iota(compute, math.prod(shape)).reshape(shape)
     return jnp.asarray(start).astype(compute) + steps * jnp.asarray(step).astype(compute)
 
 
@@ -100,7 +105,7 @@ def _spaced(start, end, steps, dtype, kept=None):
 
 @lowering(*(name for pair in _OVERLOADS for name in pair), fits={"start": "result", "end": "result"})
 def linspace(start, end, steps, *, out=None, **options):
-    return _spaced(start, end, steps, out[0].dtype, kept=out[0].dtype)
+    return _spaced(start, end, steps, out[0].dtype, kept=out[0].dtype).reshape(out[0].shape)
 
 
 @lowering(
@@ -108,7 +113,7 @@ def linspace(start, end, steps, *, out=None, **options):
     fits={"start": "result", "end": "result"},
 )
 def logspace(start, end, steps, base=10.0, *, out=None, **options):
-    exponents = _spaced(start, end, steps, out[0].dtype)
+    exponents = _spaced(start, end, steps, out[0].dtype).reshape(out[0].shape)
     return jnp.power(jnp.asarray(base, exponents.dtype), exponents)
 
 

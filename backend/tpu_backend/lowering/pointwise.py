@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpu_backend.lowering.bounds import require_nonzero
+from tpu_backend.lowering.bounds import nonzero_divisor
 from tpu_backend.lowering.few_numbers import add_scaled, add_scaled_16_bit, rsqrt_16_bit
 from tpu_backend.lowering.matmul import scaled
 from tpu_backend.lowering.registry import (
@@ -219,7 +219,7 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
         # 2.5 / 0.001 becomes 2499.
         quotient = self / jnp.where(jnp.isnan(self), jnp.nan, other)
         return jnp.trunc(stored(quotient, storage))  # as on the CPU, a 16-bit 17.97 becomes 18
-    require_nonzero(self, other)
+    other = nonzero_divisor(self, other)
     return lax.div(*jnp.broadcast_arrays(self, other))
 
 
@@ -228,8 +228,7 @@ def floor_divide(self, other, *, out):
     self, other = _number(self, out[0]), _number(other, out[0])
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
-        require_nonzero(self, other)
-        return jnp.floor_divide(self, other)
+        return jnp.floor_divide(self, nonzero_divisor(self, other))
     # PyTorch's div_floor_floating (c10/util/generic_math.h): exact where self / other would round up to an
     # integer.
     remainder_ = lax.rem(*jnp.broadcast_arrays(self, other))
@@ -254,7 +253,7 @@ def div_mode(self, other, *, rounding_mode, out=None):
 def fmod(self, other, *, out):
     other = jnp.asarray(_number(other, out[0]), self.dtype)
     if not is_floating(self):
-        require_nonzero(self, other)
+        other = nonzero_divisor(self, other)
     return lax.rem(*jnp.broadcast_arrays(self, other))
 
 
@@ -263,7 +262,7 @@ def remainder(self, other, *, out):
     self, other = _number(self, out[0]), _number(other, out[0])
     other = jnp.asarray(other, self.dtype)
     if not is_floating(self):
-        require_nonzero(self, other)
+        other = nonzero_divisor(self, other)
     return jnp.remainder(self, other)
 
 

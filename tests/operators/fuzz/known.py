@@ -25,11 +25,6 @@ KNOWN = [
     Known(_EXPANDED, "raises", "", "more than one element of the written-to tensor"),
     Known("one number of another dtype is cast", "does not raise", "__setitem__|index_put_", "dtypes match"),
     Known(
-        "out= of as many elements keeps its shape on the CPU, the device resizes it",
-        "shape",
-        r"(linspace|logspace).*out=",
-    ),
-    Known(
         "PyTorch's vectors have NaN where its formula has none", "values", r"logaddexp|sigmoid", "complex64"
     ),
     Known("zero to a complex power", "values", r"pow", "complex.*nan"),
