@@ -1,5 +1,6 @@
 """What holds for every test: no network, and the same examples in every run."""
 
+import gc
 import os
 
 import hypothesis
@@ -15,3 +16,9 @@ os.environ["TPU_CACHE_DIR"] = "none"
 # A compilation takes as long as it takes, and what fails once must fail again for whoever looks at it.
 hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("reproducible")
+
+
+def pytest_collection_finish() -> None:
+    """What the tests import is never garbage: every run of a Trainer would look through all of it."""
+    gc.collect()
+    gc.freeze()

@@ -733,11 +733,16 @@ def test_what_the_caller_took_from_the_garbage_collector_stays_taken():
         assert gc.get_freeze_count() == pytest.approx(frozen, abs=100)  # some of it may be gone by now
     finally:
         gc.unfreeze()
+        gc.freeze()  # see tests/conftest.py
 
 
 def test_the_garbage_collector_is_back_to_normal_after_a_run():
     import gc
 
-    fit(classifier(), config(), train_loader=[samples(4)])
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    gc.unfreeze()  # see tests/conftest.py
+    try:
+        fit(classifier(), config(), train_loader=[samples(4)])
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

@@ -101,8 +101,8 @@ def require_all(holds: jax.Array, error: type[Exception], text: str) -> None:
 def nonzero_divisor(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
     """The divisor, of which no element may be 0: integers, in the words of PyTorch's CPU.
 
-    Of single numbers csrc/division.cpp demands it, without the device. Zeros become 1 all the same: XLA:CPU ends
-    the process when it meets 0 / 0 while it compiles (`(x - x) % (x - x)`).
+    Of single numbers csrc/division.cpp demands it, without the device. Zeros become 1 all the same: XLA:CPU
+    ends the process when it meets 0 / 0 while it compiles (`(x - x) % (x - x)`).
     """
     if divisor.ndim and dividend.size:
         require_all(divisor != 0, RuntimeError, "ZeroDivisionError")
