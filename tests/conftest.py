@@ -4,6 +4,7 @@ import gc
 import os
 
 import hypothesis
+import pytest
 
 # Before any test imports these libraries: they read the switches when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,7 +19,8 @@ hypothesis.settings.register_profile("reproducible", deadline=None, derandomize=
 hypothesis.settings.load_profile("reproducible")
 
 
-def pytest_collection_finish() -> None:
-    """What the tests import is never garbage: every run of a Trainer would look through all of it."""
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_is_no_garbage() -> None:
+    """What was imported and compiled so far stays: every run of a Trainer would look through all of it."""
     gc.collect()
     gc.freeze()
