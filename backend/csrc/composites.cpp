@@ -27,7 +27,7 @@ at::Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at:
   const auto real = [](const at::Scalar& number) { return number.isComplex() ? at::Scalar(number.toDouble()) : number; };
   at::arange_out(shape, real(start), real(end), real(step)); // checks the numbers
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !out.is_complex(), "\"arange_cpu\" not implemented for '", c10::toString(out.scalar_type()), "'");
+      !out.is_complex() && out.scalar_type() != at::kBool, "\"arange_cpu\" not implemented for '", c10::toString(out.scalar_type()), "'");
   if (out.numel() != shape.numel()) { // else it keeps its shape
     at::native::resize_output(out, shape.sizes());
   }

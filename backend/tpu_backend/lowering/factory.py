@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpu_backend.lowering.registry import lowering, opmath, stored
+from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath, stored
 
 
 @lowering("fill.Scalar", fits={"value": "result"})
@@ -53,6 +53,8 @@ def spaced(start, step, out):
     An `out=` of as many elements keeps its shape, here and in linspace and logspace.
     """
     shape, dtype = out[0].shape, out[0].dtype
+    if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.complexfloating):
+        raise NotLoweredError("a range that PyTorch refuses, in its own words on the CPU")
     compute = opmath(dtype)
     steps = lax.iota(compute, math.prod(shape)).reshape(shape)
     return jnp.asarray(start).astype(compute) + steps * jnp.asarray(step).astype(compute)

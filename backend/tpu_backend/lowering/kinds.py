@@ -25,6 +25,7 @@ Kind = Literal[
     "floats, uint8",
     "floats, int64",
     "wide floats",
+    "wide inexact",
 ]
 
 # fmt: off
@@ -90,6 +91,8 @@ _OPERATORS: dict[Kind, str] = {
         special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_zeta special_zeta.other_scalar
         special_zeta.self_scalar
     """,
+    # These, and complex numbers of them.
+    "wide inexact": "linalg_lu_factor_ex",
 }
 _POLYNOMIALS = """
     chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
@@ -112,8 +115,8 @@ def is_of_kind(dtype: np.dtype, kind: Kind) -> bool:
     if dtype == np.bool_:
         return kind in ("any", "real", "inexact, bool")
     if np.issubdtype(dtype, np.complexfloating):
-        return kind in ("any", "numbers", "nowhere bool", "inexact", "inexact, bool")
+        return kind in ("any", "numbers", "nowhere bool", "inexact", "inexact, bool", "wide inexact")
     if np.issubdtype(dtype, np.integer):
         taken = ("any", "numbers", "nowhere bool", "real", "real numbers", "integers")
         return kind in taken or kind.endswith(f", {dtype.name}")
-    return kind != "integers" and (kind != "wide floats" or dtype.itemsize > 2)
+    return kind != "integers" and (not kind.startswith("wide") or dtype.itemsize > 2)

@@ -193,7 +193,10 @@ def _average(self, pool, divisor):
     windows = [(1,) * lead + each for each in (pool.kernel, pool.stride)]
     sums = lax.reduce_window(self, np.zeros((), self.dtype), lax.add, *windows, [(0, 0)] * lead + pool.pads())
     sums = sums[(..., *(slice(count) for count in pool.outputs))]
-    return sums / jnp.asarray(divisor, self.dtype)
+    divisors = jnp.asarray(divisor, self.dtype)
+    if jnp.issubdtype(self.dtype, jnp.integer):
+        return lax.div(sums, jnp.broadcast_to(divisors, sums.shape))
+    return sums / divisors
 
 
 def _average_transposed(grad_output, pool, divisor, dtype):

@@ -48,12 +48,12 @@ def digamma(self):
 
 @lowering("lgamma", promote="result")
 def lgamma(self):
-    return lax.lgamma(self)
+    return jnp.where((self == 1) | (self == 2), 0, lax.lgamma(self))  # XLA's are not quite 0
 
 
 @lowering("special_entr", promote="result")
 def entr(self):
-    return special.entr(self)
+    return jnp.where(self == 0, 0, special.entr(self))  # not -0
 
 
 @lowering("logit", promote="result")

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 # Where a float becomes an integer: C++ says nothing of what is out of range.
-_CONVERSIONS = re.compile(r"\.to\(|\.type\(|\.long\(|copy_\(|__setitem__|dtype=|set_\(|fill_\(|\.view\(torch")
+_CONVERSIONS = re.compile(
+    r"\.to\(|\.type\(|\.long\(|copy_\(|__setitem__|dtype=|set_\(|fill_\(|\.view\(torch"
+    r"|(slice|select|diagonal)_scatter|cum(sum|prod)\(.*out="
+)
+_IN_PLACE = re.compile(r"^t\d+\.\w*[a-z0-9]_\(")
 _SHIFTS = re.compile(r"_shift|__ilshift__")
 _DIVISIONS = re.compile(r"floor_divide|remainder|fmod|//|%|rounding_mode|div_")
 
@@ -53,11 +57,31 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
     return len({*storages}) < len(storages)
 
 
+def _is_written_while_it_is_read(written: torch.Tensor, *read: torch.Tensor) -> bool:
+    """In an order of the CPU's, where it has not noticed."""
+
+    def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    return _shares_elements(written) or any(
+        _share_memory([written, tensor]) and geometry(tensor) != geometry(written) for tensor in read
+    )
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + torch.arange(size) * stride
+    return len(places.unique()) < places.numel()
+
+
 def bits(tensor: torch.Tensor) -> int:
     return tensor.element_size() * 8
 
 
 def after(text: str, inputs: Sequence[torch.Tensor], result: Any) -> bool:
+    if _IN_PLACE.search(text) and _is_written_while_it_is_read(*inputs):
+        return True
     results = [result] if isinstance(result, torch.Tensor) else []
     if isinstance(result, (tuple, list)):
         results = [item for item in result if isinstance(item, torch.Tensor)]
