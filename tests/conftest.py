@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("reproducible")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_is_there_is_no_garbage() -> None:
-    """What was imported and compiled so far stays: every run of a Trainer would look through all of it."""
+def freeze_older_objects() -> None:
+    """Imports and programs so far stay alive: without this each run of a Trainer collects among all of them."""
     gc.collect()
     gc.freeze()
