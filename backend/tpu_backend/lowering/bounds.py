@@ -99,10 +99,10 @@ def require_all(holds: jax.Array, error: type[Exception], text: str) -> None:
 
 
 def nonzero_divisor(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Demand that no element of an integer array that divides is 0, in the words of PyTorch's CPU; returns the
-    array with 1 in place of 0. XLA:CPU ends the process where it folds 0 / 0 (`(x - x) % (x - x)`).
+    """The integer array that divides, with 1 in place of 0; demands that none is 0, in the CPU's words.
 
-    For single numbers csrc/division.cpp demands it, without the device.
+    XLA:CPU ends the process where it folds 0 / 0 (`(x - x) % (x - x)`). For single numbers
+    csrc/division.cpp demands it, without the device.
     """
     if divisor.ndim and dividend.size:
         require_all(divisor != 0, RuntimeError, "ZeroDivisionError")
