@@ -21,6 +21,6 @@ hypothesis.settings.load_profile("reproducible")
 
 @pytest.fixture(autouse=True, scope="module")
 def freeze_older_objects() -> None:
-    """Imports and programs so far stay alive: without this each run of a Trainer collects among all of them."""
+    """Imports and programs so far stay: without this every run of a Trainer collects among all of them."""
     gc.collect()
     gc.freeze()
