@@ -3,6 +3,7 @@
 #include "device.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MetaFunctions.h>
 #include <ATen/OpMathType.h>
 #include <ATen/native/ForeachUtils.h>
 #include <ATen/native/Resize.h>
@@ -25,7 +26,7 @@ at::Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at:
   auto shape = at::empty({0}, out.options().device(c10::kMeta));
   // A complex number without imaginary part is the real one; toDouble refuses others.
   const auto real = [](const at::Scalar& number) { return number.isComplex() ? at::Scalar(number.toDouble()) : number; };
-  at::arange_out(shape, real(start), real(end), real(step)); // checks the numbers
+  at::meta::arange_out(shape, real(start), real(end), real(step)); // checks the numbers
   TORCH_CHECK_NOT_IMPLEMENTED(
       !out.is_complex() && out.scalar_type() != at::kBool, "\"arange_cpu\" not implemented for '", c10::toString(out.scalar_type()), "'");
   if (out.numel() != shape.numel()) { // else it keeps its shape

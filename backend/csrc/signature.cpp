@@ -1,6 +1,7 @@
 #include "signature.h"
 
 #include "autocast.h"
+#include "meta_kernels.h"
 #include "program.h"
 #include "python_error.h"
 
@@ -291,9 +292,13 @@ class DeterminismIsGiven {
   bool asked_, warn_only_;
 };
 
-// Runs a meta kernel.  nullopt where PyTorch has none; raises what it says of the arguments.
+// Runs a meta kernel.  nullopt where there is none; raises what it says of the arguments.
 std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  if (const c10::KernelFunction* kernel = meta_kernel(handle.operator_name())) {
+    kernel->callBoxed(handle, c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    return flatten_returns(stack);
+  }
   const torch::jit::Stack arguments = at::globalContext().deterministicAlgorithms() ? stack : torch::jit::Stack();
   try {
     handle.callBoxed(stack);
