@@ -77,6 +77,17 @@ def test_infinity_becomes_the_largest_number_of_its_own_dtype(dtype):
 REFUSED = {
     "arange of bool": lambda p: torch.arange(1, 7, 2, dtype=torch.bool, device=p),
     "arange into complex numbers": lambda p: torch.arange(3, out=torch.full((3,), 1j, device=p)),
+    "trace of a mask": lambda p: torch.trace(torch.ones(2, 2, device=p).bool()),
+    "masks, alpha of a float": lambda p: torch.add(*[torch.ones(2, device=p).bool()] * 2, alpha=-1.0),
+    "floats, alpha of a bool": lambda p: torch.add(*[torch.ones(2, device=p)] * 2, alpha=True),
+    "hardtanh of bytes below 0": lambda p: F.hardtanh(torch.ones(2, dtype=torch.uint8, device=p)),
+    "addcmul of masks": lambda p: torch._foreach_addcmul(*[[torch.ones(2, device=p).bool()]] * 3, 2)[0],
+    "a mean of masks": lambda p: (
+        torch.ones(2, device=p)
+        .bool()
+        .scatter_reduce(0, torch.tensor([0, 1], device=p), torch.ones(2, device=p).bool(), "mean")
+    ),
+    "a power beyond 16 bit": lambda p: torch.ones(2, dtype=torch.half, device=p) ** 2**31,
     "det of 16 bit": lambda p: torch.linalg.det(torch.eye(3, dtype=torch.half, device=p)),
     "std": lambda p: torch.arange(4, device=p).std(),
     "var_mean": lambda p: torch.var_mean(torch.arange(4, device=p))[0],

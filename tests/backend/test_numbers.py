@@ -82,6 +82,15 @@ def test_a_divisor_that_wraps_to_zero_is_refused(divide):
         divide(torch.ones(2, dtype=torch.uint8, device="tpu"), 256)
 
 
+@pytest.mark.parametrize(
+    "divide", [torch.floor_divide, torch.remainder, torch.fmod], ids=lambda f: f.__name__
+)
+def test_a_divisor_on_the_device_that_is_zero_is_found(divide):
+    result = divide(torch.ones(2, dtype=torch.uint8, device="tpu"), torch.zeros((), dtype=int, device="tpu"))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        result.cpu()
+
+
 _FEW = ("full", "full of one", "scalar_tensor", "x[index] =", "masked_fill of a tensor", "clamp", "where")
 
 
@@ -141,6 +150,11 @@ AS_ON_THE_CPU = {
     "ldexp by bfloat16": lambda p: torch.ldexp(_tensor(p, [2, 3], int), _tensor(p, 0.5, torch.bfloat16)),
     "huber_loss of two dtypes": lambda p: F.huber_loss(
         _tensor(p, [1.0, 4]), _tensor(p, [2.0, 3], torch.float64)
+    ),
+    "floor_divide of 16 bit": lambda p: _tensor(p, [1.5, 3, 7], torch.bfloat16) // 0.3,
+    "0 // a number that 16 bit cannot hold": lambda p: _tensor(p, [0.0, 1], torch.half) // 1e-9,
+    "index_add of masks": lambda p: _tensor(p, [True, False], torch.bool).index_add(
+        0, torch.tensor([0, 1], device=p), _tensor(p, [True, True], torch.bool), alpha=-1
     ),
     "clamp by a complex number": lambda p: torch.clamp(_tensor(p, [0.0, 2.0]), min=0.5 + 0j),
     "arange by a complex number": lambda p: torch.arange(1, 3, 0.5 + 0j, device=p),

@@ -1,8 +1,8 @@
 """40 tokens of a decoder that grows by one a turn: cold, and with a warm executable cache.
 
-Two are written here (a small character model of 6 layers of 384, and four layers of a GPT-2); they have no
-cache of keys and values, so all of it grows. The others are transformers' GPT-2 of 4 layers of 256, with such
-a cache, which then is what grows, and without.
+Three are written here: nanoGPT's character models for a CPU and for a GPU, and four layers of a GPT-2. They
+have no cache of keys and values, so all of it grows. The others are transformers' GPT-2 of 4 layers of 256,
+with such a cache, which then is what grows, and without. Beside each figure: what the CPU device takes.
 """
 
 import itertools
@@ -21,6 +21,7 @@ from tests.backend.test_growing_sizes import Decoder
 from tests.benchmarks.bars import Row, print_table
 
 LAYOUTS = {
+    "4 layers of 128": {"length": 64, "vocabulary": 65, "width": 128, "layers": 4},
     "6 layers of 384": {"length": 256, "vocabulary": 65, "width": 384, "layers": 6},
     "4 layers of 768": {"length": 1024, "vocabulary": 50257, "width": 768, "layers": 4},
 }
@@ -53,12 +54,15 @@ def of_transformers(name: str, way: str) -> tuple[nn.Module, Tensor, Generate]:
 
 
 def measure(name: str, way: str, directory: str) -> dict[str, Any]:
-    """One process: seconds of the first call, programs, its tokens, and the CPU's."""
+    """One process: seconds of the first call, and of a second on the CPU; programs; tokens, and the CPU's."""
     torch.tpu.set_executable_cache(directory)
     torch.manual_seed(0)
     model, prompt, generate = (own if name in LAYOUTS else of_transformers)(name, way)
     model = model.eval()
-    expected = generate(model, prompt).tolist() if way == "greedy" else None
+    expected = generate(model, prompt).tolist()
+    start = time.perf_counter()
+    generate(model, prompt)
+    native = time.perf_counter() - start
     model, prompt = model.to("tpu"), prompt.to("tpu")
     torch.tpu.synchronize()
     torch.tpu.manual_seed(7)
@@ -68,7 +72,8 @@ def measure(name: str, way: str, directory: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     after = torch.tpu.compile_stats()
     counts = {name: after[name] - before[name] for name in ("compilations", "disk_hits")}
-    return {"seconds": seconds, "tokens": tokens, "expected": expected} | counts
+    expected = expected if way == "greedy" else None
+    return {"seconds": seconds, "native": native, "tokens": tokens, "expected": expected} | counts
 
 
 def rows(names: Sequence[str]) -> list[Row]:
@@ -80,7 +85,8 @@ def rows(names: Sequence[str]) -> list[Row]:
                 command = [sys.executable, "-m", "tests.benchmarks.generate", name, way, directory]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
                 found = json.loads(done.stdout.splitlines()[-1])
-                detail = f"{found['compilations']} programs compiled, {found['disk_hits']} found"
+                programs = f"{found['compilations']} programs compiled, {found['disk_hits']} found"
+                detail = f"{programs}; the CPU device {found['native']:.2f} s"
                 title = f"{name}, {way}, {state}"
                 result.append(
                     Row(f"{title}: seconds for {TOKENS} tokens", found["seconds"], "<=", bar, detail)

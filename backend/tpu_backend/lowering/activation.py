@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering.registry import lowering, stored
+from tpu_backend.lowering.registry import NotLoweredError, lowering, stored
 
 _SQRT_HALF = math.sqrt(0.5)
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -139,9 +139,22 @@ def prelu_backward(grad_output, self, weight):
     )
 
 
-@lowering("hardtanh", promote="result", fits={"min_val": "result", "max_val": "result"})
-def hardtanh(self, min_val=-1, max_val=1):
-    return jnp.minimum(jnp.maximum(self, min_val), max_val)
+@lowering("hardtanh", promote="result", static=("min_val", "max_val"))
+def hardtanh(self, min_val=-1, max_val=1, *, out):
+    dtype = out[0].dtype
+    if not (_holds(dtype, min_val) and _holds(dtype, max_val)):
+        raise NotLoweredError(
+            "limits outside of the dtype: PyTorch refuses them, in its own words on the CPU"
+        )
+    if jnp.issubdtype(dtype, jnp.integer):
+        min_val, max_val = int(min_val), int(max_val)
+    return jnp.minimum(jnp.maximum(self, jnp.asarray(min_val, self.dtype)), jnp.asarray(max_val, self.dtype))
+
+
+def _holds(dtype, number):
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
+    return not math.isfinite(number) or abs(number) <= float(jnp.finfo(dtype).max)
 
 
 @lowering("hardtanh_backward", promote="result")

@@ -101,9 +101,9 @@ def require_all(holds: jax.Array, error: type[Exception], text: str) -> None:
 def nonzero_divisor(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
     """The integer array that divides, with 1 in place of 0; demands that none is 0, in the CPU's words.
 
-    XLA:CPU ends the process where it folds 0 / 0 (`(x - x) % (x - x)`). For single numbers
-    csrc/division.cpp demands it, without the device.
+    XLA:CPU ends the process where it folds 0 / 0 (`(x - x) % (x - x)`). A number that is 0 gets no
+    further than csrc/division.cpp.
     """
-    if divisor.ndim and dividend.size:
+    if dividend.size:
         require_all(divisor != 0, RuntimeError, "ZeroDivisionError")
     return jnp.where(divisor == 0, jnp.ones((), divisor.dtype), divisor)

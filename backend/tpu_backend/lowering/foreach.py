@@ -6,7 +6,9 @@ Lists (``Tensor[]``, ``Scalar[]``) are walked together, all other arguments go t
 
 from __future__ import annotations
 
-from tpu_backend.lowering.registry import TABLE, apply, lowering
+import jax.numpy as jnp
+
+from tpu_backend.lowering.registry import TABLE, NotLoweredError, apply, lowering
 
 
 def _each(single: str):
@@ -70,6 +72,8 @@ def _with_value(single: str):
         def of(i):  # one scalar for all, or a list of them
             return value[i] if isinstance(value, (list, tuple)) else value
 
+        if any(tensor.dtype == jnp.bool_ for tensor in self):
+            raise NotLoweredError("tensors of bool: PyTorch refuses them, in its own words on the CPU")
         return [
             apply(entry, tensors, {"value": of(i)}, (out[i],))
             for i, tensors in enumerate(zip(self, tensor1, tensor2, strict=True))

@@ -303,7 +303,9 @@ def index_add(self, dim, index, source, *, alpha=1):
     _expect_rows_of(self, dim, source)
     dtype = _sum_dtype(self.dtype)
     source = at_least_1d(source).astype(dtype)
-    if not (isinstance(alpha, (int, float)) and alpha == 1):
+    if self.dtype == jnp.bool_:
+        source = source * (jnp.asarray(alpha) != 0).astype(dtype)
+    elif not (isinstance(alpha, (int, float)) and alpha == 1):
         source = source * jnp.asarray(alpha, dtype)
     base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
     if self.ndim > 1:
@@ -436,6 +438,8 @@ def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
         raise NotLoweredError(
             "complex numbers have no order: PyTorch refuses them, in its own words on the CPU"
         )
+    if self.dtype == jnp.bool_ and reduce == "mean":
+        raise NotLoweredError("a mean of bool: PyTorch refuses it, in its own words on the CPU")
     base, grid, src = _scatter_operands(self, dim, index, src)
     return _reduce_into(base, grid, src, reduce, include_self).reshape(self.shape)
 

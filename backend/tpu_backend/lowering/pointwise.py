@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -225,8 +226,8 @@ def _trunc_divide(self: jax.Array, other: Any, storage: Any) -> jax.Array:
 
 @lowering("floor_divide", "floor_divide.Scalar", promote="result")
 def floor_divide(self, other, *, out):
-    self, other = _number(self, out[0]), _number(other, out[0])
-    other = jnp.asarray(other, self.dtype)
+    self = _number(self, out[0])
+    other = jnp.asarray(other, self.dtype)  # not rounded to 16 bit: the CPU's kernel does not either
     if not is_floating(self):
         return jnp.floor_divide(self, nonzero_divisor(self, other))
     # PyTorch's div_floor_floating (c10/util/generic_math.h): exact where self / other would round up to an
@@ -282,6 +283,14 @@ def pow_scalar(self, exponent, *, out):
             return lax.integer_pow(self, exponent)
         if float(exponent).is_integer() and abs(exponent) <= 16 and self.dtype != jnp.bool_:
             return lax.integer_pow(self, int(exponent))
+        if (
+            out[0].dtype == jnp.float16
+            and math.isfinite(exponent)
+            and abs(exponent) > jnp.finfo(jnp.float16).max
+        ):
+            raise NotLoweredError(
+                "an exponent outside of the dtype: PyTorch refuses it, in its own words on the CPU"
+            )
     return pow_tensor(self, jnp.asarray(exponent, self.dtype), out=out)
 
 

@@ -52,9 +52,9 @@ def count_nonzero(self, dim=None):
     return jnp.count_nonzero(self, axis=reduced_dims(dim, self.ndim))
 
 
-@lowering("trace", promote="result")
-def trace(self):
-    return jnp.trace(self)
+@lowering("trace")
+def trace(self, *, out):
+    return jnp.trace(self, dtype=out[0].dtype)
 
 
 # `self != 0`: JAX makes False of a complex number without real part.
