@@ -7,7 +7,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/MetaFunctions.h>
-#include <ATen/OpMathType.h>
 #include <ATen/Operators.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/native/TypeProperties.h>
@@ -132,7 +131,9 @@ std::tuple<Tensor, Tensor, Tensor> native_layer_norm(
   at::native::_check_layer_norm_inputs(input, shape, weight.value_or(Tensor()), bias.value_or(Tensor()));
   auto sizes = input.sizes().vec();
   std::fill(sizes.end() - static_cast<int64_t>(shape.size()), sizes.end(), 1);
-  const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
+  // Of 16 bit beside weights of 32, the statistics are kept in 32; else in the dtype of all.
+  const bool is_mixed = weight.has_value() && weight->defined() && weight->scalar_type() != input.scalar_type();
+  const auto options = input.options().dtype(is_mixed ? weight->scalar_type() : input.scalar_type());
   return {at::empty(input.sizes(), input.options()), at::empty(sizes, options), at::empty(sizes, options)};
 }
 

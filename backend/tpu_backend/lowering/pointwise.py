@@ -286,7 +286,7 @@ def pow_scalar(self, exponent, *, out):
         if (
             out[0].dtype == jnp.float16
             and math.isfinite(exponent)
-            and abs(exponent) > jnp.finfo(jnp.float16).max
+            and abs(exponent) > float(jnp.finfo(jnp.float16).max)
         ):
             raise NotLoweredError(
                 "an exponent outside of the dtype: PyTorch refuses it, in its own words on the CPU"

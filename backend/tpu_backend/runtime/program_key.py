@@ -48,15 +48,12 @@ _SAID_OTHERWISE = ("tape", "offsets", "circumstances", "was_given_back", "may_be
 _NO_PART_OF_A_PROGRAM = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")
 
 
-def environment() -> str:
-    """A digest of all that decides, beside the program itself, what XLA makes of it and where that runs."""
-    return _environment(_jax_settings(), *(os.environ.get(name, "") for name in _FLAGS))
-
-
-@cache
-def _environment(jax_settings: str, *flags: str) -> str:
-    sorted_flags = {name: sorted(value.split()) for name, value in zip(_FLAGS, flags, strict=True)}
-    return _digest(_fixed_environment() | {"flags": sorted_flags, "jax_settings": jax_settings})
+def environment() -> dict[str, Any]:
+    """All that decides, beside the program itself, what XLA makes of it and where that runs, as JSON."""
+    return _fixed_environment() | {
+        "flags": {name: sorted(os.environ.get(name, "").split()) for name in _FLAGS},
+        "jax_settings": _jax_settings(),
+    }
 
 
 @cache
@@ -173,8 +170,17 @@ def _described(demand: Demand) -> dict[str, Any]:
     return asdict(demand) | {"error": demand.error.__name__}
 
 
+_last_environment: tuple[dict[str, Any], str] = ({}, "")  # and its digest, asked for with each form of an op
+
+
 def _key(program: dict[str, Any]) -> str:
-    return _digest({"environment": environment(), "program": program})
+    global _last_environment
+    now = environment()
+    known, digest = _last_environment
+    if now != known:
+        digest = _digest(now)
+        _last_environment = now, digest
+    return _digest({"environment": digest, "program": program})
 
 
 def _digest(content: dict[str, Any]) -> str:
