@@ -16,6 +16,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "renorm by the first norm": lambda x: x.renorm(1, 0, 2.0),
     "renorm by the second norm": lambda x: x.renorm(2, 1, 2.0),
     "sgn": torch.sgn,
+    "addmm to a number": lambda x: torch.addmm(torch.tensor(2j), x, x.t(), alpha=0.5j),
+    "power by a number": lambda x: torch.pow(x, torch.tensor(2j)),
 }
 
 

@@ -125,6 +125,7 @@ _IN_RESULT: dict[str, Fit] = {"beta": "result", "alpha": "result"}
 @lowering("baddbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"), fits=_IN_OPMATH)
 @lowering("addmv", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat", "vec"), fits=_IN_RESULT)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
+    self = jnp.asarray(self, mat1.dtype)  # a 0-d complex tensor of the host is a number here
     product = batched_matmul(mat1, mat2) if mat1.ndim == 3 else matmul(mat1, mat2)
     return jnp.broadcast_to(_add_product(self, product, beta, alpha), out[0].shape)
 

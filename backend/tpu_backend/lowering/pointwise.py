@@ -310,6 +310,8 @@ def _integer_power(base, exponent):
 
 @lowering("pow.Tensor_Tensor", "pow.Scalar", promote="result")
 def pow_tensor(self, exponent, *, out):
+    if isinstance(exponent, complex):
+        exponent = jnp.asarray(exponent, self.dtype)
     self, exponent = jnp.asarray(_number(self, out[0]), exponent.dtype), _number(exponent, out[0])
     if jnp.issubdtype(exponent.dtype, jnp.inexact):
         return opaque(jnp.power(self, exponent))
