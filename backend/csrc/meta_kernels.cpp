@@ -26,20 +26,27 @@ Tensor wrapped(const Scalar& number) {
   return tensor;
 }
 
+// `at::empty_like`, whose meta kernel is in Python as well.
+Tensor like(const Tensor& self, at::ScalarType dtype) {
+  const auto strides = self.is_non_overlapping_and_dense() ? self.strides().vec()
+                                                           : at::infer_dense_strides(self.sizes(), self.strides());
+  return at::empty_strided(self.sizes(), strides, self.options().dtype(dtype));
+}
+
 Tensor mul_number(const Tensor& self, const Scalar& other) {
   return at::meta::mul(self, wrapped(other));
 }
 
 Tensor fill(const Tensor& self, const Scalar& /*value*/) {
-  return at::empty_like(self);
+  return like(self, self.scalar_type());
 }
 
 Tensor draw(const Tensor& self, double, double, std::optional<at::Generator>) {
-  return at::empty_like(self);
+  return like(self, self.scalar_type());
 }
 
 Tensor zero(const Tensor& self) {
-  return at::empty_like(self);
+  return like(self, self.scalar_type());
 }
 
 Tensor& arange_out(const Scalar& end, Tensor& out) {
@@ -47,11 +54,11 @@ Tensor& arange_out(const Scalar& end, Tensor& out) {
 }
 
 Tensor abs(const Tensor& self) {
-  return at::empty_like(self, at::toRealValueType(self.scalar_type()));
+  return like(self, at::toRealValueType(self.scalar_type()));
 }
 
 Tensor isnan(const Tensor& self) {
-  return at::empty_like(self, at::kBool);
+  return like(self, at::kBool);
 }
 
 Tensor mean(const Tensor& self, std::optional<at::ScalarType> dtype) {
