@@ -1,4 +1,4 @@
-"""The shapes, dtypes and strides of results, which kernels of ours say where PyTorch's are in Python."""
+"""Shapes, dtypes and strides of the operators whose meta kernels are in backend/csrc/meta_kernels.cpp."""
 
 import itertools
 import subprocess
@@ -12,52 +12,18 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
 # By their names in PyTorch's table of operators: those of backend/csrc/meta_kernels.cpp.
+# fmt: off
 NAMES = {
-    *(
-        "__rsub__",
-        "abs",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "addmm",
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-    ),
-    *(
-        "baddbmm",
-        "bitwise_and",
-        "bitwise_not",
-        "bitwise_or",
-        "bmm",
-        "cat",
-        "clamp",
-        "cos",
-        "cumsum",
-        "div",
-        "eq",
-    ),
-    *(
-        "exp",
-        "floor_divide",
-        "full_like",
-        "ge",
-        "gt",
-        "isnan",
-        "le",
-        "linalg.vector_norm",
-        "log",
-        "log_softmax",
-    ),
-    *("logical_not", "lt", "masked_fill", "max", "maximum", "mean", "minimum", "mm", "mul", "ne", "neg"),
-    *("nn.functional.embedding", "nn.functional.gelu", "nn.functional.layer_norm", "nn.functional.nll_loss"),
-    *("nn.functional.relu", "nn.functional.scaled_dot_product_attention", "nn.functional.silu", "pow"),
-    *("reciprocal", "rsqrt", "rsub", "scatter", "sigmoid", "sin", "softmax", "sqrt", "sub", "sum", "tanh"),
-    *("topk", "tril", "triu", "where", "zeros_like"),
+    "__rsub__", "abs", "add", "addcdiv", "addcmul", "addmm", "all", "amax", "amin", "any", "argmax",
+    "argmin", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or", "bmm", "cat", "clamp", "cos", "cumsum",
+    "div", "eq", "exp", "floor_divide", "full_like", "ge", "gt", "isnan", "le", "linalg.vector_norm", "log",
+    "log_softmax", "logical_not", "lt", "masked_fill", "max", "maximum", "mean", "minimum", "mm", "mul",
+    "ne", "neg", "nn.functional.embedding", "nn.functional.gelu", "nn.functional.layer_norm",
+    "nn.functional.nll_loss", "nn.functional.relu", "nn.functional.scaled_dot_product_attention",
+    "nn.functional.silu", "pow", "reciprocal", "rsqrt", "rsub", "scatter", "sigmoid", "sin", "softmax",
+    "sqrt", "sub", "sum", "tanh", "topk", "tril", "triu", "where", "zeros_like",
 }
+# fmt: on
 DTYPES = (torch.float32, torch.int64)
 FORMS = [
     pytest.param(info, dtype, id=f"{info.name}{info.variant_test_name} {dtype}")
