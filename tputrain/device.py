@@ -65,15 +65,13 @@ def describe(device: torch.device) -> str:
     return str(device)
 
 
-def execution_mode(
-    device: torch.device, mode: str, then: str | None = None
-) -> AbstractContextManager[object]:
-    """The context in which the device runs in `mode`, and gets ready for the mode `then`; elsewhere there is
-    but one mode.
+def execution_mode(device: torch.device, mode: str, parts: str) -> AbstractContextManager[object]:
+    """The context in which the device runs in `mode`, in parts or not (`torch.tpu.eager_mode`); elsewhere
+    there is but one mode.
     """
     if device.type != "tpu":
         return nullcontext()
-    return torch.tpu.eager_mode(mode, then=then)  # type: ignore[attr-defined]
+    return torch.tpu.eager_mode(mode, parts=parts)  # type: ignore[attr-defined]
 
 
 def exact_sizes(device: torch.device) -> AbstractContextManager[object]:
@@ -133,7 +131,7 @@ def rehearsal(device: torch.device) -> AbstractContextManager[object]:
 
 
 def is_compiling_ahead(device: torch.device) -> bool:
-    """Whether threads are still compiling what was rehearsed, or what comes after layered steps."""
+    """Whether threads are still compiling what was rehearsed, or the program that follows steps in parts."""
     return device.type == "tpu" and torch.tpu.is_compiling_ahead()  # type: ignore[attr-defined]
 
 

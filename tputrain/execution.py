@@ -15,19 +15,24 @@ from tputrain.announce import say
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.execution_trial import Trial
 
-FORMS = ("debug", "strict", "layered", "fused", "compile", "captured", "auto")
-_PREPARED_AT = 2  # layered steps alike: then a thread begins with what comes after (torch.tpu.eager_mode)
-_ONE_PROGRAM = ("fused", "captured")  # made of what is recorded op by op: these begin layered
+FORMS = ("debug", "strict", "fused", "compile", "captured", "auto")
+_IN_PARTS = "fused in parts"  # the form of first steps (torch.tpu.eager_mode)
+_PREPARED_AT = 2  # steps in parts: then a thread begins to compile the one program that follows
+_ONE_PROGRAM = ("fused", "captured")  # made of what is recorded op by op: these begin in parts
 _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, training and evaluation
 
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How each phase executes on the tpu device: debug (waits after each operation), strict (a program an
-    operation), layered (a few programs a step, which equal layers share: compiled soonest), fused (a program
-    a step), compile (the same through torch.compile, at less cost for the host), captured (fused, and once it
-    was recorded twice alike launched without any Python; training only) or auto (fused, and compile once it
-    was measured to be faster)."""
+    """How each phase executes on the tpu device.
+
+    - debug: an operation at a time, waiting for each.
+    - strict: a program an operation.
+    - fused: a program a step.
+    - compile: a program a step through torch.compile, at less cost for the host.
+    - captured: fused; once a step was recorded twice alike, it is launched without any Python. Training only.
+    - auto: fused, and compile once it was measured to be faster.
+    """
 
     train: str = "fused"
     """Training steps."""
@@ -36,8 +41,8 @@ class ExecutionConfig:
     sample: str = "fused"
     """Text from the model; auto: what training does."""
     first_steps: int = 32
-    """Steps of a run, from 0, in which what is fused runs layered: they begin soon, and meanwhile a thread
-    compiles the programs that follow. A resumed run changes over at the same step."""
+    """Steps of a run, from 0, in which fused steps run in parts, which equal layers share. They begin soon;
+    meanwhile a thread compiles the programs that follow. A resumed run changes over at the same step."""
     autocast: str | None = None
     """bfloat16: products of matrices in bfloat16, what needs more in float32, by PyTorch's autocast; weights,
     their gradients and the optimizer's state stay float32. None: everything in the weights' own dtype."""
@@ -65,7 +70,7 @@ class ExecutionConfig:
 
 class Execution:
     """Says in which form each phase runs, and where its programs are kept. On another device than tpu, debug,
-    strict, layered, fused and captured are one.
+    strict, fused and captured are one.
     """
 
     def __init__(
@@ -78,16 +83,12 @@ class Execution:
     ):
         devices.use_executable_cache(device, cfg.executable_cache)
         self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
-        self._prepares_fused = last_step > cfg.first_steps and "layered" not in (
-            cfg.train,
-            cfg.validate,
-            cfg.sample,
-        )
+        self._prepares_whole = last_step > cfg.first_steps
         self._trial = Trial(device) if cfg.train == "auto" else None
         self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
-        self._mode: tuple[str, str | None] | None = None  # of the device, and the one it gets ready for
+        self._mode: tuple[str, str] | None = None  # of the device, and whether it runs in parts
         self._forms_trained: set[str] = set()
-        self._num_layered = 0  # steps trained in this process
+        self._num_in_parts = 0  # steps trained in this process
         self._seen: set[Hashable] = set()
 
     @property
@@ -117,7 +118,7 @@ class Execution:
     def _form_of(self, name: str) -> str:
         form = self._form_of_training if name == "train" else getattr(self._cfg, name)
         form = self._form_of_training if form == "auto" else form
-        return "layered" if form in _ONE_PROGRAM and self._is_early(self._steps_done()) else form
+        return _IN_PARTS if form in _ONE_PROGRAM and self._is_early(self._steps_done()) else form
 
     def _is_early(self, step: int) -> bool:
         """Whether the step after `step` is one of the first; on another device than tpu there are none."""
@@ -125,7 +126,7 @@ class Execution:
 
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:
-        """In here the model runs in one of FORMS but auto."""
+        """In here the model runs in one of FORMS but auto, or in parts."""
         outer = self._form, self._mode
         self._form, self._mode = form, self._mode_for(form)
         try:
@@ -134,10 +135,10 @@ class Execution:
         finally:
             self._form, self._mode = outer
 
-    def _mode_for(self, form: str) -> tuple[str, str | None]:
-        prepares = self._prepares_fused and form == "layered" and self._is_early(self._steps_done())
-        then = "fused" if prepares else None
-        return "fused" if form in ("compile", "captured") else form, then
+    def _mode_for(self, form: str) -> tuple[str, str]:
+        if form == _IN_PARTS:
+            return "fused", "prepare" if self._prepares_whole else "always"
+        return form if form in ("debug", "strict") else "fused", "never"
 
     def _change_to(self, form: str) -> None:
         """From here on to the end of the phase it has this form."""
@@ -178,11 +179,11 @@ class Execution:
             self._form_of_training = self._trial.before_step(step)
         form = self._form_of("train")
         is_new = form not in self._forms_trained
-        if form in _ONE_PROGRAM and "layered" in self._forms_trained:
-            was_prepared = self._prepares_fused and self._num_layered >= _PREPARED_AT
+        if form in _ONE_PROGRAM and _IN_PARTS in self._forms_trained:
+            was_prepared = self._prepares_whole and self._num_in_parts >= _PREPARED_AT
             is_new = is_new and not (was_prepared and not devices.is_compiling_ahead(self._device))
         self._forms_trained.add(form)
-        self._num_layered += form == "layered"
+        self._num_in_parts += form == _IN_PARTS
         self._change_to(form)
         return is_new
 
@@ -209,10 +210,10 @@ class Execution:
     def end_training(self) -> None:
         """The run has done all its steps: say so where it did not come to what was asked for."""
         form = self._cfg.train
-        if form in ("auto", "captured") and self._num_layered > 0 and self._is_early(self._steps_done() - 1):
+        if form in ("auto", "captured") and self._num_in_parts > 0 and self._is_early(self._steps_done() - 1):
             say(
                 f"execution.train={form}: not reached, as the first {self._cfg.first_steps} steps of a run "
-                "are layered (execution.first_steps)"
+                "are in parts (execution.first_steps)"
             )
         elif self._trial is not None:
             self._trial.end()

@@ -37,9 +37,10 @@ std::vector<tpu::LoweredOp> lowered_ops_of(const py::list& items) {
 void initialize(
     const py::list& lowered_ops,
     const py::object& trace_form,
+    const py::object& plan,
     const py::object& compile,
+    const py::object& prepare,
     const py::object& is_room_short,
-    const py::object& compile_ahead,
     const py::object& put_numbers,
     const py::object& put,
     const py::object& copy,
@@ -51,9 +52,10 @@ void initialize(
     const std::vector<std::string>& not_the_users) {
   auto& runtime = tpu::runtime();
   runtime.trace_form = keep(trace_form);
+  runtime.plan = keep(plan);
   runtime.compile = keep(compile);
+  runtime.prepare = keep(prepare);
   runtime.is_room_short = keep(is_room_short);
-  runtime.compile_ahead = keep(compile_ahead);
   runtime.put_numbers = keep(put_numbers);
   runtime.put = keep(put);
   runtime.copy = keep(copy);
@@ -78,7 +80,7 @@ py::dict compile_stats(c10::DeviceIndex device) {
   stats["memory_hits"] = counters.memory_hits;
   stats["disk_hits"] = counters.disk_hits;
   stats["compile_seconds"] = counters.compile_seconds;
-  stats["segments_layered"] = counters.segments_layered;
+  stats["segments_in_parts"] = counters.segments_in_parts;
   stats["host_reads"] = counters.host_reads;
   stats["replays"] = counters.replays;
   return stats;
@@ -175,15 +177,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_count", [] { return static_cast<int>(tpu::Device::get().count()); });
   m.def("current_device", [] { return static_cast<int>(tpu::Device::get().current()); });
   m.def("set_device", [](int device) { tpu::Device::get().set_current(static_cast<c10::DeviceIndex>(device)); });
-  m.def("compiles_ahead", &tpu::compiles_ahead);
-  m.def("set_compiles_ahead", &tpu::set_compiles_ahead);
-  m.def("whole_signature", [](uint32_t id) {
-    const auto& signature = tpu::signature_by_id(id);
-    return signature.part_of == nullptr ? id : signature.part_of->id;
-  });
-  m.def("begins_layered", &tpu::begins_layered);
+  m.def("parts", [] { return static_cast<int>(tpu::parts()); });
+  m.def("set_parts", [](int parts) { tpu::set_parts(static_cast<tpu::Parts>(parts)); });
   m.def("mark_compile_thread", &tpu::mark_compile_thread);
-  m.def("set_begins_layered", &tpu::set_begins_layered);
   m.def("pads_sizes", &tpu::pads_sizes);
   m.def("set_pads_sizes", &tpu::set_pads_sizes);
   m.def("set_mode", [](int mode) { tpu::set_mode(static_cast<tpu::Mode>(mode)); });

@@ -1,5 +1,4 @@
 // Signatures in Python's terms, for the lowering.  Runs on a cache miss only.
-#include "lists.h"
 #include "program.h"
 
 #include <pybind11/complex.h>
@@ -136,7 +135,6 @@ PyObject* describe_signature(uint32_t id) {
     }
   }
   result["arguments"] = arguments;
-  result["on_lists"] = signature.op != nullptr && list_call(signature).length > 0;
   py::list outputs;
   for (const auto& output : signature.outputs) {
     py::dict item;

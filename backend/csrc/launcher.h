@@ -20,7 +20,7 @@ struct Launch {
     bool is_donated;
     bool is_shared; // others than the buffer it was taken from hold it
   };
-  std::shared_ptr<Variant> variant;
+  std::shared_ptr<Variant> variant; // one program
   RuntimeNumbers numbers;
   std::vector<Input> inputs; // dropped once it is launched
   std::vector<ValuePtr> outputs; // one an output of the executable

@@ -1,10 +1,10 @@
 #include "program.h"
 
 #include "launcher.h"
-#include "parts.h"
 #include "python_error.h"
 #include "stream.h"
 
+#include <ATen/Context.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,7 +14,6 @@
 #include <chrono>
 #include <cstring>
 #include <set>
-#include <unordered_set>
 
 namespace py = pybind11;
 
@@ -37,21 +36,45 @@ py::handle check(PyObject* object) {
   return object;
 }
 
+// The last run in parts of a process that begins so (`Parts::First`).  A count, not a moment: the last digits change with it,
+// and a script that is run again gives the same.  So many steps take longer than most programs, which the next run waits for
+// (Llama of 32 layers, two cores: 14 s, 0.25 s a step).  Where XLA takes much longer than that, they go on in parts meanwhile.
+constexpr size_t kLastRunInParts = 256;
+
+// The run in parts, counted from 1, at which a thread begins to compile the one program.  Never the first, which shares its
+// cores with nothing.  Where nobody said that the one program will be wanted, what is run less often (an initialisation, a look
+// at a few batches) is not compiled a second time.
+constexpr size_t kRunThatPrepares = 2;
+constexpr size_t kRunThatPreparesUnasked = 32;
+
+// Segments of fewer values are not looked at for parts.
+constexpr size_t kFewestValuesOfParts = 36;
+
 // Runtime numbers travel packed, one array a dtype; the array of the last call is used again when nothing changed.
 template <class T>
-PyObject* packed(const std::vector<T>& numbers, std::string& last, PyObject*& array) {
+PyObject* packed(const std::vector<T>& numbers, std::string& last, std::shared_ptr<PyObject>& array) {
   const std::string_view bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(T));
   if (array != nullptr && bytes == last) {
-    return array;
+    return array.get();
   }
   py::array_t<T> host(static_cast<py::ssize_t>(numbers.size()));
   std::memcpy(host.mutable_data(), numbers.data(), bytes.size());
-  PyObject* fresh = PyObject_CallOneArg(runtime().put_numbers, host.ptr());
-  check(fresh);
-  Py_XDECREF(array);
-  array = fresh;
+  array = shared_reference(check(PyObject_CallOneArg(runtime().put_numbers, host.ptr())).ptr());
   last.assign(bytes);
-  return array;
+  return array.get();
+}
+
+// Python's main thread gets the interrupt at its next instruction.
+void raise_later(py::error_already_set& error) {
+  const auto raise = [](void* held) {
+    const std::unique_ptr<py::error_already_set> interrupt(static_cast<py::error_already_set*>(held));
+    interrupt->restore();
+    return -1;
+  };
+  auto held = std::make_unique<py::error_already_set>(error);
+  if (Py_AddPendingCall(raise, held.get()) == 0) {
+    held.release();
+  }
 }
 
 // Whether a variant takes the memory of just those inputs that this segment's results take the place of.  The tape does not
@@ -75,7 +98,7 @@ bool donates_alike(const Variant& variant, const Segment& segment) {
 }
 
 // One that returns what is wanted at least.
-Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live) {
+Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live, bool in_parts) {
   const auto offsets_match = [&](const Variant& variant) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
       if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
@@ -96,7 +119,7 @@ Variant* fitting_variant(const Program& program, const Segment& segment, const L
   const bool takes_padded = may_be_padded(segment);
   Variant* best = nullptr;
   for (auto& variant : program.variants) {
-    if (variant->is_padded && !takes_padded) {
+    if (variant->in_parts != in_parts || (variant->is_padded && !takes_padded)) {
       continue;
     }
     if (offsets_match(*variant) && returns_live(*variant) && donates_alike(*variant, segment) &&
@@ -187,9 +210,17 @@ py::dict describe(const Program& program, const Variant& variant, const Segment&
   description["num_floats"] = segment.numbers.floats.size();
   description["num_doubles"] = segment.numbers.doubles.size();
   description["num_integers"] = segment.numbers.integers.size();
-  description["was_given_back"] = variant.demands != nullptr;
+  description["was_evicted"] = variant.was_evicted;
   description["may_be_padded"] = may_be_padded(segment);
-  description["was_layered"] = program.parts && program.parts->size() > 1;
+  description["in_parts"] = variant.in_parts;
+  description["was_in_parts"] = program.num_runs_in_parts > 0;
+  // Of use to a chain alone:
+  description["origin"] = py::cast(segment.origin);
+  std::vector<uint32_t> checked;
+  for (const auto& entry : segment.checked) {
+    checked.push_back(entry.entry);
+  }
+  description["checked"] = py::cast(checked);
   return description;
 }
 
@@ -204,7 +235,57 @@ Locals live_values(const Segment& segment) {
   return live;
 }
 
+std::shared_ptr<PyObject> attribute(const py::handle& object, const char* name) {
+  return shared_reference(py::object(object.attr(name)).release().ptr());
+}
+
+// A `Link` of tpu_backend/runtime/chain.py.
+Link link_of(const py::handle& given) {
+  const py::object executable = given.attr("executable");
+  Link link;
+  link.execute = attribute(executable, "execute");
+  link.handlers = attribute(executable, "handlers");
+  link.demands = attribute(executable, "demands");
+  link.has_offenders = py::len(py::handle(link.demands.get())) > 0;
+  link.executable = shared_reference(Py_NewRef(executable.ptr()));
+  const auto take = [&](const char* name, auto& places) {
+    places = given.attr(name).cast<std::decay_t<decltype(places)>>();
+  };
+  take("inputs", link.inputs);
+  take("is_donated", link.is_donated);
+  take("outputs", link.outputs);
+  take("dropped", link.dropped);
+  take("floats", link.floats);
+  take("doubles", link.doubles);
+  take("integers", link.integers);
+  take("offsets", link.offsets);
+  take("checked", link.checked);
+  return link;
+}
+
 } // namespace
+
+void Link::take_numbers(const Segment& segment) {
+  const auto take = [](auto& taken, const auto& all, const std::vector<uint32_t>& places) {
+    for (const uint32_t place : places) {
+      taken.push_back(all[place]);
+    }
+  };
+  numbers.clear();
+  take(numbers.floats, segment.numbers.floats, floats);
+  take(numbers.doubles, segment.numbers.doubles, doubles);
+  take(numbers.integers, segment.numbers.integers, integers);
+  take(numbers.integers, segment.offsets, offsets);
+}
+
+std::vector<CheckedEntry> Link::checked_of(const Segment& segment) const {
+  std::vector<CheckedEntry> entries;
+  for (const auto& [place, entry] : checked) {
+    entries.push_back(segment.checked[place]);
+    entries.back().entry = entry;
+  }
+  return entries;
+}
 
 PyObject* argument_of(const Value& value, bool is_donated, bool is_shared) {
   const bool is_exclusive = !is_shared && !value.leased && Py_REFCNT(value.array) == 1;
@@ -231,9 +312,83 @@ Program& ProgramCache::find(const Segment& segment) {
   return *bucket.back();
 }
 
-std::shared_ptr<Variant> ProgramCache::variant_for(
+std::shared_ptr<Variant> ProgramCache::choose(
+    Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters) {
+  const auto whole = [&] { return variant_for(program, segment, live, /*in_parts=*/false, counters); };
+  // Parts are compiled by threads, which a turn inside another one must not wait for.
+  if (!may_be_parts || !mutex_.is_outermost_turn() || !has_parts(program, segment, live)) {
+    return whole();
+  }
+  if (!program.grows) {
+    // Who asks for deterministic algorithms wants the same digits from the first run on.
+    if (parts() == Parts::Never || (parts() == Parts::First && at::globalContext().deterministicAlgorithms())) {
+      return whole();
+    }
+    if (parts() == Parts::First) {
+      if (auto variant = whole_in_time(program, segment, live, counters)) {
+        return variant;
+      }
+    }
+  }
+  auto chain = variant_for(program, segment, live, /*in_parts=*/true, counters);
+  if (!program.grows) { // what grows stays in parts
+    const size_t run = ++program.num_runs_in_parts;
+    if ((parts() == Parts::Prepare && run >= kRunThatPrepares) || (parts() == Parts::First && run >= kRunThatPreparesUnasked)) {
+      prepare(program, segment, live);
+    }
+  }
+  ++counters.segments_in_parts;
+  return chain;
+}
+
+std::shared_ptr<Variant> ProgramCache::whole_in_time(
     Program& program, const Segment& segment, const Locals& live, Counters& counters) {
-  if (Variant* fitting = fitting_variant(program, segment, live)) {
+  const bool is_there = program.is_rehearsed ||
+      std::any_of(program.variants.begin(), program.variants.end(), [](const auto& variant) { return !variant->in_parts; });
+  if (!is_there && (program.is_refused || program.num_runs_in_parts < kLastRunInParts)) {
+    return nullptr;
+  }
+  try {
+    return variant_for(program, segment, live, /*in_parts=*/false, counters);
+  } catch (const py::error_already_set& error) {
+    if (error.matches(PyExc_TimeoutError)) { // a thread still compiles it
+      return nullptr;
+    }
+    if (is_there || is_interrupt(error)) {
+      throw;
+    }
+    program.is_refused = true;
+    const std::string message = error.what();
+    TORCH_WARN(
+        "steps that began in parts stay so: the one program that should follow cannot be compiled (",
+        message.substr(0, message.find('\n')),
+        ")");
+    return nullptr;
+  }
+}
+
+bool ProgramCache::has_parts(Program& program, const Segment& segment, const Locals& live) {
+  const bool may_grow = mode() == Mode::Fused && may_be_padded(segment);
+  if (cuts_after_each_op() || (parts() == Parts::Never && !may_grow)) {
+    return false;
+  }
+  if (!program.num_parts && segment.values.size() < kFewestValuesOfParts) {
+    program.num_parts = 1;
+  }
+  if (!program.num_parts) {
+    const auto description = describe(program, *new_variant(program, segment, live), segment);
+    const auto plan = [&] {
+      const StreamUnlocked unlocked(mutex_);
+      return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().plan, description.ptr())));
+    }();
+    std::tie(program.num_parts, program.grows) = plan.cast<std::pair<size_t, bool>>();
+  }
+  return *program.num_parts > 1 && (program.grows ? may_grow || parts() != Parts::Never : true);
+}
+
+std::shared_ptr<Variant> ProgramCache::variant_for(
+    Program& program, const Segment& segment, const Locals& live, bool in_parts, Counters& counters) {
+  if (Variant* fitting = fitting_variant(program, segment, live, in_parts)) {
     auto known = fitting->shared_from_this();
     if (known->is_loaded()) {
       ++counters.memory_hits;
@@ -243,46 +398,46 @@ std::shared_ptr<Variant> ProgramCache::variant_for(
     return known;
   }
   auto variant = new_variant(program, segment, live);
+  variant->in_parts = in_parts;
   load(program, *variant, segment, counters);
   program.variants.push_back(variant);
   return variant;
 }
 
 void ProgramCache::load(const Program& program, Variant& variant, const Segment& segment, Counters& counters) {
-  make_room();
+  make_room(1);
   const auto start = std::chrono::steady_clock::now();
   const auto description = describe(program, variant, segment);
-  const auto executable = [&] {
+  const auto loaded = [&] {
     PyObject* const call[] = {description.ptr(), mutex_.is_outermost_turn() ? Py_True : Py_False};
     const StreamUnlocked unlocked(mutex_);
     return py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(runtime().compile, call, 2, nullptr)));
   }();
-  py::object execute = executable.attr("execute");
-  py::object handlers = executable.attr("handlers");
-  if (variant.demands == nullptr) {
-    variant.demands = py::object(executable.attr("demands")).release().ptr();
-    variant.has_offenders = py::len(py::handle(variant.demands)) > 0;
+  std::vector<Link> links;
+  bool is_padded = false, was_compiled = false;
+  for (const auto& given : loaded) {
+    const auto source = given.attr("source").cast<std::string>();
+    was_compiled |= source == "compiled";
+    ++(source == "compiled" ? counters.compilations : source == "disk" ? counters.disk_hits : counters.memory_hits);
+    is_padded |= given.attr("executable").attr("is_padded").cast<bool>();
+    links.push_back(link_of(given));
   }
-  if (py::cast<bool>(executable.attr("is_shared"))) {
-    ++counters.memory_hits;
-  } else if (py::cast<bool>(executable.attr("from_disk"))) {
-    ++counters.disk_hits;
-  } else {
-    ++counters.compilations;
+  if (was_compiled) {
     counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
+  make_room(links.size() - 1);
   if (variant.is_loaded()) { // by a turn inside this one
     return;
   }
-  variant.is_padded = py::cast<bool>(executable.attr("is_padded"));
-  variant.executable = Py_NewRef(executable.ptr());
-  variant.execute = execute.release().ptr();
-  variant.handlers = handlers.release().ptr();
+  variant.is_padded = is_padded;
+  variant.was_evicted = true; // if it is asked for again
+  variant.links = std::move(links);
   variant.last_launch = num_launched_;
 }
 
-void ProgramCache::make_room() {
-  if (++num_loaded_ < kLoadedBetweenLooks) {
+void ProgramCache::make_room(size_t num_programs) {
+  num_loaded_ += num_programs;
+  if (num_loaded_ < kLoadedBetweenLooks) {
     return;
   }
   num_loaded_ = 0;
@@ -311,16 +466,12 @@ void ProgramCache::make_room() {
   std::nth_element(unused.begin(), middle, unused.end(), [](const Candidate& some, const Candidate& other) {
     return some.variant->last_launch < other.variant->last_launch;
   });
-  std::vector<PyObject*> given_back; // released when nothing is half done: that runs Python
+  std::vector<std::vector<Link>> evicted; // released when nothing is half done: that runs Python
   std::for_each(unused.begin(), middle, [&](const Candidate& candidate) {
     candidate.program->is_prepared = false;
-    for (PyObject** part : {&candidate.variant->executable, &candidate.variant->execute, &candidate.variant->handlers}) {
-      given_back.push_back(std::exchange(*part, nullptr));
-    }
+    evicted.push_back(std::exchange(candidate.variant->links, {}));
   });
-  for (PyObject* part : given_back) {
-    Py_DECREF(part);
-  }
+  evicted.clear();
   if (is_short()) {
     TORCH_WARN_ONCE(
         "the process has few memory mappings left, and programs of the device hold only a part of them: programs that were "
@@ -328,111 +479,27 @@ void ProgramCache::make_room() {
   }
 }
 
-bool is_wanted(const Segment& segment) {
-  return !segment.checked.empty() || !live_values(segment).empty();
-}
-
-bool ProgramCache::begins_layered(const Segment& segment, size_t most_layered_runs, Counters& counters) {
-  Program& program = find(segment);
-  if (program.is_rehearsed || !program.variants.empty()) {
-    return false;
-  }
-  if (program.is_refused || program.num_layered < most_layered_runs) {
-    return true;
-  }
-  const Locals live = live_values(segment);
-  try {
-    variant_for(program, segment, live, counters);
-  } catch (const py::error_already_set& error) {
-    if (is_interrupt(error)) {
-      throw;
-    }
-    if (error.matches(PyExc_TimeoutError)) { // a thread still compiles it
-      return true;
-    }
-    program.is_refused = true;
-    const std::string message = error.what();
-    TORCH_WARN(
-        "steps that began layered stay so: the one program that should follow cannot be compiled (",
-        message.substr(0, message.find('\n')),
-        ")");
-  }
-  return program.is_refused;
-}
-
-const PartPlan* ProgramCache::parts_of(const Segment& segment) {
-  Program& program = find(segment);
-  if (!program.parts) {
-    program.parts = std::make_shared<const PartPlan>(plan_parts(segment));
-  }
-  return program.parts.get();
-}
-
 void ProgramCache::rehearse(const Segment& segment) {
-  prepare(segment, description_to_prepare(segment));
-  find(segment).is_rehearsed = true;
+  Program& program = find(segment);
+  prepare(program, segment, live_values(segment));
+  program.is_rehearsed = true;
 }
 
-py::object ProgramCache::description_to_prepare(const Segment& segment) {
-  return find(segment).is_prepared ? py::object(py::none()) : description_of(segment, live_values(segment));
-}
-
-std::vector<py::object> ProgramCache::descriptions_of(const std::vector<Segment>& parts) {
-  std::vector<py::object> descriptions;
-  std::unordered_set<const Program*> seen;
-  for (const auto& part : parts) {
-    if (seen.insert(&find(part)).second) {
-      descriptions.push_back(description_of(part, live_values(part)));
-    }
-  }
-  return descriptions;
-}
-
-py::object ProgramCache::description_of(const Segment& segment, const Locals& live) {
-  if (live.empty() && segment.checked.empty()) {
-    return py::none();
-  }
-  const Program& program = find(segment);
-  if (const Variant* known = fitting_variant(program, segment, live)) {
-    return known->is_loaded() ? py::none() : py::object(describe(program, *known, segment));
-  }
-  return describe(program, *new_variant(program, segment, live), segment);
-}
-
-void ProgramCache::prepare(const Segment& segment, const py::object& description) {
-  if (!description.is_none()) {
-    py::list descriptions;
-    descriptions.append(description);
-    compile_ahead(descriptions, /*waits=*/false);
-  }
-  find(segment).is_prepared = true;
-}
-
-void ProgramCache::compile_all(const std::vector<Segment>& parts, Counters& counters) {
-  const auto start = std::chrono::steady_clock::now();
-  py::list descriptions;
-  for (const auto& description : descriptions_of(parts)) {
-    if (!description.is_none()) {
-      descriptions.append(description);
-    }
-  }
-  compile_ahead(descriptions, /*waits=*/true);
-  counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-void ProgramCache::compile_ahead(const py::list& descriptions, bool waits) {
-  if (descriptions.empty()) {
+void ProgramCache::prepare(Program& program, const Segment& segment, const Locals& live) {
+  if (std::exchange(program.is_prepared, true) || (live.empty() && segment.checked.empty())) {
     return;
   }
-  for (size_t i = 0; i < descriptions.size(); ++i) {
-    make_room(); // counts the programs: each will be loaded
+  const Variant* known = fitting_variant(program, segment, live, /*in_parts=*/false);
+  if (known != nullptr && known->is_loaded()) {
+    return;
   }
-  PyObject* const call[] = {descriptions.ptr(), waits ? Py_True : Py_False};
+  const auto description = describe(program, known != nullptr ? *known : *new_variant(program, segment, live), segment);
+  make_room(1); // it will be loaded
   const StreamUnlocked unlocked(mutex_);
-  check(PyObject_Vectorcall(runtime().compile_ahead, call, 2, nullptr)).dec_ref();
+  check(PyObject_CallOneArg(runtime().prepare, description.ptr())).dec_ref();
 }
 
-ProgramCache::Started ProgramCache::start(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers) {
+ProgramCache::Started ProgramCache::start(Link& link, PyObject* arguments, const RuntimeNumbers& numbers) {
   const auto add = [&](PyObject* array) {
     if (PyList_Append(arguments, array) != 0) {
       throw py::error_already_set();
@@ -441,23 +508,23 @@ ProgramCache::Started ProgramCache::start(Variant& variant, PyObject* arguments,
   {
     const WithoutCollector without_collector;
     if (!numbers.floats.empty()) {
-      add(packed(numbers.floats, variant.last_floats, variant.float_array));
+      add(packed(numbers.floats, link.packed.last_floats, link.packed.floats));
     }
     if (!numbers.doubles.empty()) {
-      add(packed(numbers.doubles, variant.last_doubles, variant.double_array));
+      add(packed(numbers.doubles, link.packed.last_doubles, link.packed.doubles));
     }
     if (!numbers.integers.empty()) {
-      add(packed(numbers.integers, variant.last_integers, variant.integer_array));
+      add(packed(numbers.integers, link.packed.last_integers, link.packed.integers));
     }
   }
   static PyObject* const consume = PyUnicode_InternFromString("consume_with_handlers");
   static PyObject* const consume_token = PyUnicode_InternFromString("consume_token");
   static PyObject* const keywords = py::make_tuple("with_tokens").release().ptr();
   PyObject* const call[] = {arguments, Py_True};
-  auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(variant.execute, call, 1, keywords)));
+  auto results = py::reinterpret_steal<py::object>(check(PyObject_Vectorcall(link.execute.get(), call, 1, keywords)));
   const WithoutCollector without_collector;
   auto arrays =
-      py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, variant.handlers)));
+      py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, link.handlers.get())));
   return {
       std::move(arrays), shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr())};
 }
@@ -476,32 +543,54 @@ void ProgramCache::remember(std::shared_ptr<PyObject> token, const ValuePtr& fir
 }
 
 void ProgramCache::execute(Variant& variant, Segment& segment) {
-  for (size_t i = 0; i < segment.offsets.size(); ++i) {
-    if (variant.offset_is_input[i] != 0) {
-      segment.numbers.integers.push_back(segment.offsets[i]);
+  for (Link& link : variant.links) {
+    link.take_numbers(segment);
+  }
+  for (size_t i = 0; i < variant.links.size();) {
+    try {
+      launch(variant.links[i], segment);
+      ++i;
+    } catch (py::error_already_set& error) {
+      if (i == 0 || !is_interrupt(error)) {
+        throw;
+      }
+      raise_later(error); // what was launched cannot be taken back: the rest is launched first
     }
   }
-  py::list arguments(segment.inputs.size());
-  Py_ssize_t place = 0;
-  size_t num_donated = 0;
-  for (int32_t local : segment.inputs) { // ascending, as the donated ones are
-    const ValuePtr& value = segment.values[local];
-    const bool is_donated = num_donated < variant.donated.size() && variant.donated[num_donated] == local;
-    num_donated += is_donated ? 1 : 0;
-    PyList_SET_ITEM(arguments.ptr(), place++, argument_of(*value, is_donated, /*is_shared=*/value.use_count() > 1));
-  }
-  auto [arrays, token] = start(variant, arguments.ptr(), segment.numbers);
-  for (size_t i = 0; i < variant.outputs.size(); ++i) {
-    Value& value = *segment.values[variant.outputs[i]];
-    PyObject* array = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr();
-    Py_INCREF(array);
-    value.array = array;
-    value.launch = num_launched_ + 1;
-  }
   variant.last_launch = num_launched_;
-  remember(std::move(token), variant.outputs.empty() ? ValuePtr() : segment.values[variant.outputs[0]]);
-  if (variant.has_offenders) {
-    segment.offenders = Py_NewRef(check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(variant.outputs.size()))).ptr());
+}
+
+void ProgramCache::launch(Link& link, Segment& segment) {
+  py::list arguments(link.inputs.size());
+  for (size_t i = 0; i < link.inputs.size(); ++i) {
+    const ValuePtr& value = segment.values[link.inputs[i]];
+    PyObject* argument = argument_of(*value, link.is_donated[i] != 0, /*is_shared=*/value.use_count() > 1);
+    PyList_SET_ITEM(arguments.ptr(), static_cast<Py_ssize_t>(i), argument);
+  }
+  auto [arrays, token] = start(link, arguments.ptr(), link.numbers);
+  ValuePtr first;
+  for (size_t i = 0; i < link.outputs.size(); ++i) {
+    if (link.outputs[i] < 0) {
+      continue;
+    }
+    const ValuePtr& value = segment.values[link.outputs[i]];
+    value->array = Py_NewRef(check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i))).ptr());
+    value->launch = num_launched_ + 1;
+    if (!first) {
+      first = value;
+    }
+  }
+  remember(std::move(token), first);
+  if (link.has_offenders) {
+    PyObject* offenders = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(link.outputs.size()))).ptr();
+    segment.unchecked.push_back(
+        {num_launched_, shared_reference(Py_NewRef(offenders)), link.demands, link.checked_of(segment)});
+  }
+  for (const int32_t local : link.dropped) {
+    const ValuePtr& value = segment.values[local];
+    if (value.use_count() == 1) {
+      Py_CLEAR(value->array);
+    }
   }
 }
 
@@ -518,7 +607,7 @@ std::shared_ptr<PyObject> ProgramCache::token_of(size_t launch) const {
   return is_remembered ? launched_[(launch - 1) % kRememberedLaunches].token : nullptr;
 }
 
-void ProgramCache::run(Segment& segment, Counters& counters) {
+void ProgramCache::run(Segment& segment, bool may_be_parts, Counters& counters) {
   const Locals live = live_values(segment);
   if (live.empty() && segment.checked.empty()) {
     return; // nobody can see what was recorded
@@ -531,16 +620,13 @@ void ProgramCache::run(Segment& segment, Counters& counters) {
     }
     TORCH_INTERNAL_ASSERT(value.array != nullptr, "a segment is run before the one whose values it reads");
   }
-  const auto num_integers = segment.numbers.integers.size();
   try {
-    Program& program = find(segment);
-    const auto variant = variant_for(program, segment, live, counters);
+    const auto variant = choose(find(segment), segment, live, may_be_parts, counters);
     execute(*variant, segment);
-    segment.variant = variant.get();
-    ++counters.segments_run;
+    segment.variant = variant;
+    counters.segments_run += variant->links.size();
   } catch (py::error_already_set& error) {
     if (is_interrupt(error)) {
-      segment.numbers.integers.resize(num_integers); // as it was: it may be run again
       throw;
     }
     const std::string message = error.what();

@@ -9,20 +9,25 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
 namespace tpu {
 
 struct Counters;
-struct Piece; // see parts.h
 struct Variant;
-using PartPlan = std::vector<std::vector<Piece>>;
 
 // The inputs of a program that are not tensors, in the order in which they were recorded.
 struct RuntimeNumbers {
   std::vector<float> floats;
   std::vector<double> doubles;
   std::vector<int64_t> integers;
+
+  void clear() {
+    floats.clear();
+    doubles.clear();
+    integers.clear();
+  }
 };
 
 // Of a random op: where its seed is among the integers, its offset behind it; and what they were taken from.
@@ -32,9 +37,12 @@ struct Draw {
   int count;
 };
 
-// Where an entry's share of a segment begins.
-struct Mark {
-  uint32_t tape, values, offsets, floats, doubles, integers;
+// A launch whose bounds checks are still to be looked at.
+struct Unchecked {
+  size_t launch;
+  std::shared_ptr<PyObject> offenders;
+  std::shared_ptr<PyObject> demands;
+  std::vector<CheckedEntry> checked;
 };
 
 // Where an event was recorded: behind a segment.  Guarded by the stream's lock.
@@ -52,7 +60,6 @@ struct Segment {
   uint64_t hash{0};
   std::vector<const Signature*> entries;
   std::vector<uint64_t> circumstances; // by entry, see EncodedCall; not part of the key
-  std::vector<Mark> marks; // by entry
   std::vector<ValuePtr> values; // by local number
   std::vector<int32_t> inputs; // the locals that were there before
   std::vector<uint8_t> is_input; // by local
@@ -62,28 +69,10 @@ struct Segment {
   RuntimeNumbers numbers;
   std::vector<Draw> draws;
   std::vector<CheckedEntry> checked; // entries that make demands of their indices
-  PyObject* offenders{nullptr}; // what came out of them when the segment was run, owned
-  Variant* variant{nullptr}; // what it was run by
+  std::vector<Unchecked> unchecked; // of its launches
+  std::shared_ptr<Variant> variant; // what it was run by
   std::shared_ptr<Position> position; // of the events behind it; null: there are none
   uint64_t num_recorded{0}; // entries of the stream up to its end; known once it is detached
-
-  Mark end() const;
-  Mark mark_after(size_t entry) const {
-    return entry + 1 < marks.size() ? marks[entry + 1] : end();
-  }
-  // PyTorch's matrix product precision when it was recorded; 0 where it does not matter.
-  uint32_t precision_of(size_t entry) const {
-    return entries[entry]->reads_precision ? tape[marks[entry].tape + 1] : 0;
-  }
-  // Parts have no marks, and are not taken apart again.
-  bool is_part() const {
-    return marks.size() != entries.size();
-  }
-  // The locals that an entry reads.
-  c10::ArrayRef<uint32_t> links_of(size_t entry) const {
-    const size_t begin = marks[entry].tape + (entries[entry]->reads_precision ? 2 : 1);
-    return {tape.data() + begin, mark_after(entry).tape - begin};
-  }
 
   void clear();
   void fail(const std::string& message); // what was to be computed carries this error
@@ -94,42 +83,69 @@ struct Segment {
   }
 };
 
-// One executable of a program: for these outputs and these constant offsets.
+// Runtime numbers as device arrays: most repeat from launch to launch, so the arrays of the last one are kept.
+struct PackedNumbers {
+  std::string last_floats, last_doubles, last_integers;
+  std::shared_ptr<PyObject> floats, doubles, integers;
+};
+
+// A loaded program and its slots: where its arguments come from among a segment's values and numbers, and where its results go.
+struct Link {
+  std::shared_ptr<PyObject> executable; // tpu_backend.runtime.compiler.Executable
+  std::shared_ptr<PyObject> execute; // (list of arrays) -> results
+  std::shared_ptr<PyObject> handlers; // what makes arrays of the results
+  std::shared_ptr<PyObject> demands; // of indices
+  bool has_offenders{false}; // as a last output
+
+  std::vector<int32_t> inputs; // locals
+  std::vector<uint8_t> is_donated; // by input
+  std::vector<int32_t> outputs; // locals; -1: nobody wants it
+  std::vector<int32_t> dropped; // locals that no later link reads, and that are no results
+  std::vector<uint32_t> floats, doubles, integers, offsets; // places among the segment's numbers
+  std::vector<std::pair<uint32_t, uint32_t>> checked; // places among the segment's checked entries, and the entry's number here
+  RuntimeNumbers numbers; // those of the last launch; offsets that are inputs stand behind the integers
+  PackedNumbers packed;
+
+  void take_numbers(const Segment& segment);
+  std::vector<CheckedEntry> checked_of(const Segment& segment) const;
+};
+
+// What a tape is run by, for these results and these constant offsets: one program, or a chain of programs.
 struct Variant : std::enable_shared_from_this<Variant> {
   std::vector<uint8_t> offset_is_input;
   std::vector<int64_t> offsets; // where not an input
-  std::vector<int32_t> outputs; // locals, in the order the executable returns them
+  std::vector<int32_t> outputs; // locals, in the order one program returns them
   std::vector<int32_t> sorted_outputs;
-  std::vector<int32_t> donated; // locals of inputs that the executable consumes, ascending; the outputs decide
-  // Owned, all of these.  Null where it was given back, see `make_room`:
-  PyObject* executable{nullptr}; // tpu_backend.runtime.compiler.Executable
-  PyObject* execute{nullptr}; // (list of arrays) -> results
-  PyObject* handlers{nullptr}; // what makes arrays of the results
-  // Never freed:
-  PyObject* demands{nullptr}; // of indices; null until it is compiled
-  bool has_offenders{false}; // as a last output
-  bool is_padded{false}; // its program is longer than the segment
-  // The numbers passed last and their device arrays: most repeat from call to call.
-  std::string last_floats, last_doubles, last_integers;
-  PyObject* float_array{nullptr};
-  PyObject* double_array{nullptr};
-  PyObject* integer_array{nullptr};
+  std::vector<int32_t> donated; // locals of inputs that are consumed, ascending; the outputs decide
+  bool in_parts{false}; // a chain that was asked for
+  bool is_padded{false}; // a program of it is longer than its part of the segment
+  bool was_evicted{false}; // it was loaded before
+  std::vector<Link> links; // empty where it is not loaded, see `make_room`
   // Values that a launch was the last to hold, by the output that takes their memory: the next launch's outputs.
   std::vector<ValuePtr> spare;
   size_t last_launch{0};
 
   bool is_loaded() const {
-    return execute != nullptr;
+    return !links.empty();
   }
 };
 
-// A hash alone decides nothing: the tapes are compared.
+// Whether a segment may be run by a chain.
+enum class Parts : uint8_t {
+  Never, // one program
+  First, // the first times: then as one program, which a thread compiles meanwhile
+  Prepare, // each time, while a thread compiles the one program
+  Always, // each time
+};
+
+// All that is known of a tape.  A hash alone decides nothing: the tapes are compared.
 struct Program {
   std::vector<uint32_t> tape;
   std::vector<std::shared_ptr<Variant>> variants; // who else holds one keeps it loaded
-  std::shared_ptr<const PartPlan> parts; // once it was asked how it is taken apart
-  size_t num_layered{0}; // how often it was run in parts
-  bool is_prepared{false}; // it was compiled ahead
+  std::optional<size_t> num_parts; // into which it can be taken apart; unknown until it is asked
+  bool grows{false}; // they are the turns of a loop, whose sizes grow
+  size_t num_runs_in_parts{0};
+  bool is_prepared{false}; // the one program was compiled ahead
   bool is_rehearsed{false}; // and that by a rehearsal
   bool is_refused{false}; // XLA could not compile it as one
 };
@@ -141,9 +157,6 @@ struct Launched {
   c10::weak_intrusive_ptr<Value> output; // the first; may be gone
 };
 
-// Whether anybody can see what comes of a segment.
-bool is_wanted(const Segment& segment);
-
 // A value's array as an argument of a program, a new reference.  What is donated and somebody else may look at is copied, and
 // the copy donated: the program is the same either way.  `is_shared`: others than the one it is taken from hold the value.
 PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
@@ -153,38 +166,20 @@ class ProgramCache {
   // Of the stream; it is held whenever the cache is asked, and given away while Python compiles.
   explicit ProgramCache(StreamMutex& mutex) : mutex_(mutex) {}
 
-  // Whether a segment is to be run in parts still: neither was it run or rehearsed as one program, nor so often in parts, or
-  // XLA refuses the one program, which a warning says.
-  bool begins_layered(const Segment& segment, size_t most_layered_runs, Counters& counters);
-  // How a segment is taken apart.
-  const PartPlan* parts_of(const Segment& segment);
-  size_t num_layered(const Segment& segment) {
-    return find(segment).num_layered;
-  }
-  void count_layered(const Segment& segment) {
-    ++find(segment).num_layered;
-  }
   // A thread begins to compile what `run` would have compiled.
   void rehearse(const Segment& segment);
-  // What `run` would have compiled, as Python is told it: None if it has the program, or began to prepare it before.
-  pybind11::object description_to_prepare(const Segment& segment);
-  // A thread begins to compile what `description_to_prepare` gave for it.
-  void prepare(const Segment& segment, const pybind11::object& description);
-  // Compiles what segments that are run one after the other need, as far as there are cores at once, and waits for it.
-  void compile_all(const std::vector<Segment>& parts, Counters& counters);
-
-  // Runs a segment; its live values become concrete.  Wants the GIL.  Raises c10::Error, and the values then carry the error;
-  // error_already_set for an interrupt, and the segment may then be run again; and what else C++ may raise.
-  void run(Segment& segment, Counters& counters);
+  // Runs a segment; its live values become concrete.  `may_be_parts`: else it is one program.  Wants the GIL.  Raises
+  // c10::Error, and the values then carry the error; error_already_set for an interrupt, and the segment may then be run again;
+  // and what else C++ may raise.
+  void run(Segment& segment, bool may_be_parts, Counters& counters);
 
   // What comes out when a program is handed to XLA: a list of arrays, and what can be waited for.
   struct Started {
     pybind11::object arrays;
     std::shared_ptr<PyObject> token;
   };
-  // Hands a list of arrays, to which the numbers are added, and what a variant donates of them to XLA.  Raises
-  // error_already_set.
-  static Started start(Variant& variant, PyObject* arguments, const RuntimeNumbers& numbers);
+  // Hands a list of arrays, to which the numbers are added, to XLA.  Raises error_already_set.
+  static Started start(Link& link, PyObject* arguments, const RuntimeNumbers& numbers);
   // Counts a launch; the first of what it computes (null: nothing) tells whether it is done.
   void remember(std::shared_ptr<PyObject> token, const ValuePtr& first);
 
@@ -197,18 +192,22 @@ class ProgramCache {
 
  private:
   Program& find(const Segment& segment);
-  // Who holds what it returns keeps it loaded.
+  // By what a segment with these live values is run.  Who holds it keeps it loaded.
+  std::shared_ptr<Variant> choose(Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters);
+  // The one program, where it is time for it; null as long as the segment is to be run in parts.
+  std::shared_ptr<Variant> whole_in_time(Program& program, const Segment& segment, const Locals& live, Counters& counters);
   std::shared_ptr<Variant> variant_for(
-      Program& program, const Segment& segment, const Locals& live, Counters& counters);
+      Program& program, const Segment& segment, const Locals& live, bool in_parts, Counters& counters);
   void load(const Program& program, Variant& variant, const Segment& segment, Counters& counters);
-  // Called before a program is loaded.  Where the system would soon refuse that, gives back half of those that were not used
+  // Whether it can be taken apart.
+  bool has_parts(Program& program, const Segment& segment, const Locals& live);
+  // Called where so many programs are loaded.  Where the system would soon refuse more, evicts half of those that were not used
   // since it looked last, the oldest.
-  void make_room();
-  // What `run` of each would have compiled; each program once.
-  std::vector<pybind11::object> descriptions_of(const std::vector<Segment>& parts);
-  void compile_ahead(const pybind11::list& descriptions, bool waits);
-  pybind11::object description_of(const Segment& segment, const Locals& live);
+  void make_room(size_t num_programs);
+  // A thread begins to compile the one program, if it is not there.
+  void prepare(Program& program, const Segment& segment, const Locals& live);
   void execute(Variant& variant, Segment& segment);
+  void launch(Link& link, Segment& segment);
 
   StreamMutex& mutex_;
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
@@ -222,10 +221,10 @@ class ProgramCache {
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
-  PyObject* compile{nullptr}; // (description, may wait for another thread) -> Executable
+  PyObject* plan{nullptr}; // (description) -> (number of parts, whether their sizes grow)
+  PyObject* compile{nullptr}; // (description, may wait for another thread) -> Links
+  PyObject* prepare{nullptr}; // (description) -> None: a thread begins what `compile` will ask for
   PyObject* is_room_short{nullptr}; // () -> bool: whether few more programs can be loaded
-  // (descriptions, waits) -> None: begins what `compile` of each will ask for; waits until all of it is there, or has failed
-  PyObject* compile_ahead{nullptr};
   PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
   PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own

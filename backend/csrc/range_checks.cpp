@@ -81,9 +81,9 @@ void RangeChecks::add(
     size_t launch,
     std::shared_ptr<PyObject> token,
     std::shared_ptr<PyObject> offenders,
-    PyObject* demands,
+    std::shared_ptr<PyObject> demands,
     std::vector<CheckedEntry> entries) {
-  checks_.push_back({launch, std::move(token), std::move(offenders), demands, std::move(entries)});
+  checks_.push_back({launch, std::move(token), std::move(offenders), std::move(demands), std::move(entries)});
   if (checks_.size() > kFewChecks) {
     if (py::handle(checks_.front().offenders.get()).attr("is_ready")().cast<bool>()) {
       raise_front();
@@ -113,7 +113,7 @@ void RangeChecks::raise_front() {
     places.append(py::make_tuple(entry.entry, entry.signature, code, entry.place.lasti));
   }
   auto done = py::reinterpret_steal<py::object>(PyObject_CallFunction(
-      runtime().raise_range_error, "OOO", check.offenders.get(), check.demands, places.ptr()));
+      runtime().raise_range_error, "OOO", check.offenders.get(), check.demands.get(), places.ptr()));
   if (!done) {
     throw_python_error();
   }

@@ -32,7 +32,7 @@ class RangeChecks {
       size_t launch,
       std::shared_ptr<PyObject> token,
       std::shared_ptr<PyObject> offenders,
-      PyObject* demands,
+      std::shared_ptr<PyObject> demands,
       std::vector<CheckedEntry> entries);
   // Waits for the first so many launches and raises for the first index of theirs that was out of range.
   void raise_failed(size_t num_launched);
@@ -42,7 +42,7 @@ class RangeChecks {
     size_t launch;
     std::shared_ptr<PyObject> token; // of JAX: can be waited for; null where that is long done
     std::shared_ptr<PyObject> offenders;
-    PyObject* demands; // never freed
+    std::shared_ptr<PyObject> demands;
     std::vector<CheckedEntry> entries;
   };
   void raise_front();

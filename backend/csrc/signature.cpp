@@ -840,17 +840,6 @@ at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> a
   return output.element < 0 ? value.toTensor() : value.toTensorList().get(output.element);
 }
 
-const Signature* known_or_stored(Signature signature) {
-  {
-    auto& t = table();
-    std::lock_guard<std::mutex> guard(t.mutex);
-    if (const Signature* known = find(signature.words, hash_of(signature.words))) {
-      return known;
-    }
-  }
-  return publish(store(std::move(signature)));
-}
-
 const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call, const Layout* output) {
   if (const Signature* known = find_signature(call)) {
     return known;

@@ -96,7 +96,6 @@ struct Signature {
   std::string lowering_failure; // why, where the lowering failed on arguments that may be wrong
   bool by_parts{false}; // lists of tensors of two devices: PyTorch's own kernel takes them one by one
   bool checked{false}; // the lowering makes demands of index values
-  const Signature* part_of{nullptr}; // whose lists it takes elements of, see `part_of_lists`
   bool reads_precision{false}; // the lowering reads PyTorch's matrix product precision
 };
 
@@ -155,9 +154,6 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
 
 // The tensor an output is written to; undefined for a new one.
 at::Tensor written_tensor(const OutputInfo& output, c10::ArrayRef<c10::IValue> args);
-
-// The signature that is known by these words; if none is, this one.
-const Signature* known_or_stored(Signature signature);
 
 // A signature of the device's own: one output of this layout.
 const Signature* builtin_signature(uint32_t builtin_op, const EncodedCall& call, const Layout* output);

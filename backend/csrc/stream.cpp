@@ -1,7 +1,6 @@
 #include "stream.h"
 
 #include "notes.h"
-#include "parts.h"
 #include "python_error.h"
 #include "settings.h"
 
@@ -20,16 +19,8 @@ namespace {
 // A program of fewer is launched faster than a thread is woken and the GIL handed over.
 constexpr size_t kManyInputs = 32;
 
-// Of a segment's layered runs, counted from 1, the one at which a thread begins to compile the one program that comes in the
-// end.  Never the first, which shares its cores with nothing.  Where nobody said that fused steps will come, what is run less
-// often (an initialisation, a look at a few batches) is not compiled a second time.
-constexpr size_t kRunThatPrepares = 2;
-constexpr size_t kRunThatPreparesUnasked = 32;
-
-// The last run that is layered in fused mode that begins so.  A count, not a moment: the last digits change with it, and a script
-// that is run again gives the same.  So many steps take longer than most programs, which the next run waits for (Llama of 32
-// layers, two cores: 14 s, 0.25 s a step).  Where it takes XLA much longer than that, they go on in parts meanwhile.
-constexpr size_t kLastLayeredRun = 256;
+// Of an entry's circumstances: it was recorded in no_grad or inference mode, and not by a backward pass.
+constexpr uint64_t kWithoutGradients = uint64_t{1} << 62;
 
 // While it is run a detached segment can be found by others.
 class Running {
@@ -50,14 +41,8 @@ class Running {
 
 constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
 
-// Whether a loop's turns in a segment, each with a larger tensor, may be programs of their own: padded, they share one.
-bool may_come_in_turns(const Segment& segment) {
-  return mode() == Mode::Fused && may_be_padded(segment) && is_wanted(segment);
-}
-
 std::atomic<Mode> g_mode{Mode::Fused};
-std::atomic<bool> g_compiles_ahead{false};
-std::atomic<bool> g_begins_layered{false};
+std::atomic<Parts> g_parts{Parts::Never};
 std::atomic<bool> g_pads_sizes{false};
 std::atomic<bool> g_forked{false};
 
@@ -83,18 +68,11 @@ void set_mode(Mode mode) {
   g_mode.store(mode, std::memory_order_relaxed);
 }
 
-bool compiles_ahead() {
-  return g_compiles_ahead.load(std::memory_order_relaxed);
+Parts parts() {
+  return g_parts.load(std::memory_order_relaxed);
 }
-void set_compiles_ahead(bool compiles_ahead) {
-  g_compiles_ahead.store(compiles_ahead, std::memory_order_relaxed);
-}
-
-bool begins_layered() {
-  return g_begins_layered.load(std::memory_order_relaxed);
-}
-void set_begins_layered(bool begins_layered) {
-  g_begins_layered.store(begins_layered, std::memory_order_relaxed);
+void set_parts(Parts parts) {
+  g_parts.store(parts, std::memory_order_relaxed);
 }
 
 bool pads_sizes() {
@@ -105,8 +83,10 @@ void set_pads_sizes(bool pads_sizes) {
 }
 
 bool may_be_padded(const Segment& segment) {
-  return pads_sizes() && (mode() == Mode::Fused || mode() == Mode::Layered) && !at::globalContext().deterministicAlgorithms() &&
-      is_without_gradients(segment);
+  return pads_sizes() && mode() == Mode::Fused && !at::globalContext().deterministicAlgorithms() &&
+      std::all_of(segment.circumstances.begin(), segment.circumstances.end(), [](uint64_t circumstances) {
+        return (circumstances & kWithoutGradients) != 0;
+      });
 }
 
 std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {
@@ -120,28 +100,20 @@ std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {
   return {entries, std::min<uint64_t>(kept, recorded - std::min(launched, recorded))};
 }
 
-Mark Segment::end() const {
-  const auto count = [](const auto& items) { return static_cast<uint32_t>(items.size()); };
-  return {
-      count(tape), count(values), count(offsets), count(numbers.floats), count(numbers.doubles), count(numbers.integers)};
-}
-
 void Segment::clear() {
   tape.clear();
   hash = 0;
   entries.clear();
   circumstances.clear();
-  marks.clear();
   values.clear();
   inputs.clear();
   is_input.clear();
   origin.clear();
   offsets.clear();
-  numbers.floats.clear();
-  numbers.doubles.clear();
-  numbers.integers.clear();
+  numbers.clear();
   draws.clear();
   checked.clear();
+  unchecked.clear();
   variant = nullptr;
   position = nullptr;
 }
@@ -242,7 +214,6 @@ void Stream::append(
       readable(outputs[i]);
     }
   }
-  segment_.marks.push_back(segment_.end());
   segment_.push(signature.id);
   if (signature.reads_precision) { // a setting of PyTorch's that shapes the program
     segment_.push(static_cast<uint32_t>(matmul_precision()));
@@ -373,27 +344,22 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
   if (!was_open) {
     sealed_.pop_front();
   }
-  std::vector<Segment> rest;
   const auto give_up = [&](bool is_interrupt, const std::string& message) {
-    if (running.position) { // else the rest has it, or there is none
-      rest.back().position = std::move(running.position);
-    }
     if (is_interrupt) {
       step_ended_ |= step_ended;
-      keep_for_later(std::move(rest), was_open);
+      keep_for_later(std::move(running), was_open);
       return;
     }
-    for (auto& segment : rest) {
-      segment.fail(message);
-    }
-    if (const auto& position = rest.back().position) {
+    running.fail(message);
+    if (const auto position = std::move(running.position)) {
       reach(*position, /*waits=*/false);
     }
-    check_launches(); // those before the one that failed
+    unchecked_ = std::move(running.unchecked); // of the launches before the one that failed
+    check_launches();
   };
   try {
     const Running shown(running_, running);
-    run(running, noted != nullptr, rest);
+    run(running, noted != nullptr);
   } catch (const pybind11::error_already_set& error) {
     give_up(is_interrupt(error), error.what());
     throw;
@@ -411,6 +377,7 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
     note_run(running, *noted);
   }
   const auto position = std::move(running.position);
+  unchecked_ = std::move(running.unchecked);
   running.clear();
   spare_ = std::move(running);
   if (position) {
@@ -419,13 +386,12 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
   check_launches();
 }
 
-void Stream::keep_for_later(std::vector<Segment> rest, bool was_open) {
-  const bool is_whole = was_open && rest.size() == 1 && !rest.front().is_part();
-  if (!is_whole || !segment_.entries.empty() || !sealed_.empty()) {
-    sealed_.insert(sealed_.begin(), std::make_move_iterator(rest.begin()), std::make_move_iterator(rest.end()));
+void Stream::keep_for_later(Segment segment, bool was_open) {
+  if (!was_open || !segment_.entries.empty() || !sealed_.empty()) {
+    sealed_.push_front(std::move(segment));
     return;
   }
-  segment_ = std::move(rest.front()); // what is recorded from now on joins it
+  segment_ = std::move(segment); // what is recorded from now on joins it
   for (size_t local = 0; local < segment_.values.size(); ++local) { // another one may have numbered them meanwhile
     segment_.values[local]->segment = segment_.serial;
     segment_.values[local]->local = static_cast<int32_t>(local);
@@ -503,7 +469,7 @@ void Stream::drop(Segment& segment, const std::string& message) {
 void Stream::check_launches() {
   for (auto& launch : std::exchange(unchecked_, {})) {
     range_checks_.add(
-        launch.number, token_of(launch.number), std::move(launch.offenders), launch.demands, std::move(launch.checked));
+        launch.launch, token_of(launch.launch), std::move(launch.offenders), std::move(launch.demands), std::move(launch.checked));
   }
 }
 
@@ -541,90 +507,12 @@ void Stream::end_rehearsal() {
   }
 }
 
-bool Stream::may_be_layered(const Segment& segment, bool is_noted) {
-  if (is_noted || segment.is_part() || !mutex_.is_outermost_turn()) { // its parts would be compiled by threads
-    return false;
+void Stream::run(Segment& segment, bool is_noted) {
+  if (rehearsal_) {
+    rehearse(segment);
+    return;
   }
-  // Who asks for deterministic algorithms wants the same digits from the first run on.
-  const bool begins = mode() == Mode::Fused && begins_layered() && !at::globalContext().deterministicAlgorithms() &&
-      programs_.begins_layered(segment, kLastLayeredRun, counters);
-  // Of what nobody can see nothing is run; a part would be seen by the next one.
-  return (begins || mode() == Mode::Layered) && is_wanted(segment);
-}
-
-void Stream::run(Segment& segment, bool is_noted, std::vector<Segment>& rest) {
-  const PartPlan* plan = nullptr;
-  try {
-    if (rehearsal_) {
-      rehearse(segment);
-      return;
-    }
-    const bool is_layered = may_be_layered(segment, is_noted);
-    if (is_layered || (!is_noted && may_come_in_turns(segment))) {
-      plan = programs_.parts_of(segment);
-      plan = is_layered || grows(*plan) ? plan : nullptr;
-    }
-    if (plan == nullptr || plan->size() <= 1) {
-      programs_.run(segment, counters);
-      note_launch(segment);
-      return;
-    }
-  } catch (...) {
-    rest.push_back(std::move(segment));
-    throw;
-  }
-  run_in_parts(segment, *plan, rest);
-}
-
-void Stream::run_in_parts(Segment& segment, const PartPlan& plan, std::vector<Segment>& rest) {
-  const size_t run = programs_.num_layered(segment) + 1;
-  const bool prepares = !grows(plan) &&
-      (mode() == Mode::Layered ? compiles_ahead() && run >= kRunThatPrepares : run >= kRunThatPreparesUnasked);
-  std::vector<Value*> values; // alive in the parts
-  for (const auto& value : segment.values) {
-    values.push_back(value.get());
-  }
-  std::vector<Segment> parts;
-  size_t num_run = 0;
-  try {
-    const auto whole = prepares ? programs_.description_to_prepare(segment) : pybind11::none();
-    parts = take_apart(segment, plan);
-    if (run == 1) { // before the first of them is run: Ctrl-C meanwhile loses nothing
-      programs_.compile_all(parts, counters);
-    }
-    if (prepares) {
-      programs_.prepare(segment, whole);
-    }
-    for (; num_run < parts.size(); ++num_run) {
-      programs_.run(parts[num_run], counters);
-      note_launch(parts[num_run]);
-      parts[num_run].clear();
-    }
-  } catch (...) {
-    if (num_run == 0) { // the segment is what it was
-      std::vector<ValuePtr> all;
-      for (Value* value : values) {
-        all.push_back(ValuePtr::reclaim_copy(value));
-      }
-      segment.values = std::move(all);
-      rest.push_back(std::move(segment));
-    } else {
-      rest.assign(
-          std::make_move_iterator(parts.begin() + static_cast<std::ptrdiff_t>(num_run)), std::make_move_iterator(parts.end()));
-    }
-    throw;
-  }
-  if (!grows(plan)) { // which stays in parts
-    programs_.count_layered(segment);
-  }
-  ++counters.segments_layered;
-}
-
-void Stream::note_launch(Segment& segment) {
-  if (PyObject* offenders = std::exchange(segment.offenders, nullptr)) {
-    unchecked_.push_back(
-        {programs_.num_launched(), shared_reference(offenders), segment.variant->demands, segment.checked});
-  }
+  programs_.run(segment, /*may_be_parts=*/!is_noted, counters);
 }
 
 void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {
@@ -750,14 +638,14 @@ void Stream::note_run(const Segment& segment, Notes& noted) {
     noted.first_cut = user_place();
   }
   SegmentRun run{
-      .variant = segment.variant == nullptr ? nullptr : segment.variant->shared_from_this(),
+      .variant = segment.variant,
       .serial = segment.serial,
       .entries = segment.entries,
       .inputs = segment.inputs,
       .layouts = {},
       .is_input = segment.is_input,
       .offsets = segment.offsets,
-      .numbers = segment.numbers,
+      .numbers = segment.variant == nullptr ? segment.numbers : segment.variant->links.front().numbers,
       .draws = segment.draws,
       .checked = segment.checked};
   for (const auto& value : segment.values) {
@@ -842,7 +730,8 @@ void Stream::take_launches() {
       value->launch = programs_.num_launched();
     }
     if (launch->offenders != nullptr) {
-      unchecked_.push_back({programs_.num_launched(), launch->offenders, launch->variant->demands, std::move(launch->checked)});
+      unchecked_.push_back(
+          {programs_.num_launched(), launch->offenders, launch->variant->links.front().demands, std::move(launch->checked)});
     }
   }
   launches.clear();

@@ -24,14 +24,13 @@ constexpr size_t kMaxEntries = 16384;
 enum class Mode : uint8_t {
   Debug, // after each op, and wait for it
   Strict, // after each op
-  Fused, // at a natural boundary: a host read, a flush, the op after an optimizer step; see `begins_layered`
-  Layered, // there, and where the stream repeats itself: equal parts share a program (see parts.h)
+  Fused, // at a natural boundary: a host read, a flush, the op after an optimizer step
 };
 
 struct Counters {
   uint64_t ops_recorded{0};
   uint64_t segments_run{0};
-  uint64_t segments_layered{0}; // each of several that were run
+  uint64_t segments_in_parts{0}; // each of several programs that were run
   uint64_t compilations{0};
   uint64_t memory_hits{0};
   uint64_t disk_hits{0};
@@ -173,27 +172,14 @@ class Stream {
   bool waits_for_outer_turn(const Segment& segment) const;
   void run_next(Notes* noted, bool ends_notes);
   void note_run(const Segment& segment, Notes& noted);
-  // Whether a segment is run in parts, if it has any.
-  bool may_be_layered(const Segment& segment, bool is_noted);
-  // What it raises leaves in `rest` what was not launched.
-  void run(Segment& segment, bool is_noted, std::vector<Segment>& rest);
-  void run_in_parts(Segment& segment, const PartPlan& plan, std::vector<Segment>& rest);
-  void keep_for_later(std::vector<Segment> rest, bool was_open);
+  void run(Segment& segment, bool is_noted);
+  void keep_for_later(Segment segment, bool was_open);
   void rehearse(Segment& segment);
-  void note_launch(Segment& segment);
   // What an event stands for was launched, or has failed.
   void reach(Position& position, bool waits);
   void drop(Segment& segment, const std::string& message);
   bool queues(size_t num_inputs) const;
   void check_launches();
-
-  // A launch whose indices are still to be looked at.
-  struct Unchecked {
-    size_t number;
-    std::shared_ptr<PyObject> offenders;
-    PyObject* demands;
-    std::vector<CheckedEntry> checked;
-  };
 
   c10::DeviceIndex device_;
   StreamMutex mutex_;
@@ -221,12 +207,9 @@ void set_mode(Mode mode);
 inline bool cuts_after_each_op() {
   return mode() == Mode::Debug || mode() == Mode::Strict;
 }
-// In layered mode: whether the program that fused mode would run is compiled meanwhile, by a thread.
-bool compiles_ahead();
-void set_compiles_ahead(bool compiles_ahead);
-// In fused mode: whether a segment is run as in layered mode the first times.
-bool begins_layered();
-void set_begins_layered(bool begins_layered);
+// Whether segments are run in parts, in fused mode.
+Parts parts();
+void set_parts(Parts parts);
 // Whether segments without gradients whose sizes grow may share padded programs; see tpu_backend/padded.
 bool pads_sizes();
 void set_pads_sizes(bool pads_sizes);

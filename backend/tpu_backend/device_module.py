@@ -16,7 +16,8 @@ from tpu_backend import _C, compiling, executable_cache, nan_check
 if TYPE_CHECKING:
     from tpu_backend.runtime.compile_log import Compilation
 
-_MODES = ("debug", "strict", "fused", "layered")
+_MODES = ("debug", "strict", "fused")  # as in csrc/stream.h
+_PARTS = ("never", "first", "prepare", "always")  # as in csrc/program.h
 
 
 # ---- devices -----------------------------------------------------------------------------------------------
@@ -170,50 +171,49 @@ def _is_in_bad_fork() -> bool:
 
 
 class eager_mode:  # noqa: N801 - reads as a function
-    """When the op stream is cut: "debug" after each op, waiting; "strict" after each op; "fused" at natural
-    boundaries; "layered" there and where it repeats itself: the layers of a model, and a layer's share of the
-    optimizer, are equal parts, which share a program. They are compiled in the time of one of them, and run
-    somewhat slower than as one program.
+    """When recorded operations are run: "debug" after each one, waiting for it; "strict" after each one;
+    "fused" together, as one program, at natural boundaries.
 
-    ``torch.tpu.eager_mode("strict")`` sets it; as a context manager it is restored at the end.
-    ``check_nans`` makes debug mode raise at the first op whose result holds a NaN, naming it (default: as
-    ``TPU_DEBUG_NANS=1`` says). Raises ValueError for another name, and for ``check_nans`` in another mode.
-    ``then="fused"``, in layered mode: when a step is recorded alike for the second time, a thread begins to
-    compile the one program that fused mode will run.
-    ``first="layered"``, in fused mode: a step that repeats itself is layered the first 256 times that it is
-    recorded alike; at the 32nd a thread begins to compile the one program. Not while deterministic
-    algorithms are asked of PyTorch, since sums may differ in the last digits. A process starts so, or in the
-    mode that the environment variable ``TPU_EAGER_MODE`` names.
+    ``torch.tpu.eager_mode("strict")`` sets the mode for all threads of the process. As a context manager it
+    is restored at the end. A process starts in fused mode with ``parts="first"``, or in the mode that the
+    environment variable ``TPU_EAGER_MODE`` names.
+
+    ``parts``, in fused mode: whether a long program is run in parts, which equal layers and their shares of
+    the optimizer have in common. Parts compile sooner, and run somewhat slower than one program.
+
+    - ``"never"``, the default here: always one program.
+    - ``"first"``: in parts the first 256 times that a step is recorded alike. From the 32nd on a thread
+      compiles the one program. Not under PyTorch's deterministic algorithms, since the last digits of sums
+      may differ.
+    - ``"prepare"``: in parts. From the second time on a thread compiles the one program, which runs when
+      the mode is fused with ``parts="never"``.
+    - ``"always"``: in parts.
+
+    ``check_nans``, in debug mode: raise at the first operation whose result holds a NaN, naming it (default:
+    as ``TPU_DEBUG_NANS=1`` says).
+
+    Raises ValueError for an unknown mode or value of ``parts``, and for an option of another mode.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        *,
-        check_nans: bool | None = None,
-        then: str | None = None,
-        first: str | None = None,
-    ):
+    def __init__(self, mode: str, *, check_nans: bool | None = None, parts: str | None = None):
         if mode not in _MODES:
             raise ValueError(f"unknown eager mode {mode!r}: expected one of {', '.join(_MODES)}")
         if check_nans and mode != "debug":
             raise ValueError(f'check_nans=True looks at every op, which mode {mode!r} does not: use "debug"')
-        if then is not None and (mode, then) != ("layered", "fused"):
-            raise ValueError(f'then={then!r} after mode {mode!r}: expected "fused" after "layered"')
-        if first is not None and (mode, first) != ("fused", "layered"):
-            raise ValueError(
-                f'mode {mode!r} with first={first!r}: there is only "fused" with first="layered"'
-            )
-        options = {"check_nans": check_nans, "then": then, "first": first}
+        if parts is not None and parts not in _PARTS:
+            raise ValueError(f"unknown parts={parts!r}: expected one of {', '.join(_PARTS)}")
+        if parts not in (None, "never") and mode != "fused":
+            raise ValueError(f'parts={parts!r} in mode {mode!r}: only "fused" runs steps in parts')
+        options = {"check_nans": check_nans, "parts": parts}
         self._said = ", ".join(
             [repr(mode), *(f"{name}={value!r}" for name, value in options.items() if value is not None)]
         )
-        self._before = _C.get_mode(), _C.compiles_ahead(), _C.begins_layered()
+        self._before = _C.get_mode(), _C.parts()
         self._checked_before = nan_check.enabled()
         if is_initialized():
             flush()
             _remember_line_of_mode()
-        _set_mode(_MODES.index(mode), then is not None, first is not None)
+        _set_mode(_MODES.index(mode), _PARTS.index(parts or "never"))
         if check_nans is not None:
             nan_check.enable(check_nans)
 
@@ -268,10 +268,9 @@ def get_pad_sizes() -> bool:
     return _C.pads_sizes()
 
 
-def _set_mode(mode: int, compiles_ahead: bool, begins_layered: bool) -> None:
+def _set_mode(mode: int, parts: int) -> None:
     _C.set_mode(mode)
-    _C.set_compiles_ahead(compiles_ahead)
-    _C.set_begins_layered(begins_layered)
+    _C.set_parts(parts)
 
 
 def _remember_line_of_mode() -> None:
@@ -281,11 +280,17 @@ def _remember_line_of_mode() -> None:
 
 
 def get_eager_mode() -> str:
+    """The mode that `eager_mode` has set: "debug", "strict" or "fused"."""
     return _MODES[_C.get_mode()]
 
 
+def get_parts() -> str:
+    """Whether long programs are run in parts, as `eager_mode` has set it."""
+    return _PARTS[_C.parts()]
+
+
 def compile_stats() -> dict[str, Any]:
-    """Counters since the start: ops_recorded, segments_run, segments_layered (each of them several that were
+    """Counters since the start: ops_recorded, segments_run, segments_in_parts (each of them several that were
     run), compilations, memory_hits, disk_hits, compile_seconds (that a program was waited for; threads
     may have compiled longer), host_reads, replays (of captured steps).  A
     program comes of a compilation or of a disk hit (`set_executable_cache`).
@@ -389,7 +394,7 @@ def is_compiling() -> bool:
 
 
 def is_compiling_ahead() -> bool:
-    """Whether threads are still compiling what a rehearsal or layered mode has told them to."""
+    """Whether threads are still compiling what a rehearsal or a step in parts has told them to."""
     if not is_initialized():
         return False
     from tpu_backend.runtime import ahead
@@ -669,7 +674,7 @@ _first_mode = os.environ.get("TPU_EAGER_MODE") or None
 if _first_mode in _MODES:
     eager_mode(_first_mode)
 elif _first_mode is None:
-    eager_mode("fused", first="layered")
+    eager_mode("fused", parts="first")
 executable_cache.use_environment()
 
 

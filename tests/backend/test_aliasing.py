@@ -428,8 +428,8 @@ def test_random_programs_leave_every_alias_as_on_the_cpu(mode):
     run()
 
 
-@pytest.mark.skipif(not HAS_TPU, reason="layered is a mode of the tpu device")
-def test_random_programs_that_repeat_leave_every_alias_as_on_the_cpu_in_layered_mode():
+@pytest.mark.skipif(not HAS_TPU, reason="parts are the tpu device's")
+def test_random_programs_that_repeat_leave_every_alias_as_on_the_cpu_in_parts():
     """Three times the same lines: equal stretches of the stream, which is cut between them."""
     codes = st.lists(st.integers(0, 2**48), min_size=16, max_size=30)
 
@@ -438,7 +438,7 @@ def test_random_programs_that_repeat_leave_every_alias_as_on_the_cpu_in_layered_
     def run(first, codes):
         writer = ProgramWriter(first, codes, random.Random(0))
         lines = [line for line in writer.lines if "seen" not in line]  # which would cut the stream
-        with eager_mode("layered"):
+        with torch.tpu.eager_mode("fused", parts="always"):
             all_actual = [interpret(lines, DEVICE) for _ in range(3)]
             for actual in all_actual:
                 assert_same(lines, actual, interpret(lines, "cpu"))

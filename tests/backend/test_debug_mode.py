@@ -95,7 +95,7 @@ def test_a_mode_that_is_none_is_named_at_the_first_use():
         """,
         TPU_EAGER_MODE="fast",
     )
-    assert done.stdout == "TPU_EAGER_MODE='fast': expected one of debug, strict, fused, layered\n"
+    assert done.stdout == "TPU_EAGER_MODE='fast': expected one of debug, strict, fused\n"
     assert done.stderr == ""
 
 

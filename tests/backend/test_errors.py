@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.backend.fresh_process import run_python
+from tests.backend.ways import WAYS, run_as
 from tpu_backend import device_module, jax_op
 
 _OVERLAPPING: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
@@ -330,7 +331,7 @@ def test_memory_that_cannot_be_had_is_an_out_of_memory_error(monkeypatch):
         tensor.fill_(1)
         torch.tpu.synchronize()
 
-    monkeypatch.setattr(device_module, "compile_stats", lambda: {"segments_layered": 0})
+    monkeypatch.setattr(device_module, "compile_stats", lambda: {"segments_in_parts": 0})
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
     message = str(raised.value)
@@ -338,7 +339,7 @@ def test_memory_that_cannot_be_had_is_an_out_of_memory_error(monkeypatch):
     assert re.search(r"3 x float32\[1000, 7\]  aten::\S+ at .*test_errors.py:\d+: kept = ", message), message
     assert torch.tpu.memory_summary().splitlines()[0] in message
     assert "needs less" not in message
-    monkeypatch.setattr(device_module, "compile_stats", lambda: {"segments_layered": 1})
+    monkeypatch.setattr(device_module, "compile_stats", lambda: {"segments_in_parts": 1})
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
     assert str(raised.value).endswith("needs less: docs/execution.md")
@@ -434,13 +435,13 @@ def test_a_function_that_raised_once_runs_on_the_device_the_next_time():
     assert torch.tpu.fallback_stats() == before
 
 
-@pytest.mark.parametrize("mode", ["debug", "strict", "fused", "layered"])
-def test_what_c_plus_plus_raises_at_a_launch_leaves_nothing_pending(mode, monkeypatch):
+@pytest.mark.parametrize("way", WAYS)
+def test_what_c_plus_plus_raises_at_a_launch_leaves_nothing_pending(way, monkeypatch):
     """pybind11's own exception: what came back from Python is of another type."""
     from tpu_backend.runtime import ahead, compiler
 
     def write() -> None:
-        for _ in range(130):  # equal parts, in layered mode
+        for _ in range(130):  # equal parts
             x.cosh_().tanh_()
         x.cpu()
 
@@ -448,10 +449,10 @@ def test_what_c_plus_plus_raises_at_a_launch_leaves_nothing_pending(mode, monkey
     monkeypatch.setattr(ahead, "result", lambda *_: None)
     x = torch.ones(117, device="tpu")
     torch.tpu.flush()
-    with torch.tpu.eager_mode(mode):
+    with run_as(way):
         with monkeypatch.context() as patched:
             patched.setattr(
-                compiler, "_compile", lambda *some: compile_now(*some)._replace(from_disk=object())
+                compiler, "_compile", lambda *some: replace(compile_now(*some), is_padded=object())
             )
             with pytest.raises(RuntimeError, match="cast"):
                 write()

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.backend.ways import WAYS, run_as
+
 Program = Callable[[torch.device], Sequence[Tensor]]
 CPU, TPU = torch.device("cpu"), torch.device("tpu")
 
@@ -576,9 +578,9 @@ def halves(device: torch.device) -> Tensor:
     return torch.arange(3, device=device) / 2
 
 
-@pytest.mark.parametrize("mode", ["fused", "strict", "layered", "debug"])
-def test_the_default_dtype_is_that_of_the_record(double, mode):
-    with torch.tpu.eager_mode(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_default_dtype_is_that_of_the_record(double, way):
+    with run_as(way):
         single = halves(TPU)
         with double():
             wide, compared = halves(TPU), torch.arange(9, device=TPU) * 0.1 > 0.3

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.backend.ways import WAYS, run_as
 from tputrain.models import Llama, LlamaConfig, initialize
 
 STEPS = 50
-MODES = ("debug", "strict", "fused", "layered")
 
 
 def _mlp_losses(device: str) -> list[float]:
@@ -59,15 +59,15 @@ def _llama_losses(device: str) -> list[float]:
 def _check(losses: Callable[[str], list[float]]) -> None:
     expected = torch.tensor(losses("cpu"))
     assert expected[-5:].mean() < 0.8 * expected[:5].mean(), "the program learns nothing"
-    by_mode = {}
-    for mode in MODES:
-        with torch.tpu.eager_mode(mode):
-            by_mode[mode] = torch.tensor(losses("tpu"))
+    by_way = {}
+    for way in WAYS:
+        with run_as(way):
+            by_way[way] = torch.tensor(losses("tpu"))
         torch.testing.assert_close(
-            by_mode[mode], expected, rtol=1e-4, atol=0, msg=lambda text, mode=mode: f"{mode}: {text}"
+            by_way[way], expected, rtol=1e-4, atol=0, msg=lambda text, way=way: f"{way}: {text}"
         )
-    for mode in MODES[1:]:
-        torch.testing.assert_close(by_mode[mode], by_mode["debug"], rtol=1e-4, atol=0)
+    for way in WAYS:
+        torch.testing.assert_close(by_way[way], by_way["debug"], rtol=1e-4, atol=0)
 
 
 def test_an_mlp_trains_alike_in_every_mode_and_on_the_cpu():

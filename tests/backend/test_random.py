@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-MODES = ("debug", "strict", "fused", "layered")
+from tests.backend.ways import WAYS, run_as
 
 
 def _initial_values(initialize: Callable[[torch.Tensor], object]) -> Callable[[], torch.Tensor]:
@@ -53,11 +53,11 @@ def _seeded(draw: Callable[[], torch.Tensor], seed: int = 7) -> torch.Tensor:
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_bits_are_the_same_in_every_mode(name):
     drawn = {}
-    for mode in MODES:
-        with torch.tpu.eager_mode(mode):
-            drawn[mode] = _seeded(DRAWS[name])
-    assert torch.equal(drawn["debug"], drawn["strict"])
-    assert torch.equal(drawn["debug"], drawn["fused"])
+    for way in WAYS:
+        with run_as(way):
+            drawn[way] = _seeded(DRAWS[name])
+    for way in WAYS:
+        assert torch.equal(drawn["debug"], drawn[way]), way
     assert drawn["debug"].float().std() > 0
     assert torch.equal(_seeded(DRAWS[name]), drawn["debug"])
     assert not torch.equal(_seeded(DRAWS[name], seed=8), drawn["debug"])
@@ -100,8 +100,8 @@ def test_a_model_is_initialised_alike_in_every_mode():
         )
 
     states = []
-    for mode in MODES:
-        with torch.tpu.eager_mode(mode), torch.device("tpu"):
+    for way in WAYS:
+        with run_as(way), torch.device("tpu"):
             states.append({name: tensor.cpu() for name, tensor in model().state_dict().items()})
     for state in states[1:]:
         for name, tensor in states[0].items():

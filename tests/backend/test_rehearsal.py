@@ -41,10 +41,10 @@ def last_program() -> int:
     return torch.tpu.compilations()[-1].number
 
 
-def test_what_was_rehearsed_does_not_begin_layered():
+def test_what_was_rehearsed_does_not_begin_in_parts():
     layers = nn.Sequential(*(nn.Sequential(*(nn.Linear(9, 9), nn.Tanh()) * 6) for _ in range(5))).to("tpu")
     inputs = torch.randn(3, 9).to("tpu")
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         torch.tpu.flush()
         with torch.tpu.rehearsal():
             layers(inputs).sum().backward()
@@ -143,7 +143,7 @@ def test_a_captured_step_is_rehearsed_by_its_python():
     assert captured.problem is None
 
 
-@pytest.mark.parametrize("mode", ["strict", "debug", "layered"])
+@pytest.mark.parametrize("mode", ["strict", "debug"])
 def test_modes_with_other_programs_refuse(mode):
     with (
         torch.tpu.eager_mode(mode),

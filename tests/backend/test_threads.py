@@ -165,11 +165,11 @@ PARTS_WITH_A_FUNCTION = """
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        print(loss.isfinite().item(), torch.tpu.compile_stats()["segments_layered"] > 0)
+        print(loss.isfinite().item(), torch.tpu.compile_stats()["segments_in_parts"] > 0)
 """
 
 
-def test_a_function_that_reads_a_tensor_is_compiled_by_the_threads_of_a_layered_step():
+def test_a_function_that_reads_a_tensor_is_compiled_by_the_threads_of_a_step_in_parts():
     done = run_python(PARTS_WITH_A_FUNCTION, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True True\n" * 2

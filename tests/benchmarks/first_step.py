@@ -1,8 +1,8 @@
 """The first training step of a process, of the 5M Llama: from recording it to its end.
 
 * cold, with nothing on disk: at most the time that hand-written JAX takes for its own, which is traced,
-  lowered and compiled too; as a script begins, in fused mode with layered first steps; as the Trainer's run
-  begins, in layered mode with threads that compile the fused program; and in fused mode by its name;
+  lowered and compiled too; as a script begins, with first steps in parts; as the Trainer's run
+  begins, in parts with threads that compile the one program; and in fused mode by its name;
 * with a warm executable cache: at most 1.5 s, and nothing is compiled;
 * of 32 layers, as a script and as a run begins: at most 1.5 times that of 4. A batch of one sequence, so
   that the arithmetic, which is eight times as much, does not decide. With it, how long threads compile the
@@ -27,8 +27,8 @@ from tests.benchmarks.interleaved import Timing
 ROOT = Path(__file__).resolve().parents[2]
 MODES = {
     "fused": {"mode": "fused"},
-    "script": {"mode": "fused", "first": "layered"},
-    "run": {"mode": "layered", "then": "fused"},
+    "script": {"mode": "fused", "parts": "first"},
+    "run": {"mode": "fused", "parts": "prepare"},
 }
 
 

@@ -89,7 +89,7 @@ def losses(records: KeptRecords) -> dict[int, str]:
 
 def test_phases_in_every_form_compute_the_same():
     fused = fit(ExecutionConfig(), 6)
-    for form in ("debug", "strict", "layered", "compile", "captured"):
+    for form in ("debug", "strict", "compile", "captured"):
         other = fit(ExecutionConfig(train=form, validate="fused" if form == "captured" else form), 6)
         for kind in ("steps", "evaluations"):
             losses = [[record["loss"] for record in getattr(run, kind)] for run in (fused, other)]
@@ -230,7 +230,7 @@ def test_what_computes_on_the_host_in_each_step_is_not_captured(optim):
 
 
 class Deep(nn.Module):
-    """Enough alike layers for layered mode to cut between them."""
+    """Enough alike layers to be cut between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def programs_of(operation: str) -> list[int]:
     ]
 
 
-def test_first_steps_are_layered_and_a_resumed_run_changes_over_at_the_same_step(
+def test_first_steps_are_in_parts_and_a_resumed_run_changes_over_at_the_same_step(
     tmp_path, capsys, monkeypatch
 ):
     early = ExecutionConfig(first_steps=6)
@@ -341,16 +341,16 @@ def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tm
     )
 
 
-def test_elsewhere_than_on_the_device_no_step_is_layered():
+def test_elsewhere_than_on_the_device_no_step_is_in_parts():
     execution = Execution(Classifier(), torch.device("cpu"), ExecutionConfig(first_steps=5), lambda: 0)
     with execution.phase("train"):
         assert [execution.before_step(step) for step in (0, 4, 5, 6)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("form", ["auto", "captured"])
-def test_a_run_that_is_layered_up_to_its_end_says_so(form, capsys):
+def test_a_run_that_is_in_parts_up_to_its_end_says_so(form, capsys):
     fit(ExecutionConfig(train=form, first_steps=2), 2, evaluate_every=None)
-    assert f"execution.train={form}: not reached, as the first 2 steps of a run are layered" in (
+    assert f"execution.train={form}: not reached, as the first 2 steps of a run are in parts" in (
         capsys.readouterr().out
     )
 
@@ -360,7 +360,7 @@ class Stop(Callback):
         trainer.control.stop = True
 
 
-def test_a_run_that_is_stopped_while_it_is_layered_says_nothing(capsys):
+def test_a_run_that_is_stopped_while_it_is_in_parts_says_nothing(capsys):
     fit(ExecutionConfig(train="captured", first_steps=2), 4, evaluate_every=None, callbacks=[Stop()])
     assert "not reached" not in capsys.readouterr().out
 
@@ -378,29 +378,29 @@ def test_what_auto_waits_for_the_device_is_time_of_its_steps(monkeypatch):
 class SaysItsMode(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.modes: list[str] = []
+        self.modes: list[tuple[str, str]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not torch.compiler.is_compiling():
-            self.modes.append(torch.tpu.get_eager_mode())
+            self.modes.append((torch.tpu.get_eager_mode(), torch.tpu.get_parts()))
         return super().forward(x)
 
 
 @pytest.mark.usefixtures("built_at_once")
-def test_auto_begins_its_trial_behind_the_layered_steps(tmp_path, capsys):
+def test_auto_begins_its_trial_behind_the_steps_in_parts(tmp_path, capsys):
     auto = ExecutionConfig(train="auto", first_steps=3)
     changes = {"run_dir": tmp_path, "evaluate_every": None}
     model = SaysItsMode()
     steps = 3 + SOONEST_COMPILED
     fit(auto, steps, model, **changes)
-    assert model.modes == ["layered"] * 3 + ["fused"] * SOONEST_COMPILED
+    assert model.modes == [("fused", "prepare")] * 3 + [("fused", "never")] * SOONEST_COMPILED
     newest = tmp_path / "checkpoints" / f"step-{steps}" / "state.json"
     record = json.loads(newest.read_text())["execution"]
     assert (record["begun_at"], record["ready_at"]) == (3, 8)
     assert "the run ended before fused and compiled steps were both measured" in capsys.readouterr().out
     resumed = SaysItsMode()
     fit(auto, steps + 1, resumed, **changes, sizes=[6] * (steps + 1))
-    assert "layered" not in resumed.modes
+    assert set(resumed.modes) == {("fused", "never")}
 
 
 @pytest.mark.parametrize(
@@ -550,9 +550,7 @@ def test_a_step_that_cannot_be_rehearsed_is_compiled_when_it_comes(capsys):
 
 
 def test_an_unknown_form_is_refused():
-    with pytest.raises(
-        UserError, match=r"execution.train=fast: expected one of debug, strict, layered, fused, comp"
-    ):
+    with pytest.raises(UserError, match=r"execution.train=fast: expected one of debug, strict, fused, comp"):
         ExecutionConfig(train="fast")
 
 

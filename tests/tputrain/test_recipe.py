@@ -141,7 +141,7 @@ MISTAKES = [
     ),
     (
         "execution: {train: fuse}",
-        "execution.train=fuse: expected one of debug, strict, layered, fused, compile, captured, auto; did "
+        "execution.train=fuse: expected one of debug, strict, fused, compile, captured, auto; did "
         "you mean fused?",
     ),
     ("schedule: {warmup_steps: 9, steps: 5}", "schedule.warmup_steps=9: expected at most schedule.steps=5"),

@@ -38,9 +38,9 @@ class RecompileBudget(Callback):
 
     @staticmethod
     def _counted(trainer: "Trainer", record: Record) -> int:
-        """A layered step is a few programs where a later one is one."""
-        is_layered = record["step"] <= trainer.cfg.execution.first_steps
-        return min(record["compilations"], 1) if is_layered else record["compilations"]
+        """A step in parts is a few programs where a later one is one."""
+        is_in_parts = record["step"] <= trainer.cfg.execution.first_steps
+        return min(record["compilations"], 1) if is_in_parts else record["compilations"]
 
     def on_log(self, trainer: "Trainer", records: Sequence[Record]) -> None:
         """Warn where the budget is spent, and again each time twice as much is."""

@@ -81,9 +81,10 @@ def initialize() -> None:
         _C.initialize(
             lowered_ops(),
             untraced(trace_form),
+            untraced(compiler.plan_segment),
             untraced(compiler.compile_segment),
+            untraced(compiler.prepare_segment),
             untraced(mappings.is_room_short),
-            untraced(compiler.compile_ahead),
             untraced(transfer.put_numbers),
             untraced(transfer.put),
             untraced(transfer.copy),

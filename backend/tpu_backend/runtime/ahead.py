@@ -1,4 +1,4 @@
-"""Programs that threads compile before they are asked for: the parts of a layered step all at once, then the
+"""Programs that threads compile before they are asked for: the parts of a step all at once, then the one
 program that follows such steps; and what was rehearsed.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from tpu_backend import _C
+from tpu_backend.runtime.program_key import NO_PART_OF_A_PROGRAM
 
 _MOST_UNWANTED = 512  # programs; more than the different parts of a step
 
@@ -36,7 +37,7 @@ def begin(description: dict[str, Any], compile_now: Callable[[dict[str, Any]], A
         )
         # Called before the pool's own, which waits for its threads; there is no public place that is.
         threading._register_atexit(_begin_to_exit)  # type: ignore[attr-defined]
-    key = _key(description)
+    key = key_of(description)
     if key not in _promised:
         _forget_unwanted()
         _promised[key] = _threads.submit(_unless_exiting, compile_now, description)
@@ -78,23 +79,23 @@ def _forget_unwanted() -> None:
 
 def wait(descriptions: list[dict[str, Any]], seconds: float | None = None) -> None:
     """Until threads are done with those of these that `begin` was told to compile, or for so long."""
-    begun = [future for key in map(_key, descriptions) if (future := _promised.get(key)) is not None]
+    begun = [future for key in map(key_of, descriptions) if (future := _promised.get(key)) is not None]
     futures.wait(begun, seconds)
 
 
 def is_compiling(description: dict[str, Any]) -> bool:
     """Whether `result` would have to wait for it."""
-    future = _promised.get(_key(description))
+    future = _promised.get(key_of(description))
     return future is not None and not future.done()
 
 
 def give_up(description: dict[str, Any]) -> None:
     """Nobody waits for it any more; it is taken when it is there."""
-    _given_up.add(_promised[_key(description)])
+    _given_up.add(_promised[key_of(description)])
 
 
 def is_given_up(description: dict[str, Any]) -> bool:
-    return _promised.get(_key(description)) in _given_up
+    return _promised.get(key_of(description)) in _given_up
 
 
 def is_busy() -> bool:
@@ -106,7 +107,7 @@ def result(description: dict[str, Any], may_wait: bool) -> Any:
     """What `begin` was told to compile, waited for; None where it was not, or is not there and must not be
     waited for. It is given out once.
     """
-    key = _key(description)
+    key = key_of(description)
     if (future := _promised.get(key)) is None or not (may_wait or future.done()):
         return None
     try:
@@ -116,13 +117,9 @@ def result(description: dict[str, Any], may_wait: bool) -> Any:
             _promised.pop(key, None)
 
 
-def _key(description: dict[str, Any]) -> Hashable:
-    """All that decides the program: not where slices start that are its inputs."""
+def key_of(description: dict[str, Any]) -> Hashable:
+    """All that decides a program, in this process: not where slices start that are its inputs."""
     starts = zip(description["offsets"], description["offset_is_input"], strict=True)
-    decisive = description | {
-        "offsets": [None if is_input else start for start, is_input in starts],
-        "circumstances": None,
-        "was_given_back": None,
-        "was_layered": None,
-    }
+    decisive = description | dict.fromkeys(NO_PART_OF_A_PROGRAM)
+    decisive["offsets"] = [None if is_input else start for start, is_input in starts]
     return repr(sorted(decisive.items()))

@@ -58,8 +58,8 @@ KINDS = (
     "operations",
     "results",  # others stay alive
     "slice",  # where a slice starts has become an input
-    "whole",  # it was run in layers so far
-    "room",  # it was given back when there was room for few more programs
+    "whole",  # it was run in parts so far
+    "room",  # it was evicted when there was room for few more programs
 )
 
 
@@ -85,9 +85,7 @@ def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
     """
     new = [_program(description, mode) for description in descriptions]
     causes = [
-        _given_back(program)
-        if description["was_given_back"]
-        else _cause_of(program, description["was_layered"])
+        _evicted(program) if description["was_evicted"] else _cause_of(program, description["was_in_parts"])
         for program, description in zip(new, descriptions, strict=True)
     ]
     _compiled.extend(new)
@@ -107,15 +105,15 @@ def _earlier() -> list[_Program]:
     return list(_compiled)
 
 
-def _given_back(new: _Program) -> Cause:
-    text = "it was given back: the system had room for few more programs (vm.max_map_count)"
+def _evicted(new: _Program) -> Cause:
+    text = "it was evicted: the system had room for few more programs (vm.max_map_count)"
     return Cause("room", text, first_line(new.entries[-1].number))
 
 
-def _cause_of(new: _Program, was_layered: bool) -> Cause:
+def _cause_of(new: _Program, was_in_parts: bool) -> Cause:
     first = new.entries[0]
-    if was_layered and all(old.tape != new.tape for old in _earlier()):
-        text = f"what {first.overload} begins was run in layers, which share programs, and becomes one"
+    if was_in_parts and all(old.tape != new.tape for old in _earlier()):
+        text = f"what {first.overload} begins was run in parts, which share programs, and becomes one"
         return Cause("whole", text, first_line(first.number))
     if (again := _graph_made_again(new)) is not None:
         return again

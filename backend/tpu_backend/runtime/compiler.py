@@ -7,10 +7,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -25,6 +27,7 @@ from tpu_backend.padded.executable import Plan, Resized
 from tpu_backend.padded.family import Lengthening
 from tpu_backend.runtime import ahead, compile_log, known_forms
 from tpu_backend.runtime.causes import Cause, causes_of, remember
+from tpu_backend.runtime.chain import ChainOfParts, Link, planned, whole_link
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.index_chains import longest_chain
 from tpu_backend.runtime.platform import platform
@@ -52,7 +55,8 @@ def largest_temporary() -> int:
     return _largest_temporary
 
 
-class Executable(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Executable:
     """A loaded program as the stream launches it: ``execute(arrays).consume_with_handlers(handlers)``.
 
     The call that JAX itself ends in.  What jax.jit does before it (finding the program by its arguments'
@@ -66,6 +70,11 @@ class Executable(NamedTuple):
     from_disk: bool
     is_padded: bool = False  # the program is longer than the segment
     is_shared: bool = False  # and was there: it serves another segment, too
+
+    @property
+    def source(self) -> str:
+        """Where it came from: "memory", "disk" or "compiled"."""
+        return "memory" if self.is_shared else "disk" if self.from_disk else "compiled"
 
 
 def lower_segment(
@@ -141,30 +150,66 @@ def _with_emitters_chosen(
     return options
 
 
-_WAITS = "tpu: waiting for the one program that follows layered first steps, this once (docs/execution.md)"
+_WAITS = "tpu: waiting for the one program that follows first steps in parts, this once (docs/execution.md)"
 _LONGEST_WAIT = 60.0  # seconds; a program that takes longer may take for ever
+_PARTS_FIRST = 1  # `Parts::First` in csrc/program.h
+
+# Programs of chains, as long as a chain holds them: equal parts of other segments share them.
+_of_chains: WeakValueDictionary[Hashable, Executable] = WeakValueDictionary()
 
 
-def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
-    """The executable of a segment for the device of this process (`lower_segment` says what it takes): from
-    the executable cache if it is there, else compiled, and kept there.
+def plan_segment(description: dict[str, Any]) -> tuple[int, bool]:
+    """Into how many parts a segment can be taken, and whether they are the turns of a loop that grows."""
+    _, plan = planned(description)
+    return len(plan.parts), plan.grows
+
+
+def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
+    """By what a segment is run on the device of this process: one program, or a chain of them where
+    `description` asks for parts. Each program (`lower_segment` says what it takes) comes from the executable
+    cache if it is there; else it is compiled, and kept there.
 
     The stream's lock is not held here: what is compiled may be Python of the user's. `may_wait`: else other
     threads are not waited for, since one of them may be waiting for this one.
 
-    Raises TimeoutError for the program that follows layered first steps while a thread compiles it for longer
-    than `_LONGEST_WAIT` after the first of these calls.
+    Raises TimeoutError for the program that follows first steps in parts while a thread compiles it for
+    longer than `_LONGEST_WAIT` after the first of these calls.
     """
-    mode = device_module.get_eager_mode()
-    if may_wait and _C.begins_layered() and description["was_layered"]:
+    if description["in_parts"]:
+        return _compile_chain(description, may_wait)
+    if may_wait and description["was_in_parts"] and _C.parts() == _PARTS_FIRST:
         _wait_for_what_follows(description)
     with compiling(len(description["circumstances"]), partial(_described, [description])):
-        if (found := ahead.result(description, may_wait)) is not None:
-            return found
-        made = _compile(description, lambda: causes_of([description], mode)[0], may_wait)
-        if made.from_disk or made.is_shared:
-            remember(description, mode)
-        return made
+        executable = _executable(description, may_wait)
+    return [whole_link(description, executable, executable.source)]
+
+
+def _compile_chain(description: dict[str, Any], may_wait: bool) -> list[Link]:
+    """The links of a segment's parts; threads compile their programs side by side."""
+    chain = ChainOfParts(description)
+    keys = [ahead.key_of(part) for part in chain.descriptions]
+    programs = {key: found for key in keys if (found := _of_chains.get(key)) is not None}
+    missing = {key: part for key, part in zip(keys, chain.descriptions) if key not in programs}
+    compile_ahead(list(missing.values()), waits=may_wait)
+    links = []
+    for place, key in enumerate(keys):
+        source = "memory"
+        if key not in programs:
+            programs[key] = _of_chains[key] = _executable(missing[key], may_wait)
+            source = programs[key].source
+        links.append(chain.link(place, programs[key], source))
+    return links
+
+
+def _executable(description: dict[str, Any], may_wait: bool) -> Executable:
+    """A program that a thread has compiled ahead, or is compiled now."""
+    if (found := ahead.result(description, may_wait)) is not None:
+        return found
+    mode = device_module.get_eager_mode()
+    made = _compile(description, lambda: causes_of([description], mode)[0], may_wait)
+    if made.source != "compiled":
+        remember(description, mode)
+    return made
 
 
 def _wait_for_what_follows(description: dict[str, Any]) -> None:
@@ -179,17 +224,24 @@ def _wait_for_what_follows(description: dict[str, Any]) -> None:
     if ahead.is_compiling(description):
         ahead.give_up(description)
         print(
-            f"tpu: still compiling after {_LONGEST_WAIT:.0f} s more: steps stay layered until it is there",
+            f"tpu: still compiling after {_LONGEST_WAIT:.0f} s more: steps stay in parts until it is there",
             file=sys.stderr,
             flush=True,
         )
         raise TimeoutError
 
 
+def prepare_segment(description: dict[str, Any]) -> None:
+    """Have a thread make the program that `compile_segment` will be asked for."""
+    compile_ahead([description], waits=False)
+
+
 def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
-    """Have threads make the executables that `compile_segment` will be asked for. `waits` until each is
-    there, or has failed, which `compile_segment` then tells.
+    """Have threads make the programs of these descriptions. `waits` until each is there, or has failed,
+    which is told where the program is asked for.
     """
+    if not descriptions:
+        return
     causes = causes_of(descriptions, device_module.get_eager_mode())
     for description in filter(serving.may_be_padded, descriptions):
         serving.note(description)  # first: what grows shows in all of them

@@ -10,7 +10,7 @@ from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line
 
 _LARGEST = 12
-_ADVICE = "layered steps keep what they hand on; torch.tpu.eager_mode('fused') needs less: docs/execution.md"
+_ADVICE = "steps in parts keep what they hand on; torch.tpu.eager_mode('fused') needs less: docs/execution.md"
 
 
 def describe_memory(device: int = 0) -> str:
@@ -36,7 +36,7 @@ def describe_memory(device: int = 0) -> str:
 
 
 def describe_shortage() -> str:
-    """What an out-of-memory error says: which tensors live; where steps are layered, what needs less."""
+    """What an out-of-memory error says: which tensors live; where steps are in parts, what needs less."""
     described = describe_memory()
-    are_layered = device_module.compile_stats()["segments_layered"] > 0
-    return f"{described}\n{_ADVICE}" if are_layered else described
+    are_in_parts = device_module.compile_stats()["segments_in_parts"] > 0
+    return f"{described}\n{_ADVICE}" if are_in_parts else described

@@ -42,10 +42,11 @@ _COMPILERS = {
     "cpu": (),
 }
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Of a segment's description: what the key has in other words, and what shapes no program.
-_SAID_OTHERWISE = ("tape", "offsets", "circumstances", "was_given_back", "may_be_padded", "was_layered")
+# Of a segment's description: what shapes no program, and what the key has in other words.
+NO_PART_OF_A_PROGRAM = ("circumstances", "in_parts", "was_in_parts", "was_evicted", "origin", "checked")
+_SAID_OTHERWISE = ("tape", "offsets", "may_be_padded", *NO_PART_OF_A_PROGRAM)
 # JAX's settings that say where something is written, and change no program.
-_NO_PART_OF_A_PROGRAM = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")
+_HARMLESS_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")
 
 
 def environment() -> dict[str, Any]:
@@ -114,9 +115,7 @@ def _jax_settings() -> str:
         values = jax.config.values
     known, digest = _last_settings
     if values != known:
-        said = {
-            name: str(value) for name, value in values.items() if not name.startswith(_NO_PART_OF_A_PROGRAM)
-        }
+        said = {name: str(value) for name, value in values.items() if not name.startswith(_HARMLESS_SETTINGS)}
         digest = _digest(said)
         _last_settings = values, digest
     return digest

@@ -25,6 +25,7 @@ from tpu_backend.reinterpret import reinterpret
 from tpu_backend.runtime import known_forms
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 from tpu_backend.runtime.known_forms import Answer
+from tpu_backend.runtime.lists import list_length, with_unlike_elements
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import settled_by_version
 from tpu_backend.runtime.signature import (
@@ -260,7 +261,7 @@ def trace_form(number: int) -> Answer:
     entry = signature(number)
     answer = known_forms.recall(entry)
     if answer is None:
-        answer = _traced(entry.with_unlike_elements())
+        answer = _traced(with_unlike_elements(entry))
         known_forms.learn(entry, answer)
     if answer.reads_precision:
         precision_readers.add(number)
@@ -280,7 +281,7 @@ def _traced(entry: Signature) -> Answer:
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}",
             is_final=isinstance(error, _FINAL) and settled_by_version(entry.name),
         ) from error
-    if not (found_few or offsets or traced.jaxpr.consts or entry.is_on_lists or not _may_be_compared(entry)):
+    if not (found_few or offsets or traced.jaxpr.consts or list_length(entry) or not _may_be_compared(entry)):
         _first_traces[entry.number] = traced
         while len(_first_traces) > _MOST_FIRST_TRACES:
             _first_traces.pop(next(iter(_first_traces)), None)

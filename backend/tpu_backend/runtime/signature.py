@@ -18,6 +18,7 @@ import torch
 from tpu_backend import _C, views
 from tpu_backend.exact_key import exact_key
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
+from tpu_backend.runtime.user_line import share_first_line
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,6 @@ class Signature:
     default_dtype: torch.dtype | None  # torch's when it was recorded; None: of the device's own entries
     compute_dtype: Any
     digest: str  # of all of it: the same in every process
-    is_on_lists: bool  # it does the same with each element of its lists (csrc/lists.h)
 
     def named_leaves(self) -> Iterator[tuple[str, Any]]:
         """The tensors, numbers and constants of its arguments: ``self``, and ``tensors[1]`` of a list."""
@@ -120,37 +120,6 @@ class Signature:
     def tensors(self) -> list[TensorArg]:
         """Its tensor arguments, lists taken apart."""
         return [leaf for _, leaf in self.named_leaves() if isinstance(leaf, TensorArg)]
-
-    def with_unlike_elements(self) -> Signature:
-        """An operation on lists of tensors (`_foreach_*`, a fused optimizer) with one element of each kind,
-        which says as much of its lowering; any other as it is.
-        """
-        lists = [
-            each.value for each in self.arguments if isinstance(each.value, ListArg) and each.value.items
-        ]
-        if not self.is_on_lists:
-            return self
-        kinds: dict[tuple[Any, ...], int] = {}  # and an element of each
-        for element, kind in enumerate(zip(*(each.items for each in lists), strict=True)):
-            kinds.setdefault(kind, element)
-        places = {element: place for place, element in enumerate(kinds.values())}
-
-        def shortened(value: Any) -> Any:
-            if isinstance(value, RepeatedArg):
-                return RepeatedArg(len(places), value.item)
-            return (
-                ListArg(tuple(value.items[each] for each in places))
-                if isinstance(value, ListArg) and value.items
-                else value
-            )
-
-        return replace(
-            self,
-            arguments=tuple(replace(each, value=shortened(each.value)) for each in self.arguments),
-            outputs=tuple(
-                replace(each, element=places[each.element]) for each in self.outputs if each.element in places
-            ),
-        )
 
     def described(self) -> str:
         """The call with its tensors: ``aten::mm(self=float32[2, 3], mat2=float32[3, 4])``."""
@@ -261,9 +230,27 @@ def _output(item: dict[str, Any]) -> Output:
     )
 
 
-@cache
+_FIRST_DERIVED = 1 << 32  # above the recorder's own
+_derived: dict[int, Signature] = {}  # the recorder does not know them
+_derived_numbers: dict[str, int] = {}  # by digest
+
+
 def signature(number: int) -> Signature:
     """The decoded signature with this id."""
+    return _derived[number] if number >= _FIRST_DERIVED else _decoded(number)
+
+
+def add_derived(entry: Signature, origin: int) -> int:
+    """The id of a signature that was made of the one with the id `origin`; one for equal signatures."""
+    number = _derived_numbers.setdefault(entry.digest, _FIRST_DERIVED + len(_derived_numbers))
+    if number not in _derived:
+        _derived[number] = replace(entry, number=number)
+        share_first_line(number, origin)
+    return number
+
+
+@cache
+def _decoded(number: int) -> Signature:
     raw = _C.describe_signature(number)
     if raw["name"] in ("zeros", "resize") and raw["overload"] == raw["name"]:
         arguments = tuple(
@@ -287,7 +274,6 @@ def signature(number: int) -> Signature:
         default_dtype,
         _result_type(arguments, default_dtype),
         hashlib.sha256(repr(raw).encode()).hexdigest(),
-        raw["on_lists"],
     )
 
 

@@ -11,8 +11,6 @@ from types import CodeType, FrameType
 
 import torch
 
-from tpu_backend import _C
-
 NOT_THE_USERS = (
     str(Path(__file__).resolve().parent.parent),
     str(Path(torch.__file__).parent),
@@ -59,6 +57,12 @@ def remember_first_line(number: int) -> None:
     _first_places[number] = _place()
 
 
+def share_first_line(number: int, other: int) -> None:
+    """A signature that was made of another one was met where that one was."""
+    if other in _first_places:
+        _first_places[number] = _first_places[other]
+
+
 def remember_line_of_mode() -> None:
     """Keep the line that is running as the one that changed the eager mode."""
     global _place_of_mode
@@ -72,8 +76,7 @@ def line_of_mode() -> str:
 
 def first_line(number: int) -> str:
     """Where a signature was first met."""
-    place = _first_places.get(number) or _first_places.get(_C.whole_signature(number))
-    return line_of(*(place or (None, 0)))
+    return line_of(*_first_places.get(number, (None, 0)))
 
 
 def line_of(code: CodeType | None, lasti: int) -> str:

@@ -1,4 +1,4 @@
-"""Layered mode: what repeats in the stream shares a program, and the numbers are fused mode's."""
+"""Steps in parts: what repeats in the stream shares a program, and the numbers are those of one program."""
 
 import textwrap
 import threading
@@ -59,9 +59,9 @@ def compilations() -> int:
 
 @pytest.mark.parametrize("fused_optimizer", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_numbers_are_those_of_fused_mode(fused_optimizer, dropout):
+def test_the_numbers_are_those_of_one_program(fused_optimizer, dropout):
     losses, state = train(model_of(4, dropout=dropout), fused=fused_optimizer)
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         in_layers, state_in_layers = train(model_of(4, dropout=dropout), fused=fused_optimizer)
     torch.testing.assert_close(torch.tensor(in_layers), torch.tensor(losses), rtol=1e-5, atol=0)
     for name, expected in state.items():
@@ -72,7 +72,7 @@ def test_the_numbers_are_those_of_fused_mode(fused_optimizer, dropout):
 def programs_of_a_run(layers: int, width: int) -> tuple[int, int]:
     """How many were compiled, and the operations of the longest."""
     before = compilations()
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         train(model_of(layers, width), width=width)
     compiled = compilations() - before
     return compiled, max(len(each.operations) for each in torch.tpu.compilations()[-compiled:])
@@ -87,7 +87,7 @@ def test_more_layers_take_no_more_programs_and_no_longer_ones():
 
 def test_the_optimizers_lists_are_taken_apart_by_layers():
     before = compilations()
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         train(model_of(6, width=14), steps=1, width=14)
     updates = [
         each.operations
@@ -97,7 +97,7 @@ def test_the_optimizers_lists_are_taken_apart_by_layers():
     assert len(updates) == 2  # of a block's tensors, and of the last layer's
 
 
-def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
+def test_the_one_program_that_was_prepared_is_not_compiled_again():
     wait_for_threads()
     model = model_of(4, width=16).to("tpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -109,9 +109,9 @@ def test_what_is_prepared_for_fused_mode_is_not_compiled_again_there():
         optimizer.zero_grad()
         torch.tpu.synchronize()
 
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         step()  # makes the optimizer's state
-    with torch.tpu.eager_mode("layered", then="fused"):
+    with torch.tpu.eager_mode("fused", parts="prepare"):
         step()
         made = torch.tpu.compilations()
         assert not torch.tpu.is_compiling_ahead()
@@ -140,7 +140,7 @@ def number_of_last_program() -> int:
     return max((each.number for each in torch.tpu.compilations()), default=0)
 
 
-def test_fused_mode_may_begin_layered():
+def test_fused_mode_may_begin_in_parts():
     wait_for_threads()
     model = model_of(5, width=20).to("tpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -154,7 +154,7 @@ def test_fused_mode_may_begin_layered():
             optimizer.zero_grad()
             torch.tpu.flush()
 
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         steps(31)
         in_layers = compilations()
         assert 0 < longest_program_since(before) < 5 * 12
@@ -172,7 +172,7 @@ def test_fused_mode_may_begin_layered():
     assert compilations() == in_layers + 1
 
 
-def test_steps_whose_one_program_is_refused_stay_layered(monkeypatch):
+def test_steps_whose_one_program_is_refused_stay_in_parts(monkeypatch):
     from tpu_backend.runtime import compiler
 
     lower = compiler.lower_segment
@@ -185,7 +185,7 @@ def test_steps_whose_one_program_is_refused_stay_layered(monkeypatch):
     monkeypatch.setattr(compiler, "lower_segment", refuse_large)
     model = model_of(10, width=32).to("tpu").requires_grad_(False)
     inputs = torch.randn(6, 32, device="tpu")
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         expected = model(inputs).cpu()
         for _ in range(255):
             model(inputs).cpu()
@@ -197,7 +197,7 @@ def test_steps_whose_one_program_is_refused_stay_layered(monkeypatch):
         assert compilations() == after
 
 
-def test_steps_stay_layered_while_their_one_program_is_compiled_for_long(monkeypatch, capfd):
+def test_steps_stay_in_parts_while_their_one_program_is_compiled_for_long(monkeypatch, capfd):
     from tpu_backend.runtime import compiler
 
     lower, may_go_on = compiler.lower_segment, threading.Event()
@@ -212,13 +212,13 @@ def test_steps_stay_layered_while_their_one_program_is_compiled_for_long(monkeyp
     monkeypatch.setattr(compiler, "_LONGEST_WAIT", 0.05)
     model = model_of(10, width=24).to("tpu").requires_grad_(False)
     inputs = torch.randn(6, 24, device="tpu")
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         expected = model(inputs).cpu()
         in_layers = compilations()
         for _ in range(260):
             assert torch.equal(model(inputs).cpu(), expected)
         assert compilations() == in_layers
-        assert capfd.readouterr().err.count("steps stay layered until it is there") == 1
+        assert capfd.readouterr().err.count("steps stay in parts until it is there") == 1
         may_go_on.set()
         wait_for_threads()
         torch.testing.assert_close(model(inputs).cpu(), expected)
@@ -226,15 +226,15 @@ def test_steps_stay_layered_while_their_one_program_is_compiled_for_long(monkeyp
         assert torch.tpu.compilations()[-1].cause.kind == "whole"
 
 
-def test_layered_steps_of_another_time_count():
+def test_steps_in_parts_of_another_time_count():
     wait_for_threads()
     model = model_of(10, width=34).to("tpu").requires_grad_(False)
     inputs = torch.randn(6, 34, device="tpu")
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         for _ in range(3):
             model(inputs).cpu()
     assert not torch.tpu.is_compiling_ahead()
-    with torch.tpu.eager_mode("layered", then="fused"):
+    with torch.tpu.eager_mode("fused", parts="prepare"):
         model(inputs).cpu()
         assert torch.tpu.is_compiling_ahead()
 
@@ -243,7 +243,7 @@ def test_what_nobody_sees_is_not_run_in_parts_either():
     x = torch.ones(3, device="tpu")
     torch.tpu.flush()
     before = torch.tpu.compile_stats()["segments_run"]
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         y = x * 2
         for _ in range(12):
             y = (y + x).sin().cos().exp().tanh().sigmoid().sqrt().log1p().abs().neg().square() - x
@@ -258,7 +258,7 @@ def test_a_program_that_is_there_is_run_at_once():
     with torch.tpu.eager_mode("fused"):
         expected = model(inputs).cpu()
     after = compilations()
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         assert torch.equal(model(inputs).cpu(), expected)
     assert compilations() == after
 
@@ -270,7 +270,7 @@ def test_fused_mode_by_its_name_and_what_is_deterministic_are_one_program_at_onc
     before = number_of_last_program()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        with torch.tpu.eager_mode("fused", first="layered" if deterministic else None):
+        with torch.tpu.eager_mode("fused", parts="first" if deterministic else "never"):
             model(inputs).square().mean().backward()
             torch.tpu.flush()
     finally:
@@ -286,7 +286,7 @@ def test_a_captured_step_is_one_program_at_once():
     def step(inputs: torch.Tensor) -> torch.Tensor:
         return model(inputs).square().mean()
 
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         step(torch.randn(6, 26, device="tpu"))
         torch.tpu.flush()
     assert longest_program_since(before) > 5 * 12
@@ -297,7 +297,7 @@ def test_the_optimizer_of_a_compiled_model_is_not_taken_apart():
     called = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     inputs = torch.randn(6, 30, device="tpu")
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         for _ in range(2):
             before = compilations()
             called(inputs).square().mean().backward()
@@ -308,7 +308,7 @@ def test_the_optimizer_of_a_compiled_model_is_not_taken_apart():
 
 
 @pytest.mark.parametrize("named", [None, "fused"])
-def test_a_process_begins_layered_unless_its_mode_is_named(named):
+def test_a_process_begins_in_parts_unless_its_mode_is_named(named):
     script = """
     import torch
     x = torch.ones(2, device="tpu")
@@ -327,7 +327,7 @@ def test_parts_of_one_step_are_not_compared_with_each_other(monkeypatch):
     model, kinds = model_of(4, width=22).to("tpu"), []
     torch.tpu.flush()
     monkeypatch.setattr(causes, "_compiled", deque())  # nothing like it was compiled yet
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         for rows in (6, 7):
             before = torch.tpu.compilations()[-1].number
             model(torch.randn(rows, 22, device="tpu")).square().mean().backward()
@@ -337,14 +337,16 @@ def test_parts_of_one_step_are_not_compared_with_each_other(monkeypatch):
     assert kinds == [{"first"}, {"shape"}]
 
 
-def test_first_is_refused_in_another_mode():
-    with pytest.raises(ValueError, match=r"mode 'strict' with first='layered': there is only"):
-        torch.tpu.eager_mode("strict", first="layered")
+def test_parts_are_refused_in_another_mode():
+    with pytest.raises(ValueError, match=r"parts='first' in mode 'strict': only \"fused\" runs"):
+        torch.tpu.eager_mode("strict", parts="first")
 
 
-def test_then_is_refused_after_another_mode():
-    with pytest.raises(ValueError, match=r"then='fused' after mode 'strict': expected"):
-        torch.tpu.eager_mode("strict", then="fused")
+def test_an_unknown_value_of_parts_is_refused():
+    with pytest.raises(
+        ValueError, match=r"unknown parts='some': expected one of never, first, prepare, always"
+    ):
+        torch.tpu.eager_mode("fused", parts="some")
 
 
 def test_a_program_that_fails_leaves_an_error_in_what_depends_on_it(monkeypatch):
@@ -356,7 +358,7 @@ def test_a_program_that_fails_leaves_an_error_in_what_depends_on_it(monkeypatch)
     model = model_of(4, width=18).to("tpu")
     inputs = torch.randn(6, 18, device="tpu")
     torch.tpu.synchronize()
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         output = model(inputs)
         monkeypatch.setattr(compiler, "lower_segment", refuse)
         with pytest.raises(RuntimeError, match="refused for the test"):
@@ -372,7 +374,7 @@ def test_a_program_that_fails_leaves_an_error_in_what_depends_on_it(monkeypatch)
 
 def test_indices_are_checked_in_every_part():
     table = torch.ones(5, 4, device="tpu")
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         x = torch.zeros(3, 4, device="tpu")
         for layer in range(4):
             index = torch.tensor([0, 1, 7 if layer == 2 else 2], device="tpu")
@@ -382,9 +384,9 @@ def test_indices_are_checked_in_every_part():
 
 
 def of_both(step):
-    """What `step(device)` returns, on the CPU and, in layered mode, on the device."""
+    """What `step(device)` returns, on the CPU and, in parts, on the device."""
     expected = step("cpu")
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         found = step("tpu")
         for actual, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(actual.cpu(), wanted)
@@ -440,7 +442,7 @@ def test_where_nothing_repeats_there_is_one_program():
     x = torch.ones(5, 5, device="tpu")
     torch.tpu.synchronize()
     segments = torch.tpu.compile_stats()["segments_run"]
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         y = torch._foreach_add([x, x[:2], x[0]], 1)
         z = y[0].sum() + y[1].prod() + y[2].mean() + torch.stack(torch._foreach_norm([x, x[0]])).max()
         assert z.item() == pytest.approx(50 + 1024 + 2 + 5)
@@ -456,7 +458,7 @@ def test_ctrl_c_while_the_first_part_is_compiled_loses_nothing(monkeypatch):
     model = model_of(4, width=20).to("tpu")
     inputs = torch.randn(6, 20, device="tpu")
     torch.tpu.synchronize()
-    with torch.tpu.eager_mode("layered"):
+    with torch.tpu.eager_mode("fused", parts="always"):
         output = model(inputs).sum()
         with monkeypatch.context() as patched:
             patched.setattr(ahead, "result", interrupt)
@@ -472,7 +474,6 @@ import time, torch
 from tpu_backend.runtime import ahead
 torch.ones(1, device="tpu").sum().item()
 description = {"offsets": [], "offset_is_input": [], "circumstances": None}
-description |= {"was_given_back": False, "was_layered": False}
 ahead.begin(description, lambda _: time.sleep(SECONDS))
 time.sleep(0.5)
 """
@@ -484,7 +485,7 @@ def test_ctrl_c_while_later_parts_are_compiled_loses_nothing(monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    with torch.tpu.eager_mode("fused", first="layered"):
+    with torch.tpu.eager_mode("fused", parts="first"):
         model = model_of(8, width=38).to("tpu")
         inputs = torch.randn(6, 38, device="tpu")
         loss = model(inputs).sum()

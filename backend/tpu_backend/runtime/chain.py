@@ -1,0 +1,301 @@
+"""How the stream runs a segment: by one program or by a chain of programs, each with its slots.
+
+The slots of a program say which of the segment's values and numbers it takes, and which values it makes
+(`Link` in csrc/program.h). A chain is planned once for a tape (`parts.py`). Equal parts are one program.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tpu_backend.runtime.lists import elements_read, leaves_of, part_of
+from tpu_backend.runtime.parts import Part, Piece, Plan, plan_parts
+from tpu_backend.runtime.signature import RuntimeArg, TensorArg
+from tpu_backend.runtime.tape import Tape
+
+_MOST_PLANS = 64  # that are kept: one is asked for when it is counted and again when it is compiled
+
+
+class Link(NamedTuple):
+    """A loaded program and its slots, as the stream launches it. `source` says where the program came from:
+    "compiled", "disk" or "memory".
+    """
+
+    executable: Any
+    source: str
+    inputs: list[int]  # values of the segment
+    is_donated: list[bool]  # by input
+    outputs: list[int]  # values of the segment; -1 where nobody wants it
+    dropped: list[int]  # values that no later link reads, and that are no results
+    floats: list[int]  # places among the segment's numbers
+    doubles: list[int]
+    integers: list[int]
+    offsets: list[int]  # those that are inputs; they come behind the integers
+    checked: list[tuple[int, int]]  # places among the segment's checked entries, and the entry here
+
+
+def whole_link(description: dict[str, Any], executable: Any, source: str) -> Link:
+    """The link of a segment that is one program."""
+    donated = set(description["donated"])
+    return Link(
+        executable,
+        source,
+        inputs=description["inputs"],
+        is_donated=[local in donated for local in description["inputs"]],
+        outputs=description["outputs"],
+        dropped=[],
+        floats=list(range(description["num_floats"])),
+        doubles=list(range(description["num_doubles"])),
+        integers=list(range(description["num_integers"])),
+        offsets=[place for place, is_input in enumerate(description["offset_is_input"]) if is_input],
+        checked=list(enumerate(description["checked"])),
+    )
+
+
+_plans: OrderedDict[tuple[int, ...], tuple[Tape, Plan]] = OrderedDict()
+
+
+def planned(description: dict[str, Any]) -> tuple[Tape, Plan]:
+    """A segment's tape and how it is taken apart."""
+    key = (*description["tape"], -1, *description["circumstances"])
+    if (found := _plans.pop(key, None)) is None:
+        tape = Tape.of(description)
+        found = tape, plan_parts(tape)
+    _plans[key] = found
+    while len(_plans) > _MOST_PLANS:
+        _plans.popitem(last=False)
+    return found
+
+
+@dataclass
+class PartOfChain:
+    """A part as a segment of its own. It numbers its values in the order in which it meets them."""
+
+    tape: list[int] = field(default_factory=list)
+    circumstances: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)  # by own number: that of the whole segment
+    inputs: list[int] = field(default_factory=list)  # own numbers
+    origin: dict[int, int] = field(
+        default_factory=dict
+    )  # by own number: the input whose memory it takes over
+    floats: list[int] = field(default_factory=list)  # places, as in `Link`
+    doubles: list[int] = field(default_factory=list)
+    integers: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    checked: list[tuple[int, int]] = field(default_factory=list)
+
+    def made(self) -> Iterator[int]:
+        """The own numbers of the values that it makes."""
+        inputs = set(self.inputs)
+        return (local for local in range(len(self.values)) if local not in inputs)
+
+
+class ChainOfParts:
+    """The parts of a segment, what each must return, and what describes its program."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self._whole = description
+        self._tape, plan = planned(description)
+        self.parts = _Builder(self._tape, description).build(plan.parts)
+        self._results = set(description["outputs"])
+        self._last_reader = {
+            part.values[local]: place for place, part in enumerate(self.parts) for local in part.inputs
+        }
+        self.descriptions: list[dict[str, Any]] = [{} for _ in self.parts]
+        by_tape: dict[Any, list[int]] = defaultdict(list)
+        for place, part in enumerate(self.parts):
+            by_tape[tuple(part.tape), self._layouts(part)].append(place)
+        for alike in by_tape.values():
+            self._describe(alike)
+
+    def link(self, place: int, executable: Any, source: str) -> Link:
+        """The link of a part whose program is there."""
+        part, description = self.parts[place], self.descriptions[place]
+        donated = set(description["donated"])
+        wanted = self._wanted(place)
+        met = [part.values[local] for local in range(len(part.values))]
+        return Link(
+            executable,
+            source,
+            inputs=[part.values[local] for local in part.inputs],
+            is_donated=[local in donated for local in part.inputs],
+            outputs=[part.values[local] if local in wanted else -1 for local in description["outputs"]],
+            dropped=[
+                local
+                for local in met
+                if local not in self._results and self._last_reader.get(local, place) <= place
+            ],
+            floats=part.floats,
+            doubles=part.doubles,
+            integers=part.integers,
+            offsets=[
+                offset
+                for offset, is_input in zip(part.offsets, description["offset_is_input"], strict=True)
+                if is_input
+            ],
+            checked=part.checked,
+        )
+
+    def _layouts(self, part: PartOfChain) -> tuple[Any, ...]:
+        return tuple(self._tape.layouts[part.values[local]] for local in part.inputs)
+
+    def _is_read_after(self, local: int, place: int) -> bool:
+        return self._last_reader.get(local, -1) > place
+
+    def _wanted(self, place: int) -> set[int]:
+        """Own numbers of what a part makes and somebody looks at."""
+        part = self.parts[place]
+        return {
+            local
+            for local in part.made()
+            if part.values[local] in self._results or self._is_read_after(part.values[local], place)
+        }
+
+    def _describe(self, alike: Sequence[int]) -> None:
+        """Describe the programs of parts that have one tape: one program where they donate alike. It returns
+        what any of them must.
+        """
+        wanted = sorted(set().union(*map(self._wanted, alike)))
+        starts = [[self._whole["offsets"][offset] for offset in self.parts[place].offsets] for place in alike]
+        varies = [len(set(starts_here)) > 1 for starts_here in zip(*starts, strict=True)]
+        for place in alike:
+            part = self.parts[place]
+            donations = self._donations(place, wanted)
+            outputs = list(donations.values())
+            outputs += [local for local in wanted if local not in outputs]
+            self.descriptions[place] = {
+                "tape": part.tape,
+                "circumstances": part.circumstances,
+                "input_layouts": [(dtype, list(dims)) for dtype, dims in self._layouts(part)],
+                "inputs": part.inputs,
+                "outputs": outputs,
+                "donated": list(donations),
+                "offsets": [self._whole["offsets"][offset] for offset in part.offsets],
+                "offset_is_input": [
+                    differs or self._whole["offset_is_input"][offset]
+                    for differs, offset in zip(varies, part.offsets, strict=True)
+                ],
+                "num_floats": len(part.floats),
+                "num_doubles": len(part.doubles),
+                "num_integers": len(part.integers),
+                "may_be_padded": self._whole["may_be_padded"],
+                "in_parts": False,
+                "was_evicted": False,
+                "was_in_parts": False,
+            }
+
+    def _donations(self, place: int, outputs: Sequence[int]) -> dict[int, int]:
+        """By input: the output that takes over its memory, ascending. An input is given away where it is of
+        no use afterwards: a value of the chain's own, or one that the segment replaces in its buffer.
+        """
+        part, layouts = self.parts[place], self._tape.layouts
+        replaced = set(self._whole["donated"])
+        whole_inputs = set(self._whole["inputs"])
+        found = {}
+        for output in outputs:
+            source = part.origin.get(output, -1)
+            if source < 0 or layouts[part.values[source]] != layouts[part.values[output]]:
+                continue
+            local = part.values[source]
+            is_given = local in replaced if local in whole_inputs else local not in self._results
+            if is_given and not self._is_read_after(local, place):
+                found[source] = output
+        return dict(sorted(found.items()))
+
+
+class _Builder:
+    """Builds the parts of a tape in order."""
+
+    def __init__(self, tape: Tape, description: dict[str, Any]) -> None:
+        self._tape = tape
+        self._whole_origin: list[int] = description["origin"]
+        self._newest: dict[int, int] = {}  # by input of the whole: what its buffer held when the part began
+        self._checked = {entry: place for place, entry in enumerate(description["checked"])}
+        self._starts = list(_starts(tape))
+
+    def build(self, parts: Sequence[Part]) -> list[PartOfChain]:
+        return [self._part(pieces) for pieces in parts]
+
+    def _part(self, pieces: Part) -> PartOfChain:
+        part = PartOfChain()
+        own: dict[int, int] = {}  # by value of the whole
+        replaced: dict[int, int] = {}
+
+        def number(local: int) -> int:
+            own[local] = len(part.values)
+            part.values.append(local)
+            return own[local]
+
+        for entry_here, piece in enumerate(pieces):
+            entry = self._tape.entries[piece.entry]
+            words = entry.words
+            if piece.last is not None:
+                words = [part_of(words[0], piece.first, piece.last), *words[1:]]
+            part.tape += words
+            part.circumstances.append(entry.circumstances)
+            if piece.entry in self._checked:
+                part.checked.append((self._checked[piece.entry], entry_here))
+            for local in self._links(piece):
+                if local not in own:
+                    part.inputs.append(number(local))
+                part.tape.append(own[local])
+            self._take_numbers(piece, part)
+            for output, made in zip(entry.signature.outputs, entry.made, strict=True):
+                if made is None or not _takes(piece, output.element):
+                    continue
+                local = number(made)
+                if (buffer := self._whole_origin[made]) >= 0:
+                    before = own.get(self._newest.get(buffer, buffer), -1)
+                    if before in part.inputs:
+                        part.origin[local] = before
+                    replaced[buffer] = made
+        self._newest |= replaced
+        return part
+
+    def _links(self, piece: Piece) -> Iterator[int]:
+        entry = self._tape.entries[piece.entry]
+        if piece.last is None:
+            yield from entry.links
+            return
+        for local, element in zip(entry.links, elements_read(entry.signature), strict=True):
+            if _takes(piece, element):
+                yield local
+
+    def _take_numbers(self, piece: Piece, part: PartOfChain) -> None:
+        entry = self._tape.entries[piece.entry].signature
+        start = self._starts[piece.entry]
+        places = {kind: iter(range(first, 1 << 62)) for kind, first in start.items()}
+        for leaf in leaves_of(entry):
+            if (kind := _kind_of_number(leaf.value, entry.wide)) is not None:
+                place = next(places[kind])
+                if _takes(piece, leaf.element):
+                    getattr(part, kind).append(place)
+        if entry.random:
+            part.integers += [next(places["integers"]), next(places["integers"])]
+
+
+def _takes(piece: Piece, element: int) -> bool:
+    return piece.last is None or element < 0 or piece.first <= element < piece.last
+
+
+def _kind_of_number(value: Any, is_wide: bool) -> str | None:
+    """Which of a segment's numbers an argument is, if any."""
+    if isinstance(value, TensorArg):
+        return "offsets" if value.has_offset else None
+    if isinstance(value, RuntimeArg):
+        return "integers" if value.is_integer else "doubles" if is_wide else "floats"
+    return None
+
+
+def _starts(tape: Tape) -> Iterator[dict[str, int]]:
+    """For each entry: the places of its first numbers among the segment's."""
+    counts = {"floats": 0, "doubles": 0, "integers": 0, "offsets": 0}
+    for entry in tape.entries:
+        yield dict(counts)
+        for leaf in leaves_of(entry.signature):
+            if (kind := _kind_of_number(leaf.value, entry.signature.wide)) is not None:
+                counts[kind] += 1
+        counts["integers"] += 2 * entry.signature.random
