@@ -64,19 +64,6 @@ PyObject* packed(const std::vector<T>& numbers, std::string& last, std::shared_p
   return array.get();
 }
 
-// Python's main thread gets the interrupt at its next instruction.
-void raise_later(py::error_already_set& error) {
-  const auto raise = [](void* held) {
-    const std::unique_ptr<py::error_already_set> interrupt(static_cast<py::error_already_set*>(held));
-    interrupt->restore();
-    return -1;
-  };
-  auto held = std::make_unique<py::error_already_set>(error);
-  if (Py_AddPendingCall(raise, held.get()) == 0) {
-    held.release();
-  }
-}
-
 // Whether a variant takes the memory of just those inputs that this segment's results take the place of.  The tape does not
 // say that of a result that is written without a look at what was there (`fill_`, `out=`).
 bool donates_alike(const Variant& variant, const Segment& segment) {
@@ -542,7 +529,8 @@ void ProgramCache::remember(std::shared_ptr<PyObject> token, const ValuePtr& fir
   ++num_launched_;
 }
 
-void ProgramCache::execute(Variant& variant, Segment& segment) {
+std::exception_ptr ProgramCache::execute(Variant& variant, Segment& segment) {
+  std::exception_ptr interrupt;
   for (Link& link : variant.links) {
     link.take_numbers(segment);
   }
@@ -550,14 +538,15 @@ void ProgramCache::execute(Variant& variant, Segment& segment) {
     try {
       launch(variant.links[i], segment);
       ++i;
-    } catch (py::error_already_set& error) {
+    } catch (const py::error_already_set& error) {
       if (i == 0 || !is_interrupt(error)) {
         throw;
       }
-      raise_later(error); // what was launched cannot be taken back: the rest is launched first
+      interrupt = std::current_exception(); // what was launched cannot be taken back: the rest is launched first
     }
   }
   variant.last_launch = num_launched_;
+  return interrupt;
 }
 
 void ProgramCache::launch(Link& link, Segment& segment) {
@@ -607,10 +596,10 @@ std::shared_ptr<PyObject> ProgramCache::token_of(size_t launch) const {
   return is_remembered ? launched_[(launch - 1) % kRememberedLaunches].token : nullptr;
 }
 
-void ProgramCache::run(Segment& segment, bool may_be_parts, Counters& counters) {
+std::exception_ptr ProgramCache::run(Segment& segment, bool may_be_parts, Counters& counters) {
   const Locals live = live_values(segment);
   if (live.empty() && segment.checked.empty()) {
-    return; // nobody can see what was recorded
+    return nullptr; // nobody can see what was recorded
   }
   for (int32_t local : segment.inputs) {
     const Value& value = *segment.values[local];
@@ -622,9 +611,10 @@ void ProgramCache::run(Segment& segment, bool may_be_parts, Counters& counters) 
   }
   try {
     const auto variant = choose(find(segment), segment, live, may_be_parts, counters);
-    execute(*variant, segment);
+    const auto interrupt = execute(*variant, segment);
     segment.variant = variant;
     counters.segments_run += variant->links.size();
+    return interrupt;
   } catch (py::error_already_set& error) {
     if (is_interrupt(error)) {
       throw;

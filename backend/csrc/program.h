@@ -8,6 +8,7 @@
 #include <pybind11/pytypes.h>
 
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -168,10 +169,11 @@ class ProgramCache {
 
   // A thread begins to compile what `run` would have compiled.
   void rehearse(const Segment& segment);
-  // Runs a segment; its live values become concrete.  `may_be_parts`: else it is one program.  Wants the GIL.  Raises
-  // c10::Error, and the values then carry the error; error_already_set for an interrupt, and the segment may then be run again;
+  // Runs a segment; its live values become concrete.  `may_be_parts`: else it is one program.  Wants the GIL.  Returns an
+  // interrupt that came between two launches, to be raised when the segment is dealt with.  Raises c10::Error, and the values
+  // then carry the error; error_already_set for an interrupt before the first launch, and the segment may then be run again;
   // and what else C++ may raise.
-  void run(Segment& segment, bool may_be_parts, Counters& counters);
+  std::exception_ptr run(Segment& segment, bool may_be_parts, Counters& counters);
 
   // What comes out when a program is handed to XLA: a list of arrays, and what can be waited for.
   struct Started {
@@ -206,7 +208,8 @@ class ProgramCache {
   void make_room(size_t num_programs);
   // A thread begins to compile the one program, if it is not there.
   void prepare(Program& program, const Segment& segment, const Locals& live);
-  void execute(Variant& variant, Segment& segment);
+  // As `run`.
+  std::exception_ptr execute(Variant& variant, Segment& segment);
   void launch(Link& link, Segment& segment);
 
   StreamMutex& mutex_;

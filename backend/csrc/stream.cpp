@@ -344,6 +344,7 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
   if (!was_open) {
     sealed_.pop_front();
   }
+  std::exception_ptr interrupt;
   const auto give_up = [&](bool is_interrupt, const std::string& message) {
     if (is_interrupt) {
       step_ended_ |= step_ended;
@@ -359,7 +360,7 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
   };
   try {
     const Running shown(running_, running);
-    run(running, noted != nullptr);
+    interrupt = run(running, noted != nullptr);
   } catch (const pybind11::error_already_set& error) {
     give_up(is_interrupt(error), error.what());
     throw;
@@ -384,6 +385,9 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
     reach(*position, /*waits=*/!rehearsal_);
   }
   check_launches();
+  if (interrupt) {
+    std::rethrow_exception(interrupt);
+  }
 }
 
 void Stream::keep_for_later(Segment segment, bool was_open) {
@@ -507,12 +511,12 @@ void Stream::end_rehearsal() {
   }
 }
 
-void Stream::run(Segment& segment, bool is_noted) {
+std::exception_ptr Stream::run(Segment& segment, bool is_noted) {
   if (rehearsal_) {
     rehearse(segment);
-    return;
+    return nullptr;
   }
-  programs_.run(segment, /*may_be_parts=*/!is_noted, counters);
+  return programs_.run(segment, /*may_be_parts=*/!is_noted, counters);
 }
 
 void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {

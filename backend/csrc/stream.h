@@ -172,7 +172,8 @@ class Stream {
   bool waits_for_outer_turn(const Segment& segment) const;
   void run_next(Notes* noted, bool ends_notes);
   void note_run(const Segment& segment, Notes& noted);
-  void run(Segment& segment, bool is_noted);
+  // Returns what `ProgramCache::run` does.
+  std::exception_ptr run(Segment& segment, bool is_noted);
   void keep_for_later(Segment segment, bool was_open);
   void rehearse(Segment& segment);
   // What an event stands for was launched, or has failed.

@@ -401,7 +401,8 @@ def compiled_again(description: Description) -> Any:
     """As another process would: its memory has no such program."""
     from tpu_backend.runtime.compiler import compile_segment
 
-    return compile_segment(description, may_wait=True)
+    (link,) = compile_segment(description, may_wait=True)
+    return link.executable
 
 
 def test_a_program_from_disk_computes_the_same_and_takes_over_memory(directory, recorded):

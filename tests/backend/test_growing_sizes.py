@@ -267,3 +267,28 @@ def test_transformers_generate_with_few_programs(cached):
     sampled = generate(model, prompt, 3, True, cached)
     with torch.tpu.pad_sizes(False):
         assert generate(model, prompt, 3, True, cached) == sampled
+
+
+def test_ctrl_c_between_the_turns_of_a_loop_is_raised_when_all_are_launched(monkeypatch):
+    """Turns that were launched cannot be taken back, so none is left out or launched twice."""
+    from tpu_backend.padded.executable import Resized
+
+    torch.manual_seed(0)
+    model = Decoder(24, by_hand=False).eval().to("tpu")
+    prompt = torch.tensor([[3, 1, 2]]).to("tpu")
+    expected = model.generate(prompt, 20, greedy=True).cpu()
+    launch, num_launches = Resized.__call__, 0
+
+    def interrupted(self, *arguments, **options):
+        nonlocal num_launches
+        num_launches += 1
+        if num_launches == 3:
+            raise KeyboardInterrupt
+        return launch(self, *arguments, **options)
+
+    tokens = model.generate(prompt, 20, greedy=True)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Resized, "__call__", interrupted)
+        torch.tpu.flush()
+    assert num_launches > 3
+    assert torch.equal(tokens.cpu(), expected)

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def faults(monkeypatch):
                 raise RuntimeError(faults.pop())
             return executable.execute(arrays, **kwargs)
 
-        return executable._replace(execute=execute)
+        return replace(executable, execute=execute)
 
     monkeypatch.setattr(compiler, "_compile", compile_faulty)
     return faults
