@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from tpu_backend import _C, device_module, executable_cache
+from tpu_backend import _C, executable_cache
 from tpu_backend.compiling import compiling
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
@@ -40,6 +40,7 @@ from tpu_backend.runtime.stored_executable import (
     serialize,
 )
 from tpu_backend.runtime.user_line import first_line
+from tpu_backend.torch_tpu.modes import get_eager_mode
 
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
@@ -155,7 +156,7 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> Executable:
     Raises TimeoutError for the program that follows layered first steps while a thread compiles it for longer
     than `_LONGEST_WAIT` after the first of these calls.
     """
-    mode = device_module.get_eager_mode()
+    mode = get_eager_mode()
     if may_wait and _C.begins_layered() and description["was_layered"]:
         _wait_for_what_follows(description)
     with compiling(len(description["circumstances"]), partial(_described, [description])):
@@ -190,7 +191,7 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
     """Have threads make the executables that `compile_segment` will be asked for. `waits` until each is
     there, or has failed, which `compile_segment` then tells.
     """
-    causes = causes_of(descriptions, device_module.get_eager_mode())
+    causes = causes_of(descriptions, get_eager_mode())
     for description in filter(serving.may_be_padded, descriptions):
         serving.note(description)  # first: what grows shows in all of them
     for description, cause in zip(descriptions, causes, strict=True):
