@@ -100,7 +100,7 @@ class TpuAllocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override { // (free, total): JAX knows
     pybind11::gil_scoped_acquire gil;
-    return pybind11::module_::import("tpu_backend.device_module")
+    return pybind11::module_::import("tpu_backend.torch_tpu.memory")
         .attr("mem_get_info")(static_cast<int>(device))
         .cast<std::pair<size_t, size_t>>();
   }

@@ -60,12 +60,13 @@ def register() -> None:
     from tpu_backend import abi
 
     abi.check()
-    from tpu_backend import _C, device_module, pickling, printing
+    from tpu_backend import _C, pickling, printing, torch_tpu
     from tpu_backend.compiled import dispatch
+    from tpu_backend.torch_tpu import optimizer_steps
 
     backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
-    torch._register_device_module("tpu", device_module)
+    torch._register_device_module("tpu", torch_tpu)
     backend_registration.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_storage=True
     )
@@ -73,8 +74,7 @@ def register() -> None:
     pickling.install()
     dispatch.install()
     torch.set_autocast_dtype("tpu", torch.bfloat16)  # PyTorch's default for a device like this is float16
-    device_module._cut_after_optimizer_steps()
-    device_module._keep_step_counts_on_the_host()
+    optimizer_steps.install()
 
 
 # A module of this package that is imported before torch must not be met half-way by the autoload that its own

@@ -41,7 +41,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("module", ["abi", "device_module"])
+@pytest.mark.parametrize("module", ["abi", "torch_tpu"])
 def test_our_modules_may_be_imported_before_torch(module):
     code = f"import tpu_backend.{module}, torch; print(torch.ones(2, device='tpu').sum().item())"
     assert run_python(code).stdout.split()[-1] == "2.0"

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from tpu_backend import _C, data_dependent, device_module
+from tpu_backend import _C, data_dependent
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
 from tpu_backend.runtime.memory import describe_shortage
 from tpu_backend.runtime.range_errors import raise_range_error
 from tpu_backend.runtime.segment import trace_form
+from tpu_backend.torch_tpu import modes
 from tpu_backend.untraced import untraced
 
 _once = threading.Lock()
@@ -67,7 +68,7 @@ def initialize() -> None:
     with _once:
         if _C.is_initialized():
             return
-        device_module.check_environment()
+        modes.check_environment()
         _check_no_worker()
         compiler.configure_logging()
         platform.announce()

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from tpu_backend import _C, device_module, executable_cache
+from tpu_backend import _C, executable_cache
 from tpu_backend.compiling import compiling
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
@@ -43,6 +43,7 @@ from tpu_backend.runtime.stored_executable import (
     serialize,
 )
 from tpu_backend.runtime.user_line import first_line
+from tpu_backend.torch_tpu.modes import get_eager_mode
 
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
@@ -205,7 +206,7 @@ def _executable(description: dict[str, Any], may_wait: bool) -> Executable:
     """A program that a thread has compiled ahead, or is compiled now."""
     if (found := ahead.result(description, may_wait)) is not None:
         return found
-    mode = device_module.get_eager_mode()
+    mode = get_eager_mode()
     made = _compile(description, lambda: causes_of([description], mode)[0], may_wait)
     if made.source != "compiled":
         remember(description, mode)
@@ -242,7 +243,7 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
     """
     if not descriptions:
         return
-    causes = causes_of(descriptions, device_module.get_eager_mode())
+    causes = causes_of(descriptions, get_eager_mode())
     for description in filter(serving.may_be_padded, descriptions):
         serving.note(description)  # first: what grows shows in all of them
     for description, cause in zip(descriptions, causes, strict=True):
