@@ -265,6 +265,7 @@ void ProgramCache::load(const Program& program, Variant& variant, const Segment&
   }
   if (py::cast<bool>(executable.attr("is_shared"))) {
     ++counters.memory_hits;
+    --num_loaded_; // it was loaded before
   } else if (py::cast<bool>(executable.attr("from_disk"))) {
     ++counters.disk_hits;
   } else {

@@ -1,7 +1,7 @@
 """Signatures: what the C++ recorder knows about one form of one op, in Python's terms.
 
 A tape is a list of words: for each entry a signature's id and the local numbers of the values it reads.
-Signatures are decoded once.
+To decode a signature takes a quarter of a millisecond, so it is done once, and not where its summary will do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -92,6 +92,21 @@ class Output:
     layout_dims: tuple[int, ...]  # of the buffer's value
     layout_dtype: int
     computed: jax.ShapeDtypeStruct | None
+
+
+class Summary(NamedTuple):
+    """What is asked of a signature before anything is compiled."""
+
+    number: int
+    overload: str
+    name: str
+    digest: str  # of all of it: the same in every process
+    num_links: int  # values that it reads
+    values: list[tuple[int, int]]  # dtype and elements of each that it makes
+
+    @property
+    def signature(self) -> Signature:
+        return signature(self.number)
 
 
 @dataclass(frozen=True)
@@ -262,10 +277,18 @@ def _output(item: dict[str, Any]) -> Output:
 
 
 @cache
+def summary(number: int) -> Summary:
+    """The summary of the signature with this id."""
+    overload, name, identity, num_links, values = _C.summarize_signature(number)
+    digest = hashlib.sha256(overload.encode() + b"\0" + identity).hexdigest()
+    return Summary(number, overload, name, digest, num_links, values)
+
+
+@cache
 def signature(number: int) -> Signature:
     """The decoded signature with this id."""
-    raw = _C.describe_signature(number)
-    if raw["name"] in ("zeros", "resize") and raw["overload"] == raw["name"]:
+    known, raw = summary(number), _C.describe_signature(number)
+    if known.name in ("zeros", "resize") and known.overload == known.name:
         arguments = tuple(
             Argument("source", False, False, _decode(item, "Tensor")) for item in raw["arguments"]
         )
@@ -278,15 +301,15 @@ def signature(number: int) -> Signature:
     default_dtype = None if raw["default_dtype"] is None else TORCH_DTYPES[raw["default_dtype"]]
     return Signature(
         number,
-        raw["overload"],
-        raw["name"],
+        known.overload,
+        known.name,
         arguments,
         outputs,
         raw["wide"],
         raw["random"],
         default_dtype,
         _result_type(arguments, default_dtype),
-        hashlib.sha256(repr(raw).encode()).hexdigest(),
+        known.digest,
         raw["on_lists"],
     )
 
@@ -295,18 +318,16 @@ def signature(number: int) -> Signature:
 precision_readers: set[int] = set()
 
 
-@cache
-def _num_links(number: int) -> int:
-    entry = signature(number)
-    return sum(tensor.reads for tensor in entry.tensors()) + sum(
-        output.partial and not output.skip for output in entry.outputs
-    )
-
-
 def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, int | None, Sequence[int]]]:
     """The entries of a tape: each signature, the precision it was recorded with if it reads that, and the
     numbers of the values it reads.
     """
+    for known, precision, links in summaries(tape):
+        yield known.signature, precision, links
+
+
+def summaries(tape: Sequence[int]) -> Iterator[tuple[Summary, int | None, Sequence[int]]]:
+    """The entries of a tape, their signatures not decoded."""
     at = 0
     while at < len(tape):
         number, precision = tape[at], None
@@ -314,6 +335,7 @@ def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, int | None, Sequen
         if number in precision_readers:
             precision = tape[at]
             at += 1
-        end = at + _num_links(number)
-        yield signature(number), precision, tape[at:end]
+        known = summary(number)
+        end = at + known.num_links
+        yield known, precision, tape[at:end]
         at = end
