@@ -1,6 +1,7 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
 #include "recorded_step.h"
 
+#include "decode.h"
 #include "device.h"
 #include "settings.h"
 
@@ -222,6 +223,9 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("describe_signature", [](uint32_t id) {
     return py::reinterpret_steal<py::object>(tpu::describe_signature(id));
+  });
+  m.def("summarize_signature", [](uint32_t id) {
+    return py::reinterpret_steal<py::object>(tpu::summarize_signature(id));
   });
   m.def("is_box", [](const std::vector<int64_t>& base, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset) {
     return tpu::is_box(base, sizes, strides, offset);

@@ -144,6 +144,13 @@ std::tuple<Tensor, Tensor, Tensor> native_layer_norm(
   return {at::empty(input.sizes(), input.options()), at::empty(sizes, options), at::empty(sizes, options)};
 }
 
+Tensor multinomial(const Tensor& self, c10::SymInt num_samples, bool /*replacement*/, std::optional<at::Generator>) {
+  TORCH_CHECK(self.dim() == 1 || self.dim() == 2, "multinomial: expected 1 or 2 dimensions, got ", self.dim());
+  auto sizes = self.sizes().vec();
+  sizes.back() = num_samples.guard_int(__FILE__, __LINE__);
+  return at::empty(sizes, self.options().dtype(at::kLong));
+}
+
 using Table = std::unordered_map<c10::OperatorName, c10::KernelFunction>;
 
 // `kernel` has the schema's own type, which also picks the right one of several overloads.
@@ -254,6 +261,7 @@ Table make_table() {
   WRITTEN(masked_fill_Scalar, masked_fill);
   WRITTEN(mean, mean);
   WRITTEN(mul_Scalar, mul_number);
+  WRITTEN(multinomial, multinomial);
   WRITTEN(native_layer_norm, native_layer_norm);
   WRITTEN(normal_functional, draw);
   WRITTEN(relu, relu);

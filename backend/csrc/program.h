@@ -240,7 +240,4 @@ struct Runtime {
 };
 Runtime& runtime();
 
-// A signature in Python's terms, for the lowering; see tpu_backend/runtime/signature.py for the form.
-PyObject* describe_signature(uint32_t id);
-
 } // namespace tpu

@@ -25,7 +25,7 @@ from tpu_backend.padded.rules import Lengthened, Padded
 from tpu_backend.padded.traced import Traced, trace
 from tpu_backend.runtime.dtypes import stored_dtype
 from tpu_backend.runtime.segment import num_offsets, number_dtypes
-from tpu_backend.runtime.signature import Signature, entries
+from tpu_backend.runtime.signature import Signature, entries, summaries
 
 log = logging.getLogger("tpu_backend.compile")
 
@@ -35,7 +35,8 @@ Description = dict[str, Any]
 def outline(description: Description) -> tuple[Any, ...]:
     """What two segments that are alike but for a size have in common, seen from afar."""
     words = [
-        (entry.overload, precision, tuple(links)) for entry, precision, links in entries(description["tape"])
+        (entry.overload, precision, tuple(links))
+        for entry, precision, links in summaries(description["tape"])
     ]
     layouts = [(dtype, len(dims)) for dtype, dims in description["input_layouts"]]
     rest = ("inputs", "outputs", "donated")

@@ -23,7 +23,7 @@ from tpu_backend.padded.dims import NotPaddableError
 from tpu_backend.padded.executable import Plan, pieces
 from tpu_backend.padded.family import Description, Family, Lengthening, outline
 from tpu_backend.runtime.program_key import settled_by_version
-from tpu_backend.runtime.signature import entries
+from tpu_backend.runtime.signature import summaries
 
 log = logging.getLogger("tpu_backend.compile")
 
@@ -77,7 +77,7 @@ def may_be_padded(description: Description) -> bool:
     return (
         description["may_be_padded"]
         and not any(description["offset_is_input"])
-        and all(settled_by_version(entry.name) for entry, _, _ in entries(description["tape"]))
+        and all(settled_by_version(entry.name) for entry, _, _ in summaries(description["tape"]))
     )
 
 

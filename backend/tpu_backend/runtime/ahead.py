@@ -72,6 +72,8 @@ def _begin_to_exit() -> None:
 
 def _forget_unwanted() -> None:
     """Programs that nobody has asked for, the oldest first: a step that was not taken again."""
+    if len(_promised) <= _MOST_UNWANTED:
+        return
     unwanted = [key for key, future in _promised.copy().items() if future.done()]
     for key in unwanted[: max(0, len(unwanted) - _MOST_UNWANTED)]:
         _promised.pop(key, None)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tpu_backend.runtime.dtypes import TORCH_DTYPES
-from tpu_backend.runtime.signature import ConstantArg, RuntimeArg, Signature, TensorArg, entries
+from tpu_backend.runtime.signature import ConstantArg, RuntimeArg, Signature, Summary, TensorArg, summaries
 from tpu_backend.runtime.user_line import first_line, line_of_mode
 
 _KEPT = 256  # programs to compare with
@@ -66,7 +66,7 @@ KINDS = (
 class _Program(NamedTuple):
     mode: str
     tape: tuple[int, ...]
-    entries: tuple[Signature, ...]
+    entries: tuple[Summary, ...]
     precisions: tuple[int | None, ...]
     circumstances: tuple[int, ...]
     inputs: frozenset[int]
@@ -149,18 +149,18 @@ def _difference_from_nearest(new: _Program) -> Cause | None:
 
 def _program(description: dict[str, Any], mode: str) -> _Program:
     tape = tuple(description["tape"])
-    decoded = [(entry, precision) for entry, precision, _ in entries(tape)]
-    signatures = tuple(entry for entry, _ in decoded)
+    known = [(entry, precision) for entry, precision, _ in summaries(tape)]
+    forms = tuple(entry for entry, _ in known)
     return _Program(
         mode,
         tape,
-        signatures,
-        tuple(precision for _, precision in decoded),
+        forms,
+        tuple(precision for _, precision in known),
         tuple(description["circumstances"]),
         frozenset(description["inputs"]),
         frozenset(description["outputs"]),
         tuple(description["offset_is_input"]),
-        tuple(re.sub(r"^(tpu_graph::[a-z]+)_\d+$", r"\1", entry.overload) for entry in signatures),
+        tuple(re.sub(r"^(tpu_graph::[a-z]+)_\d+$", r"\1", entry.overload) for entry in forms),
     )
 
 
@@ -211,7 +211,7 @@ def _difference(new: _Program, old: _Program) -> Cause | None:
             place_before = "" if line_before == line else f" ({line_before})"
             return Cause("operations", f"{entry.overload} is where {before.overload} was{place_before}", line)
         if entry.number != before.number:
-            return Cause(*_form_changed(entry, before), line)
+            return Cause(*_form_changed(entry.signature, before.signature), line)
         if new.precisions[place] != old.precisions[place]:
             return Cause(
                 "precision", f"torch.set_float32_matmul_precision was called before {entry.overload}", line
@@ -248,9 +248,9 @@ def _other_variant(new: _Program, old: _Program) -> Cause:
     return Cause("results", text, first_line(maker.number))
 
 
-def _maker(program: _Program, local: int) -> Signature:
+def _maker(program: _Program, local: int) -> Summary:
     """The operation that made this value of a program."""
-    made = (entry for entry in program.entries for output in entry.outputs if not output.skip)
+    made = (entry for entry in program.entries for output in entry.signature.outputs if not output.skip)
     numbers = (number for number in itertools.count() if number not in program.inputs)
     return next(entry for number, entry in zip(numbers, made) if number == local)
 
@@ -270,7 +270,7 @@ def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
     newest = max(entry.number for program in _earlier() for entry in program.entries)
     entry = next((entry for entry in candidates if entry.number > newest), candidates[0])
     state = "on, and was off" if now else "off, and was on"
-    return Cause("autocast", f"it is {state}: {entry.described()}", first_line(entry.number))
+    return Cause("autocast", f"it is {state}: {entry.signature.described()}", first_line(entry.number))
 
 
 def _other_casts(new: _Program, old: _Program) -> Cause | None:
@@ -288,16 +288,17 @@ def _mode_changed(new: _Program) -> Cause | None:
         return None
     for old in reversed(_earlier()):
         if old.mode != new.mode and first in old.entries:
-            return Cause("mode", f"it is {new.mode}, and was {old.mode}: {first.described()}", line_of_mode())
+            text = f"it is {new.mode}, and was {old.mode}: {first.signature.described()}"
+            return Cause("mode", text, line_of_mode())
     return None
 
 
-def _requires_grad_changed(entry: Signature, now: int, before: int) -> str | None:
+def _requires_grad_changed(entry: Summary, now: int, before: int) -> str | None:
     changed = (now ^ before) & ~_IN_AUTOCAST
     if not changed:
         return None
     place = (changed & -changed).bit_length() - 1
-    names = [name for name, leaf in entry.named_leaves() if isinstance(leaf, TensorArg)]
+    names = [name for name, leaf in entry.signature.named_leaves() if isinstance(leaf, TensorArg)]
     name = names[min(place, len(names) - 1)] if place < _LAST_TENSOR else "a tensor"
     verb = "requires a gradient, and did not" if now >> place & 1 else "requires no gradient, and did"
     return f"{name} of {entry.overload} {verb}"

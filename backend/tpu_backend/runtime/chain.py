@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tpu_backend.runtime.lists import elements_read, leaves_of, part_of
+from tpu_backend.runtime.lists import elements_made, elements_read, leaves_of, part_of
 from tpu_backend.runtime.parts import Part, Piece, Plan, plan_parts
 from tpu_backend.runtime.signature import RuntimeArg, TensorArg
 from tpu_backend.runtime.tape import Tape
@@ -214,7 +214,6 @@ class _Builder:
         self._whole_origin: list[int] = description["origin"]
         self._newest: dict[int, int] = {}  # by input of the whole: what its buffer held when the part began
         self._checked = {entry: place for place, entry in enumerate(description["checked"])}
-        self._starts = list(_starts(tape))
 
     def build(self, parts: Sequence[Part]) -> list[PartOfChain]:
         return [self._part(pieces) for pieces in parts]
@@ -243,9 +242,7 @@ class _Builder:
                     part.inputs.append(number(local))
                 part.tape.append(own[local])
             self._take_numbers(piece, part)
-            for output, made in zip(entry.signature.outputs, entry.made, strict=True):
-                if made is None or not _takes(piece, output.element):
-                    continue
+            for made in self._made(piece):
                 local = number(made)
                 if (buffer := self._whole_origin[made]) >= 0:
                     before = own.get(self._newest.get(buffer, buffer), -1)
@@ -264,38 +261,36 @@ class _Builder:
             if _takes(piece, element):
                 yield local
 
+    def _made(self, piece: Piece) -> Sequence[int]:
+        entry = self._tape.entries[piece.entry]
+        if piece.last is None:
+            return entry.made
+        elements = elements_made(entry.signature)
+        return [local for local, element in zip(entry.made, elements, strict=True) if _takes(piece, element)]
+
     def _take_numbers(self, piece: Piece, part: PartOfChain) -> None:
-        entry = self._tape.entries[piece.entry].signature
-        start = self._starts[piece.entry]
-        places = {kind: iter(range(first, 1 << 62)) for kind, first in start.items()}
-        for leaf in leaves_of(entry):
-            if (kind := _kind_of_number(leaf.value, entry.wide)) is not None:
-                place = next(places[kind])
+        entry = self._tape.entries[piece.entry]
+        kinds = part.floats, part.doubles, part.integers, part.offsets
+        if piece.last is None:
+            for taken, start, count in zip(kinds, entry.starts, entry.summary.num_numbers, strict=True):
+                taken += range(start, start + count)
+            return
+        places = list(entry.starts)
+        for leaf in leaves_of(entry.signature):
+            if (kind := _kind_of_number(leaf.value, entry.signature.wide)) is not None:
                 if _takes(piece, leaf.element):
-                    getattr(part, kind).append(place)
-        if entry.random:
-            part.integers += [next(places["integers"]), next(places["integers"])]
+                    kinds[kind].append(places[kind])
+                places[kind] += 1
 
 
 def _takes(piece: Piece, element: int) -> bool:
     return piece.last is None or element < 0 or piece.first <= element < piece.last
 
 
-def _kind_of_number(value: Any, is_wide: bool) -> str | None:
-    """Which of a segment's numbers an argument is, if any."""
+def _kind_of_number(value: Any, is_wide: bool) -> int | None:
+    """Which of a segment's numbers an argument is, if any: floats, doubles, integers or offsets."""
     if isinstance(value, TensorArg):
-        return "offsets" if value.has_offset else None
+        return 3 if value.has_offset else None
     if isinstance(value, RuntimeArg):
-        return "integers" if value.is_integer else "doubles" if is_wide else "floats"
+        return 2 if value.is_integer else 1 if is_wide else 0
     return None
-
-
-def _starts(tape: Tape) -> Iterator[dict[str, int]]:
-    """For each entry: the places of its first numbers among the segment's."""
-    counts = {"floats": 0, "doubles": 0, "integers": 0, "offsets": 0}
-    for entry in tape.entries:
-        yield dict(counts)
-        for leaf in leaves_of(entry.signature):
-            if (kind := _kind_of_number(leaf.value, entry.signature.wide)) is not None:
-                counts[kind] += 1
-        counts["integers"] += 2 * entry.signature.random

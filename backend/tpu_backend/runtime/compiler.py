@@ -33,7 +33,7 @@ from tpu_backend.runtime.index_chains import longest_chain
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
-from tpu_backend.runtime.signature import entries
+from tpu_backend.runtime.signature import summaries
 from tpu_backend.runtime.stored_executable import (
     are_storable,
     compiled_by_xla,
@@ -124,13 +124,12 @@ def _options(description: dict[str, Any], largest: int | None = None) -> dict[st
     """
     if platform().name != "cpu":
         return None
-    outputs = [output for entry, _, _ in entries(description["tape"]) for output in entry.outputs]
-    if any(is_16_bit(lowered_dtype(output.dtype)) for output in outputs):
+    values = {value for entry, _, _ in summaries(description["tape"]) for value in entry.values}
+    if any(is_16_bit(lowered_dtype(dtype)) for dtype in {dtype for dtype, _ in values}):
         return {_KERNELS_OF_YNN: ""}
     if largest is None:
-        shapes = [dims for _, dims in description["input_layouts"]]
-        shapes += [output.layout_dims for output in outputs]
-        largest = max(map(math.prod, shapes), default=0)
+        sizes = [math.prod(dims) for _, dims in description["input_layouts"]]
+        largest = max([*sizes, *(size for _, size in values)], default=0)
     return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if largest > _LARGE_ARRAY else _SUMS}
 
 
@@ -260,7 +259,7 @@ def _known(cause: Cause) -> Cause:
 
 def _described(descriptions: Sequence[dict[str, Any]]) -> str:
     """Which operations are compiled, where they were met first, and what saves the next start this."""
-    met = [entry for description in descriptions for entry, _, _ in entries(description["tape"])]
+    met = [entry for description in descriptions for entry, _, _ in summaries(description["tape"])]
     cache = executable_cache.current()
     kept = "TPU_CACHE_DIR=DIR keeps it" if cache is None else f"it will be kept in {cache.directory}"
     names = _first_of([entry.overload for entry in met])
@@ -268,7 +267,7 @@ def _described(descriptions: Sequence[dict[str, Any]]) -> str:
 
 
 def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: bool = True) -> Executable:
-    names = tuple(entry.overload for entry, _, _ in entries(description["tape"]))
+    names = tuple(entry.overload for entry, _, _ in summaries(description["tape"]))
     cache = executable_cache.current()
     options = _options(description)
     key = None if cache is None else key_of_tape(description, options)

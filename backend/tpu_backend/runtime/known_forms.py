@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tpu_backend import executable_cache
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.runtime.program_key import key_of_forms, settled_by_version
-from tpu_backend.runtime.signature import Signature
+from tpu_backend.runtime.signature import Summary
 
 _PAUSE = 2.0  # seconds at least between two writes: the file is written whole, and grows
 
@@ -26,10 +26,10 @@ class Answer(NamedTuple):
 
 
 class _KnownForms:
-    """Those of one environment, by the digests of their signatures."""
+    """Those of one cache, by the digests of their signatures."""
 
-    def __init__(self, cache: ExecutableCache, key: str):
-        self.cache, self.key = cache, key
+    def __init__(self, cache: ExecutableCache):
+        self.cache, self.key = cache, key_of_forms()
         self.answers: dict[str, Answer] = self._read()
         self.has_news = False
         self.written_at = float("-inf")
@@ -54,23 +54,22 @@ def _current() -> _KnownForms | None:
     cache = executable_cache.current()
     if cache is None:
         return None
-    key = key_of_forms()
-    if _known is None or _known.cache is not cache or _known.key != key:
-        _known = _KnownForms(cache, key)
+    if _known is None or _known.cache is not cache:
+        _known = _KnownForms(cache)
     return _known
 
 
-def recall(entry: Signature) -> Answer | None:
+def recall(form: Summary) -> Answer | None:
     """What an earlier process found out about a form, if there is an executable cache and one did."""
-    if not settled_by_version(entry.name) or (known := _current()) is None:
+    if not settled_by_version(form.name) or (known := _current()) is None:
         return None
-    return known.answers.get(entry.digest)
+    return known.answers.get(form.digest)
 
 
-def learn(entry: Signature, answer: Answer) -> None:
+def learn(form: Summary, answer: Answer) -> None:
     """A form was traced."""
-    if settled_by_version(entry.name) and (known := _current()) is not None:
-        known.answers[entry.digest] = answer
+    if settled_by_version(form.name) and (known := _current()) is not None:
+        known.answers[form.digest] = answer
         known.has_news = True
 
 

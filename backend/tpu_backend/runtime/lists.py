@@ -16,6 +16,7 @@ from tpu_backend.runtime.signature import (
     ListArg,
     RepeatedArg,
     Signature,
+    Summary,
     TensorArg,
     add_derived,
     signature,
@@ -24,11 +25,12 @@ from tpu_backend.runtime.signature import (
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")
 
 
-def list_length(entry: Signature) -> int:
+def list_length(entry: Signature | Summary) -> int:
     """How many elements its lists have; 0 where it is no operation on lists, or cannot be taken apart."""
-    if not entry.overload.startswith(_ON_LISTS) or entry.random:
+    if not entry.overload.startswith(_ON_LISTS):
         return 0
-    if any(output.element < 0 for output in entry.outputs):
+    entry = signature(entry.number) if isinstance(entry, Summary) else entry
+    if entry.random or any(output.element < 0 for output in entry.outputs):
         return 0
     lengths = set()
     for argument in entry.arguments:
@@ -66,6 +68,11 @@ def elements_read(entry: Signature) -> list[int]:
         leaf.element for leaf in leaves_of(entry) if isinstance(leaf.value, TensorArg) and leaf.value.reads
     ]
     return elements + [output.element for output in entry.outputs if output.partial and not output.skip]
+
+
+def elements_made(entry: Signature) -> list[int]:
+    """For each value that the operation makes, in order: of which element it is."""
+    return [output.element for output in entry.outputs if not output.skip]
 
 
 def with_elements(entry: Signature, elements: Sequence[int]) -> Signature:

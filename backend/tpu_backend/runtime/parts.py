@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_backend.runtime.lists import elements_read, kind_of, list_length, part_of
+from tpu_backend.runtime.lists import elements_made, elements_read, kind_of, list_length, part_of
 from tpu_backend.runtime.repeats import Repeat, find_repeats
-from tpu_backend.runtime.signature import ConstantArg, ListArg, Signature, TensorArg
+from tpu_backend.runtime.signature import Summary
 from tpu_backend.runtime.tape import Tape
 
 # Shorter stretches are not worth a launch of their own.
@@ -58,7 +58,7 @@ def plan_parts(tape: Tape) -> Plan:
 class _Planner:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._lengths = [0 if entry.precision else list_length(entry.signature) for entry in tape.entries]
+        self._lengths = [list_length(entry.summary) for entry in tape.entries]
         self._crossing = tape.crossing_bytes()
         self._parts: list[Part] = []
         self._most_times = self._num_saved = 0
@@ -83,14 +83,14 @@ class _Planner:
         entries = self._tape.entries
         if not all(entry.circumstances & _WITHOUT_GRADIENTS for entry in entries):
             return []
-        outlines = _numbered(_outline(entry.signature) for entry in entries)
+        outlines = _numbered(entry.summary.outline for entry in entries)
         repeats = find_repeats(outlines, self._crossing, _SHORTEST_REPEAT)
         return [repeat for repeat in repeats if repeat.times >= _FEWEST_TURNS and self._grows(repeat)]
 
     def _grows(self, repeat: Repeat) -> bool:
         """Whether most turns differ from those before them."""
         turns = [
-            [entry.signature.number for entry in self._tape.entries[begin:end]]
+            [entry.summary.number for entry in self._tape.entries[begin:end]]
             for begin, end in repeat.stretches()
         ]
         num_changed = sum(turn != before for turn, before in zip(turns[1:], turns))
@@ -125,9 +125,7 @@ class _Planner:
         read = zip(entry.links, elements_read(entry.signature), strict=True)
         if any(made.get(local, element) != element for local, element in read):
             return False
-        for output, written in zip(entry.signature.outputs, entry.made, strict=True):
-            if written is not None:
-                made[written] = output.element
+        made.update(zip(entry.made, elements_made(entry.signature), strict=True))
         return True
 
     def _joined(self) -> list[Part]:
@@ -163,7 +161,7 @@ class _Planner:
     def _add_single(self, begin: int, end: int) -> None:
         """Entries that no others repeat."""
         self._has_single_graph |= any(
-            _is_graph(self._tape.entries[place].signature) for place in range(begin, end)
+            _is_graph(self._tape.entries[place].summary) for place in range(begin, end)
         )
         self._add(begin, end)
 
@@ -207,21 +205,6 @@ def _numbered(things: Iterator[Any]) -> np.ndarray:
     return np.array([numbers.setdefault(thing, len(numbers)) for thing in things], np.int64)
 
 
-def _outline(entry: Signature) -> tuple[Any, ...]:
-    """An operation and the kinds of its arguments, sizes aside."""
-
-    def outline(value: Any) -> Any:
-        if isinstance(value, ListArg):
-            return tuple(map(outline, value.items))
-        if isinstance(value, TensorArg):
-            return None if value.geometry is None else len(value.sizes)
-        if isinstance(value, ConstantArg) and isinstance(value.value, list):
-            return ConstantArg, len(value.value)
-        return type(value)
-
-    return entry.overload, entry.default_dtype, *(outline(argument.value) for argument in entry.arguments)
-
-
-def _is_graph(entry: Signature) -> bool:
+def _is_graph(entry: Summary) -> bool:
     """Whether it is a graph of torch.compile."""
     return entry.overload.startswith("tpu_graph::")

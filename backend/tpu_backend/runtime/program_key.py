@@ -23,7 +23,7 @@ from jaxlib import xla_client
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.runtime.platform import platform
-from tpu_backend.runtime.signature import entries
+from tpu_backend.runtime.signature import summaries
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OWN = "tpu_backend.lowering."
@@ -105,7 +105,7 @@ def _host_cpu() -> dict[str, Any]:
     }
 
 
-_last_settings: tuple[dict[str, Any], str] = ({}, "")  # asked for with each form of an op
+_last_settings: tuple[dict[str, Any], str] = ({}, "")  # asked for with each program
 
 
 def _jax_settings() -> str:
@@ -126,7 +126,7 @@ def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None) -> 
     (`key_of_text`).
     """
     words: list[Any] = []
-    for entry, precision, links in entries(description["tape"]):
+    for entry, precision, links in summaries(description["tape"]):
         if not settled_by_version(entry.name):
             return None
         words.append([entry.digest, precision, list(links)])
@@ -154,8 +154,10 @@ def key_of_plan(key: str) -> str:
 
 
 def key_of_forms() -> str:
-    """The key of what was found out about forms of ops, see `known_forms.py`."""
-    return _key({"forms": True})
+    """The key of what was found out about forms of ops, see `known_forms.py`. XLA's flags and JAX's settings
+    say how programs are compiled, and no lowering asks for them.
+    """
+    return _digest({"environment": _fixed_environment(), "program": {"forms": True}})
 
 
 def settled_by_version(name: str) -> bool:
@@ -169,7 +171,7 @@ def _described(demand: Demand) -> dict[str, Any]:
     return asdict(demand) | {"error": demand.error.__name__}
 
 
-_last_environment: tuple[dict[str, Any], str] = ({}, "")  # and its digest, asked for with each form of an op
+_last_environment: tuple[dict[str, Any], str] = ({}, "")  # and its digest, asked for with each program
 
 
 def _key(program: dict[str, Any]) -> str:

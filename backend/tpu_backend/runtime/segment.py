@@ -37,7 +37,7 @@ from tpu_backend.runtime.signature import (
     TensorArg,
     entries,
     precision_readers,
-    signature,
+    summary,
 )
 from tpu_backend.runtime.user_line import remember_first_line, user_line
 
@@ -258,11 +258,11 @@ def trace_form(number: int) -> Answer:
     arguments, or a bug, named where it is met and not where the segment is cut.
     """
     remember_first_line(number)
-    entry = signature(number)
-    answer = known_forms.recall(entry)
+    form = summary(number)
+    answer = known_forms.recall(form)
     if answer is None:
-        answer = _traced(with_unlike_elements(entry))
-        known_forms.learn(entry, answer)
+        answer = _traced(with_unlike_elements(form.signature))
+        known_forms.learn(form, answer)
     if answer.reads_precision:
         precision_readers.add(number)
     return answer

@@ -1,16 +1,17 @@
 """Signatures: what the C++ recorder knows about one form of one op, in Python's terms.
 
 A tape is a list of words: for each entry a signature's id and the local numbers of the values it reads.
-Signatures are decoded once.
+To decode a signature takes a quarter of a millisecond, so it is done once, and not where its summary will do.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -93,6 +94,24 @@ class Output:
     layout_dims: tuple[int, ...]  # of the buffer's value
     layout_dtype: int
     computed: jax.ShapeDtypeStruct | None
+
+
+class Summary(NamedTuple):
+    """What is asked of a signature before anything is compiled."""
+
+    number: int
+    overload: str
+    name: str
+    digest: str  # of all of it: the same in every process
+    outline: tuple[int, int]  # the same for forms that differ in sizes alone; of this process
+    num_links: int  # values that it reads
+    num_numbers: tuple[int, int, int, int]  # of a segment's floats, doubles, integers and offsets
+    layouts: list[tuple[int, tuple[int, ...]]]  # dtype and dims of each value that it makes
+    values: list[tuple[int, int]]  # dtype of each output, and the elements of its value
+
+    @property
+    def signature(self) -> Signature:
+        return signature(self.number)
 
 
 @dataclass(frozen=True)
@@ -235,6 +254,35 @@ _derived: dict[int, Signature] = {}  # the recorder does not know them
 _derived_numbers: dict[str, int] = {}  # by digest
 
 
+@cache
+def summary(number: int) -> Summary:
+    """The summary of the signature with this id."""
+    if number >= _FIRST_DERIVED:
+        return _summary_of(_derived[number])
+    overload, name, identity, *rest = _C.summarize_signature(number)
+    digest = hashlib.sha256(overload.encode() + b"\0" + identity).hexdigest()
+    return Summary(number, overload, name, digest, *rest)
+
+
+def _summary_of(entry: Signature) -> Summary:
+    """The summary of a derived signature, which the recorder does not know. Nobody asks for its outline or
+    its numbers.
+    """
+    made = [output for output in entry.outputs if not output.skip]
+    num_links = sum(tensor.reads for tensor in entry.tensors()) + sum(output.partial for output in made)
+    return Summary(
+        entry.number,
+        entry.overload,
+        entry.name,
+        entry.digest,
+        (entry.number, 0),
+        num_links,
+        (0, 0, 0, 0),
+        [(output.layout_dtype, output.layout_dims) for output in made],
+        [(out.dtype, math.prod(out.layout_dims)) for out in entry.outputs if not out.undefined],
+    )
+
+
 def signature(number: int) -> Signature:
     """The decoded signature with this id."""
     return _derived[number] if number >= _FIRST_DERIVED else _decoded(number)
@@ -251,8 +299,8 @@ def add_derived(entry: Signature, origin: int) -> int:
 
 @cache
 def _decoded(number: int) -> Signature:
-    raw = _C.describe_signature(number)
-    if raw["name"] in ("zeros", "resize") and raw["overload"] == raw["name"]:
+    known, raw = summary(number), _C.describe_signature(number)
+    if known.name in ("zeros", "resize") and known.overload == known.name:
         arguments = tuple(
             Argument("source", False, False, _decode(item, "Tensor")) for item in raw["arguments"]
         )
@@ -265,15 +313,15 @@ def _decoded(number: int) -> Signature:
     default_dtype = None if raw["default_dtype"] is None else TORCH_DTYPES[raw["default_dtype"]]
     return Signature(
         number,
-        raw["overload"],
-        raw["name"],
+        known.overload,
+        known.name,
         arguments,
         outputs,
         raw["wide"],
         raw["random"],
         default_dtype,
         _result_type(arguments, default_dtype),
-        hashlib.sha256(repr(raw).encode()).hexdigest(),
+        known.digest,
     )
 
 
@@ -281,18 +329,16 @@ def _decoded(number: int) -> Signature:
 precision_readers: set[int] = set()
 
 
-@cache
-def _num_links(number: int) -> int:
-    entry = signature(number)
-    return sum(tensor.reads for tensor in entry.tensors()) + sum(
-        output.partial and not output.skip for output in entry.outputs
-    )
-
-
 def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, int | None, Sequence[int]]]:
     """The entries of a tape: each signature, the precision it was recorded with if it reads that, and the
     numbers of the values it reads.
     """
+    for known, precision, links in summaries(tape):
+        yield known.signature, precision, links
+
+
+def summaries(tape: Sequence[int]) -> Iterator[tuple[Summary, int | None, Sequence[int]]]:
+    """The entries of a tape, their signatures not decoded."""
     at = 0
     while at < len(tape):
         number, precision = tape[at], None
@@ -300,6 +346,7 @@ def entries(tape: Sequence[int]) -> Iterator[tuple[Signature, int | None, Sequen
         if number in precision_readers:
             precision = tape[at]
             at += 1
-        end = at + _num_links(number)
-        yield signature(number), precision, tape[at:end]
+        known = summary(number)
+        end = at + known.num_links
+        yield known, precision, tape[at:end]
         at = end

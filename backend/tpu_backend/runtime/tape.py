@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_backend.runtime.dtypes import stored_dtype
-from tpu_backend.runtime.signature import Signature, entries
+from tpu_backend.runtime.signature import Signature, Summary, summaries
 
 LayoutKey = tuple[int, tuple[int, ...]]  # dtype and dims
 
@@ -19,16 +19,22 @@ LayoutKey = tuple[int, tuple[int, ...]]  # dtype and dims
 class Entry(NamedTuple):
     """One recorded operation."""
 
-    signature: Signature
+    summary: Summary
     precision: int | None  # PyTorch's setting for matrix products, where the lowering reads it
     links: Sequence[int]  # the values it reads
-    made: tuple[int | None, ...]  # the value of each output; None where it writes nothing
+    made: Sequence[int]  # the values it makes
+    starts: tuple[int, int, int, int]  # the first of its floats, doubles, integers and offsets
     circumstances: int  # see csrc/signature.h
+
+    @property
+    def signature(self) -> Signature:
+        """The operation, decoded."""
+        return self.summary.signature
 
     @property
     def words(self) -> list[int]:
         """What stands for the operation on a tape, before its links."""
-        return [self.signature.number] if self.precision is None else [self.signature.number, self.precision]
+        return [self.summary.number] if self.precision is None else [self.summary.number, self.precision]
 
 
 @dataclass
@@ -49,14 +55,14 @@ class Tape:
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)
         found = []
+        starts = 0, 0, 0, 0
         for (entry, precision, links), circumstances in zip(
-            entries(description["tape"]), description["circumstances"], strict=True
+            summaries(description["tape"]), description["circumstances"], strict=True
         ):
-            made = tuple(None if output.skip else next(fresh) for output in entry.outputs)
-            for output, local in zip(entry.outputs, made, strict=True):
-                if local is not None:
-                    layouts[local] = output.layout_dtype, output.layout_dims
-            found.append(Entry(entry, precision, links, made, circumstances))
+            made = list(itertools.islice(fresh, len(entry.layouts)))
+            layouts.update(zip(made, entry.layouts, strict=True))
+            found.append(Entry(entry, precision, links, made, starts, circumstances))
+            starts = tuple(map(sum, zip(starts, entry.num_numbers, strict=True)))  # type: ignore[assignment]
         return Tape(found, layouts)
 
     def num_bytes(self, local: int) -> int:
@@ -74,7 +80,7 @@ class Tape:
         last_reads = self.last_reads()
         for place, entry in enumerate(self.entries):
             for local in entry.made:
-                if local is not None and (last := last_reads.get(local, place)) > place:
+                if (last := last_reads.get(local, place)) > place:
                     change[place + 1] += self.num_bytes(local)
                     change[last + 1] -= self.num_bytes(local)
         return np.cumsum(change)
