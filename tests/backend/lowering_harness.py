@@ -30,6 +30,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.backend.quick_xla import quick_xla
 from tpu_backend.lowering import TABLE, Lowering, NotLoweredError, apply, functional_name
 from tpu_backend.lowering.names import overload_name
 
@@ -106,7 +107,7 @@ def _compiled(
         )
         return apply(entry, args, kwargs, out, compute_dtype, jax.random.key(0) if entry.draws else None)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=quick_xla())
 
 
 def _runtime_scalar(value: Any) -> Any:

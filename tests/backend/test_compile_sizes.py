@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpu_backend.compiled.padding import bucket
+from tpu_backend.buckets import bucket
 
 
 @pytest.fixture(autouse=True)

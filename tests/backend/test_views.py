@@ -16,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.backend.choices import Choices
+from tests.backend.quick_xla import quick_xla
 from tpu_backend import _C
 from tpu_backend.views import Geometry, memory_order, read, resolve_on_host, slices, write
 
@@ -33,7 +34,6 @@ SHAPES = [(24,), (4, 6), (2, 3, 4), (5, 7), (23,), (3, 1, 5), (3, 4, 4), (2, 2, 
 FIRST, LAST = 0, -1
 
 # Chains are drawn as plain integers, which `Choices` decodes into one operation each: that is quick.
-QUICK_XLA = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 # A failure names its case, so nothing is shrunk: every attempt would compile again.
 QUICK = settings(deadline=None, phases=[Phase.generate], database=None)
 chains = st.tuples(st.integers(0, 9), st.lists(st.integers(0, 2**32), max_size=5), st.integers(0, 2**16))
@@ -207,10 +207,7 @@ def run(cases: list[Case]) -> None:
         [case.value for case in cases],
         [np.int64(case.moved) for case in cases],
     )
-    lowered = jax.jit(program).lower(*arguments)
-    results = lowered.compile(compiler_options=QUICK_XLA if jax.default_backend() == "cpu" else {})(
-        *arguments
-    )
+    results = jax.jit(program, compiler_options=quick_xla())(*arguments)
     for case, (at_home, moved, written, written_moved) in zip(cases, results):
         assert_same(at_home, case.reads[0], case)
         assert_same(moved, case.reads[1], case)

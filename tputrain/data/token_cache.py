@@ -148,16 +148,8 @@ def _save_tokens(stem: Path, pieces: list[np.ndarray], offsets: list[int], token
 
 
 def _batches_of_text(documents: Sequence[Document]) -> Iterator[list[str]]:
-    """The documents by way of `datasets`; imported only here, a cache hit is spared the second it takes."""
-    import datasets
-
-    if not documents:
-        return
-    dataset = datasets.Dataset.from_dict(
-        {"path": [document.path for document in documents], "text": [document.text for document in documents]}
-    )
-    for batch in dataset.iter(batch_size=_DOCUMENTS_A_BATCH):
-        yield batch["text"]
+    for start in range(0, len(documents), _DOCUMENTS_A_BATCH):
+        yield [document.text for document in documents[start : start + _DOCUMENTS_A_BATCH]]
 
 
 def _publish(built: Path, entry: Path) -> None:

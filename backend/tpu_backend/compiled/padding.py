@@ -20,13 +20,6 @@ import torch
 from torch import fx
 
 _aten = torch.ops.aten
-SMALLEST_BUCKET = 4
-
-
-def bucket(size: int) -> int:
-    """The least of 4, 6, 8, 12, 16, 24, ... (powers of two and one and a half of them) that is not below."""
-    power = max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
-    return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 
 
 def paddable_sizes(nodes: Sequence[fx.Node]) -> set[sympy.Symbol]:

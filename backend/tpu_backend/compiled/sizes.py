@@ -11,8 +11,9 @@ import sympy
 import torch
 from torch import fx
 
+from tpu_backend.buckets import bucket
 from tpu_backend.compiled.graph import Graph
-from tpu_backend.compiled.padding import bucket, paddable_sizes, padded, place_of
+from tpu_backend.compiled.padding import paddable_sizes, padded, place_of
 
 log = logging.getLogger("tpu_backend.compile")
 

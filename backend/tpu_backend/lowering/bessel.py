@@ -16,9 +16,9 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy  # loads scipy.special, a tenth of a second, where a coefficient asks for it
 from jax.scipy.special import i0, i1
 from numpy.polynomial import chebyshev
-from scipy import special
 
 from tpu_backend.lowering.registry import lowering
 
@@ -57,7 +57,11 @@ _LARGE = 8.0
 def _hankel(order: int, z: np.ndarray) -> np.ndarray:
     """P + iQ at x = 8 / sqrt(z)."""
     x = _LARGE / np.sqrt(z)
-    return special.hankel1e(order, x) * np.sqrt(math.pi * x / 2) * np.exp(1j * math.pi * (order / 2 + 1 / 4))
+    return (
+        scipy.special.hankel1e(order, x)
+        * np.sqrt(math.pi * x / 2)
+        * np.exp(1j * math.pi * (order / 2 + 1 / 4))
+    )
 
 
 def _amplitudes(order: int) -> tuple[_Smooth, _Smooth]:
@@ -70,14 +74,18 @@ def _amplitudes(order: int) -> tuple[_Smooth, _Smooth]:
 
 _AMPLITUDES = [_amplitudes(order) for order in (0, 1)]
 _J_NEAR = [
-    _Smooth(lambda u: special.j0(np.sqrt(u)), 0, _LARGE**2),
-    _Smooth(lambda u: special.j1(np.sqrt(u)) / np.sqrt(u), 0, _LARGE**2),
+    _Smooth(lambda u: scipy.special.j0(np.sqrt(u)), 0, _LARGE**2),
+    _Smooth(lambda u: scipy.special.j1(np.sqrt(u)) / np.sqrt(u), 0, _LARGE**2),
 ]
 _Y_NEAR = [  # without the logarithm and the pole
-    _Smooth(lambda u: special.y0(np.sqrt(u)) - np.log(u) / math.pi * special.j0(np.sqrt(u)), 0, _LARGE**2),
+    _Smooth(
+        lambda u: scipy.special.y0(np.sqrt(u)) - np.log(u) / math.pi * scipy.special.j0(np.sqrt(u)),
+        0,
+        _LARGE**2,
+    ),
     _Smooth(
         lambda u: (
-            (special.y1(np.sqrt(u)) - np.log(u) / math.pi * special.j1(np.sqrt(u))) / np.sqrt(u)
+            (scipy.special.y1(np.sqrt(u)) - np.log(u) / math.pi * scipy.special.j1(np.sqrt(u))) / np.sqrt(u)
             + 2 / (math.pi * u)
         ),
         0,
@@ -134,16 +142,22 @@ def spherical_bessel_j0(x):
 
 _K_LARGE = 2.0
 _K_NEAR = [  # without the logarithm; the second times x
-    _Smooth(lambda u: special.k0(np.sqrt(u)) + np.log(u / 4) / 2 * special.i0(np.sqrt(u)), 0, _K_LARGE**2),
     _Smooth(
-        lambda u: (special.k1(np.sqrt(u)) - np.log(u / 4) / 2 * special.i1(np.sqrt(u))) * np.sqrt(u),
+        lambda u: scipy.special.k0(np.sqrt(u)) + np.log(u / 4) / 2 * scipy.special.i0(np.sqrt(u)),
+        0,
+        _K_LARGE**2,
+    ),
+    _Smooth(
+        lambda u: (
+            (scipy.special.k1(np.sqrt(u)) - np.log(u / 4) / 2 * scipy.special.i1(np.sqrt(u))) * np.sqrt(u)
+        ),
         0,
         _K_LARGE**2,
     ),
 ]
 _K_FAR = [
-    _Smooth(lambda z: special.k0e(_K_LARGE / z) * np.sqrt(_K_LARGE / z)),
-    _Smooth(lambda z: special.k1e(_K_LARGE / z) * np.sqrt(_K_LARGE / z)),
+    _Smooth(lambda z: scipy.special.k0e(_K_LARGE / z) * np.sqrt(_K_LARGE / z)),
+    _Smooth(lambda z: scipy.special.k1e(_K_LARGE / z) * np.sqrt(_K_LARGE / z)),
 ]
 
 
@@ -174,20 +188,20 @@ def _airy_amplitudes(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """P and Q of Ai(-x) at the x whose zeta = 2/3 x^(3/2) has ratio^2 = z to that of 2."""
     zeta = _ZETA_LARGE / np.sqrt(z)
     x = (1.5 * zeta) ** (2 / 3)
-    ai, _, bi, _ = special.airy(-x)
+    ai, _, bi, _ = scipy.special.airy(-x)
     phase, size = zeta - math.pi / 4, math.sqrt(math.pi) * x**0.25
     return size * (ai * np.cos(phase) - bi * np.sin(phase)), size * (ai * np.sin(phase) + bi * np.cos(phase))
 
 
 def _airy_decay(z: np.ndarray) -> np.ndarray:
     x = (1.5 * _ZETA_LARGE / z) ** (2 / 3)
-    return special.airye(x)[0] * 2 * math.sqrt(math.pi) * x**0.25
+    return scipy.special.airye(x)[0] * 2 * math.sqrt(math.pi) * x**0.25
 
 
 _AIRY_P = _Smooth(lambda z: _airy_amplitudes(z)[0])
 _AIRY_Q = _Smooth(lambda z: _airy_amplitudes(z)[1] / np.sqrt(z))
 _AIRY_DECAY = _Smooth(_airy_decay)
-_AIRY_NEAR = _Smooth(lambda x: special.airy(x)[0], -_AIRY_LARGE, _AIRY_LARGE)
+_AIRY_NEAR = _Smooth(lambda x: scipy.special.airy(x)[0], -_AIRY_LARGE, _AIRY_LARGE)
 
 
 @lowering("special_airy_ai", promote="result")
@@ -210,7 +224,7 @@ _ERFCX_CENTRE = 3.75  # (x - c) / (x + c) maps [0, inf) to [-1, 1), after Shephe
 
 def _erfcx_smooth(t: np.ndarray) -> np.ndarray:
     x = _ERFCX_CENTRE * (1 + t) / (1 - t)
-    return (1 + 2 * x) * special.erfcx(x)
+    return (1 + 2 * x) * scipy.special.erfcx(x)
 
 
 _ERFCX = _Smooth(_erfcx_smooth, -1, 1)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from tpu_backend.compiled.padding import bucket as fine_bucket
+from tpu_backend.buckets import bucket as fine_bucket
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.padded.dims import NotPaddableError
 from tpu_backend.padded.executable import Plan, pieces
