@@ -17,6 +17,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "renorm by the second norm": lambda x: x.renorm(2, 1, 2.0),
     "sgn": torch.sgn,
     "addmm to a number": lambda x: torch.addmm(torch.tensor(2j), x, x.t(), alpha=0.5j),
+    "mean by scatter_reduce": lambda x: x.scatter_reduce(
+        0, torch.zeros(1, 9, device=x.device).long(), x, "mean"
+    ),
     "power by a number": lambda x: torch.pow(x, torch.tensor(2j)),
 }
 
@@ -33,6 +36,40 @@ def test_functions_agree_with_the_cpu(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values = 4 * torch.randn(5, 9, dtype=torch.complex64, generator=generator)
     torch.testing.assert_close(FUNCTIONS[name](values.to("tpu")).cpu(), FUNCTIONS[name](values))
+
+
+INF, NAN = float("inf"), float("nan")
+PARTS = (0.0, -0.0, 0.5, -1.5, 2.5)
+ON_CUTS = torch.tensor([complex(real, imag) for real in PARTS for imag in PARTS])
+INFINITE = torch.tensor(
+    [complex(real, imag) for real in (*PARTS, INF, -INF, NAN) for imag in (0.0, 1.0, INF, -INF, NAN)]
+)
+
+
+def parts(values: Tensor) -> Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+@pytest.mark.parametrize(
+    "name", ["acos", "acosh", "asin", "asinh", "atan", "atanh", "log", "sqrt", "rsqrt", "log2", "log10"]
+)
+def test_the_sign_of_a_zero_says_on_which_side_of_a_cut_a_number_is(name: str) -> None:
+    function = getattr(torch, name)
+    ours, theirs = parts(function(ON_CUTS.to("tpu")).cpu()), parts(function(ON_CUTS))
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["abs", "exp", "exp2", "log", "log2", "log10", "atan", "atanh"])
+def test_infinite_parts_count_as_in_c(name: str) -> None:
+    function = getattr(torch, name)
+    ours, theirs = parts(function(INFINITE.to("tpu")).cpu()), parts(function(INFINITE))
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("exponent", [2.0, 1 - 2j, 0.25])
+def test_zero_to_a_complex_power_is_zero(exponent: complex) -> None:
+    powers = torch.zeros(3, dtype=torch.complex64, device="tpu") ** torch.tensor(exponent, device="tpu")
+    assert powers.tolist() == [0, 0, 0]
 
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {

@@ -87,6 +87,14 @@ REFUSED = {
         .bool()
         .scatter_reduce(0, torch.tensor([0, 1], device=p), torch.ones(2, device=p).bool(), "mean")
     ),
+    "a mean of no masks": lambda p: (
+        torch.ones(2, device=p)
+        .bool()
+        .scatter_reduce(0, torch.tensor([], device=p).long(), torch.ones(0, device=p).bool(), "mean")
+    ),
+    "cross entropy of integer logits": lambda p: F.binary_cross_entropy_with_logits(
+        torch.arange(2, device=p), torch.ones(2, device=p)
+    ),
     "a power beyond 16 bit": lambda p: torch.ones(2, dtype=torch.half, device=p) ** 2**31,
     "det of 16 bit": lambda p: torch.linalg.det(torch.eye(3, dtype=torch.half, device=p)),
     "std": lambda p: torch.arange(4, device=p).std(),

@@ -413,7 +413,7 @@ def scatter(self, dim, index, src):
     return _write(base, grid)("set", src).reshape(self.shape)
 
 
-@lowering("scatter.value", fits={"value": "result"})
+@lowering("scatter.value", fits={"value": "written"})
 def scatter_value(self, dim, index, value):
     return scatter(self, dim, index, _filled(index, value, self.dtype))
 
@@ -432,19 +432,19 @@ def scatter_add(self, dim, index, src):
 
 @lowering("scatter.reduce", "scatter_reduce.two")
 def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
+    if self.dtype == jnp.bool_ and reduce == "mean":
+        raise NotLoweredError("a mean of bool: PyTorch refuses it, in its own words on the CPU")
     if index.size == 0:
         return self
     if jnp.iscomplexobj(self) and reduce in ("amax", "amin"):
         raise NotLoweredError(
             "complex numbers have no order: PyTorch refuses them, in its own words on the CPU"
         )
-    if self.dtype == jnp.bool_ and reduce == "mean":
-        raise NotLoweredError("a mean of bool: PyTorch refuses it, in its own words on the CPU")
     base, grid, src = _scatter_operands(self, dim, index, src)
     return _reduce_into(base, grid, src, reduce, include_self).reshape(self.shape)
 
 
-@lowering("scatter.value_reduce", fits={"value": "result"})
+@lowering("scatter.value_reduce", fits={"value": "written"})
 def scatter_value_reduce(self, dim, index, value, *, reduce):
     return scatter_reduce(self, dim, index, _filled(index, value, self.dtype), reduce)
 
@@ -476,7 +476,7 @@ def _reduce_into(self, index, src, reduce, include_self, dtype=None):
         ones = jnp.ones(self.shape, dtype)
         counts = ones if include_self else _write(ones, index)("set", jnp.zeros((), dtype))
         counts = jnp.maximum(_write(counts, index)("add", jnp.ones((), dtype)), 1)
-        result = result / counts if jnp.issubdtype(dtype, jnp.floating) else jnp.floor_divide(result, counts)
+        result = result / counts if jnp.issubdtype(dtype, jnp.inexact) else jnp.floor_divide(result, counts)
     return result
 
 

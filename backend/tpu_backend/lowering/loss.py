@@ -10,7 +10,7 @@ from jax import lax
 
 from tpu_backend.lowering.bounds import require_all, require_in_range
 from tpu_backend.lowering.dims import at_least_1d
-from tpu_backend.lowering.registry import NotLoweredError, converted, is_16_bit, lowering, stored
+from tpu_backend.lowering.registry import NotLoweredError, converted, is_16_bit, lowering, opmath, stored
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
@@ -170,14 +170,25 @@ def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduct
     return grad if weight is None else grad * weight
 
 
-@lowering("binary_cross_entropy_with_logits", promote="result")
-def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=_MEAN, *, out):
-    rounded = _rounded_to(out[0])
-    of_ones = rounded(jax.nn.log_sigmoid(self))
+@lowering("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=_MEAN):
+    """In the steps and dtypes of PyTorch's: the sigmoid in that of the logits, the losses in the target's."""
+
+    def in_dtype_of(tensor, value):
+        return stored(value.astype(opmath(tensor.dtype)), tensor.dtype)
+
+    logits, ones = self.astype(opmath(self.dtype)), target.astype(opmath(target.dtype))
+    of_ones = in_dtype_of(self, jax.nn.log_sigmoid(logits))
     if pos_weight is not None:
-        of_ones = rounded(rounded(rounded(rounded(pos_weight - 1) * target) + 1) * of_ones)
-    losses = rounded(rounded(rounded(1 - target) * self) - of_ones)
-    return _reduced(losses if weight is None else rounded(losses * weight), reduction)
+        common = jnp.zeros((), jnp.promote_types(pos_weight.dtype, target.dtype))
+        more = in_dtype_of(pos_weight, pos_weight.astype(opmath(pos_weight.dtype)) - 1)
+        factors = in_dtype_of(common, in_dtype_of(common, more * ones) + 1)
+        of_ones = in_dtype_of(self, factors * of_ones)
+    losses = in_dtype_of(target, in_dtype_of(target, 1 - ones) * logits)
+    losses = in_dtype_of(target, losses - of_ones)
+    if weight is not None:
+        losses = in_dtype_of(target, losses * weight.astype(opmath(weight.dtype)))
+    return _reduced(losses, reduction)
 
 
 @lowering("soft_margin_loss", promote="result")

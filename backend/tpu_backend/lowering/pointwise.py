@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tpu_backend.lowering import complex_numbers
 from tpu_backend.lowering.bounds import nonzero_divisor
 from tpu_backend.lowering.few_numbers import add_scaled, add_scaled_16_bit, rsqrt_16_bit
 from tpu_backend.lowering.matmul import scaled
@@ -44,33 +45,40 @@ def _unless_integral(function):
     return rounded
 
 
+def _on_both(of_reals, of_complex):
+    def function(self):
+        return of_complex(self) if jnp.iscomplexobj(self) else of_reals(self)
+
+    return function
+
+
 _UNARY = {
-    "acos": jnp.arccos,
-    "acosh": jnp.arccosh,
-    "asin": jnp.arcsin,
-    "asinh": jnp.arcsinh,
-    "atan": jnp.arctan,
-    "atanh": jnp.arctanh,
+    "acos": _on_both(jnp.arccos, complex_numbers.acos),
+    "acosh": _on_both(jnp.arccosh, complex_numbers.acosh),
+    "asin": _on_both(jnp.arcsin, complex_numbers.asin),
+    "asinh": _on_both(jnp.arcsinh, complex_numbers.asinh),
+    "atan": _on_both(jnp.arctan, complex_numbers.atan),
+    "atanh": _on_both(jnp.arctanh, complex_numbers.atanh),
     "ceil": _unless_integral(jnp.ceil),
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
-    "exp": lambda self: opaque(jnp.exp(self)),
-    "exp2": lambda self: opaque(jnp.exp2(self)),
+    "exp": _on_both(lambda self: opaque(jnp.exp(self)), complex_numbers.exp),
+    "exp2": _on_both(lambda self: opaque(jnp.exp2(self)), complex_numbers.exp2),
     "expm1": jnp.expm1,
     "floor": _unless_integral(jnp.floor),
-    "log": jnp.log,
-    "log10": jnp.log10,
+    "log": _on_both(jnp.log, complex_numbers.log),
+    "log10": _on_both(jnp.log10, lambda self: complex_numbers.log(self, 10)),
     "log1p": jnp.log1p,
-    "log2": jnp.log2,
+    "log2": _on_both(jnp.log2, lambda self: complex_numbers.log(self, 2)),
     "neg": lambda self: -self,
     "rad2deg": jnp.rad2deg,
     "reciprocal": jnp.reciprocal,
     "round": _unless_integral(jnp.round),
-    "sigmoid": jax.nn.sigmoid,
+    "sigmoid": _on_both(jax.nn.sigmoid, complex_numbers.sigmoid),
     "sin": jnp.sin,
     "sinh": jnp.sinh,
-    "sqrt": lambda self: jnp.sqrt(opaque(self)),
+    "sqrt": _on_both(lambda self: jnp.sqrt(opaque(self)), complex_numbers.sqrt),
     "tan": jnp.tan,
     "tanh": jnp.tanh,
     "trunc": _unless_integral(jnp.trunc),
@@ -94,7 +102,7 @@ def signbit(self):
     return jnp.signbit(self) if is_floating(self) else self < 0
 
 
-lowering("abs", promote="opmath")(jnp.abs)
+lowering("abs", promote="opmath")(_on_both(jnp.abs, complex_numbers.abs))
 lowering("conj_physical", "_conj_physical")(jnp.conj)
 
 
@@ -150,6 +158,8 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None, *, out):
 @lowering("rsqrt", promote="result")
 def rsqrt(self, *, out):
     dtype, self = out[0].dtype, opaque(self)
+    if jnp.iscomplexobj(self):
+        return 1 / complex_numbers.sqrt(self)
     return rsqrt_16_bit(self, lambda values: stored(values, dtype)) if is_16_bit(dtype) else lax.rsqrt(self)
 
 
@@ -273,10 +283,11 @@ def pow_scalar(self, exponent, *, out):
         if exponent in (3, -2) and out[0].dtype == jnp.bfloat16:  # products of bfloat16, as on the CPU
             square = stored(self * self, jnp.bfloat16)
             return square * self if exponent == 3 else 1 / square
-        if exponent == 0.5:
-            return jnp.sqrt(opaque(self))
-        if exponent == -0.5:
-            return lax.rsqrt(opaque(self))
+        if out[0].dtype != jnp.float16:  # whose power is C's, which is infinity for -inf ** 0.5
+            if exponent == 0.5:
+                return _UNARY["sqrt"](self)
+            if exponent == -0.5:
+                return rsqrt(self, out=out)
         if jnp.issubdtype(self.dtype, jnp.integer):
             if not 0 <= exponent <= jnp.iinfo(self.dtype).max:
                 raise NotLoweredError("a power of integers that PyTorch refuses, in its own words on the CPU")
@@ -313,6 +324,8 @@ def pow_tensor(self, exponent, *, out):
     if isinstance(exponent, complex):
         exponent = jnp.asarray(exponent, self.dtype)
     self, exponent = jnp.asarray(_number(self, out[0]), exponent.dtype), _number(exponent, out[0])
+    if jnp.issubdtype(exponent.dtype, jnp.complexfloating):
+        return complex_numbers.power(self, exponent)
     if jnp.issubdtype(exponent.dtype, jnp.inexact):
         return opaque(jnp.power(self, exponent))
     if exponent.dtype == jnp.bool_:
