@@ -1,4 +1,4 @@
-"""When the op stream is cut, and whether programs are padded. A setting holds for the whole process."""
+"""When recorded operations are run, and whether programs are padded: settings of the whole process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ _PARTS = ("never", "first", "prepare", "always")  # as in csrc/program.h
 
 
 class eager_mode:  # noqa: N801 - reads as a function
-    """When recorded operations are run: "debug" after each one, waiting for it; "strict" after each one;
-    "fused" together, as one program, at natural boundaries.
+    """When recorded operations are run.
+
+    - "debug": after each one, and the device waits for it.
+    - "strict": after each one.
+    - "fused": together, as one program, at natural boundaries.
 
     ``torch.tpu.eager_mode("strict")`` sets the mode for all threads of the process. As a context manager it
-    is restored at the end. A process starts in fused mode with ``parts="first"``, or in the mode that the
+    restores the mode before. A process starts in fused mode with ``parts="first"``, or in the mode that the
     environment variable ``TPU_EAGER_MODE`` names.
 
     ``parts``, in fused mode: whether a long program is run in parts, which equal layers and their shares of
@@ -31,8 +34,8 @@ class eager_mode:  # noqa: N801 - reads as a function
       the mode is fused with ``parts="never"``.
     - ``"always"``: in parts.
 
-    ``check_nans``, in debug mode: raise at the first operation whose result holds a NaN, naming it (default:
-    as ``TPU_DEBUG_NANS=1`` says).
+    ``check_nans``, in debug mode: raise at the first operation whose result holds a NaN, naming it. The
+    default is what ``TPU_DEBUG_NANS=1`` says.
 
     Raises ValueError for an unknown mode or value of ``parts``, and for an option of another mode.
     """
