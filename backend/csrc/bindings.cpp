@@ -1,5 +1,6 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
 #include "recorded_step.h"
+#include "rehearsal.h"
 
 #include "decode.h"
 #include "device.h"
@@ -137,10 +138,10 @@ py::list numbers_of(const tpu::RecordedStep& step) {
     }
   };
   const auto& numbers = step.run().numbers;
-  add(0, numbers.floats, step.notes().float_takers);
-  add(1, numbers.doubles, step.notes().double_takers);
+  add(0, numbers.floats, step.record().float_takers);
+  add(1, numbers.doubles, step.record().double_takers);
   const auto first_integer = all.size();
-  add(2, numbers.integers, step.notes().integer_takers);
+  add(2, numbers.integers, step.record().integer_takers);
   for (const auto& draw : step.run().draws) {
     for (size_t place : {draw.place, draw.place + 1}) {
       all[first_integer + place] = py::make_tuple(2, place, py::none(), -1);
@@ -205,10 +206,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("matmul_precision", [] { return static_cast<int>(tpu::matmul_precision()); });
   m.def("surroundings", [] { return tpu::Surroundings::now().key(); });
   m.def("begin_rehearsal", [with_stream](int device) {
-    with_stream(device, [](tpu::Stream& stream) { stream.begin_rehearsal(); });
+    with_stream(device, [](tpu::Stream& stream) { tpu::Rehearsal::begin(stream); });
   });
   m.def("end_rehearsal", [with_stream](int device) {
-    with_stream(device, [](tpu::Stream& stream) { stream.end_rehearsal(); });
+    with_stream(device, [](tpu::Stream& stream) { tpu::Rehearsal::end(stream); });
   });
   m.def("stop_launcher", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.stop_launcher(); });

@@ -179,7 +179,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     auto& stream = Device::get().stream(old->device);
     StreamLock lock(stream.mutex());
-    TORCH_CHECK(!stream.must_keep(*old), "a storage from before torch.tpu.rehearsal cannot be resized in it");
+    TORCH_CHECK(!stream.sink()->must_keep(*old), "a storage from before torch.tpu.rehearsal cannot be resized in it");
     auto data = make_buffer(nbytes, intern_layout({static_cast<int64_t>(nbytes)}, c10::kByte), old->device);
     stream.copy_resized(old, static_cast<Buffer*>(data.get_context()));
     impl->set_data_ptr_noswap(std::move(data));

@@ -82,13 +82,15 @@ RecordedStep::RecordedStep(c10::DeviceIndex device)
   StreamLock lock(stream.mutex());
   const auto check_alone = [&] {
     TORCH_CHECK(
-        stream.notes == nullptr,
+        dynamic_cast<const CaptureSink*>(stream.sink().get()) == nullptr,
         "torch.tpu.capture: another thread is recording a step: let the first calls of one come before the other's");
   };
   check_alone();
   stream.cut_all();
   check_alone();
-  stream.notes = &notes_;
+  if (stream.sink() == stream.run_sink()) { // a rehearsal records no step
+    stream.set_sink(record_);
+  }
   is_recording_ = true;
 }
 
@@ -102,8 +104,8 @@ void RecordedStep::abandon() {
   }
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
-  if (stream.notes == &notes_) {
-    stream.notes = nullptr;
+  if (stream.sink() == record_) {
+    stream.set_sink(stream.run_sink());
   }
 }
 
@@ -111,27 +113,30 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
   const auto seen = seen_buffers();
-  stream.cut(/*ends_notes=*/true);
+  if (stream.sink() != record_) {
+    return Problem{"it is called in torch.tpu.rehearsal, which runs nothing"};
+  }
+  stream.cut(stream.run_sink());
   is_recording_ = false;
-  if (notes_.first_read.has_value()) {
+  if (record_->first_read.has_value()) {
     return Problem{
         "it reads a tensor to the host (item(), print, an operator that runs on the CPU)",
         "return what is read, and read it outside",
         -1,
-        *notes_.first_read};
+        *record_->first_read};
   }
-  if (notes_.is_full) {
+  if (record_->is_full) {
     return Problem{
         "it is more than " + std::to_string(kMaxEntries) + " operations",
         "capture a part of it, or compile the model, which makes its operations one"};
   }
-  if (notes_.num_cuts > 1) {
-    return Problem{"it is more than one program: it waits or flushes", "do that outside", -1, notes_.first_cut};
+  if (record_->num_cuts > 1) {
+    return Problem{"it is more than one program: it waits or flushes", "do that outside", -1, record_->first_cut};
   }
-  if (!notes_.run.has_value() || notes_.run->variant == nullptr) {
+  if (!record_->run.has_value() || record_->run->variant == nullptr) {
     return Problem{"it computes nothing that is kept"};
   }
-  run_ = std::move(*notes_.run);
+  run_ = std::move(*record_->run);
   return resolve(arguments, results, seen);
 }
 
@@ -184,10 +189,10 @@ std::optional<Problem> RecordedStep::resolve(
     output_of[outputs[output]] = output;
   }
   std::unordered_map<uintptr_t, std::unordered_set<int32_t>> read_from;
-  for (const auto& [local, address] : notes_.reads) {
+  for (const auto& [local, address] : record_->reads) {
     read_from[address].insert(local);
   }
-  const std::unordered_set<uintptr_t> written(notes_.written.begin(), notes_.written.end());
+  const std::unordered_set<uintptr_t> written(record_->written.begin(), record_->written.end());
   std::unordered_set<size_t> found_storages;
   bool is_strange = false;
   for (const auto& buffer : seen_buffers) {
@@ -240,7 +245,7 @@ std::optional<Problem> RecordedStep::resolve(
     return Problem{
         "it reads a tensor that it made on the host itself, or that is gone",
         "make it once, before the first call, or an argument; gradients stay with zero_grad(set_to_none=False)",
-        notes_.readers[next]};
+        record_->readers[next]};
   }
 
   const auto& donated = run_.variant->donated;
@@ -339,11 +344,8 @@ py::object RecordedStep::replay(const py::sequence& arguments) {
   }
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
-  if (stream.is_noting()) {
-    return py::str("another one is being recorded");
-  }
-  if (stream.is_rehearsing()) {
-    return py::str("it is called in torch.tpu.rehearsal, which runs nothing");
+  if (const auto reason = stream.sink()->refuses_replay()) {
+    return py::str(*reason);
   }
   stream.cut_all();
   stream.get_ready_to_launch(run_.inputs.size()); // what became of earlier launches is raised before anything is changed

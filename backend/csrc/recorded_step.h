@@ -1,7 +1,7 @@
 // A step that was recorded once and can be launched again without its Python: what torch.tpu.capture stands on.
 #pragma once
 
-#include "notes.h"
+#include "capture_sink.h"
 #include "stream.h"
 #include "watches.h"
 
@@ -67,8 +67,8 @@ class RecordedStep {
   const SegmentRun& run() const {
     return run_;
   }
-  const Notes& notes() const {
-    return notes_;
+  const CaptureSink& record() const {
+    return *record_;
   }
 
   // What is looked at; the numbers of the host when the step was recorded (those that are watched, then those among the
@@ -151,7 +151,7 @@ class RecordedStep {
   const c10::DeviceIndex device_;
   const Surroundings surroundings_;
   const uintptr_t first_new_address_;
-  Notes notes_;
+  const std::shared_ptr<CaptureSink> record_{std::make_shared<CaptureSink>()};
   bool is_recording_{false};
   SegmentRun run_;
 

@@ -1,43 +1,31 @@
 // What torch.tpu.rehearsal stands on: what is recorded meanwhile is compiled, not run, and taken back in the end.
 #pragma once
 
-#include "program.h"
+#include "sink.h"
 
 namespace tpu {
 
-class Rehearsal {
+class Stream;
+
+// Has threads compile the program of each segment, and launches nothing.
+class Rehearsal final : public Sink {
  public:
-  // A buffer is about to be written.
-  void keep(Buffer& buffer) {
-    if (was_before(buffer)) {
-      kept_.try_emplace(buffer.address, Kept{handle_of(buffer), buffer.value, buffer.layout});
-    }
-  }
+  // From here on a stream's segments go to a rehearsal; in the end its buffers are what they were.
+  static void begin(Stream& stream);
+  static void end(Stream& stream);
 
-  // Something is drawn from a generator, which stands there.
-  void keep(const at::Generator& generator, uint64_t seed, uint64_t offset) {
-    generators_.try_emplace(generator.unsafeGetGeneratorImpl(), Drawn{generator, seed, offset});
+  void on_entry(const Segment& segment, const Signature& signature, const EncodedCall& call) override;
+  void on_write(Buffer& buffer, bool by_entry) override;
+  bool must_keep(const Buffer& buffer) const override {
+    return was_before(buffer);
   }
-
-  // Whether a buffer is older than the rehearsal.
-  bool was_before(const Buffer& buffer) const {
-    return buffer.address < first_new_address_;
+  std::optional<std::string> refuses_replay() const override {
+    return "it is called in torch.tpu.rehearsal, which runs nothing";
   }
-
-  void take_back() {
-    for (auto& [address, kept] : kept_) {
-      if (Buffer* buffer = kept.handle->buffer) {
-        buffer->value = std::move(kept.value);
-        buffer->layout = kept.layout;
-      }
-    }
-    kept_.clear();
-    for (auto& [key, drawn] : generators_) {
-      drawn.generator.set_current_seed(drawn.seed);
-      drawn.generator.set_offset(drawn.offset);
-    }
-    generators_.clear();
+  bool launches() const override {
+    return false;
   }
+  std::exception_ptr take(ProgramCache& programs, Segment& segment, Counters& counters) override;
 
  private:
   struct Kept {
@@ -45,12 +33,17 @@ class Rehearsal {
     ValuePtr value;
     const Layout* layout;
   };
-
   struct Drawn {
     at::Generator generator;
     uint64_t seed;
     uint64_t offset;
   };
+
+  // Whether a buffer is older than the rehearsal.
+  bool was_before(const Buffer& buffer) const {
+    return buffer.address < first_new_address_;
+  }
+  void take_back();
 
   const uintptr_t first_new_address_{next_address()};
   std::unordered_map<uintptr_t, Kept> kept_; // by address

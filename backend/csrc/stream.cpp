@@ -1,6 +1,5 @@
 #include "stream.h"
 
-#include "notes.h"
 #include "python_error.h"
 #include "settings.h"
 
@@ -38,8 +37,6 @@ class Running {
   std::vector<Segment*>& all_;
   Segment* segment_;
 };
-
-constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has no value";
 
 std::atomic<Mode> g_mode{Mode::Fused};
 std::atomic<Parts> g_parts{Parts::Never};
@@ -157,9 +154,7 @@ int32_t Stream::link(Buffer* buffer) {
     segment_.inputs.push_back(local);
     number(buffer->value, true, local);
   }
-  if (notes != nullptr && segment_.is_input[local] != 0) {
-    notes->reads.emplace_back(local, buffer->address);
-  }
+  sink_->on_read(segment_, local, *buffer);
   return local;
 }
 
@@ -195,8 +190,8 @@ void Stream::append(
     const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place) {
   const bool is_cut = is_full() || (step_ended_ && !belongs_to_ended_step(call));
   if (is_cut && (mutex_.is_idle() || !mutex_.must_not_wait())) {
-    if (is_full() && notes != nullptr) {
-      notes->is_full = true;
+    if (is_full()) {
+      sink_->on_full();
     }
     cut();
   }
@@ -248,17 +243,8 @@ void Stream::append(
   if (call.generator.defined()) {
     const size_t place = numbers.integers.size() - 2;
     segment_.draws.push_back({place, call.generator, signature.op->num_draws});
-    if (rehearsal_) {
-      const auto at = [&](size_t which) { return static_cast<uint64_t>(numbers.integers[which]); };
-      rehearsal_->keep(call.generator, at(place), at(place + 1));
-    }
   }
-  if (notes != nullptr) {
-    notes->readers.resize(segment_.inputs.size(), signature.id);
-    notes->float_takers.resize(numbers.floats.size(), signature.id);
-    notes->double_takers.resize(numbers.doubles.size(), signature.id);
-    notes->integer_takers.resize(numbers.integers.size(), signature.id);
-  }
+  sink_->on_entry(segment_, signature, call);
   for (size_t i = 0; i < outputs.size(); ++i) {
     const auto& output = signature.outputs[i];
     Buffer* buffer = outputs[i];
@@ -269,9 +255,7 @@ void Stream::append(
     if (buffer->value && buffer->value->segment == segment_.serial) {
       origin = segment_.origin[buffer->value->local];
     }
-    if (rehearsal_) {
-      rehearsal_->keep(*buffer);
-    }
+    sink_->on_write(*buffer, /*by_entry=*/true);
     auto value = c10::make_intrusive<Value>(output.layout);
     number(value, false, origin);
     buffer->value = std::move(value);
@@ -301,24 +285,25 @@ Segment Stream::detach() {
   return detached;
 }
 
-void Stream::cut(bool ends_notes) {
+void Stream::cut(std::shared_ptr<Sink> next) {
   if (!mutex_.must_not_wait()) {
     mutex_.wait_until_idle();
   }
   if (segment_.entries.empty() && sealed_.empty()) {
-    notes = ends_notes ? nullptr : notes;
+    sink_ = next ? std::move(next) : sink_;
     return;
   }
   settle();
   const StreamTurn turn(mutex_);
   pybind11::gil_scoped_acquire gil;
   drain_released_references();
-  Notes* const noted = ends_notes ? std::exchange(notes, nullptr) : notes;
+  const auto sink = sink_; // of what was recorded so far
+  sink_ = next ? std::move(next) : sink_;
   while (!sealed_.empty()) {
-    run_next(noted, ends_notes);
+    hand_over_next(*sink);
   }
   if (!segment_.entries.empty()) {
-    run_next(noted, ends_notes);
+    hand_over_next(*sink);
   }
 }
 
@@ -335,7 +320,7 @@ bool Stream::waits_for_outer_turn(const Segment& segment) const {
   });
 }
 
-void Stream::run_next(Notes* noted, bool ends_notes) {
+void Stream::hand_over_next(Sink& sink) {
   const bool was_open = sealed_.empty();
   // Only inside another turn: else all that was recorded before has been run.
   TORCH_CHECK(!waits_for_outer_turn(was_open ? segment_ : sealed_.front()), kBeingCompiled);
@@ -360,7 +345,7 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
   };
   try {
     const Running shown(running_, running);
-    interrupt = run(running, noted != nullptr);
+    interrupt = sink.take(programs_, running, counters);
   } catch (const pybind11::error_already_set& error) {
     give_up(is_interrupt(error), error.what());
     throw;
@@ -371,18 +356,15 @@ void Stream::run_next(Notes* noted, bool ends_notes) {
     give_up(false, error.what());
     throw;
   }
-  if (!rehearsal_) {
+  if (sink.launches()) {
     recent.launched(running.num_recorded);
-  }
-  if (noted != nullptr && (ends_notes || notes == noted)) {
-    note_run(running, *noted);
   }
   const auto position = std::move(running.position);
   unchecked_ = std::move(running.unchecked);
   running.clear();
   spare_ = std::move(running);
   if (position) {
-    reach(*position, /*waits=*/!rehearsal_);
+    reach(*position, /*waits=*/sink.launches());
   }
   check_launches();
   if (interrupt) {
@@ -477,46 +459,12 @@ void Stream::check_launches() {
   }
 }
 
-void Stream::rehearse(Segment& segment) {
-  programs_.rehearse(segment);
-  segment.fail(kRehearsed);
-}
-
-void Stream::begin_rehearsal() {
-  TORCH_CHECK(!rehearsal_, "torch.tpu.rehearsal inside another one");
-  cut_all();
-  settle();
-  TORCH_CHECK(!rehearsal_, "torch.tpu.rehearsal inside another one"); // of a thread that had the lock meanwhile
-  rehearsal_.emplace();
-}
-
-void Stream::end_rehearsal() {
-  std::exception_ptr interrupt; // what was rehearsed is taken back all the same
-  try {
-    if (!mutex_.must_not_wait()) {
-      mutex_.wait_until_idle();
-    }
-  } catch (...) {
-    interrupt = std::current_exception();
+void Stream::drop_recorded(const std::string& message) {
+  for (auto& segment : std::exchange(sealed_, {})) {
+    drop(segment, message);
   }
-  for (auto& segment : std::exchange(sealed_, {})) { // what an error has left there
-    drop(segment, kRehearsed);
-  }
-  drop(segment_, kRehearsed);
+  drop(segment_, message);
   step_ended_ = false;
-  rehearsal_->take_back();
-  rehearsal_.reset();
-  if (interrupt) {
-    std::rethrow_exception(interrupt);
-  }
-}
-
-std::exception_ptr Stream::run(Segment& segment, bool is_noted) {
-  if (rehearsal_) {
-    rehearse(segment);
-    return nullptr;
-  }
-  return programs_.run(segment, /*may_be_parts=*/!is_noted, counters);
 }
 
 void Stream::cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs) {
@@ -616,46 +564,14 @@ void Stream::overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_arr
 }
 
 void Stream::assign(Buffer* buffer, ValuePtr value) {
-  if (rehearsal_) {
-    rehearsal_->keep(*buffer);
-  }
+  sink_->on_write(*buffer, /*by_entry=*/false);
   buffer->layout = value->layout;
   buffer->value = std::move(value);
-  if (is_noting()) {
-    notes->written.push_back(buffer->address);
-  }
 }
 
 void Stream::note_host_read() {
   ++counters.host_reads;
-  if (notes != nullptr && !notes->first_read.has_value()) {
-    notes->first_read = user_place();
-  }
-}
-
-bool Stream::is_noting() const {
-  return notes != nullptr && notes->thread == std::this_thread::get_id();
-}
-
-void Stream::note_run(const Segment& segment, Notes& noted) {
-  if (noted.num_cuts++ == 0) {
-    noted.first_cut = user_place();
-  }
-  SegmentRun run{
-      .variant = segment.variant,
-      .serial = segment.serial,
-      .entries = segment.entries,
-      .inputs = segment.inputs,
-      .layouts = {},
-      .is_input = segment.is_input,
-      .offsets = segment.offsets,
-      .numbers = segment.variant == nullptr ? segment.numbers : segment.variant->links.front().numbers,
-      .draws = segment.draws,
-      .checked = segment.checked};
-  for (const auto& value : segment.values) {
-    run.layouts.push_back(value->layout);
-  }
-  noted.run = std::move(run);
+  sink_->on_host_read();
 }
 
 bool Stream::queues(size_t num_inputs) const {
@@ -690,9 +606,7 @@ bool Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<cons
   ++counters.segments_run;
   ++counters.memory_hits;
   ++counters.replays;
-  if (notes != nullptr && notes->num_cuts++ == 0) { // a replay by another thread than that which records: a program of its own
-    notes->first_cut = user_place();
-  }
+  sink_->on_launch(); // for the step that another thread records, a program of its own
   return is_queued;
 }
 

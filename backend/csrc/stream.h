@@ -3,8 +3,8 @@
 
 #include "launcher.h"
 #include "program.h"
-#include "rehearsal.h"
 #include "signature.h"
+#include "sink.h"
 #include "stream_lock.h"
 
 #include <algorithm>
@@ -14,8 +14,6 @@
 #include <optional>
 
 namespace tpu {
-
-struct Notes;
 
 // A segment that nothing cuts (inference that is never read) is cut here, so that memory and compile time stay bounded.
 constexpr size_t kMaxEntries = 16384;
@@ -86,9 +84,9 @@ class Stream {
       const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place = {});
   // Strict and debug: the entry is a segment of its own.
   void cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs);
-  // Runs what was recorded before this is called.  `ends_notes`: nothing is noted of what is recorded after that.  Raises
+  // Hands what was recorded before this is called to the sink.  `next`: the sink of what is recorded after that.  Raises
   // c10::Error, and what was to be computed carries the error; error_already_set for an interrupt, and nothing is lost.
-  void cut(bool ends_notes = false);
+  void cut(std::shared_ptr<Sink> next = nullptr);
   // Until nothing is pending, and nobody's turn.
   void cut_all();
   // The value that the buffer has, computed if need be; null if it was never written.
@@ -118,27 +116,28 @@ class Stream {
   bool done(size_t num_launched);
 
   // An optimizer has stepped: the segment ends where the next step begins.  Until then only what is made of this step's
-  // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.  A step that is being
-  // recorded for capture is one program, with what is behind its optimizers.
+  // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.
   void end_step() {
-    step_ended_ = notes == nullptr && !segment_.entries.empty();
+    step_ended_ = sink_->ends_steps() && !segment_.entries.empty();
   }
 
   // The host is about to read a tensor.
   void note_host_read();
-  // Whether this thread records a step for capture; wants the lock.
-  bool is_noting() const;
 
-  // From here on what is recorded is compiled, by threads, and not run; in the end the buffers are what they were.
-  void begin_rehearsal();
-  void end_rehearsal();
-  bool is_rehearsing() const {
-    return rehearsal_.has_value();
+  // What becomes of what is recorded.
+  const std::shared_ptr<Sink>& sink() const {
+    return sink_;
   }
-  // Whether a rehearsal goes on that this buffer is older than.
-  bool must_keep(const Buffer& buffer) const {
-    return rehearsal_ && rehearsal_->was_before(buffer);
+  // Nothing may be pending.
+  void set_sink(std::shared_ptr<Sink> sink) {
+    sink_ = std::move(sink);
   }
+  // The sink that launches it, and no more.
+  const std::shared_ptr<Sink>& run_sink() const {
+    return run_;
+  }
+  // What is pending is never handed over: what it was to compute carries this error.
+  void drop_recorded(const std::string& message);
 
   // To be called before `launch_again` of a program of so many inputs.  Raises what `take_launches` does.
   void get_ready_to_launch(size_t num_inputs);
@@ -158,7 +157,6 @@ class Stream {
 
   Counters counters; // guarded by the lock
   RecentEntries recent;
-  Notes* notes{nullptr}; // where what is recorded is noted, if anywhere; guarded by the lock
 
  private:
   int32_t link(Buffer* buffer);
@@ -170,12 +168,8 @@ class Stream {
   Segment detach();
   // Whether a turn that another one waits for would need what that one computes.
   bool waits_for_outer_turn(const Segment& segment) const;
-  void run_next(Notes* noted, bool ends_notes);
-  void note_run(const Segment& segment, Notes& noted);
-  // Returns what `ProgramCache::run` does.
-  std::exception_ptr run(Segment& segment, bool is_noted);
+  void hand_over_next(Sink& sink);
   void keep_for_later(Segment segment, bool was_open);
-  void rehearse(Segment& segment);
   // What an event stands for was launched, or has failed.
   void reach(Position& position, bool waits);
   void drop(Segment& segment, const std::string& message);
@@ -200,7 +194,8 @@ class Stream {
   uint64_t next_serial_{1};
   uint64_t last_mark_{0};
   bool step_ended_{false};
-  std::optional<Rehearsal> rehearsal_;
+  const std::shared_ptr<Sink> run_{std::make_shared<RunSink>()};
+  std::shared_ptr<Sink> sink_{run_};
 };
 
 Mode mode();
