@@ -52,14 +52,16 @@ constexpr size_t kFewestValuesOfParts = 36;
 
 // Runtime numbers travel packed, one array a dtype; the array of the last call is used again when nothing changed.
 template <class T>
-PyObject* packed(const std::vector<T>& numbers, std::string& last, std::shared_ptr<PyObject>& array) {
+PyObject* packed(
+    const std::vector<T>& numbers, c10::DeviceIndex device, std::string& last, std::shared_ptr<PyObject>& array) {
   const std::string_view bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(T));
   if (array != nullptr && bytes == last) {
     return array.get();
   }
   py::array_t<T> host(static_cast<py::ssize_t>(numbers.size()));
   std::memcpy(host.mutable_data(), numbers.data(), bytes.size());
-  array = shared_reference(check(PyObject_CallOneArg(runtime().put_numbers, host.ptr())).ptr());
+  PyObject* fresh = PyObject_CallFunction(runtime().put_numbers, "Oi", host.ptr(), static_cast<int>(device));
+  array = shared_reference(check(fresh).ptr());
   last.assign(bytes);
   return array.get();
 }
@@ -178,8 +180,9 @@ std::shared_ptr<Variant> new_variant(const Program& program, const Segment& segm
 }
 
 // What `compile` in tpu_backend/runtime/compiler.py is told.
-py::dict describe(const Program& program, const Variant& variant, const Segment& segment) {
+py::dict describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device) {
   py::dict description;
+  description["device"] = static_cast<int>(device);
   description["tape"] = py::cast(segment.tape);
   description["circumstances"] = py::cast(segment.circumstances);
   py::list input_layouts;
@@ -227,9 +230,10 @@ std::shared_ptr<PyObject> attribute(const py::handle& object, const char* name) 
 }
 
 // A `Link` of tpu_backend/runtime/chain.py.
-Link link_of(const py::handle& given) {
+Link link_of(const py::handle& given, c10::DeviceIndex device) {
   const py::object executable = given.attr("executable");
   Link link;
+  link.device = device;
   link.execute = attribute(executable, "execute");
   link.handlers = attribute(executable, "handlers");
   link.demands = attribute(executable, "demands");
@@ -363,7 +367,7 @@ bool ProgramCache::has_parts(Program& program, const Segment& segment, const Loc
     program.num_parts = 1;
   }
   if (!program.num_parts) {
-    const auto description = describe(program, *new_variant(program, segment, live), segment);
+    const auto description = describe(program, *new_variant(program, segment, live), segment, device_);
     const auto plan = [&] {
       const StreamUnlocked unlocked(mutex_);
       return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().plan, description.ptr())));
@@ -394,7 +398,7 @@ std::shared_ptr<Variant> ProgramCache::variant_for(
 void ProgramCache::load(const Program& program, Variant& variant, const Segment& segment, Counters& counters) {
   make_room(1);
   const auto start = std::chrono::steady_clock::now();
-  const auto description = describe(program, variant, segment);
+  const auto description = describe(program, variant, segment, device_);
   const auto loaded = [&] {
     PyObject* const call[] = {description.ptr(), mutex_.is_outermost_turn() ? Py_True : Py_False};
     const StreamUnlocked unlocked(mutex_);
@@ -407,7 +411,7 @@ void ProgramCache::load(const Program& program, Variant& variant, const Segment&
     was_compiled |= source == "compiled";
     ++(source == "compiled" ? counters.compilations : source == "disk" ? counters.disk_hits : counters.memory_hits);
     is_padded |= given.attr("executable").attr("is_padded").cast<bool>();
-    links.push_back(link_of(given));
+    links.push_back(link_of(given, device_));
   }
   if (was_compiled) {
     counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -480,7 +484,7 @@ void ProgramCache::prepare(Program& program, const Segment& segment, const Local
   if (known != nullptr && known->is_loaded()) {
     return;
   }
-  const auto description = describe(program, known != nullptr ? *known : *new_variant(program, segment, live), segment);
+  const auto description = describe(program, known != nullptr ? *known : *new_variant(program, segment, live), segment, device_);
   make_room(1); // it will be loaded
   const StreamUnlocked unlocked(mutex_);
   check(PyObject_CallOneArg(runtime().prepare, description.ptr())).dec_ref();
@@ -495,13 +499,13 @@ ProgramCache::Started ProgramCache::start(Link& link, PyObject* arguments, const
   {
     const WithoutCollector without_collector;
     if (!numbers.floats.empty()) {
-      add(packed(numbers.floats, link.packed.last_floats, link.packed.floats));
+      add(packed(numbers.floats, link.device, link.packed.last_floats, link.packed.floats));
     }
     if (!numbers.doubles.empty()) {
-      add(packed(numbers.doubles, link.packed.last_doubles, link.packed.doubles));
+      add(packed(numbers.doubles, link.device, link.packed.last_doubles, link.packed.doubles));
     }
     if (!numbers.integers.empty()) {
-      add(packed(numbers.integers, link.packed.last_integers, link.packed.integers));
+      add(packed(numbers.integers, link.device, link.packed.last_integers, link.packed.integers));
     }
   }
   static PyObject* const consume = PyUnicode_InternFromString("consume_with_handlers");

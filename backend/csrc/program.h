@@ -97,6 +97,7 @@ struct Link {
   std::shared_ptr<PyObject> handlers; // what makes arrays of the results
   std::shared_ptr<PyObject> demands; // of indices
   bool has_offenders{false}; // as a last output
+  c10::DeviceIndex device{0}; // where it is launched
 
   std::vector<int32_t> inputs; // locals
   std::vector<uint8_t> is_donated; // by input
@@ -165,7 +166,7 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 class ProgramCache {
  public:
   // Of the stream; it is held whenever the cache is asked, and given away while Python compiles.
-  explicit ProgramCache(StreamMutex& mutex) : mutex_(mutex) {}
+  ProgramCache(StreamMutex& mutex, c10::DeviceIndex device) : mutex_(mutex), device_(device) {}
 
   // A thread begins to compile what `run` would have compiled.
   void rehearse(const Segment& segment);
@@ -213,6 +214,7 @@ class ProgramCache {
   void launch(Link& link, Segment& segment);
 
   StreamMutex& mutex_;
+  const c10::DeviceIndex device_;
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Program>>> programs_;
   std::vector<Launched> launched_; // a ring
   size_t num_launched_{0};
@@ -228,7 +230,7 @@ struct Runtime {
   PyObject* compile{nullptr}; // (description, may wait for another thread) -> Links
   PyObject* prepare{nullptr}; // (description) -> None: a thread begins what `compile` will ask for
   PyObject* is_room_short{nullptr}; // () -> bool: whether few more programs can be loaded
-  PyObject* put_numbers{nullptr}; // (numpy array) -> jax.Array
+  PyObject* put_numbers{nullptr}; // (numpy array, device) -> jax.Array
   PyObject* put{nullptr}; // (cpu tensor, device) -> jax.Array
   PyObject* copy{nullptr}; // (jax.Array) -> one like it in memory of its own
   PyObject* get{nullptr}; // (jax.Array, dtype, token of its launch or None) -> cpu tensor

@@ -182,7 +182,7 @@ class Stream {
   std::deque<Segment> sealed_; // before it: to be run first, in order
   std::vector<Segment*> running_; // detached; the outermost turn's first
   Segment spare_; // its storage is used again
-  ProgramCache programs_{mutex_};
+  ProgramCache programs_{mutex_, device_};
   RangeChecks range_checks_;
   std::vector<Unchecked> unchecked_; // of the segment that is being run
   Launcher launcher_;

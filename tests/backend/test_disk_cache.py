@@ -367,9 +367,9 @@ def recorded(monkeypatch) -> list[Description]:
     seen: list[Description] = []
     original = compiler.key_of_tape
 
-    def spy(description: Description, options: Any) -> str | None:
+    def spy(description: Description, *rest: Any) -> str | None:
         seen.append(description)
-        return original(description, options)
+        return original(description, *rest)
 
     monkeypatch.setattr(compiler, "key_of_tape", spy)
     return seen
@@ -393,8 +393,10 @@ def programs_in(directory: Path) -> list[dict[str, Any]]:
 
 def key_of_tape(description: Description) -> str | None:
     from tpu_backend.runtime import compiler, program_key
+    from tpu_backend.runtime.target import target_of
 
-    return program_key.key_of_tape(description, compiler._options(description))
+    target = target_of(0)
+    return program_key.key_of_tape(description, compiler._options(description, target), target)
 
 
 def compiled_again(description: Description) -> Any:
@@ -467,10 +469,11 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, contextlib.ExitStack], object]]
 
 def changed(patch: pytest.MonkeyPatch, **parts: Any) -> None:
     from tpu_backend.runtime import program_key
+    from tpu_backend.runtime.target import target_of
 
-    before = program_key._fixed_environment()
+    before = program_key._fixed_environment(target_of(0))
     assert set(parts) <= set(before)
-    patch.setattr(program_key, "_fixed_environment", lambda: before | parts)
+    patch.setattr(program_key, "_fixed_environment", lambda _: before | parts)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -513,16 +516,18 @@ def test_the_key_tells_programs_apart(directory, recorded):
 
 def test_the_options_that_a_program_is_compiled_with_are_in_its_key(directory, recorded):
     from tpu_backend.runtime import program_key
+    from tpu_backend.runtime.target import target_of
 
+    here = target_of(0)
     options = (
         None,
         {"xla_cpu_experimental_ynn_fusion_type": ""},
         {"xla_cpu_experimental_ynn_fusion_type": "DOT"},
     )
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), np.float32))
-    assert len({program_key.key_of_text(lowered, (), each) for each in options}) == len(options)
+    assert len({program_key.key_of_text(lowered, (), each, here) for each in options}) == len(options)
     ran(lambda x: x.asinh(), torch.rand(5, 2))
-    assert len({program_key.key_of_tape(recorded[-1], each) for each in options}) == len(options)
+    assert len({program_key.key_of_tape(recorded[-1], each, here) for each in options}) == len(options)
 
 
 def test_a_user_s_function_is_known_by_its_program_and_not_by_its_name(directory, recorded):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Any
 
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+
+from tpu_backend.runtime.target import Target
 
 # The smallest topology of each chip that libtpu describes.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
@@ -31,7 +31,7 @@ def compiler_is_installed() -> bool:
 
 
 @cache
-def placement(chip: str) -> Any:
-    """The sharding that puts a program on one chip of this kind."""
+def target(chip: str) -> Target:
+    """One chip of this kind, to compile for."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    return SingleDeviceSharding(topology.devices[0])
+    return Target("tpu", topology.devices[0])

@@ -15,12 +15,12 @@ from pathlib import Path
 import jax
 
 from tests.tpu.call import Call
-from tests.tpu.chips import placement
+from tests.tpu.chips import target
 
 
 def compile_together(calls: list[Call], chip: str) -> None:
     """Compile one program that makes all these calls, each on inputs of its own; raises what JAX raises."""
-    sharding = placement(chip)
+    sharding = target(chip).placement
     inputs = [
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in call.inputs()]
         for call in calls

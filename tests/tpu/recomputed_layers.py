@@ -13,7 +13,7 @@ import torch
 
 from tests.benchmarks import torch_step
 from tests.tpu import training_steps
-from tests.tpu.chips import placement
+from tests.tpu.chips import target
 from tpu_backend.runtime import compiler
 
 LLAMA = dataclasses.replace(
@@ -38,7 +38,7 @@ def main() -> None:
         description = training_steps.largest_segment(
             torch_step.llama(config), torch_step.llama_loss, torch_step.llama_batch(config, BATCH, LENGTH)
         )
-        program, _ = compiler.lower_segment(description, placement("v5e"))
+        program, _ = compiler.lower_segment(description, target("v5e"))
         memory = program.compile().memory_analysis()
         found["recomputed" if recomputes else "kept"] = memory.temp_size_in_bytes
     json.dump(found, sys.stdout)

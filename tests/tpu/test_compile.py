@@ -16,7 +16,6 @@ from tests.tpu.compiler import ROOT
 from tests.tpu.device_calls import device_calls
 from tpu_backend.lowering import CannotCompile, Lowering
 from tpu_backend.runtime import segment
-from tpu_backend.runtime.platform import Platform
 
 needs_compiler = pytest.mark.skipif(
     not compiler_is_installed(), reason="libtpu, the TPU compiler, is not installed (Linux on x86-64 only)"
@@ -77,7 +76,7 @@ def test_every_lowering_compiles_or_says_that_it_does_not():
 
 @pytest.mark.filterwarnings("ignore:aten..linalg_lu_factor_ex has no tpu lowering")
 def test_what_a_tpu_cannot_compile_runs_on_its_cpu(monkeypatch):
-    monkeypatch.setattr(segment, "platform", lambda: Platform("tpu", "pretended", ()))
+    monkeypatch.setattr(segment, "target_platform", lambda: "tpu")
     before = torch.tpu.fallback_stats()
     matrix = torch.eye(13, dtype=torch.float64).expand(1, 13, 13) * 3
     factors, pivots, info = torch.linalg.lu_factor_ex(matrix.to("tpu"))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.benchmarks import torch_step
-from tests.tpu.chips import TOPOLOGIES, placement
+from tests.tpu.chips import TOPOLOGIES, target
 from tpu_backend.runtime import compiler
 from tpu_backend.runtime.signature import entries
 from tputrain.models.llama import LlamaConfig
@@ -68,7 +68,7 @@ def main() -> None:
         for chip in TOPOLOGIES:
             problem = None
             try:
-                program, _ = compiler.lower_segment(description, placement(chip))
+                program, _ = compiler.lower_segment(description, target(chip))
                 program.compile()
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"

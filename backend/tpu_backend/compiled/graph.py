@@ -24,8 +24,8 @@ from tpu_backend.lowering import factory, registry
 from tpu_backend.lowering.bounds import collect_demands, lowering_node, require_all
 from tpu_backend.lowering.names import functional_name
 from tpu_backend.runtime.dtypes import EQUIVALENTS, jax_dtype
-from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import result_type
+from tpu_backend.runtime.target import target_platform
 from tpu_backend.runtime.user_line import innermost_user_line
 
 _aten = torch.ops.aten
@@ -231,7 +231,7 @@ def _check_value(node: fx.Node) -> None:
             if each.op == "placeholder" and not isinstance(value, (torch.Tensor, torch.SymInt, int)):
                 raise UnsupportedGraphError(f"input {each.name} is a {type(value).__name__}")
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and platform().name == "tpu":
+    if isinstance(target, torch._ops.OpOverload) and target_platform() == "tpu":
         name = functional_name(target._schema)
         tensors = jax.tree.leaves(
             [node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]]

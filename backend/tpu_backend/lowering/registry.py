@@ -50,6 +50,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_backend.lowering.kinds import KINDS, is_of_kind
+from tpu_backend.lowering.platforms import PLATFORMS, lowered_for
 
 Promote = Literal["result", "inputs", "opmath"] | None
 Fit = Literal["result", "opmath"]
@@ -91,6 +92,8 @@ class Lowering:
     one_dtype: tuple[str, ...] = ()
     or_wider: bool = False
     fits: Mapping[str, Fit] = field(default_factory=dict, hash=False)
+    on: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+    """Functions that take its place, by the platform that is compiled for."""
 
     def compiles_on_tpu(self, dtypes: Collection[Any]) -> bool:
         """Whether the compiler of a real TPU takes a call whose inputs and outputs have these dtypes."""
@@ -130,6 +133,7 @@ def lowering(
     one_dtype: Sequence[str] = (),
     or_wider: bool = False,
     fits: Mapping[str, Fit] | None = None,
+    on: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for ATen overloads, e.g. ``@lowering("add.Tensor", "add.Scalar",
     promote="result")``.
@@ -141,8 +145,12 @@ def lowering(
     ``one_dtype`` names tensor arguments (not lists) that PyTorch refuses unless they are of one dtype;
     ``or_wider``: those after the first may all be of the dtype that it is computed in.  What is refused is
     not traced: the CPU says so, in its own words. ``fits`` names numbers that PyTorch refuses at a call where
-    they overflow the result's dtype, or its opmath dtype; others wrap, or become infinite.
+    they overflow the result's dtype, or its opmath dtype; others wrap, or become infinite. ``on`` names a
+    function to lower with instead where the program is for that platform ("tpu", "cuda" or "cpu"): a kernel
+    of its own, with the same parameters and results.
     """
+    if unknown := set(on or {}) - set(PLATFORMS):
+        raise ValueError(f"on={sorted(unknown)}: expected platforms among {', '.join(PLATFORMS)}")
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(function).parameters
@@ -161,6 +169,7 @@ def lowering(
                 tuple(one_dtype),
                 or_wider,
                 fits or {},
+                on or {},
             )
         return function
 
@@ -248,7 +257,8 @@ def apply(
         extra["out"] = out
     if entry.draws:
         extra["key"] = key
-    results = entry.function(*args, **kwargs, **extra)
+    function = entry.on.get(lowered_for() or "", entry.function)
+    results = function(*args, **kwargs, **extra)
     checked: list[jax.Array | None] = []
     for value, spec in zip(_flatten(results), out, strict=True):
         if spec is None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from tpu_backend.padded.dims import Dim, Grown, is_grown
-from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.target import target_of
 from tpu_backend.runtime.transfer import put_array, put_numbers
 
 Pieces = list[list[int]]
@@ -38,51 +38,52 @@ class Plan(NamedTuple):
 class Resized:
     """``execute`` of a segment's executable."""
 
-    def __init__(self, execute: Callable[..., Any], handlers: list[Any], plan: Plan):
-        self._execute, self._handlers, self._plan = execute, handlers, plan
-        self._numbers = put_numbers(np.array(plan.numbers, np.int64))
+    def __init__(self, execute: Callable[..., Any], handlers: list[Any], plan: Plan, device: int):
+        self._execute, self._handlers, self._plan, self._device = execute, handlers, plan, device
+        self._numbers = put_numbers(np.array(plan.numbers, np.int64), device)
 
     def __call__(self, arguments: list[jax.Array], with_tokens: bool) -> _Results:
         inputs = self._plan.inputs
         given = [
-            array if pieces is None else padded(array, pieces)
+            array if pieces is None else padded(array, pieces, self._device)
             for array, pieces in zip(arguments, inputs, strict=False)
         ]
         results = self._execute([*given, *arguments[len(inputs) :], self._numbers], with_tokens=with_tokens)
-        return _Results(results, self._handlers, self._plan.outputs)
+        return _Results(results, self._handlers, self._plan.outputs, self._device)
 
 
 class _Results:
     """What came out, as the recorder takes it."""
 
-    def __init__(self, results: Any, handlers: list[Any], outputs: Sequence[Pieces | None]):
-        self._results, self._handlers, self._outputs = results, handlers, outputs
+    def __init__(self, results: Any, handlers: list[Any], outputs: Sequence[Pieces | None], device: int):
+        self._results, self._handlers, self._outputs, self._device = results, handlers, outputs, device
 
     def consume_with_handlers(self, _: list[Any]) -> list[jax.Array]:
         arrays = self._results.consume_with_handlers(self._handlers)
         for place, pieces in enumerate(self._outputs):
             if pieces is not None:
-                arrays[place] = cut(arrays[place], pieces)
+                arrays[place] = cut(arrays[place], pieces, self._device)
         return arrays
 
     def consume_token(self) -> Any:
         return self._results.consume_token()
 
 
-def padded(array: jax.Array, pieces: Pieces) -> jax.Array:
+def padded(array: jax.Array, pieces: Pieces, device: int) -> jax.Array:
     """The array with zeros behind what counts."""
-    if platform().name != "cpu":
+    if target_of(device).platform != "cpu":
         return _program(tuple(map(tuple, pieces)), _pad)(array)
     host = np.zeros([places for _, places, _ in pieces], array.dtype)
     host[tuple(slice(count) for _, _, count in pieces)] = np.asarray(array)
-    return put_array(host, 0)
+    return put_array(host, device)
 
 
-def cut(array: jax.Array, pieces: Pieces) -> jax.Array:
+def cut(array: jax.Array, pieces: Pieces, device: int) -> jax.Array:
     """What counts of an array."""
-    if platform().name != "cpu":
+    if target_of(device).platform != "cpu":
         return _program(tuple(map(tuple, pieces)), _crop)(array)
-    return put_array(np.array(_crop(np.asarray(array), tuple(map(tuple, pieces))), order="C", copy=True), 0)
+    host = np.array(_crop(np.asarray(array), tuple(map(tuple, pieces))), order="C", copy=True)
+    return put_array(host, device)
 
 
 def _pad(array: Any, pieces: tuple[tuple[int, ...], ...]) -> Any:

@@ -47,6 +47,7 @@ def outline(description: Description) -> tuple[Any, ...]:
         *(tuple(description[name]) for name in rest),
         *(description[name] for name in counts),
         len(description["offsets"]),
+        description["device"],
     )
 
 

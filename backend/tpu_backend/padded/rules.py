@@ -32,7 +32,7 @@ from tpu_backend.padded.dims import (
     size_at,
 )
 from tpu_backend.padded.traced import parameters_of
-from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.target import target_platform
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ _CALLS = {
 
 
 def _branch_for_platform(platforms: Any) -> int:
-    """Which branch of `lax.platform_dependent` this process takes."""
+    """Which branch of `lax.platform_dependent` the target takes."""
     for place, names in enumerate(platforms):
-        if names is None or platform().name in names:
+        if names is None or target_platform() in names:
             return place
     raise NotPaddableError("no branch for this platform")
 

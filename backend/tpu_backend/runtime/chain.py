@@ -182,6 +182,7 @@ class ChainOfParts:
                 "num_doubles": len(part.doubles),
                 "num_integers": len(part.integers),
                 "may_be_padded": self._whole["may_be_padded"],
+                "device": self._whole["device"],
                 "in_parts": False,
                 "was_evicted": False,
                 "was_in_parts": False,

@@ -15,12 +15,12 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from tpu_backend import _C, executable_cache
 from tpu_backend.compiling import compiling
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.platforms import lowering_for
 from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.padded import serving
 from tpu_backend.padded.executable import Plan, Resized
@@ -30,7 +30,6 @@ from tpu_backend.runtime.causes import Cause, causes_of, remember
 from tpu_backend.runtime.chain import ChainOfParts, Link, planned, whole_link
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.index_chains import longest_chain
-from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import summaries
@@ -42,6 +41,7 @@ from tpu_backend.runtime.stored_executable import (
     header_of,
     serialize,
 )
+from tpu_backend.runtime.target import Target, target_of
 from tpu_backend.runtime.user_line import first_line
 from tpu_backend.torch_tpu.modes import get_eager_mode
 
@@ -79,7 +79,7 @@ class Executable:
 
 
 def lower_segment(
-    description: dict[str, Any], sharding: SingleDeviceSharding
+    description: dict[str, Any], target: Target
 ) -> tuple[jax.stages.Lowered, tuple[Demand, ...]]:
     """A segment as a program for one device: it takes the segment's input arrays and then the packed numbers,
     and returns its outputs.  With it, what it demands of indices, see `Executable`.
@@ -88,6 +88,7 @@ def lower_segment(
     """
     demands: list[Demand] = []
     function = segment_function(description, demands)
+    sharding = target.placement
     shapes = [
         jax.ShapeDtypeStruct(tuple(dims), stored_dtype(dtype), sharding=sharding)
         for dtype, dims in description["input_layouts"]
@@ -102,7 +103,7 @@ def lower_segment(
             shapes.append(jax.ShapeDtypeStruct((count,), dtype, sharding=sharding))
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), lowering_for(target.platform):
         lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
     return lowered, tuple(demands)
 
@@ -118,11 +119,13 @@ _SUMS_AND_PRODUCTS = f"{_SUMS},LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_INDIV
 _LARGE_ARRAY = 2**14  # elements; in a program of smaller ones the products are no matter of time
 
 
-def _options(description: dict[str, Any], largest: int | None = None) -> dict[str, Any] | None:
+def _options(
+    description: dict[str, Any], target: Target, largest: int | None = None
+) -> dict[str, Any] | None:
     """What this program is compiled with besides the process's own XLA_FLAGS; `largest`: elements of its
     largest array, where that is not the segment's.
     """
-    if platform().name != "cpu":
+    if target.platform != "cpu":
         return None
     values = {value for entry, _, _ in summaries(description["tape"]) for value in entry.values}
     if any(is_16_bit(lowered_dtype(dtype)) for dtype in {dtype for dtype, _ in values}):
@@ -140,12 +143,12 @@ _LONG_CHAIN = 6  # merging reshapes; ordinary models chain one or two
 
 
 def _with_emitters_chosen(
-    options: dict[str, Any] | None, lowered: jax.stages.Lowered
+    options: dict[str, Any] | None, lowered: jax.stages.Lowered, target: Target
 ) -> dict[str, Any] | None:
     """The options with the emitters switched off where a program has a long chain. Both keys on disk hold
     this choice: it is a function of the program's text, and that one of the tape.
     """
-    if platform().name == "cpu" and longest_chain(lowered) >= _LONG_CHAIN:
+    if target.platform == "cpu" and longest_chain(lowered) >= _LONG_CHAIN:
         return (options or {}) | {_EMITTERS: False}
     return options
 
@@ -269,23 +272,24 @@ def _described(descriptions: Sequence[dict[str, Any]]) -> str:
 def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: bool = True) -> Executable:
     names = tuple(entry.overload for entry, _, _ in summaries(description["tape"]))
     cache = executable_cache.current()
-    options = _options(description)
-    key = None if cache is None else key_of_tape(description, options)
-    if cache is not None and key is not None and (found := _load(cache, key, names)) is not None:
+    target = target_of(description["device"])
+    options = _options(description, target)
+    key = None if cache is None else key_of_tape(description, options, target)
+    if cache is not None and key is not None and (found := _load(cache, key, names, target)) is not None:
         return found
     if serving.may_be_padded(description):
         if (padded := _padded(description, cache, key, names, cause, may_wait)) is not None:
             return padded
         serving.note(description)
     start = time.perf_counter()
-    lowered, demands = lower_segment(description, SingleDeviceSharding(platform().devices[0]))
+    lowered, demands = lower_segment(description, target)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", lowered.as_text())
     if cache is not None and key is None:
-        key = key_of_text(lowered, demands, options)
-        if (found := _load(cache, key, names)) is not None:
+        key = key_of_text(lowered, demands, options, target)
+        if (found := _load(cache, key, names, target)) is not None:
             return found
-    return _compiled(lowered, demands, options, cache, key, names, cause, start)
+    return _compiled(lowered, demands, options, target, cache, key, names, cause, start)
 
 
 def _padded(
@@ -298,6 +302,7 @@ def _padded(
 ) -> Executable | None:
     """The executable of a segment that a padded program serves, of this process or an earlier one."""
     made: list[Executable] = []  # for this segment: the first of those that share it
+    target = target_of(description["device"])
 
     def build(lengthening: Lengthening) -> serving.Program:
         program, key = _compile_padded(lengthening, names, cause)
@@ -305,18 +310,18 @@ def _padded(
         return serving.Program(program.execute, program.handlers, program.compiled, key)
 
     def load(key: str) -> Executable | None:
-        found = None if cache is None else _load(cache, key, names)
+        found = None if cache is None else _load(cache, key, names, target)
         made.extend(filter(None, [found]))
         return found
 
     def executable(program: serving.Program, plan: Plan, demands: tuple[Demand, ...]) -> Executable:
-        execute = Resized(program.execute, program.handlers, plan)
+        execute = Resized(program.execute, program.handlers, plan, description["device"])
         from_disk = bool(made) and made[0].from_disk
         return Executable(
             execute, [], demands, program.compiled, from_disk, is_padded=True, is_shared=not made
         )
 
-    key = None if key is None else key_of_plan(key)
+    key = None if key is None else key_of_plan(key, target)
     if cache is not None and key is not None and (found := cache.read(key)) is not None:
         header, _ = found
         if (program := serving.loaded(header["program"], load)) is not None:
@@ -325,7 +330,11 @@ def _padded(
     if served is None:
         return None
     if cache is not None and key is not None and are_storable(served.demands):
-        plan = {"program": served.program.key, "plan": served.plan._asdict(), "environment": environment()}
+        plan = {
+            "program": served.program.key,
+            "plan": served.plan._asdict(),
+            "environment": environment(target),
+        }
         cache.write(key, header_of([], served.demands, 0) | plan, b"")
         known_forms.keep()
     return executable(served.program, served.plan, served.demands)
@@ -340,14 +349,15 @@ def _compile_padded(
     description = lengthening.family.description
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
-    shapes = lengthening.shapes(SingleDeviceSharding(platform().devices[0]))
-    with jax.enable_x64(True):
+    target = target_of(description["device"])
+    shapes = lengthening.shapes(target.placement)
+    with jax.enable_x64(True), lowering_for(target.platform):
         lowered = jax.jit(lengthening.function, donate_argnums=donated, keep_unused=True).lower(*shapes)
-    options = _options(description, lengthening.largest)
-    key = None if cache is None else key_of_text(lowered, (), options)
-    found = None if cache is None or key is None else _load(cache, key, names)
+    options = _options(description, target, lengthening.largest)
+    key = None if cache is None else key_of_text(lowered, (), options, target)
+    found = None if cache is None or key is None else _load(cache, key, names, target)
     if found is None:
-        found = _compiled(lowered, (), options, cache, key, names, cause, start)
+        found = _compiled(lowered, (), options, target, cache, key, names, cause, start)
     return found, key
 
 
@@ -355,6 +365,7 @@ def _compiled(
     lowered: jax.stages.Lowered,
     demands: tuple[Demand, ...],
     options: dict[str, Any] | None,
+    target: Target,
     cache: ExecutableCache | None,
     key: str | None,
     names: Sequence[str],
@@ -363,13 +374,14 @@ def _compiled(
 ) -> Executable:
     """Has XLA compile a program, and keeps it on disk."""
     with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
-        compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered))
+        compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered, target))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
     compile_log.record(tuple(names), time.perf_counter() - start, cause())
     if cache is not None and key is not None and are_storable(demands):
-        _keep(cache, key, compiled, header_of(jax.tree.leaves(lowered.out_info), demands, temporary_bytes))
+        header = header_of(jax.tree.leaves(lowered.out_info), demands, temporary_bytes)
+        _keep(cache, key, compiled, header | {"environment": environment(target)})
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     return Executable(
         replicated.xla_executable.execute_sharded,
@@ -380,13 +392,13 @@ def _compiled(
     )
 
 
-def _load(cache: ExecutableCache, key: str, names: Sequence[str]) -> Executable | None:
+def _load(cache: ExecutableCache, key: str, names: Sequence[str], target: Target) -> Executable | None:
     found = cache.read(key)
     if found is None:
         return None
     header, payload = found
     try:
-        loaded, handlers = deserialize(header, payload)
+        loaded, handlers = deserialize(header, payload, target)
     except jax.errors.JaxRuntimeError as error:
         cache.discard(key, f"XLA refuses it ({str(error).splitlines()[0]})")
         return None
@@ -404,7 +416,7 @@ def _keep(cache: ExecutableCache, key: str, compiled: jax.stages.Compiled, heade
     except jax.errors.JaxRuntimeError as error:
         log.info("not kept on disk: %s", str(error).splitlines()[0])
         return
-    cache.write(key, header | {"environment": environment()}, payload)
+    cache.write(key, header, payload)
     known_forms.keep()
 
 

@@ -22,8 +22,8 @@ from jaxlib import xla_client
 
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import Demand
-from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import summaries
+from tpu_backend.runtime.target import Target, target_of
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OWN = "tpu_backend.lowering."
@@ -44,25 +44,24 @@ _COMPILERS = {
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Of a segment's description: what shapes no program, and what the key has in other words.
 NO_PART_OF_A_PROGRAM = ("circumstances", "in_parts", "was_in_parts", "was_evicted", "origin", "checked")
-_SAID_OTHERWISE = ("tape", "offsets", "may_be_padded", *NO_PART_OF_A_PROGRAM)
+_SAID_OTHERWISE = ("tape", "offsets", "may_be_padded", "device", *NO_PART_OF_A_PROGRAM)
 # JAX's settings that say where something is written, and change no program.
 _HARMLESS_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")
 
 
-def environment() -> dict[str, Any]:
+def environment(target: Target) -> dict[str, Any]:
     """All that decides, beside the program itself, what XLA makes of it and where that runs, as JSON."""
-    return _fixed_environment() | {
+    return _fixed_environment(target) | {
         "flags": {name: sorted(os.environ.get(name, "").split()) for name in _FLAGS},
         "jax_settings": _jax_settings(),
     }
 
 
 @cache
-def _fixed_environment() -> dict[str, Any]:
-    chosen = platform()
-    device = chosen.devices[0]
+def _fixed_environment(target: Target) -> dict[str, Any]:
+    device = target.device
     versions = {name: version(name) for name in ("torch", "jax", "jaxlib")}
-    for name in _COMPILERS[chosen.name]:
+    for name in _COMPILERS[target.platform]:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -70,10 +69,10 @@ def _fixed_environment() -> dict[str, Any]:
     return {
         "versions": versions,
         "sources": _source_digest(),
-        "platform": [chosen.name, device.client.platform_version],
+        "platform": [target.platform, device.client.platform_version],
         "device": device.device_kind,
         "topology": _topology(device),
-        "host": _host_cpu() if chosen.name == "cpu" else {},
+        "host": _host_cpu() if target.platform == "cpu" else {},
     }
 
 
@@ -121,7 +120,7 @@ def _jax_settings() -> str:
     return digest
 
 
-def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None) -> str | None:
+def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None, target: Target) -> str | None:
     """The key of a segment by what was recorded, compiled with these options; None where its text must decide
     (`key_of_text`).
     """
@@ -135,29 +134,29 @@ def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None) -> 
         for offset, is_input in zip(description["offsets"], description["offset_is_input"], strict=True)
     ]
     rest = {name: value for name, value in description.items() if name not in _SAID_OTHERWISE}
-    return _key({"entries": words, "offsets": offsets, "options": options} | rest)
+    return _key({"entries": words, "offsets": offsets, "options": options} | rest, target)
 
 
 def key_of_text(
-    lowered: jax.stages.Lowered, demands: Sequence[Demand], options: dict[str, Any] | None
+    lowered: jax.stages.Lowered, demands: Sequence[Demand], options: dict[str, Any] | None, target: Target
 ) -> str:
     """The key of a traced program: its StableHLO, which says what is donated too, what it demands, and the
     options that it is compiled with.
     """
     said = [_described(demand) for demand in demands]
-    return _key({"text": lowered.as_text(), "demands": said, "options": options})
+    return _key({"text": lowered.as_text(), "demands": said, "options": options}, target)
 
 
-def key_of_plan(key: str) -> str:
+def key_of_plan(key: str, target: Target) -> str:
     """The key of how a padded program serves the segment that has this key."""
-    return _key({"plan": key})
+    return _key({"plan": key}, target)
 
 
 def key_of_forms() -> str:
     """The key of what was found out about forms of ops, see `known_forms.py`. XLA's flags and JAX's settings
     say how programs are compiled, and no lowering asks for them.
     """
-    return _digest({"environment": _fixed_environment(), "program": {"forms": True}})
+    return _digest({"environment": _fixed_environment(target_of(0)), "program": {"forms": True}})
 
 
 def settled_by_version(name: str) -> bool:
@@ -174,9 +173,9 @@ def _described(demand: Demand) -> dict[str, Any]:
 _last_environment: tuple[dict[str, Any], str] = ({}, "")  # and its digest, asked for with each program
 
 
-def _key(program: dict[str, Any]) -> str:
+def _key(program: dict[str, Any], target: Target) -> str:
     global _last_environment
-    now = environment()
+    now = environment(target)
     known, digest = _last_environment
     if now != known:
         digest = _digest(now)

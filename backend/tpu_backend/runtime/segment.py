@@ -26,7 +26,6 @@ from tpu_backend.runtime import known_forms
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 from tpu_backend.runtime.known_forms import Answer
 from tpu_backend.runtime.lists import list_length, with_unlike_elements
-from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.program_key import settled_by_version
 from tpu_backend.runtime.signature import (
     ConstantArg,
@@ -39,6 +38,7 @@ from tpu_backend.runtime.signature import (
     precision_readers,
     summary,
 )
+from tpu_backend.runtime.target import target_platform
 from tpu_backend.runtime.user_line import remember_first_line, user_line
 
 
@@ -269,7 +269,7 @@ def trace_form(number: int) -> Answer:
 
 
 def _traced(entry: Signature) -> Answer:
-    if _is_refused(entry) or (platform().name == "tpu" and not _compiles_on_tpu(entry)):
+    if _is_refused(entry) or (target_platform() == "tpu" and not _compiles_on_tpu(entry)):
         return _NOT_LOWERED
     offsets = [(0, False)] * num_offsets(entry)
     try:

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.sharding import SingleDeviceSharding
 from jaxlib import xla_client
 from jaxlib.cpu import _lapack
 
 from tpu_backend.lowering.bounds import Demand
-from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.target import Target
 
 _ERRORS = {
     error.__name__: error
@@ -97,13 +96,13 @@ def serialize(loaded: Any) -> bytes:
     return loaded.client.serialize_executable(loaded)
 
 
-def deserialize(header: dict[str, Any], payload: bytes) -> tuple[Any, list[Any]]:
-    """A loaded executable for the device of this process, and what makes arrays of its outputs."""
-    device = platform().devices[0]
+def deserialize(header: dict[str, Any], payload: bytes, target: Target) -> tuple[Any, list[Any]]:
+    """A loaded executable for a device of this process, and what makes arrays of its outputs."""
+    device = target.device
     if b"lapack_" in payload:  # JAX looks LAPACK's functions up while it lowers; else calls go to address 0
         _lapack.initialize()
     loaded = device.client.deserialize_executable(payload, (device,))
-    sharding = SingleDeviceSharding(device)
+    sharding = target.placement
     handlers = [
         xla_client.array_result_handler(
             jax.core.ShapedArray(tuple(dims), jnp.dtype(dtype), weak_type=is_weak),

@@ -52,12 +52,12 @@ def copy(array: jax.Array) -> jax.Array:
     return jax.device_put(array, array.sharding, may_alias=False)
 
 
-def put_numbers(numbers: np.ndarray) -> jax.Array:
-    """A segment's packed runtime numbers (1-d, float32, float64 or int64) on device 0.
+def put_numbers(numbers: np.ndarray, index: int) -> jax.Array:
+    """A segment's packed runtime numbers (1-d, float32, float64 or int64) on device `index`.
 
     Each step comes here with a cold cache: every call that is saved counts.
     """
-    aval, sharding, devices = _form_of_numbers(len(numbers), numbers.dtype)
+    aval, sharding, devices = _form_of_numbers(len(numbers), numbers.dtype, index)
     if numbers.dtype.itemsize < 8:
         return _jax.batched_device_put(aval, sharding, [numbers], devices, True)
     with jax.enable_x64(True):
@@ -66,9 +66,9 @@ def put_numbers(numbers: np.ndarray) -> jax.Array:
 
 @lru_cache(4096)
 def _form_of_numbers(
-    count: int, dtype: np.dtype
+    count: int, dtype: np.dtype, index: int
 ) -> tuple[jax.core.ShapedArray, SingleDeviceSharding, list[jax.Device]]:
-    sharding, device = _placement(0)
+    sharding, device = _placement(index)
     return _aval((count,), dtype), sharding, [device]
 
 
