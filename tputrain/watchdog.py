@@ -191,7 +191,8 @@ class Watchdog:
             # Dispatch is asynchronous: whoever waits now waits for all steps since the last read.
             in_flight = max(self.step() - self._read_up_to, 0) + 1  # a run may have gone back
             return 2 * in_flight * self._step_seconds + self.cfg.step_seconds
-        longest = self._longest.get(name)
+        # The first step of a form, however short what else ran as one: to weigh labels is, too.
+        longest = None if name == FIRST_STEP else self._longest.get(name)
         return self.cfg.setup_seconds if longest is None else 2 * longest + self.cfg.wait_seconds
 
     def _beat(self) -> None:

@@ -164,7 +164,8 @@ def test_a_finalizer_may_compile_while_a_cause_is_looked_for(monkeypatch):
 
     def interrupted(*programs):
         if not compiled:
-            compiled.append(torch.arange(next(_widths) + 5000, device="tpu").sum().item())
+            compiled.append(width := next(_widths) + 5000)  # first: a cause is looked for of this one, too
+            torch.arange(width, device="tpu").sum().item()
         return likeness(*programs)
 
     for _ in range(2):

@@ -90,6 +90,7 @@ def test_steps_are_given_much_time_until_their_time_is_known_and_then_little(wat
     assert watchdog.limit(STEP) == watchdog.limit(FIRST_STEP) == watchdog.limit(READING) == 3600.0
     with watchdog.phase(FIRST_STEP):
         watchdog.learn(records(10, 90.0))
+    assert watchdog.limit(FIRST_STEP) == 3600.0
     watchdog.learn(records(10, 95.0, compilations=1))
     assert watchdog.limit(READING) == 3600.0
     watchdog.learn(records(18, 3.0))
