@@ -375,6 +375,16 @@ def lstsq_out(
     return tuple(out.values())
 
 
+# ---- embedding_bag -----------------------------------------------------------------------------------------
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def embedding_bag_backward(*args: Any) -> Tensor:
+    """The sparse gradient. PyTorch's kernel for the CPU is made of other operators: it serves here, too."""
+    return _aten._embedding_bag_backward.default.redispatch(_CPU, *args)
+
+
 # ---- what is registered ------------------------------------------------------------------------------------
 
 
@@ -444,6 +454,9 @@ _DYNAMIC_FORMS: dict[str, Callable[..., Any]] = {
     "dynamic_repeat_interleave.Tensor(Tensor repeats, *, SymInt? output_size=None) -> Tensor": (
         repeat_interleave
     ),
+    "dynamic__embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, "
+    "Tensor bag_size, Tensor maximum_indices, SymInt num_weights, bool scale_grad_by_freq, int mode, "
+    "bool sparse, Tensor? per_sample_weights, int padding_idx=-1) -> Tensor": embedding_bag_backward,
     f"dynamic_linalg_lstsq({_LSTSQ}) -> (Tensor, Tensor, Tensor, Tensor)": lstsq,
     f"dynamic_linalg_lstsq.out({_LSTSQ}, Tensor(a!) solution, Tensor(b!) residuals, Tensor(c!) rank, "
     "Tensor(d!) singular_values) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))": lstsq_out,

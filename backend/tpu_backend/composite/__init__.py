@@ -9,16 +9,22 @@ from functools import cache
 
 from torch.library import Library
 
-from tpu_backend.composite import ctc, encoder, linalg, outputs
+from tpu_backend.composite import ctc, encoder, linalg, outputs, sparse
 from tpu_backend.untraced import untraced
 
-_KERNELS = linalg.KERNELS | ctc.KERNELS | encoder.KERNELS | outputs.KERNELS
+_DENSE = linalg.KERNELS | ctc.KERNELS | encoder.KERNELS | outputs.KERNELS
+_KERNELS = {
+    "PrivateUse1": _DENSE,
+    "SparsePrivateUse1": sparse.COO_KERNELS,
+    "SparseCsrPrivateUse1": sparse.COMPRESSED_KERNELS,
+}
 
 
 @cache
 def register() -> Library:
     """Give the device these kernels, for the life of the process. Idempotent."""
     library = Library("aten", "IMPL")
-    for overload, kernel in _KERNELS.items():
-        library.impl(overload, untraced(kernel), "PrivateUse1")
+    for key, kernels in _KERNELS.items():
+        for overload, kernel in kernels.items():
+            library.impl(overload, untraced(kernel), key)
     return library
