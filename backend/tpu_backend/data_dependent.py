@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpu_backend import _C
+from tpu_backend.composite import outputs
+from tpu_backend.on_cpu import is_on_device, on_cpu
 from tpu_backend.runtime.shapes import lstsq_results
 from tpu_backend.untraced import untraced
 
@@ -77,33 +78,12 @@ def _contiguous(size: Sequence[int]) -> list[int]:
     return strides
 
 
-def _on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the CPU's kernel says: PyTorch's errors about wrong arguments, and results without elements."""
-    device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if _is_on_device(leaf))
-    host_args, host_kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), (args, kwargs))
-    results = op(*host_args, **host_kwargs)
-    if any(leaf.numel() for leaf in tree_leaves(results)):
-        _C.count_fallback(op.name())
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), results)
-
-
-def _is_on_device(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "tpu"
-
-
 def _write_out(op: Any, result: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     """The ``out=`` form of an operator: `result` in `out`, which takes its size."""
     if out.dtype != result.dtype or out.device != result.device:
-        result = _on_cpu(op, *args, **kwargs, out=torch.empty(0, dtype=out.dtype, device=result.device))
+        result = on_cpu(op, *args, **kwargs, out=torch.empty(0, dtype=out.dtype, device=result.device))
     if out.shape != result.shape:
-        if out.numel():
-            warnings.warn(
-                f"An output with one or more elements was resized since it had shape {list(out.shape)}, "
-                f"which does not match the required output shape {list(result.shape)}. Resize it with "
-                "out.resize_(0) to reuse it.",
-                stacklevel=2,
-            )
-        out.resize_(result.shape).as_strided_(result.shape, result.stride())
+        outputs.resize(out, result.shape).as_strided_(result.shape, result.stride())
     return out.copy_(result)
 
 
@@ -132,7 +112,7 @@ def nonzero_out(self: Tensor, *, out: Tensor) -> Tensor:
 def nonzero_static(self: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     """int64 (size, ndim), without a read. Contiguous as on the CPU; PyTorch's meta kernel is not."""
     if size < 0:
-        return _on_cpu(_aten.nonzero_static.default, self, size=size, fill_value=fill_value)
+        return on_cpu(_aten.nonzero_static.default, self, size=size, fill_value=fill_value)
     return _tpu.nonzero_static(self, size=size, fill_value=fill_value)
 
 
@@ -146,9 +126,9 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     try:
         self, mask = torch.broadcast_tensors(self, mask)
     except RuntimeError:
-        return _on_cpu(_aten.masked_select.default, self, mask)
+        return on_cpu(_aten.masked_select.default, self, mask)
     if mask.dtype != torch.bool:
-        return _on_cpu(_aten.masked_select.default, self, mask)
+        return on_cpu(_aten.masked_select.default, self, mask)
     [count] = _read(mask.count_nonzero()) if mask.numel() else [0]
     return _select(
         self.reshape(1) if self.dim() == 0 else self, mask.reshape(1) if mask.dim() == 0 else mask, 0, count
@@ -188,7 +168,7 @@ def index(self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     given = [(place, item) for place, item in enumerate(indices) if item is not None]
     masks = [item for _, item in given if _is_mask(item)]
     if not masks or not _fits(self, indices):
-        return _on_cpu(_aten.index.Tensor, self, indices)
+        return on_cpu(_aten.index.Tensor, self, indices)
     if any(mask.dtype == torch.uint8 for mask in masks):
         warnings.warn(
             "indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool instead.",
@@ -236,11 +216,11 @@ def _count(masks: Sequence[Tensor]) -> list[int]:
     """How many Trues each mask has. Masks on the host are counted there."""
     counts = [mask.count_nonzero() for mask in masks]
     on_device = [
-        count for count, mask in zip(counts, masks, strict=True) if _is_on_device(mask) and mask.numel()
+        count for count, mask in zip(counts, masks, strict=True) if is_on_device(mask) and mask.numel()
     ]
     values = iter(_read(*on_device) if on_device else ())
     return [
-        (next(values) if mask.numel() else 0) if _is_on_device(mask) else int(count)
+        (next(values) if mask.numel() else 0) if is_on_device(mask) else int(count)
         for count, mask in zip(counts, masks, strict=True)
     ]
 
@@ -255,7 +235,7 @@ def unique2(
 ) -> Unique:
     """Values in ascending order, whatever `sorted` says, as on the CPU; NaN last, each for itself."""
     if self.numel() == 0 or self.is_complex():
-        return _on_cpu(_aten._unique2.default, self, sorted, return_inverse, return_counts)
+        return on_cpu(_aten._unique2.default, self, sorted, return_inverse, return_counts)
     return _unique(_tpu.group_elements(self, sort=True), return_inverse, return_counts)
 
 
@@ -270,7 +250,7 @@ def unique_consecutive(
     if dim is not None and not (self.dim() == 1 and dim in (0, -1)):
         return unique_dim_consecutive(self, dim, return_inverse, return_counts)
     if self.numel() == 0 or self.is_complex():
-        return _on_cpu(_aten.unique_consecutive.default, self, return_inverse, return_counts, dim)
+        return on_cpu(_aten.unique_consecutive.default, self, return_inverse, return_counts, dim)
     return _unique(_tpu.group_elements(self, sort=False), return_inverse, return_counts)
 
 
@@ -279,7 +259,7 @@ def unique_dim(
 ) -> Unique:
     """The unique slices along `dim`, in lexicographic order."""
     if not _has_slices(self, dim):
-        return _on_cpu(_aten.unique_dim.default, self, dim, sorted, return_inverse, return_counts)
+        return on_cpu(_aten.unique_dim.default, self, dim, sorted, return_inverse, return_counts)
     return _unique_slices(self, dim, True, return_counts)
 
 
@@ -287,7 +267,7 @@ def unique_dim_consecutive(
     self: Tensor, dim: int, return_inverse: bool = False, return_counts: bool = False
 ) -> Unique:
     if not _has_slices(self, dim):
-        return _on_cpu(_aten.unique_dim_consecutive.default, self, dim, return_inverse, return_counts)
+        return on_cpu(_aten.unique_dim_consecutive.default, self, dim, return_inverse, return_counts)
     return _unique_slices(self, dim, False, return_counts)
 
 
@@ -326,7 +306,7 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
     """How often each number occurs (int64), or the sum of its weights (float32 of float32, else float64)."""
 
     def refuse() -> Tensor:
-        return _on_cpu(_aten.bincount.default, self, weights, minlength)
+        return on_cpu(_aten.bincount.default, self, weights, minlength)
 
     fits = weights is None or weights.shape == self.shape
     if self.dim() != 1 or self.dtype not in _COUNTABLE or minlength < 0 or not fits or self.numel() == 0:
@@ -342,7 +322,7 @@ def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Ten
     """Each position as often as `repeats` says. With `output_size` the lowering serves, without a read."""
 
     def refuse() -> Tensor:
-        return _on_cpu(_aten.repeat_interleave.Tensor, repeats, output_size=output_size)
+        return on_cpu(_aten.repeat_interleave.Tensor, repeats, output_size=output_size)
 
     if repeats.dim() != 1 or repeats.dtype not in (torch.int32, torch.int64) or repeats.numel() == 0:
         return refuse()
@@ -369,7 +349,7 @@ def lstsq(
     try:
         over_b, residuals, rank, values = _tpu.lstsq_over_b(self, b, rcond, driver=driver)
     except NotImplementedError:
-        return _on_cpu(_aten.linalg_lstsq.default, self, b, rcond, driver=driver)
+        return on_cpu(_aten.linalg_lstsq.default, self, b, rcond, driver=driver)
     columns = self.shape[-1]
     dim = -1 if over_b.dim() < self.dim() else -2
     size = list(over_b.shape)
@@ -393,6 +373,16 @@ def lstsq_out(
         )
         target.resize_(result.shape).copy_(result)
     return tuple(out.values())
+
+
+# ---- embedding_bag -----------------------------------------------------------------------------------------
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def embedding_bag_backward(*args: Any) -> Tensor:
+    """The sparse gradient. PyTorch's kernel for the CPU is made of other operators: it serves here, too."""
+    return _aten._embedding_bag_backward.default.redispatch(_CPU, *args)
 
 
 # ---- what is registered ------------------------------------------------------------------------------------
@@ -464,6 +454,9 @@ _DYNAMIC_FORMS: dict[str, Callable[..., Any]] = {
     "dynamic_repeat_interleave.Tensor(Tensor repeats, *, SymInt? output_size=None) -> Tensor": (
         repeat_interleave
     ),
+    "dynamic__embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, "
+    "Tensor bag_size, Tensor maximum_indices, SymInt num_weights, bool scale_grad_by_freq, int mode, "
+    "bool sparse, Tensor? per_sample_weights, int padding_idx=-1) -> Tensor": embedding_bag_backward,
     f"dynamic_linalg_lstsq({_LSTSQ}) -> (Tensor, Tensor, Tensor, Tensor)": lstsq,
     f"dynamic_linalg_lstsq.out({_LSTSQ}, Tensor(a!) solution, Tensor(b!) residuals, Tensor(c!) rank, "
     "Tensor(d!) singular_values) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))": lstsq_out,

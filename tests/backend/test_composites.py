@@ -1,4 +1,4 @@
-"""Operators made of others on the device (csrc/composites.cpp), and copies that resolve lazy bits."""
+"""Operators made of others on the device (composite/, composites.cpp), and copies that resolve lazy bits."""
 
 import pytest
 import torch

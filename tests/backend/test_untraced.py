@@ -19,7 +19,8 @@ def test_eager_operations_behind_a_graph_break_are_recorded_without_dynamo(monke
     @torch.compiler.disable(recursive=False)  # runs as it is, with Dynamo's hook on what it calls
     def eager(x: Tensor) -> Tensor:
         y = torch.special.i0e(x.mul(3).fliplr())
-        return y[y > 0.2].sum() + torch.repeat_interleave(y, 2).sum()
+        z = torch.linalg.det(torch.eye(3, device=x.device) + x[:, :3])
+        return y[y > 0.2].sum() + torch.repeat_interleave(y, 2).sum() + z
 
     x = torch.linspace(-1, 1, 12).reshape(3, 4)
     results = [

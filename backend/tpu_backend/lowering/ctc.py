@@ -3,7 +3,7 @@
 After Graves et al. (2006). ``log_probs`` is (T, B, C), ``targets`` (B, S), lengths are (B,). The labels of a
 sample with blanks around them make L = 2S + 1 states; alpha and beta (T, B, L) are the log probabilities of
 all alignments up to, and from, a time and state (PyTorch keeps alpha as (B, T, L)). Lists of lengths come
-here as tensors (csrc/composites.cpp).
+here as tensors (composite/ctc.py).
 """
 
 from __future__ import annotations

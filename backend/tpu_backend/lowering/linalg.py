@@ -1,7 +1,7 @@
 """Matrix factorisations, inverses and triangular solves.
 
 ``info`` outputs report failure as LAPACK would (non-zero), seen from NaN in the result. Determinants and
-``linalg.solve`` are made of these in csrc/composites.cpp.
+``linalg.solve`` are made of these in composite/linalg.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from tpu_backend import _C, data_dependent
+from tpu_backend import _C, composite, data_dependent
 from tpu_backend.lowering import names, registry
 from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
 from tpu_backend.runtime.debug import after_debug_op
@@ -74,6 +74,7 @@ def initialize() -> None:
         platform.announce()
         shapes.register_meta_kernels()
         data_dependent.register()
+        composite.register()
         transfer.spend_read_only_warning()
         # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and
         # whoever does not
