@@ -1,10 +1,10 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
-#include "recorded_step.h"
-#include "rehearsal.h"
+#include "launch/recorded_step.h"
+#include "record/rehearsal.h"
 
-#include "decode.h"
-#include "device.h"
-#include "settings.h"
+#include "record/decode.h"
+#include "device/device.h"
+#include "record/settings.h"
 
 #include <c10/util/strides.h>
 #include <pybind11/pybind11.h>

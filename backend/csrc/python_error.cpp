@@ -1,6 +1,6 @@
 #include "python_error.h"
 
-#include "program.h"
+#include "launch/program.h"
 
 #include <c10/util/Exception.h>
 

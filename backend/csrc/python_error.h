@@ -5,6 +5,14 @@
 
 namespace tpu {
 
+// A new reference that a call of Python's gave.  Raises error_already_set where it gave none.
+inline pybind11::handle check(PyObject* object) {
+  if (object == nullptr) {
+    throw pybind11::error_already_set();
+  }
+  return object;
+}
+
 // Whether it ends a program and does not report a fault: KeyboardInterrupt, SystemExit.
 bool is_interrupt(const pybind11::error_already_set& error);
 

@@ -43,8 +43,8 @@ class Build:
 def source_digest(folder: Path) -> str:
     """A digest of the C++ sources in a folder: a checkout may be newer than the extension in it."""
     digest = hashlib.sha256()
-    for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for file in sorted([*folder.rglob("*.cpp"), *folder.rglob("*.h")]):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 A tensor's contents already are a `jax.Array`, and JAX arrays never change: both sides may hold one.  What
 protects them is a lease.  An array that was handed out, or came from outside, is never donated to a program;
-a step that would overwrite it in place copies it first (csrc/program.cpp, `execute`).
+a step that would overwrite it in place copies it first (csrc/launch/program.cpp, `execute`).
 
 A `jax.Array` speaks DLPack and NumPy, so this is also the way to and from every other library.
 """

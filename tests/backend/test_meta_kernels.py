@@ -1,4 +1,4 @@
-"""Shapes, dtypes and strides of the operators whose meta kernels are in backend/csrc/meta_kernels.cpp."""
+"""Shapes, dtypes and strides of the operators whose meta kernels are in backend/csrc/record/meta_kernels.cpp."""
 
 import itertools
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
-# By their names in PyTorch's table of operators: those of backend/csrc/meta_kernels.cpp.
+# By their names in PyTorch's table of operators: those of backend/csrc/record/meta_kernels.cpp.
 # fmt: off
 NAMES = {
     "__rsub__", "abs", "add", "addcdiv", "addcmul", "addmm", "all", "amax", "amin", "any", "argmax",

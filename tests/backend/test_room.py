@@ -16,7 +16,7 @@ SCRIPT = """
     from tpu_backend.runtime import mappings
 
     mappings._SHORT_FROM = 0.0
-    BETWEEN_LOOKS = 8  # programs, as in csrc/program.cpp
+    BETWEEN_LOOKS = 8  # programs, as in csrc/launch/program.cpp
     compilations = lambda: torch.tpu.compile_stats()["compilations"]
     numbers = torch.arange(1.0, 9.0, device="tpu")
     torch.tpu.synchronize()

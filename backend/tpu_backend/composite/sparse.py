@@ -1,6 +1,6 @@
 """Sparse tensors: the kernels that read memory on PyTorch's devices and that training needs.
 
-PyTorch's shared kernels and the fallback to the CPU are in csrc/sparse.cpp. The CPU serves the forms that the
+PyTorch's shared kernels and the fallback to the CPU are in csrc/aten/sparse.cpp. The CPU serves the forms that the
 kernels here do not, and raises the errors of wrong arguments.
 """
 

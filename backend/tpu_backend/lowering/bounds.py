@@ -102,7 +102,7 @@ def nonzero_divisor(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
     """The integer array that divides, with 1 in place of 0; demands that none is 0, in the CPU's words.
 
     XLA:CPU ends the process where it folds 0 / 0 (`(x - x) % (x - x)`). A number that is 0 gets no
-    further than csrc/division.cpp.
+    further than csrc/aten/division.cpp.
     """
     if dividend.size:
         require_all(divisor != 0, RuntimeError, "ZeroDivisionError")

@@ -61,7 +61,7 @@ def spaced(start, step, out):
 
 
 # The numbers of a range make its length, so they are part of the program. (A range that starts elsewhere is
-# made of this one, see csrc/composites.cpp.)
+# made of this one, see csrc/aten/composites.cpp.)
 
 
 @lowering("arange", "arange.out", static=("end",))

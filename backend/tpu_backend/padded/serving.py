@@ -73,7 +73,7 @@ _programs: dict[tuple[Family, int], Future[tuple[Program, list[tuple[Any, ...]]]
 
 
 def may_be_padded(description: Description) -> bool:
-    """Whether the recorder allows it (csrc/stream.cpp), and each operation is this package's own."""
+    """Whether the recorder allows it (csrc/record/stream.cpp), and each operation is this package's own."""
     return (
         description["may_be_padded"]
         and not any(description["offset_is_input"])

@@ -78,7 +78,7 @@ def initialize() -> None:
         transfer.spend_read_only_warning()
         # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and
         # whoever does not
-        # is told so by the device itself (csrc/stream.cpp, check_not_forked).
+        # is told so by the device itself (csrc/record/stream.cpp, check_not_forked).
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(
             lowered_ops(),

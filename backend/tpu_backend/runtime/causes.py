@@ -20,7 +20,7 @@ _ALIKE = 0.6  # the share of operations that two programs must have in common to
 _OTHER_AUTOCAST = (
     0.8  # how much of its likeness a program keeps that was made with autocast switched the other way
 )
-_IN_AUTOCAST = 1 << 63  # as in csrc/signature.h
+_IN_AUTOCAST = 1 << 63  # as in csrc/record/signature.h
 _LAST_TENSOR = 61
 
 

@@ -1,7 +1,7 @@
 """How the stream runs a segment: by one program or by a chain of programs, each with its slots.
 
 The slots of a program say which of the segment's values and numbers it takes, and which values it makes
-(`Link` in csrc/program.h). A chain is planned once for a tape (`parts.py`). Equal parts are one program.
+(`Link` in csrc/launch/program.h). A chain is planned once for a tape (`parts.py`). Equal parts are one program.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _with_emitters_chosen(
 
 _WAITS = "tpu: waiting for the one program that follows first steps in parts, this once (docs/execution.md)"
 _LONGEST_WAIT = 60.0  # seconds; a program that takes longer may take for ever
-_PARTS_FIRST = 1  # `Parts::First` in csrc/program.h
+_PARTS_FIRST = 1  # `Parts::First` in csrc/launch/program.h
 
 # Programs of chains, as long as a chain holds them: equal parts of other segments share them.
 _of_chains: WeakValueDictionary[Hashable, Executable] = WeakValueDictionary()

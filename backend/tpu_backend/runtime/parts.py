@@ -29,7 +29,7 @@ _FEWEST_SAVED_IN_TURN = 40  # where the same is compiled for several sizes
 # How often a loop must come round to be cut at its turns: two sizes show what grows.
 _FEWEST_TURNS = 3
 
-_WITHOUT_GRADIENTS = 1 << 62  # of an entry's circumstances, as in csrc/stream.cpp
+_WITHOUT_GRADIENTS = 1 << 62  # of an entry's circumstances, as in csrc/record/stream.cpp
 
 
 class Piece(NamedTuple):

@@ -1,7 +1,7 @@
 """Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone, or
 has wrong.
 
-The recorder asks an operator's meta kernel what comes out (csrc/signature.cpp); an operator without one runs
+The recorder asks an operator's meta kernel what comes out (csrc/record/signature.cpp); an operator without one runs
 on the CPU. Arguments that an operator refuses raise ``NotImplementedError`` here where it has a CPU kernel:
 then that one is asked, and says what is wrong in PyTorch's words.
 """

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     links: Sequence[int]  # the values it reads
     made: Sequence[int]  # the values it makes
     starts: tuple[int, int, int, int]  # the first of its floats, doubles, integers and offsets
-    circumstances: int  # see csrc/signature.h
+    circumstances: int  # see csrc/record/signature.h
 
     @property
     def signature(self) -> Signature:

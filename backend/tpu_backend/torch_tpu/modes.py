@@ -8,8 +8,8 @@ from typing import NoReturn
 from tpu_backend import _C, nan_check
 from tpu_backend.torch_tpu.devices import flush, is_initialized
 
-_MODES = ("debug", "strict", "fused")  # as in csrc/stream.h
-_PARTS = ("never", "first", "prepare", "always")  # as in csrc/program.h
+_MODES = ("debug", "strict", "fused")  # as in csrc/record/stream.h
+_PARTS = ("never", "first", "prepare", "always")  # as in csrc/launch/program.h
 
 
 class eager_mode:  # noqa: N801 - reads as a function

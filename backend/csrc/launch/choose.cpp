@@ -1,0 +1,319 @@
+// By what a segment is run: the one program or a chain, for which results, and which memory it takes over.
+#include "launch/program.h"
+
+#include "record/stream.h"
+#include "python_error.h"
+
+#include <ATen/Context.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <set>
+
+namespace py = pybind11;
+
+namespace tpu {
+namespace {
+
+// Of one program: sets of results that were kept, each with an executable that returns no others.
+constexpr size_t kMostSetsOfResults = 4;
+
+// The last run in parts of a process that begins so (`Parts::First`).  A count, not a moment: the last digits change with it,
+// and a script that is run again gives the same.  So many steps take longer than most programs, which the next run waits for
+// (Llama of 32 layers, two cores: 14 s, 0.25 s a step).  Where XLA takes much longer than that, they go on in parts meanwhile.
+constexpr size_t kLastRunInParts = 256;
+
+// The run in parts, counted from 1, at which a thread begins to compile the one program.  Never the first, which shares its
+// cores with nothing.  Where nobody said that the one program will be wanted, what is run less often (an initialisation, a look
+// at a few batches) is not compiled a second time.
+constexpr size_t kRunThatPrepares = 2;
+constexpr size_t kRunThatPreparesUnasked = 32;
+
+// Segments of fewer values are not looked at for parts.
+constexpr size_t kFewestValuesOfParts = 36;
+
+// Whether a variant takes the memory of just those inputs that this segment's results take the place of.  The tape does not
+// say that of a result that is written without a look at what was there (`fill_`, `out=`).
+bool donates_alike(const Variant& variant, const Segment& segment) {
+  const auto num_donated = variant.donated.size();
+  for (size_t i = 0; i < variant.outputs.size(); ++i) {
+    const int32_t local = variant.outputs[i];
+    const int32_t origin = segment.origin[local];
+    if (i < num_donated) {
+      if (origin != variant.donated[i]) {
+        return false;
+      }
+    } else if (
+        origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout &&
+        !std::binary_search(variant.donated.begin(), variant.donated.end(), origin)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// One that returns what is wanted at least.
+Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live, bool in_parts) {
+  const auto offsets_match = [&](const Variant& variant) {
+    for (size_t i = 0; i < segment.offsets.size(); ++i) {
+      if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
+        return false;
+      }
+    }
+    return true;
+  };
+  // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
+  const auto returns_live = [&](const Variant& variant) {
+    const auto& outputs = variant.sorted_outputs;
+    return std::includes(outputs.begin(), outputs.end(), live.begin(), live.end());
+  };
+  const auto is_better = [](const Variant& variant, const Variant& other) {
+    return variant.is_loaded() != other.is_loaded() ? variant.is_loaded() : variant.outputs.size() < other.outputs.size();
+  };
+  // A padded program, whose last digits may be others, serves only where padding is allowed now.
+  const bool takes_padded = may_be_padded(segment);
+  Variant* best = nullptr;
+  for (auto& variant : program.variants) {
+    if (variant->in_parts != in_parts || (variant->is_padded && !takes_padded)) {
+      continue;
+    }
+    if (offsets_match(*variant) && returns_live(*variant) && donates_alike(*variant, segment) &&
+        (best == nullptr || is_better(*variant, *best))) {
+      best = variant.get();
+    }
+  }
+  return best;
+}
+
+// (input, the output that takes its memory): a value that the segment replaced in its buffer gives it to the newest of those
+// that did.  Whoever else holds the value changes nothing: a copy is donated then, see `argument_of`.
+using Donations = std::vector<std::pair<int32_t, int32_t>>;
+
+Donations donations_of(const Segment& segment, const std::vector<int32_t>& sorted_outputs) {
+  Donations donations;
+  for (int32_t local : sorted_outputs) {
+    const int32_t origin = segment.origin[local];
+    if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout) {
+      donations.emplace_back(origin, local);
+    }
+  }
+  std::sort(donations.begin(), donations.end());
+  const auto is_same_input = [](const auto& some, const auto& other) { return some.first == other.first; };
+  const auto kept = std::unique(donations.rbegin(), donations.rend(), is_same_input);
+  donations.erase(donations.begin(), kept.base());
+  return donations;
+}
+
+// The outputs of a new variant, ascending.  Where several sets of results were kept in turns, all that ever were are returned
+// from then on: each program more returns one result more at least, so that they come to an end.
+std::vector<int32_t> outputs_for(const Program& program, const Locals& live) {
+  std::set<int32_t> outputs(live.begin(), live.end());
+  std::set<std::vector<int32_t>> sets;
+  for (const auto& variant : program.variants) {
+    sets.insert(variant->sorted_outputs);
+  }
+  if (sets.size() >= kMostSetsOfResults) {
+    for (const auto& set : sets) {
+      outputs.insert(set.begin(), set.end());
+    }
+  }
+  return {outputs.begin(), outputs.end()};
+}
+
+std::shared_ptr<Variant> new_variant(const Program& program, const Segment& segment, const Locals& live) {
+  auto variant = std::make_shared<Variant>();
+  variant->offsets = segment.offsets;
+  variant->offset_is_input.assign(segment.offsets.size(), 0);
+  // An offset that has been seen with two values becomes an input.
+  for (const auto& other : program.variants) {
+    for (size_t i = 0; i < segment.offsets.size(); ++i) {
+      variant->offset_is_input[i] |=
+          static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
+    }
+  }
+  variant->sorted_outputs = outputs_for(program, live);
+  // Donated inputs and the outputs that take over their memory stand in the same order, so that XLA pairs them so.
+  for (const auto& [input, output] : donations_of(segment, variant->sorted_outputs)) {
+    variant->donated.push_back(input);
+    variant->outputs.push_back(output);
+  }
+  for (int32_t local : variant->sorted_outputs) {
+    if (std::find(variant->outputs.begin(), variant->outputs.end(), local) == variant->outputs.end()) {
+      variant->outputs.push_back(local);
+    }
+  }
+  return variant;
+}
+
+} // namespace
+
+py::object describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device) {
+  py::dict description;
+  description["device"] = static_cast<int>(device);
+  description["tape"] = py::cast(segment.tape);
+  description["circumstances"] = py::cast(segment.circumstances);
+  py::list input_layouts;
+  for (int32_t local : segment.inputs) {
+    input_layouts.append(py::make_tuple(
+        static_cast<int>(segment.values[local]->layout->dtype), py::cast(segment.values[local]->layout->dims)));
+  }
+  description["input_layouts"] = input_layouts;
+  description["inputs"] = py::cast(segment.inputs);
+  description["outputs"] = py::cast(variant.outputs);
+  description["donated"] = py::cast(variant.donated);
+  description["offsets"] = py::cast(segment.offsets);
+  description["offset_is_input"] =
+      py::cast(std::vector<bool>(variant.offset_is_input.begin(), variant.offset_is_input.end()));
+  description["num_floats"] = segment.numbers.floats.size();
+  description["num_doubles"] = segment.numbers.doubles.size();
+  description["num_integers"] = segment.numbers.integers.size();
+  description["was_evicted"] = variant.was_evicted;
+  description["may_be_padded"] = may_be_padded(segment);
+  description["in_parts"] = variant.in_parts;
+  description["was_in_parts"] = program.num_runs_in_parts > 0;
+  // Of use to a chain alone:
+  description["origin"] = py::cast(segment.origin);
+  std::vector<uint32_t> checked;
+  for (const auto& entry : segment.checked) {
+    checked.push_back(entry.entry);
+  }
+  description["checked"] = py::cast(checked);
+  return description;
+}
+
+Locals live_values(const Segment& segment) {
+  Locals live;
+  for (size_t local = 0; local < segment.values.size(); ++local) {
+    if (segment.is_input[local] == 0 && segment.values[local].use_count() > 1) {
+      live.push_back(static_cast<int32_t>(local));
+    }
+  }
+  return live;
+}
+
+Program& ProgramCache::find(const Segment& segment) {
+  auto& bucket = programs_[segment.hash];
+  for (auto& program : bucket) {
+    if (program->tape == segment.tape) {
+      return *program;
+    }
+  }
+  bucket.push_back(std::make_unique<Program>());
+  bucket.back()->tape = segment.tape;
+  return *bucket.back();
+}
+
+std::shared_ptr<Variant> ProgramCache::choose(
+    Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters) {
+  const auto whole = [&] { return variant_for(program, segment, live, /*in_parts=*/false, counters); };
+  // Parts are compiled by threads, which a turn inside another one must not wait for.
+  if (!may_be_parts || !mutex_.is_outermost_turn() || !has_parts(program, segment, live)) {
+    return whole();
+  }
+  if (!program.grows) {
+    // Who asks for deterministic algorithms wants the same digits from the first run on.
+    if (parts() == Parts::Never || (parts() == Parts::First && at::globalContext().deterministicAlgorithms())) {
+      return whole();
+    }
+    if (parts() == Parts::First) {
+      if (auto variant = whole_in_time(program, segment, live, counters)) {
+        return variant;
+      }
+    }
+  }
+  auto chain = variant_for(program, segment, live, /*in_parts=*/true, counters);
+  if (!program.grows) { // what grows stays in parts
+    const size_t run = ++program.num_runs_in_parts;
+    if ((parts() == Parts::Prepare && run >= kRunThatPrepares) || (parts() == Parts::First && run >= kRunThatPreparesUnasked)) {
+      prepare(program, segment, live);
+    }
+  }
+  ++counters.segments_in_parts;
+  return chain;
+}
+
+std::shared_ptr<Variant> ProgramCache::whole_in_time(
+    Program& program, const Segment& segment, const Locals& live, Counters& counters) {
+  const bool is_there = program.is_rehearsed ||
+      std::any_of(program.variants.begin(), program.variants.end(), [](const auto& variant) { return !variant->in_parts; });
+  if (!is_there && (program.is_refused || program.num_runs_in_parts < kLastRunInParts)) {
+    return nullptr;
+  }
+  try {
+    return variant_for(program, segment, live, /*in_parts=*/false, counters);
+  } catch (const py::error_already_set& error) {
+    if (error.matches(PyExc_TimeoutError)) { // a thread still compiles it
+      return nullptr;
+    }
+    if (is_there || is_interrupt(error)) {
+      throw;
+    }
+    program.is_refused = true;
+    const std::string message = error.what();
+    TORCH_WARN(
+        "steps that began in parts stay so: the one program that should follow cannot be compiled (",
+        message.substr(0, message.find('\n')),
+        ")");
+    return nullptr;
+  }
+}
+
+bool ProgramCache::has_parts(Program& program, const Segment& segment, const Locals& live) {
+  const bool may_grow = mode() == Mode::Fused && may_be_padded(segment);
+  if (cuts_after_each_op() || (parts() == Parts::Never && !may_grow)) {
+    return false;
+  }
+  if (!program.num_parts && segment.values.size() < kFewestValuesOfParts) {
+    program.num_parts = 1;
+  }
+  if (!program.num_parts) {
+    const auto description = describe(program, *new_variant(program, segment, live), segment, device_);
+    const auto plan = [&] {
+      const StreamUnlocked unlocked(mutex_);
+      return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().plan, description.ptr())));
+    }();
+    std::tie(program.num_parts, program.grows) = plan.cast<std::pair<size_t, bool>>();
+  }
+  return *program.num_parts > 1 && (program.grows ? may_grow || parts() != Parts::Never : true);
+}
+
+std::shared_ptr<Variant> ProgramCache::variant_for(
+    Program& program, const Segment& segment, const Locals& live, bool in_parts, Counters& counters) {
+  if (Variant* fitting = fitting_variant(program, segment, live, in_parts)) {
+    auto known = fitting->shared_from_this();
+    if (known->is_loaded()) {
+      ++counters.memory_hits;
+    } else {
+      load(program, *known, segment, counters);
+    }
+    return known;
+  }
+  auto variant = new_variant(program, segment, live);
+  variant->in_parts = in_parts;
+  load(program, *variant, segment, counters);
+  program.variants.push_back(variant);
+  return variant;
+}
+
+void ProgramCache::rehearse(const Segment& segment) {
+  Program& program = find(segment);
+  prepare(program, segment, live_values(segment));
+  program.is_rehearsed = true;
+}
+
+void ProgramCache::prepare(Program& program, const Segment& segment, const Locals& live) {
+  if (std::exchange(program.is_prepared, true) || (live.empty() && segment.checked.empty())) {
+    return;
+  }
+  const Variant* known = fitting_variant(program, segment, live, /*in_parts=*/false);
+  if (known != nullptr && known->is_loaded()) {
+    return;
+  }
+  const auto description = describe(program, known != nullptr ? *known : *new_variant(program, segment, live), segment, device_);
+  make_room(1); // it will be loaded
+  const StreamUnlocked unlocked(mutex_);
+  check(PyObject_CallOneArg(runtime().prepare, description.ptr())).dec_ref();
+}
+
+} // namespace tpu
