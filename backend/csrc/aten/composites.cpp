@@ -78,30 +78,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm_legit(
   return tpu::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
 }
 
-// ---- lists of tensors with their scalars in one tensor, which is on the CPU
+// ---- lists of tensors with their scalars in one tensor on the CPU: the overload that takes a list of numbers
 
-std::vector<at::Scalar> numbers_in(const at::Tensor& scalars, at::TensorList tensors) {
-  return at::native::convert_tensor_to_scalar_list(scalars, static_cast<int64_t>(tensors.size()));
-}
-
-std::vector<at::Tensor>
-foreach_addcdiv(at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  return at::_foreach_addcdiv(self, tensor1, tensor2, numbers_in(scalars, self));
-}
-
-std::vector<at::Tensor>
-foreach_addcmul(at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  return at::_foreach_addcmul(self, tensor1, tensor2, numbers_in(scalars, self));
-}
-
-void foreach_addcdiv_(
-    at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  at::_foreach_addcdiv_(self, tensor1, tensor2, numbers_in(scalars, self));
-}
-
-void foreach_addcmul_(
-    at::TensorList self, at::TensorList tensor1, at::TensorList tensor2, const at::Tensor& scalars) {
-  at::_foreach_addcmul_(self, tensor1, tensor2, numbers_in(scalars, self));
+void run_with_numbers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto scalars = torch::jit::pop(*stack).toTensor();
+  const auto num_tensors = static_cast<int64_t>(torch::jit::peek(*stack, 0, 3).toListRef().size());
+  torch::jit::push(*stack, at::native::convert_tensor_to_scalar_list(scalars, num_tensors));
+  c10::Dispatcher::singleton().findSchemaOrThrow(op.operator_name().name.c_str(), "ScalarList").callBoxed(stack);
 }
 
 } // namespace
@@ -110,10 +93,10 @@ void foreach_addcmul_(
 namespace {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("arange.start_out", &tpu::arange_out);
-  m.impl("_foreach_addcdiv.Tensor", &tpu::foreach_addcdiv);
-  m.impl("_foreach_addcmul.Tensor", &tpu::foreach_addcmul);
-  m.impl("_foreach_addcdiv_.Tensor", &tpu::foreach_addcdiv_);
-  m.impl("_foreach_addcmul_.Tensor", &tpu::foreach_addcmul_);
+  for (const auto* name :
+       {"_foreach_addcdiv.Tensor", "_foreach_addcmul.Tensor", "_foreach_addcdiv_.Tensor", "_foreach_addcmul_.Tensor"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&tpu::run_with_numbers>());
+  }
   m.impl("native_batch_norm", &tpu::native_batch_norm);
   m.impl("_native_batch_norm_legit", &tpu::native_batch_norm_legit);
 }
