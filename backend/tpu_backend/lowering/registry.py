@@ -52,7 +52,7 @@ import jax.numpy as jnp
 from tpu_backend.lowering.kinds import KINDS, is_of_kind
 
 Promote = Literal["result", "inputs", "opmath"] | None
-Fit = Literal["result", "opmath"]
+Fit = Literal["result", "opmath", "written"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def lowering(
     ``one_dtype`` names tensor arguments (not lists) that PyTorch refuses unless they are of one dtype;
     ``or_wider``: those after the first may all be of the dtype that it is computed in.  What is refused is
     not traced: the CPU says so, in its own words. ``fits`` names numbers that PyTorch refuses at a call where
-    they overflow the result's dtype, or its opmath dtype; others wrap, or become infinite.
+    they overflow the result's dtype, or its opmath dtype; others wrap, or become infinite. "written" is
+    "result", but where ``index`` has no elements or ``pad`` adds none the number is not looked at.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
