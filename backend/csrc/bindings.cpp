@@ -11,6 +11,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <variant>
+
 namespace py = pybind11;
 
 namespace {
@@ -237,6 +239,9 @@ PYBIND11_MODULE(_C, m) {
     return order.dense ? py::object(py::tuple(py::cast(order.permutation))) : py::object(py::none());
   });
   // The dims in which a tensor's buffer keeps its value.
+  m.def("check_number", [](const std::variant<int64_t, double>& number, c10::ScalarType dtype) {
+    tpu::check_number(std::visit([](auto value) { return at::Scalar(value); }, number), dtype);
+  });
   m.def("layout_of", [](const at::Tensor& tensor) { return py::tuple(py::cast(tpu::buffer_of(tensor)->layout->dims)); });
   m.def("compile_stats", [](int device) { return compile_stats(static_cast<c10::DeviceIndex>(device)); });
   // The signatures of the entries recorded last, oldest first, and how many of them were not launched.  Takes no lock.

@@ -298,3 +298,32 @@ def test_what_comes_out_is_what_eager_mode_says_where_pytorchs_meta_kernel_errs(
     assert compiled(lambda x: x**True)(truth).dtype == torch.bool  # int64, says PyTorch
     cell = nn.LSTMCell(4, 5, bias=False).to("tpu")  # a bias that is None has no device
     torch.testing.assert_close(compiled(cell)(x), cell(x))
+
+
+OVERFLOWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked_fill of 16 bit": lambda x: x.half().masked_fill(x > 0, -1e9),
+    "full of bytes": lambda x: torch.full((2,), 300, dtype=torch.uint8, device=x.device),
+    "clamp of 16 bit": lambda x: x.half().clamp(max=1e9) + 1,
+    "alpha of bytes": lambda x: torch.add(x.byte(), x.byte(), alpha=300),
+    "lists of 16 bit": lambda x: torch._foreach_clamp_max([x.half(), x], [1e9, 2.0])[0],
+    "lerp": lambda x: torch.lerp(x, x, 1e39),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_a_number_that_overflows_is_refused_as_in_eager_mode(name):
+    x = torch.ones(2, device="tpu")
+    with pytest.raises(RuntimeError, match=r"^value cannot be converted to type .* without overflow$"):
+        compiled(OVERFLOWS[name])(x)
+
+
+def test_a_number_that_fits_splits_no_graph():
+    x = torch.ones(2, device="tpu")
+    run = compiled(lambda x: x.half().masked_fill(x > 0, -6e4).masked_fill(x < 0, -float("inf")) + 1)
+    assert len(entries(lambda: run(x))) == 1
+    assert run(x).tolist() == [-6e4, -6e4]
+
+
+def test_a_part_that_is_written_keeps_the_dtype():
+    x = torch.ones(2, device="tpu", dtype=torch.half)
+    assert compiled(lambda x: torch.select_scatter(x, x[0].float(), 0, 1) * 2)(x).dtype == torch.half

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from tests.backend.number_grid import DTYPES, ELEMENTS, NUMBERS, OPERANDS, differences
 
 EXACT = 1e9 + 7  # float32 has 1e9
+INF = float("inf")
 
 
 def on_both(call):
@@ -51,6 +52,21 @@ def test_a_number_that_float16_cannot_hold_is_refused():
         half.masked_fill(half == 0, -1e9)
     assert half.masked_fill(half == 0, float("-inf")).tolist() == [float("-inf")] * 2
     assert half.masked_fill(half == 0, -65504).tolist() == [-65504] * 2
+
+
+def test_a_number_that_is_written_nowhere_need_not_fit():
+    bytes_ = torch.tensor([1, 2], dtype=torch.uint8, device="tpu")
+    nowhere = torch.tensor([], dtype=torch.int64, device="tpu")
+    assert bytes_.scatter(0, nowhere, 300).tolist() == [1, 2]
+    assert bytes_.scatter(0, nowhere, 300, reduce="add").tolist() == [1, 2]
+    assert F.pad(bytes_, (-1, 0), value=300).tolist() == [2]
+    for call in (
+        lambda: bytes_.scatter(0, nowhere.new_zeros(1), 300),
+        lambda: F.pad(bytes_, (-1, 1), value=300),
+        lambda: bytes_.index_fill(0, nowhere, 300),  # which the CPU looks at in any case
+    ):
+        with pytest.raises(RuntimeError, match="uint8_t without overflow"):
+            call()
 
 
 def test_the_check_is_of_each_call_and_makes_no_programs():
@@ -158,6 +174,12 @@ AS_ON_THE_CPU = {
     ),
     "clamp by a complex number": lambda p: torch.clamp(_tensor(p, [0.0, 2.0]), min=0.5 + 0j),
     "arange by a complex number": lambda p: torch.arange(1, 3, 0.5 + 0j, device=p),
+    "roots of 16 bit": lambda p: _tensor(p, [-INF, INF, -1.0, 0.0, -0.0, 4], torch.half) ** 0.5,
+    "inverse roots of 16 bit": lambda p: _tensor(p, [-INF, INF, -1.0, 0.0, -0.0, 4], torch.half) ** -0.5,
+    "roots of bfloat16": lambda p: _tensor(p, [-INF, INF, -0.0, 4], torch.bfloat16) ** -0.5,
+    "cross entropy of 16 bit beside float32": lambda p: F.binary_cross_entropy_with_logits(
+        _tensor(p, [1.0, 2], torch.half), _tensor(p, [0.0, 1])
+    ),
     "a truncated quotient": lambda p: torch.div(
         _tensor(p, [[2.5], [7.0]]), _tensor(p, [0.001, 3.0, 256.0]), rounding_mode="trunc"
     ),
@@ -172,7 +194,25 @@ def test_dtypes_and_values_are_those_of_the_cpu(name):
     torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-7, atol=0, equal_nan=True)
 
 
+RESIZED = {
+    "ge": lambda x, out: torch.ge(x, x, out=out.bool()),
+    "floor_divide": lambda x, out: torch.floor_divide(x, x, out=out),
+    "where": lambda x, out: torch.where(x > 0, x, x, out=out),
+    "sort": lambda x, out: torch.sort(x, out=(out, out.long()))[0],
+    "gelu": lambda x, out: torch.ops.aten.gelu.out(x, out=out),
+    "mse_loss": lambda x, out: torch.ops.aten.mse_loss.out(x, x, 0, out=out),
+    "sum": lambda x, out: torch.sum(x, -1, out=out),
+    "cat": lambda x, out: torch.cat([x, x], out=out),
+    "matmul": lambda x, out: torch.matmul(x, x.mT, out=out),
+    "index_select": lambda x, out: torch.index_select(x, 0, torch.tensor([0], device=x.device), out=out),
+}
+
+
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_a_resized_result_has_the_strides_of_its_inputs():
-    x = torch.ones(2, 3, device="tpu").t()
-    assert torch.ge(x, x, out=torch.ones(2, 3, device="tpu")).stride() == (1, 3)
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_resized_result_has_the_strides_of_a_new_one(name):
+    def strides(place):
+        x = torch.arange(24.0, device=place).reshape(2, 3, 4).permute(2, 0, 1)
+        return RESIZED[name](x, torch.ones(5, device=place)).stride()
+
+    assert strides("tpu") == strides("cpu")

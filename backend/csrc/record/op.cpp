@@ -78,7 +78,7 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
       info.zero_or_one_static = argument.name() == "alpha" || argument.name() == "beta";
     }
     if (const auto found = lowered.fits.find(argument.name()); found != lowered.fits.end()) {
-      info.fits = found->second == "opmath" ? Fits::Opmath : Fits::Result;
+      info.fits = found->second == "opmath" ? Fits::Opmath : found->second == "written" ? Fits::Written : Fits::Result;
     }
     op.args.push_back(info);
   }

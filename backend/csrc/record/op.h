@@ -22,6 +22,7 @@ enum class Fits : uint8_t {
   Any, // wraps, or becomes infinite
   Result, // the dtype that the op computes
   Opmath, // the same, but float32 for the 16-bit floats
+  Written, // as Result, where the number becomes an element at all
 };
 
 struct ArgInfo {
@@ -68,7 +69,7 @@ struct LoweredOp {
   std::vector<std::string> runtime_args;
   std::vector<std::string> unread_args;
   int num_draws;
-  std::map<std::string, std::string> fits{}; // by argument: "result" or "opmath"
+  std::map<std::string, std::string> fits{}; // by argument: "result", "opmath" or "written"
 };
 
 // Register the recorder as PrivateUse1 kernel of every overload given.  Called once, at first use of the device.

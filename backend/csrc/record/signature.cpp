@@ -405,10 +405,10 @@ void keep_first_dtype(std::optional<std::vector<MetaTensor>>& results, c10::Arra
   }
 }
 
-// The strides that an out= tensor of another shape gets: a pointwise kernel's are those of its inputs.
+// The strides that an out= tensor of another shape gets: those that a new result would have, its inputs' often.
 std::vector<int64_t> resized_strides(
-    const OpInfo& op, const MetaTensor& resized, const std::optional<std::vector<MetaTensor>>& computed) {
-  if (op.is_pointwise && computed.has_value()) {
+    const MetaTensor& resized, const std::optional<std::vector<MetaTensor>>& computed) {
+  if (computed.has_value()) {
     for (const MetaTensor& item : *computed) {
       if (item.slot == resized.slot && item.tensor.defined() && item.tensor.sizes() == resized.tensor.sizes() &&
           item.tensor.is_non_overlapping_and_dense()) {
@@ -497,6 +497,21 @@ bool may_overflow(const RuntimeNumber& number, c10::ScalarType dtype) {
   return !number.is_integer || dtype == c10::kHalf || c10::isIntegralType(dtype, /*includeBool=*/false);
 }
 
+// Whether a number of a scatter or a pad becomes no element: there is no index, or nothing is added.
+bool is_written_nowhere(const OpInfo& op, c10::ArrayRef<c10::IValue> args) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    const std::string& name = op.handle.schema().arguments()[i].name();
+    if (name == "index") {
+      return args[i].toTensor().numel() == 0;
+    }
+    if (name == "pad") {
+      const auto pads = args[i].toIntVector();
+      return std::all_of(pads.begin(), pads.end(), [](int64_t pad) { return pad <= 0; });
+    }
+  }
+  return false;
+}
+
 // Which of a call's numbers must fit into which dtype.
 std::vector<NumberFit> fits_of(
     const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::vector<OutputInfo>& outputs) {
@@ -509,7 +524,7 @@ std::vector<NumberFit> fits_of(
     const size_t first = again.numbers.size();
     encode_value(op.args[i], args[i], 0, again);
     const size_t count = again.numbers.size() - first;
-    if (op.args[i].fits == Fits::Any) {
+    if (op.args[i].fits == Fits::Any || (op.args[i].fits == Fits::Written && is_written_nowhere(op, args))) {
       continue;
     }
     for (size_t place = 0; place < count; ++place) {
@@ -674,19 +689,26 @@ void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceI
   }
 }
 
+void check_number(const at::Scalar& number, c10::ScalarType dtype) {
+  if (c10::isFloat8Type(dtype)) {
+    return;
+  }
+  AT_DISPATCH_V2(
+      dtype,
+      "check_number",
+      AT_WRAP([&] { std::ignore = number.to<scalar_t>(); }),
+      AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX),
+      AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES),
+      c10::kComplexHalf,
+      c10::kHalf,
+      c10::kBFloat16,
+      c10::kBool);
+}
+
 void check_numbers(const Signature& signature, const EncodedCall& call) {
   for (const auto& [place, dtype] : signature.fits) {
     const auto& number = call.numbers[place];
-    const at::Scalar value = number.is_integer ? at::Scalar(number.integer) : at::Scalar(number.real);
-    AT_DISPATCH_V2(
-        dtype,
-        "check_numbers",
-        AT_WRAP([&] { std::ignore = value.to<scalar_t>(); }),
-        AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX),
-        AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES),
-        c10::kComplexHalf,
-        c10::kHalf,
-        c10::kBFloat16);
+    check_number(number.is_integer ? at::Scalar(number.integer) : at::Scalar(number.real), dtype);
   }
 }
 
@@ -801,7 +823,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
           const at::Tensor& out = args[arg].toTensor();
           const bool fits = op.keeps_shape_of_out ? item.tensor.numel() == out.numel() : item.tensor.sizes() == out.sizes();
           if (!fits) {
-            signature.out_resizes.push_back({arg, item.tensor.sizes().vec(), resized_strides(op, item, computed)});
+            signature.out_resizes.push_back({arg, item.tensor.sizes().vec(), resized_strides(item, computed)});
           }
         }
       }

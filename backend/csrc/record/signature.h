@@ -143,6 +143,7 @@ void encode_call(const OpInfo& op, c10::ArrayRef<c10::IValue> args, c10::DeviceI
 void encode_tensor(const at::Tensor& tensor, bool reads, EncodedCall& call);
 
 // Raises PyTorch's error where a number overflows the dtype that it is converted to.
+void check_number(const at::Scalar& number, c10::ScalarType dtype);
 void check_numbers(const Signature& signature, const EncodedCall& call);
 
 // The interned signature, or null if this form of the op has not been seen.

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import tpu_backend
 from tpu_backend.compiled.constants import lift_constants
-from tpu_backend.compiled.graph import Graph, concrete
+from tpu_backend.compiled.graph import SCATTERS, Graph, concrete
 from tpu_backend.compiled.operation import make_operator
 from tpu_backend.compiled.sizes import Sizes
 from tpu_backend.compiled.split import Boxed, OperationByOperation, Split
@@ -57,11 +57,14 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **given: Any)
 
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """PyTorch's, but for what the lowering table has a better form of."""
+    """PyTorch's, but for what the lowering table or the graph has a better form of: select_scatter's has
+    another dtype.
+    """
     return {
         op: decomposition
         for op, decomposition in core_aten_decompositions().items()
-        if not isinstance(op, torch._ops.OpOverload) or functional_name(op._schema) is None
+        if not isinstance(op, torch._ops.OpOverload)
+        or (functional_name(op._schema) is None and op not in SCATTERS)
     }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from tpu_backend import views
+from tpu_backend import _C, views
 from tpu_backend.compiled import control_flow, flex_attention
 from tpu_backend.lowering import factory, registry
 from tpu_backend.lowering.bounds import collect_demands, lowering_node, require_all
@@ -207,8 +207,8 @@ class Graph:
                 raise UnsupportedGraphError(f"{target} of a tensor that is a view")
         if target.is_view:
             return _View(node)
-        if target in _SCATTERS:
-            return _Scatter(node, _SCATTERS[target])
+        if target in SCATTERS:
+            return _Scatter(node, SCATTERS[target])
         raise UnsupportedGraphError(f"{target} has no lowering")
 
 
@@ -279,6 +279,7 @@ class _Call:
                 dtypes[name] = value.dtype
             elif isinstance(value, bool):
                 dtypes[name] = jnp.dtype(bool)
+            self._require_fit(name, value, out)
             value = self._number(name, kind, value, wide)
             if not kwarg_only:
                 positional.append(value)
@@ -295,6 +296,21 @@ class _Call:
         key = take_key() if self.entry.draws else None
         results = registry.apply(self.entry, positional, named, out, compute, key)
         return results if self.returns > 1 or self.is_list else results[0]
+
+    def _require_fit(self, name: str, value: Any, out: Sequence[Any]) -> None:
+        """A number that overflows is left to eager mode, which raises in PyTorch's words."""
+        fit = self.entry.fits.get(name)
+        if fit is None:
+            return
+        numbers = value if isinstance(value, list | tuple) else [value] * len(out)
+        for number, spec in zip(numbers, out):
+            if spec is None or not isinstance(number, bool | int | float):
+                continue
+            dtype = EQUIVALENTS[registry.opmath(spec.dtype) if fit == "opmath" else spec.dtype]
+            try:
+                _C.check_number(number, dtype)
+            except RuntimeError as error:
+                raise registry.NotLoweredError(f"{self.node.target}: {error}") from None
 
     def _number(self, name: str, kind: str, value: Any, wide: bool) -> Any:
         """A number that is an input of the program where it is recorded arrives as an array here too."""
@@ -343,7 +359,7 @@ class _Scatter:
         return views.write(base, _geometry(shown), value, None)
 
 
-_SCATTERS = {
+SCATTERS = {
     _aten.slice_scatter.default: _aten.slice.Tensor,
     _aten.select_scatter.default: _aten.select.int,
     _aten.diagonal_scatter.default: _aten.diagonal.default,

@@ -53,7 +53,7 @@ from tpu_backend.lowering.kinds import KINDS, is_of_kind
 from tpu_backend.lowering.platforms import PLATFORMS, lowered_for
 
 Promote = Literal["result", "inputs", "opmath"] | None
-Fit = Literal["result", "opmath"]
+Fit = Literal["result", "opmath", "written"]
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,10 @@ def lowering(
     ``one_dtype`` names tensor arguments (not lists) that PyTorch refuses unless they are of one dtype;
     ``or_wider``: those after the first may all be of the dtype that it is computed in.  What is refused is
     not traced: the CPU says so, in its own words. ``fits`` names numbers that PyTorch refuses at a call where
-    they overflow the result's dtype, or its opmath dtype; others wrap, or become infinite. ``on`` names a
-    function to lower with instead where the program is for that platform ("tpu", "cuda" or "cpu"): a kernel
-    of its own, with the same parameters and results.
+    they overflow the result's dtype, or its opmath dtype; others wrap, or become infinite. "written" is
+    "result", but where ``index`` has no elements or ``pad`` adds none the number is not looked at. ``on``
+    names a function to lower with instead where the program is for that platform ("tpu", "cuda" or "cpu"): a
+    kernel of its own, with the same parameters and results.
     """
     if unknown := set(on or {}) - set(PLATFORMS):
         raise ValueError(f"on={sorted(unknown)}: expected platforms among {', '.join(PLATFORMS)}")

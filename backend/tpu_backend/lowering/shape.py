@@ -107,7 +107,7 @@ def _pad_pairs(pad, ndim):
     return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
 
 
-@lowering("constant_pad_nd", fits={"value": "result"})
+@lowering("constant_pad_nd", fits={"value": "written"})
 def constant_pad_nd(self, pad, value=0):
     value = jnp.asarray(value).astype(self.dtype)
     return lax.pad(self, value, [(before, after, 0) for before, after in _pad_pairs(pad, self.ndim)])
