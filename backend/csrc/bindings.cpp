@@ -181,6 +181,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_count", [] { return static_cast<int>(tpu::Device::get().count()); });
   m.def("current_device", [] { return static_cast<int>(tpu::Device::get().current()); });
   m.def("set_device", [](int device) { tpu::Device::get().set_current(static_cast<c10::DeviceIndex>(device)); });
+  m.attr("WITHOUT_GRADIENTS") = tpu::kWithoutGradients;
   m.def("parts", [] { return static_cast<int>(tpu::parts()); });
   m.def("set_parts", [](int parts) { tpu::set_parts(static_cast<tpu::Parts>(parts)); });
   m.def("mark_compile_thread", &tpu::mark_compile_thread);

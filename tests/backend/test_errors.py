@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from tests.backend.fresh_process import run_python
 from tests.backend.ways import WAYS, run_as
-from tpu_backend import jax_op
-from tpu_backend.torch_tpu import statistics
+from tpu_backend import _C, jax_op
 
 _OVERLAPPING: dict[str, Callable[[Callable[..., torch.Tensor]], object]] = {
     "index_add_": lambda t: (x := t(3).long()).index_add_(0, x, t(3).long()),
@@ -332,7 +331,7 @@ def test_memory_that_cannot_be_had_is_an_out_of_memory_error(monkeypatch):
         tensor.fill_(1)
         torch.tpu.synchronize()
 
-    monkeypatch.setattr(statistics, "compile_stats", lambda: {"segments_in_parts": 0})
+    monkeypatch.setattr(_C, "compile_stats", lambda _: {"segments_in_parts": 0})
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
     message = str(raised.value)
@@ -340,7 +339,7 @@ def test_memory_that_cannot_be_had_is_an_out_of_memory_error(monkeypatch):
     assert re.search(r"3 x float32\[1000, 7\]  aten::\S+ at .*test_errors.py:\d+: kept = ", message), message
     assert torch.tpu.memory_summary().splitlines()[0] in message
     assert "needs less" not in message
-    monkeypatch.setattr(statistics, "compile_stats", lambda: {"segments_in_parts": 1})
+    monkeypatch.setattr(_C, "compile_stats", lambda _: {"segments_in_parts": 1})
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fill()
     assert str(raised.value).endswith("needs less: docs/execution.md")

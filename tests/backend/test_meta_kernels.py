@@ -1,4 +1,4 @@
-"""Shapes, dtypes and strides of the operators whose meta kernels are in backend/csrc/record/meta_kernels.cpp."""
+"""Shapes, dtypes and strides of the operators whose meta kernels are in csrc/record/meta_kernels.cpp."""
 
 import itertools
 import subprocess

@@ -172,3 +172,33 @@ def test_what_was_there_is_not_resized():
         ):
             x.resize_(8)
     assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_a_rehearsed_captured_step_is_one_program_and_compiles_nothing_when_it_comes():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    calls = torch.zeros((), device="tpu")
+
+    @torch.tpu.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        calls.add_(1)  # behind the optimizer's step
+        return loss.detach()
+
+    for _ in range(4):
+        step(torch.randn(5, 4).to("tpu"))
+    other = torch.randn(6, 4).to("tpu")
+    torch.tpu.synchronize()
+    with torch.tpu.rehearsal():
+        step(other)
+    wait_for_threads()
+    compiled = last_program()
+    for _ in range(3):
+        step(other)
+    torch.tpu.synchronize()
+    assert last_program() == compiled
+    assert calls.item() == 7

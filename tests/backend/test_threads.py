@@ -489,3 +489,49 @@ def test_a_module_trains_in_a_thread_of_its_own():
 
     (loss,) = _together(train)
     assert loss < 2
+
+
+def test_a_finalizer_that_launches_the_same_program_leaves_the_numbers_of_the_launch():
+    """The collector may run it while a launch makes its arguments: what is shared and donated is copied."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            nonlocal num_finalized
+            gc.disable()
+            num_finalized += 1
+            other.mul_(5.0)
+
+    num_finalized = 0
+    other = torch.ones(3, device="tpu")
+    with torch.tpu.eager_mode("strict"):
+        for _ in range(2):  # nothing is compiled below
+            first = torch.ones(3).to("tpu")
+            kept = first.clone()
+            first.mul_(2.0)
+            other.mul_(5.0)
+        torch.tpu.synchronize()
+        gc.collect()
+        thresholds, num_inside = gc.get_threshold(), 0
+        try:
+            for allocations in range(1, 40):
+                gc.disable()
+                shared = torch.ones(3).to("tpu")
+                kept = shared.clone()
+                torch.tpu.synchronize()
+                gc.collect()
+                Cycle()
+                before = num_finalized
+                gc.set_threshold(gc.get_count()[0] + allocations, 1000, 1000)
+                gc.enable()
+                shared.mul_(2.0)
+                gc.disable()
+                num_inside += num_finalized - before
+                assert shared.tolist() == [2.0] * 3
+                assert kept.tolist() == [1.0] * 3
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.enable()
+    assert num_inside > 0

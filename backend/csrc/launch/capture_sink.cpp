@@ -27,19 +27,19 @@ void CaptureSink::on_host_read() {
   }
 }
 
-void CaptureSink::on_launch() {
+void CaptureSink::on_other_launch() {
   if (num_cuts++ == 0) {
     first_cut = user_place();
   }
 }
 
-std::optional<std::string> CaptureSink::refuses_replay() const {
+std::optional<std::string> CaptureSink::why_no_replay() const {
   return is_of_this_thread() ? std::optional<std::string>("another one is being recorded") : std::nullopt;
 }
 
 std::exception_ptr CaptureSink::take(ProgramCache& programs, Segment& segment, Counters& counters) {
   auto interrupt = programs.run(segment, /*may_be_parts=*/false, counters);
-  on_launch();
+  on_other_launch();
   SegmentRun taken{
       .variant = segment.variant,
       .serial = segment.serial,
@@ -48,7 +48,7 @@ std::exception_ptr CaptureSink::take(ProgramCache& programs, Segment& segment, C
       .layouts = {},
       .is_input = segment.is_input,
       .offsets = segment.offsets,
-      .numbers = segment.variant == nullptr ? segment.numbers : segment.variant->links.front().numbers,
+      .numbers = segment.variant == nullptr ? segment.numbers : segment.variant->links.front().numbers_of(segment),
       .draws = segment.draws,
       .checked = segment.checked};
   for (const auto& value : segment.values) {

@@ -31,11 +31,11 @@ class CaptureSink final : public Sink {
   void on_full() override {
     is_full = true;
   }
-  void on_launch() override;
+  void on_other_launch() override;
   bool ends_steps() const override {
     return false; // a captured step is one program, with what is behind its optimizers
   }
-  std::optional<std::string> refuses_replay() const override;
+  std::optional<std::string> why_no_replay() const override;
   std::exception_ptr take(ProgramCache& programs, Segment& segment, Counters& counters) override;
 
   size_t num_cuts{0};

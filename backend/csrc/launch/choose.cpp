@@ -148,7 +148,7 @@ std::shared_ptr<Variant> new_variant(const Program& program, const Segment& segm
 
 } // namespace
 
-py::object describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device) {
+py::dict describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device) {
   py::dict description;
   description["device"] = static_cast<int>(device);
   description["tape"] = py::cast(segment.tape);
@@ -206,12 +206,13 @@ Program& ProgramCache::find(const Segment& segment) {
 
 std::shared_ptr<Variant> ProgramCache::choose(
     Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters) {
-  const auto whole = [&] { return variant_for(program, segment, live, /*in_parts=*/false, counters); };
+  const auto whole = [&] { return variant_for(program, segment, live, Form::Whole, counters); };
   // Parts are compiled by threads, which a turn inside another one must not wait for.
-  if (!may_be_parts || !mutex_.is_outermost_turn() || !has_parts(program, segment, live)) {
+  const PartsPlan plan = may_be_parts && mutex_.is_outermost_turn() ? plan_of(program, segment, live) : PartsPlan{};
+  if (plan.num_parts <= 1) {
     return whole();
   }
-  if (!program.grows) {
+  if (!plan.grows) {
     // Who asks for deterministic algorithms wants the same digits from the first run on.
     if (parts() == Parts::Never || (parts() == Parts::First && at::globalContext().deterministicAlgorithms())) {
       return whole();
@@ -222,14 +223,13 @@ std::shared_ptr<Variant> ProgramCache::choose(
       }
     }
   }
-  auto chain = variant_for(program, segment, live, /*in_parts=*/true, counters);
-  if (!program.grows) { // what grows stays in parts
-    const size_t run = ++program.num_runs_in_parts;
+  auto chain = variant_for(program, segment, live, Form::Parts, counters);
+  if (!plan.grows) { // what grows stays in parts
+    const size_t run = program.num_runs_in_parts + 1;
     if ((parts() == Parts::Prepare && run >= kRunThatPrepares) || (parts() == Parts::First && run >= kRunThatPreparesUnasked)) {
       prepare(program, segment, live);
     }
   }
-  ++counters.segments_in_parts;
   return chain;
 }
 
@@ -241,7 +241,7 @@ std::shared_ptr<Variant> ProgramCache::whole_in_time(
     return nullptr;
   }
   try {
-    return variant_for(program, segment, live, /*in_parts=*/false, counters);
+    return variant_for(program, segment, live, Form::WholeInTime, counters);
   } catch (const py::error_already_set& error) {
     if (error.matches(PyExc_TimeoutError)) { // a thread still compiles it
       return nullptr;
@@ -259,39 +259,39 @@ std::shared_ptr<Variant> ProgramCache::whole_in_time(
   }
 }
 
-bool ProgramCache::has_parts(Program& program, const Segment& segment, const Locals& live) {
+PartsPlan ProgramCache::plan_of(Program& program, const Segment& segment, const Locals& live) {
   const bool may_grow = mode() == Mode::Fused && may_be_padded(segment);
-  if (cuts_after_each_op() || (parts() == Parts::Never && !may_grow)) {
-    return false;
+  const bool is_small = segment.values.size() < kFewestValuesOfParts;
+  if (is_small || cuts_after_each_op() || (parts() == Parts::Never && !may_grow)) {
+    return {};
   }
-  if (!program.num_parts && segment.values.size() < kFewestValuesOfParts) {
-    program.num_parts = 1;
-  }
-  if (!program.num_parts) {
+  auto& plan = is_without_gradients(segment) ? program.plan_without_gradients : program.plan;
+  if (!plan) {
     const auto description = describe(program, *new_variant(program, segment, live), segment, device_);
-    const auto plan = [&] {
+    const auto planned = [&] {
       const StreamUnlocked unlocked(mutex_);
       return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().plan, description.ptr())));
     }();
-    std::tie(program.num_parts, program.grows) = plan.cast<std::pair<size_t, bool>>();
+    const auto [num_parts, grows] = planned.cast<std::pair<size_t, bool>>();
+    plan = PartsPlan{num_parts, grows};
   }
-  return *program.num_parts > 1 && (program.grows ? may_grow || parts() != Parts::Never : true);
+  return plan->grows && !may_grow && parts() == Parts::Never ? PartsPlan{} : *plan;
 }
 
 std::shared_ptr<Variant> ProgramCache::variant_for(
-    Program& program, const Segment& segment, const Locals& live, bool in_parts, Counters& counters) {
-  if (Variant* fitting = fitting_variant(program, segment, live, in_parts)) {
+    Program& program, const Segment& segment, const Locals& live, Form form, Counters& counters) {
+  if (Variant* fitting = fitting_variant(program, segment, live, form == Form::Parts)) {
     auto known = fitting->shared_from_this();
     if (known->is_loaded()) {
       ++counters.memory_hits;
     } else {
-      load(program, *known, segment, counters);
+      load(program, *known, segment, form, counters);
     }
     return known;
   }
   auto variant = new_variant(program, segment, live);
-  variant->in_parts = in_parts;
-  load(program, *variant, segment, counters);
+  variant->in_parts = form == Form::Parts;
+  load(program, *variant, segment, form, counters);
   program.variants.push_back(variant);
   return variant;
 }
@@ -303,17 +303,19 @@ void ProgramCache::rehearse(const Segment& segment) {
 }
 
 void ProgramCache::prepare(Program& program, const Segment& segment, const Locals& live) {
-  if (std::exchange(program.is_prepared, true) || (live.empty() && segment.checked.empty())) {
+  if (program.is_prepared || (live.empty() && segment.checked.empty())) {
     return;
   }
   const Variant* known = fitting_variant(program, segment, live, /*in_parts=*/false);
   if (known != nullptr && known->is_loaded()) {
+    program.is_prepared = true;
     return;
   }
   const auto description = describe(program, known != nullptr ? *known : *new_variant(program, segment, live), segment, device_);
   make_room(1); // it will be loaded
   const StreamUnlocked unlocked(mutex_);
   check(PyObject_CallOneArg(runtime().prepare, description.ptr())).dec_ref();
+  program.is_prepared = true;
 }
 
 } // namespace tpu

@@ -21,6 +21,9 @@ namespace {
 // A synchronisation waits for this many launches; the device works them off in order.
 constexpr size_t kRememberedLaunches = 64;
 
+// Of a link that an interrupt keeps from being launched.
+constexpr size_t kMostTries = 3;
+
 // Programs that are loaded before it is looked again whether there is room for more.
 constexpr size_t kLoadedBetweenLooks = 8;
 
@@ -32,11 +35,12 @@ PyObject* packed(
   if (array != nullptr && bytes == last) {
     return array.get();
   }
+  std::string sent(bytes); // a finalizer in between may launch the same program
   py::array_t<T> host(static_cast<py::ssize_t>(numbers.size()));
   std::memcpy(host.mutable_data(), numbers.data(), bytes.size());
   PyObject* fresh = PyObject_CallFunction(runtime().put_numbers, "Oi", host.ptr(), static_cast<int>(device));
   array = shared_reference(check(fresh).ptr());
-  last.assign(bytes);
+  last = std::move(sent);
   return array.get();
 }
 
@@ -71,17 +75,18 @@ Link link_of(const py::handle& given, c10::DeviceIndex device) {
 
 } // namespace
 
-void Link::take_numbers(const Segment& segment) {
+RuntimeNumbers Link::numbers_of(const Segment& segment) const {
+  RuntimeNumbers numbers;
   const auto take = [](auto& taken, const auto& all, const std::vector<uint32_t>& places) {
     for (const uint32_t place : places) {
       taken.push_back(all[place]);
     }
   };
-  numbers.clear();
   take(numbers.floats, segment.numbers.floats, floats);
   take(numbers.doubles, segment.numbers.doubles, doubles);
   take(numbers.integers, segment.numbers.integers, integers);
   take(numbers.integers, segment.offsets, offsets);
+  return numbers;
 }
 
 std::vector<CheckedEntry> Link::checked_of(const Segment& segment) const {
@@ -106,10 +111,13 @@ Runtime& runtime() {
   return *instance;
 }
 
-void ProgramCache::load(const Program& program, Variant& variant, const Segment& segment, Counters& counters) {
-  make_room(1);
+void ProgramCache::load(
+    const Program& program, Variant& variant, const Segment& segment, Form form, Counters& counters) {
+  const auto& plan = is_without_gradients(segment) ? program.plan_without_gradients : program.plan;
+  make_room(form == Form::Parts && plan ? plan->num_parts : 1);
   const auto start = std::chrono::steady_clock::now();
-  const auto description = describe(program, variant, segment, device_);
+  auto description = describe(program, variant, segment, device_);
+  description["may_time_out"] = form == Form::WholeInTime;
   const auto loaded = [&] {
     PyObject* const call[] = {description.ptr(), mutex_.is_outermost_turn() ? Py_True : Py_False};
     const StreamUnlocked unlocked(mutex_);
@@ -127,7 +135,6 @@ void ProgramCache::load(const Program& program, Variant& variant, const Segment&
   if (was_compiled) {
     counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  make_room(links.size() - 1);
   if (variant.is_loaded()) { // by a turn inside this one
     return;
   }
@@ -226,18 +233,19 @@ void ProgramCache::remember(std::shared_ptr<PyObject> token, const ValuePtr& fir
 
 std::exception_ptr ProgramCache::execute(Variant& variant, Segment& segment) {
   std::exception_ptr interrupt;
-  for (Link& link : variant.links) {
-    link.take_numbers(segment);
-  }
+  size_t num_tries = 0; // of this link
   for (size_t i = 0; i < variant.links.size();) {
     try {
       launch(variant.links[i], segment);
       ++i;
+      num_tries = 0;
     } catch (const py::error_already_set& error) {
       if (i == 0 || !is_interrupt(error)) {
         throw;
       }
-      interrupt = std::current_exception(); // what was launched cannot be taken back: the rest is launched first
+      // What was launched cannot be taken back: the rest is launched first.
+      TORCH_CHECK(++num_tries < kMostTries, "a chain of programs was interrupted between its launches: ", error.what());
+      interrupt = std::current_exception();
     }
   }
   variant.last_launch = num_launched_;
@@ -245,13 +253,14 @@ std::exception_ptr ProgramCache::execute(Variant& variant, Segment& segment) {
 }
 
 void ProgramCache::launch(Link& link, Segment& segment) {
+  const auto numbers = link.numbers_of(segment); // not in the link: a finalizer in here may launch it, too
   py::list arguments(link.inputs.size());
   for (size_t i = 0; i < link.inputs.size(); ++i) {
     const ValuePtr& value = segment.values[link.inputs[i]];
     PyObject* argument = argument_of(*value, link.is_donated[i] != 0, /*is_shared=*/value.use_count() > 1);
     PyList_SET_ITEM(arguments.ptr(), static_cast<Py_ssize_t>(i), argument);
   }
-  auto [arrays, token] = start(link, arguments.ptr(), link.numbers);
+  auto [arrays, token] = start(link, arguments.ptr(), numbers);
   ValuePtr first;
   for (size_t i = 0; i < link.outputs.size(); ++i) {
     if (link.outputs[i] < 0) {
@@ -305,10 +314,15 @@ std::exception_ptr ProgramCache::run(Segment& segment, bool may_be_parts, Counte
     TORCH_INTERNAL_ASSERT(value.array != nullptr, "a segment is run before the one whose values it reads");
   }
   try {
-    const auto variant = choose(find(segment), segment, live, may_be_parts, counters);
+    Program& program = find(segment);
+    const auto variant = choose(program, segment, live, may_be_parts, counters);
     const auto interrupt = execute(*variant, segment);
     segment.variant = variant;
     counters.segments_run += variant->links.size();
+    if (variant->in_parts) {
+      ++counters.segments_in_parts;
+      ++program.num_runs_in_parts;
+    }
     return interrupt;
   } catch (py::error_already_set& error) {
     if (is_interrupt(error)) {

@@ -105,14 +105,14 @@ struct Link {
   std::vector<int32_t> dropped; // locals that no later link reads, and that are no results
   std::vector<uint32_t> floats, doubles, integers, offsets; // places among the segment's numbers
   std::vector<std::pair<uint32_t, uint32_t>> checked; // places among the segment's checked entries, and the entry's number here
-  RuntimeNumbers numbers; // those of the last launch; offsets that are inputs stand behind the integers
   PackedNumbers packed;
 
-  void take_numbers(const Segment& segment);
+  // Of a segment; offsets that are inputs stand behind the integers.
+  RuntimeNumbers numbers_of(const Segment& segment) const;
   std::vector<CheckedEntry> checked_of(const Segment& segment) const;
 };
 
-// What a tape is run by, for these results and these constant offsets: one program, or a chain of programs.
+// How a tape runs for these results and these constant offsets: as one program, or as a chain of programs.
 struct Variant : std::enable_shared_from_this<Variant> {
   std::vector<uint8_t> offset_is_input;
   std::vector<int64_t> offsets; // where not an input
@@ -140,12 +140,17 @@ enum class Parts : uint8_t {
   Always, // each time
 };
 
+// How a segment can be taken apart.
+struct PartsPlan {
+  size_t num_parts{1};
+  bool grows{false}; // they are the turns of a loop, whose sizes grow
+};
+
 // All that is known of a tape.  A hash alone decides nothing: the tapes are compared.
 struct Program {
   std::vector<uint32_t> tape;
   std::vector<std::shared_ptr<Variant>> variants; // who else holds one keeps it loaded
-  std::optional<size_t> num_parts; // into which it can be taken apart; unknown until it is asked
-  bool grows{false}; // they are the turns of a loop, whose sizes grow
+  std::optional<PartsPlan> plan, plan_without_gradients; // unknown until it is asked
   size_t num_runs_in_parts{0};
   bool is_prepared{false}; // the one program was compiled ahead
   bool is_rehearsed{false}; // and that by a rehearsal
@@ -167,7 +172,14 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 Locals live_values(const Segment& segment);
 
 // What tpu_backend/runtime/compiler.py is told of a program: a dictionary.
-pybind11::object describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device);
+pybind11::dict describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device);
+
+// In which form a variant is wanted.
+enum class Form : uint8_t {
+  Whole, // one program
+  WholeInTime, // one program; TimeoutError where a thread compiles it for long
+  Parts, // a chain
+};
 
 class ProgramCache {
  public:
@@ -201,16 +213,16 @@ class ProgramCache {
 
  private:
   Program& find(const Segment& segment);
-  // By what a segment with these live values is run.  Who holds it keeps it loaded.
+  // Returns the variant that runs a segment with these live values.  Who holds it keeps it loaded.
   std::shared_ptr<Variant> choose(Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters);
   // The one program, where it is time for it; null as long as the segment is to be run in parts.
   std::shared_ptr<Variant> whole_in_time(Program& program, const Segment& segment, const Locals& live, Counters& counters);
   std::shared_ptr<Variant> variant_for(
-      Program& program, const Segment& segment, const Locals& live, bool in_parts, Counters& counters);
-  void load(const Program& program, Variant& variant, const Segment& segment, Counters& counters);
-  // Whether it can be taken apart.
-  bool has_parts(Program& program, const Segment& segment, const Locals& live);
-  // Called where so many programs are loaded.  Where the system would soon refuse more, evicts half of those that were not used
+      Program& program, const Segment& segment, const Locals& live, Form form, Counters& counters);
+  void load(const Program& program, Variant& variant, const Segment& segment, Form form, Counters& counters);
+  // How it is to be taken apart, if it is.
+  PartsPlan plan_of(Program& program, const Segment& segment, const Locals& live);
+  // Called before so many programs are loaded.  Where the system would soon refuse more, evicts half of those that were not used
   // since it looked last, the oldest.
   void make_room(size_t num_programs);
   // A thread begins to compile the one program, if it is not there.

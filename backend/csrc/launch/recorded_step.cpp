@@ -91,6 +91,7 @@ RecordedStep::RecordedStep(c10::DeviceIndex device)
   if (stream.sink() == stream.run_sink()) { // a rehearsal records no step
     stream.set_sink(record_);
   }
+  stream.sink()->on_captured_step(/*begins=*/true);
   is_recording_ = true;
 }
 
@@ -104,6 +105,7 @@ void RecordedStep::abandon() {
   }
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
+  stream.sink()->on_captured_step(/*begins=*/false);
   if (stream.sink() == record_) {
     stream.set_sink(stream.run_sink());
   }
@@ -114,6 +116,7 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
   StreamLock lock(stream.mutex());
   const auto seen = seen_buffers();
   if (stream.sink() != record_) {
+    stream.cut();
     return Problem{"it is called in torch.tpu.rehearsal, which runs nothing"};
   }
   stream.cut(stream.run_sink());
@@ -344,7 +347,7 @@ py::object RecordedStep::replay(const py::sequence& arguments) {
   }
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
-  if (const auto reason = stream.sink()->refuses_replay()) {
+  if (const auto reason = stream.sink()->why_no_replay()) {
     return py::str(*reason);
   }
   stream.cut_all();

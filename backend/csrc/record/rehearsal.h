@@ -1,4 +1,4 @@
-// What torch.tpu.rehearsal stands on: what is recorded meanwhile is compiled, not run, and taken back in the end.
+// The sink of torch.tpu.rehearsal: compiles, runs nothing, and restores the buffers at the end.
 #pragma once
 
 #include "record/sink.h"
@@ -16,10 +16,16 @@ class Rehearsal final : public Sink {
 
   void on_entry(const Segment& segment, const Signature& signature, const EncodedCall& call) override;
   void on_write(Buffer& buffer, bool by_entry) override;
+  void on_captured_step(bool begins) override {
+    is_in_captured_step_ = begins;
+  }
+  bool ends_steps() const override {
+    return !is_in_captured_step_; // which is one program
+  }
   bool must_keep(const Buffer& buffer) const override {
     return was_before(buffer);
   }
-  std::optional<std::string> refuses_replay() const override {
+  std::optional<std::string> why_no_replay() const override {
     return "it is called in torch.tpu.rehearsal, which runs nothing";
   }
   bool launches() const override {
@@ -45,6 +51,7 @@ class Rehearsal final : public Sink {
   }
   void take_back();
 
+  bool is_in_captured_step_{false};
   const uintptr_t first_new_address_{next_address()};
   std::unordered_map<uintptr_t, Kept> kept_; // by address
   std::unordered_map<const void*, Drawn> generators_;

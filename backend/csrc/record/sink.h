@@ -23,8 +23,10 @@ class Sink {
   virtual void on_host_read() {}
   // the open segment takes no more entries,
   virtual void on_full() {}
-  // another program is launched in between.
-  virtual void on_launch() {}
+  // another program is launched in between,
+  virtual void on_other_launch() {}
+  // a step that torch.tpu.capture would record begins or ends.
+  virtual void on_captured_step(bool /*begins*/) {}
 
   // Whether an optimizer's step ends the segment.
   virtual bool ends_steps() const {
@@ -35,7 +37,7 @@ class Sink {
     return false;
   }
   // Why no captured step can be replayed here; nothing where it can.
-  virtual std::optional<std::string> refuses_replay() const {
+  virtual std::optional<std::string> why_no_replay() const {
     return std::nullopt;
   }
   // Whether `take` launches what it is given.

@@ -18,9 +18,6 @@ namespace {
 // A program of fewer is launched faster than a thread is woken and the GIL handed over.
 constexpr size_t kManyInputs = 32;
 
-// Of an entry's circumstances: it was recorded in no_grad or inference mode, and not by a backward pass.
-constexpr uint64_t kWithoutGradients = uint64_t{1} << 62;
-
 // While it is run a detached segment can be found by others.
 class Running {
  public:
@@ -81,9 +78,13 @@ void set_pads_sizes(bool pads_sizes) {
 
 bool may_be_padded(const Segment& segment) {
   return pads_sizes() && mode() == Mode::Fused && !at::globalContext().deterministicAlgorithms() &&
-      std::all_of(segment.circumstances.begin(), segment.circumstances.end(), [](uint64_t circumstances) {
-        return (circumstances & kWithoutGradients) != 0;
-      });
+      is_without_gradients(segment);
+}
+
+bool is_without_gradients(const Segment& segment) {
+  return std::all_of(segment.circumstances.begin(), segment.circumstances.end(), [](uint64_t circumstances) {
+    return (circumstances & kWithoutGradients) != 0;
+  });
 }
 
 std::pair<std::vector<const Signature*>, size_t> RecentEntries::last() const {
@@ -340,7 +341,7 @@ void Stream::hand_over_next(Sink& sink) {
     if (const auto position = std::move(running.position)) {
       reach(*position, /*waits=*/false);
     }
-    unchecked_ = std::move(running.unchecked); // of the launches before the one that failed
+    add_unchecked(running); // of the launches before the one that failed
     check_launches();
   };
   try {
@@ -360,16 +361,16 @@ void Stream::hand_over_next(Sink& sink) {
     recent.launched(running.num_recorded);
   }
   const auto position = std::move(running.position);
-  unchecked_ = std::move(running.unchecked);
+  add_unchecked(running);
   running.clear();
   spare_ = std::move(running);
   if (position) {
-    reach(*position, /*waits=*/sink.launches());
+    reach(*position, /*waits=*/sink.launches() && !interrupt);
   }
-  check_launches();
-  if (interrupt) {
+  if (interrupt) { // what was found out of range is told at the next launch or read
     std::rethrow_exception(interrupt);
   }
+  check_launches();
 }
 
 void Stream::keep_for_later(Segment segment, bool was_open) {
@@ -452,8 +453,14 @@ void Stream::drop(Segment& segment, const std::string& message) {
   segment.serial = 0;
 }
 
+void Stream::add_unchecked(Segment& segment) {
+  std::move(segment.unchecked.begin(), segment.unchecked.end(), std::back_inserter(unchecked_));
+}
+
 void Stream::check_launches() {
-  for (auto& launch : std::exchange(unchecked_, {})) {
+  while (!unchecked_.empty()) { // one that raises leaves those behind it
+    auto launch = std::move(unchecked_.front());
+    unchecked_.pop_front();
     range_checks_.add(
         launch.launch, token_of(launch.launch), std::move(launch.offenders), std::move(launch.demands), std::move(launch.checked));
   }
@@ -515,6 +522,9 @@ bool Stream::done(size_t num_launched) {
     const ValuePtr value = launch.output.lock();
     if (!value) {
       pybind11::handle(launch.token.get()).attr("block_until_ready")();
+      continue;
+    }
+    if (value->array == nullptr) { // dropped, see Link: only asked for inside a turn
       continue;
     }
     const pybind11::handle array(value->array);
@@ -606,7 +616,7 @@ bool Stream::launch_again(std::unique_ptr<Launch> launch, const std::vector<cons
   ++counters.segments_run;
   ++counters.memory_hits;
   ++counters.replays;
-  sink_->on_launch(); // for the step that another thread records, a program of its own
+  sink_->on_other_launch(); // for the step that another thread records, a program of its own
   return is_queued;
 }
 

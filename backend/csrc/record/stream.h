@@ -28,7 +28,7 @@ enum class Mode : uint8_t {
 struct Counters {
   uint64_t ops_recorded{0};
   uint64_t segments_run{0};
-  uint64_t segments_in_parts{0}; // each of several programs that were run
+  uint64_t segments_in_parts{0}; // run as a chain
   uint64_t compilations{0};
   uint64_t memory_hits{0};
   uint64_t disk_hits{0};
@@ -174,6 +174,7 @@ class Stream {
   void reach(Position& position, bool waits);
   void drop(Segment& segment, const std::string& message);
   bool queues(size_t num_inputs) const;
+  void add_unchecked(Segment& segment);
   void check_launches();
 
   c10::DeviceIndex device_;
@@ -184,7 +185,7 @@ class Stream {
   Segment spare_; // its storage is used again
   ProgramCache programs_{mutex_, device_};
   RangeChecks range_checks_;
-  std::vector<Unchecked> unchecked_; // of the segment that is being run
+  std::deque<Unchecked> unchecked_; // launches whose bounds checks are still to be looked at
   Launcher launcher_;
   std::vector<std::unique_ptr<Launch>> launches_; // not by the launcher, and not looked at yet
   bool has_queued_{false}; // since nothing was in flight
@@ -211,6 +212,8 @@ bool pads_sizes();
 void set_pads_sizes(bool pads_sizes);
 // Whether this segment may: without gradients, in a mode that joins operations, and where the same bits are not promised.
 bool may_be_padded(const Segment& segment);
+// Whether all of it was recorded without gradients while sizes were padded.
+bool is_without_gradients(const Segment& segment);
 
 // Whether this process was forked from one in which the device was running.  JAX's threads are not in it, so a launch
 // would hang; every use of a stream raises instead.

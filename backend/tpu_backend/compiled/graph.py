@@ -326,7 +326,7 @@ class _Call:
 
 
 def _is_integral(out: Any, given: list[Any]) -> bool:
-    """Whether floats among the numbers must reach integers exactly (csrc/record/signature.cpp, `is_integral`)."""
+    """Whether floats among the numbers must reach integers exactly (`is_integral` in signature.cpp)."""
     computes = any(spec is not None and not jnp.issubdtype(spec.dtype, jnp.inexact) for spec in out)
     tensors = [leaf for leaf in given if isinstance(leaf, jax.Array) and leaf.ndim > 0]
     return computes and not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in tensors)

@@ -1,6 +1,6 @@
 """Kernels in Python made of other recorded operators, where PyTorch has one a device and no composite.
 
-Those that an ordinary model calls many times a step are in C++ (csrc/aten/composites.cpp, csrc/aten/attention.cpp).
+Those that an ordinary model calls many times a step are in C++ (`composites.cpp`, `attention.cpp`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sparse tensors: the kernels that read memory on PyTorch's devices and that training needs.
 
-PyTorch's shared kernels and the fallback to the CPU are in csrc/aten/sparse.cpp. The CPU serves the forms that the
-kernels here do not, and raises the errors of wrong arguments.
+PyTorch's shared kernels and the fallback to the CPU are in csrc/aten/sparse.cpp. The CPU serves the forms
+that the kernels here do not, and raises the errors of wrong arguments.
 """
 
 import math

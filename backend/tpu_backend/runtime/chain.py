@@ -1,7 +1,8 @@
 """How the stream runs a segment: by one program or by a chain of programs, each with its slots.
 
 The slots of a program say which of the segment's values and numbers it takes, and which values it makes
-(`Link` in csrc/launch/program.h). A chain is planned once for a tape (`parts.py`). Equal parts are one program.
+(`Link` in csrc/launch/program.h). A chain is planned once for a tape (`parts.py`). Equal parts share a
+program.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class PartOfChain:
         return (local for local in range(len(self.values)) if local not in inputs)
 
 
-class ChainOfParts:
+class Chain:
     """The parts of a segment, what each must return, and what describes its program."""
 
     def __init__(self, description: dict[str, Any]) -> None:
@@ -184,13 +185,14 @@ class ChainOfParts:
                 "may_be_padded": self._whole["may_be_padded"],
                 "device": self._whole["device"],
                 "in_parts": False,
-                "was_evicted": False,
+                "was_evicted": self._whole["was_evicted"],
                 "was_in_parts": False,
+                "may_time_out": False,
             }
 
     def _donations(self, place: int, outputs: Sequence[int]) -> dict[int, int]:
-        """By input: the output that takes over its memory, ascending. An input is given away where it is of
-        no use afterwards: a value of the chain's own, or one that the segment replaces in its buffer.
+        """By input: the output that takes over its memory, ascending. An input is donated if nothing reads it
+        later: a value of the chain's own, or one that the segment replaces in its buffer.
         """
         part, layouts = self.parts[place], self._tape.layouts
         replaced = set(self._whole["donated"])

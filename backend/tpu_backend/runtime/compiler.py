@@ -11,13 +11,15 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
 
-from tpu_backend import _C, executable_cache
+from tpu_backend import executable_cache
 from tpu_backend.compiling import compiling
+from tpu_backend.environment import current_mode
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import Demand
 from tpu_backend.lowering.platforms import lowering_for
@@ -27,7 +29,7 @@ from tpu_backend.padded.executable import Plan, Resized
 from tpu_backend.padded.family import Lengthening
 from tpu_backend.runtime import ahead, compile_log, known_forms
 from tpu_backend.runtime.causes import Cause, causes_of, remember
-from tpu_backend.runtime.chain import ChainOfParts, Link, planned, whole_link
+from tpu_backend.runtime.chain import Chain, Link, planned, whole_link
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.index_chains import longest_chain
 from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
@@ -43,7 +45,6 @@ from tpu_backend.runtime.stored_executable import (
 )
 from tpu_backend.runtime.target import Target, target_of
 from tpu_backend.runtime.user_line import first_line
-from tpu_backend.torch_tpu.modes import get_eager_mode
 
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
@@ -155,7 +156,6 @@ def _with_emitters_chosen(
 
 _WAITS = "tpu: waiting for the one program that follows first steps in parts, this once (docs/execution.md)"
 _LONGEST_WAIT = 60.0  # seconds; a program that takes longer may take for ever
-_PARTS_FIRST = 1  # `Parts::First` in csrc/launch/program.h
 
 # Programs of chains, as long as a chain holds them: equal parts of other segments share them.
 _of_chains: WeakValueDictionary[Hashable, Executable] = WeakValueDictionary()
@@ -168,37 +168,37 @@ def plan_segment(description: dict[str, Any]) -> tuple[int, bool]:
 
 
 def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
-    """By what a segment is run on the device of this process: one program, or a chain of them where
-    `description` asks for parts. Each program (`lower_segment` says what it takes) comes from the executable
+    """Return the links that run a segment: one program, or a chain if `description` asks for parts. Each
+    program (`lower_segment` says what it takes) comes from the executable
     cache if it is there; else it is compiled, and kept there.
 
     The stream's lock is not held here: what is compiled may be Python of the user's. `may_wait`: else other
     threads are not waited for, since one of them may be waiting for this one.
 
-    Raises TimeoutError for the program that follows first steps in parts while a thread compiles it for
-    longer than `_LONGEST_WAIT` after the first of these calls.
+    Raises TimeoutError if `description` says that it may, and a thread compiles the program for longer than
+    `_LONGEST_WAIT` after the first of these calls: the steps go on in parts.
     """
     if description["in_parts"]:
-        return _compile_chain(description, may_wait)
-    if may_wait and description["was_in_parts"] and _C.parts() == _PARTS_FIRST:
+        return _compile_chain(description)
+    if description["may_time_out"]:
         _wait_for_what_follows(description)
     with compiling(len(description["circumstances"]), partial(_described, [description])):
         executable = _executable(description, may_wait)
     return [whole_link(description, executable, executable.source)]
 
 
-def _compile_chain(description: dict[str, Any], may_wait: bool) -> list[Link]:
+def _compile_chain(description: dict[str, Any]) -> list[Link]:
     """The links of a segment's parts; threads compile their programs side by side."""
-    chain = ChainOfParts(description)
+    chain = Chain(description)
     keys = [ahead.key_of(part) for part in chain.descriptions]
     programs = {key: found for key in keys if (found := _of_chains.get(key)) is not None}
     missing = {key: part for key, part in zip(keys, chain.descriptions) if key not in programs}
-    compile_ahead(list(missing.values()), waits=may_wait)
+    compile_ahead(list(missing.values()), waits=True)
     links = []
     for place, key in enumerate(keys):
         source = "memory"
         if key not in programs:
-            programs[key] = _of_chains[key] = _executable(missing[key], may_wait)
+            programs[key] = _of_chains[key] = _executable(missing[key], may_wait=True)
             source = programs[key].source
         links.append(chain.link(place, programs[key], source))
     return links
@@ -208,7 +208,7 @@ def _executable(description: dict[str, Any], may_wait: bool) -> Executable:
     """A program that a thread has compiled ahead, or is compiled now."""
     if (found := ahead.result(description, may_wait)) is not None:
         return found
-    mode = get_eager_mode()
+    mode = current_mode()
     made = _compile(description, lambda: causes_of([description], mode)[0], may_wait)
     if made.source != "compiled":
         remember(description, mode)
@@ -245,19 +245,15 @@ def compile_ahead(descriptions: list[dict[str, Any]], waits: bool) -> None:
     """
     if not descriptions:
         return
-    causes = causes_of(descriptions, get_eager_mode())
+    causes = causes_of(descriptions, current_mode())
     for description in filter(serving.may_be_padded, descriptions):
         serving.note(description)  # first: what grows shows in all of them
     for description, cause in zip(descriptions, causes, strict=True):
-        ahead.begin(description, partial(_compile, cause=partial(_known, cause)))
+        ahead.begin(description, partial(_compile, cause=repeat(cause).__next__))
     if waits:
         num_ops = sum(len(description["circumstances"]) for description in descriptions)
         with compiling(num_ops, partial(_described, descriptions)):
             ahead.wait(descriptions)
-
-
-def _known(cause: Cause) -> Cause:
-    return cause
 
 
 def _described(descriptions: Sequence[dict[str, Any]]) -> str:

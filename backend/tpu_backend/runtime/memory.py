@@ -8,7 +8,6 @@ from tpu_backend import _C
 from tpu_backend.runtime.dtypes import TORCH_DTYPES
 from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import first_line
-from tpu_backend.torch_tpu import statistics
 
 _LARGEST = 12
 _ADVICE = "steps in parts keep what they hand on; torch.tpu.eager_mode('fused') needs less: docs/execution.md"
@@ -39,5 +38,5 @@ def describe_memory(device: int = 0) -> str:
 def describe_shortage() -> str:
     """What an out-of-memory error says: which tensors live; where steps are in parts, what needs less."""
     described = describe_memory()
-    are_in_parts = statistics.compile_stats()["segments_in_parts"] > 0
+    are_in_parts = _C.compile_stats(_C.current_device())["segments_in_parts"] > 0
     return f"{described}\n{_ADVICE}" if are_in_parts else described

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tpu_backend import _C
 from tpu_backend.runtime.lists import elements_made, elements_read, kind_of, list_length, part_of
 from tpu_backend.runtime.repeats import Repeat, find_repeats
 from tpu_backend.runtime.signature import Summary
@@ -28,8 +29,6 @@ _FEWEST_SAVED_IN_TURN = 40  # where the same is compiled for several sizes
 
 # How often a loop must come round to be cut at its turns: two sizes show what grows.
 _FEWEST_TURNS = 3
-
-_WITHOUT_GRADIENTS = 1 << 62  # of an entry's circumstances, as in csrc/record/stream.cpp
 
 
 class Piece(NamedTuple):
@@ -81,7 +80,7 @@ class _Planner:
         whether turns share a program is decided elsewhere.
         """
         entries = self._tape.entries
-        if not all(entry.circumstances & _WITHOUT_GRADIENTS for entry in entries):
+        if not all(entry.circumstances & _C.WITHOUT_GRADIENTS for entry in entries):
             return []
         outlines = _numbered(entry.summary.outline for entry in entries)
         repeats = find_repeats(outlines, self._crossing, _SHORTEST_REPEAT)
@@ -129,7 +128,7 @@ class _Planner:
         return True
 
     def _joined(self) -> list[Part]:
-        """The parts, but neighbours that are both like no other part are one."""
+        """The parts, with neighbouring ones merged that occur only once."""
         keys = [tuple(map(self._key, part)) for part in self._parts]
         times = Counter(keys)
         joined: list[Part] = []

@@ -43,7 +43,15 @@ _COMPILERS = {
 }
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Of a segment's description: what shapes no program, and what the key has in other words.
-NO_PART_OF_A_PROGRAM = ("circumstances", "in_parts", "was_in_parts", "was_evicted", "origin", "checked")
+NO_PART_OF_A_PROGRAM = (
+    "circumstances",
+    "in_parts",
+    "was_in_parts",
+    "was_evicted",
+    "may_time_out",
+    "origin",
+    "checked",
+)
 _SAID_OTHERWISE = ("tape", "offsets", "may_be_padded", "device", *NO_PART_OF_A_PROGRAM)
 # JAX's settings that say where something is written, and change no program.
 _HARMLESS_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_dump_ir", "jax_log")

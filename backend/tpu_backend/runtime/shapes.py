@@ -1,9 +1,9 @@
 """Shape inference that PyTorch lacks: meta kernels of operators that it has for its own devices alone, or
 has wrong.
 
-The recorder asks an operator's meta kernel what comes out (csrc/record/signature.cpp); an operator without one runs
-on the CPU. Arguments that an operator refuses raise ``NotImplementedError`` here where it has a CPU kernel:
-then that one is asked, and says what is wrong in PyTorch's words.
+The recorder asks an operator's meta kernel what comes out (csrc/record/signature.cpp). An operator without
+one runs on the CPU. Arguments that an operator refuses raise ``NotImplementedError`` here where it has a CPU
+kernel: then that one is asked, and says what is wrong in PyTorch's words.
 """
 
 from __future__ import annotations

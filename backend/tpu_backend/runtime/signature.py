@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -97,7 +98,7 @@ class Output:
 
 
 class Summary(NamedTuple):
-    """What is asked of a signature before anything is compiled."""
+    """The fields of a signature that the recorder and the caches need before compilation."""
 
     number: int
     overload: str
@@ -252,6 +253,7 @@ def _output(item: dict[str, Any]) -> Output:
 _FIRST_DERIVED = 1 << 32  # above the recorder's own
 _derived: dict[int, Signature] = {}  # the recorder does not know them
 _derived_numbers: dict[str, int] = {}  # by digest
+_lock = threading.Lock()
 
 
 @cache
@@ -289,11 +291,12 @@ def signature(number: int) -> Signature:
 
 
 def add_derived(entry: Signature, origin: int) -> int:
-    """The id of a signature that was made of the one with the id `origin`; one for equal signatures."""
-    number = _derived_numbers.setdefault(entry.digest, _FIRST_DERIVED + len(_derived_numbers))
-    if number not in _derived:
-        _derived[number] = replace(entry, number=number)
-        share_first_line(number, origin)
+    """The id of a signature that was made of the one with the id `origin`. Equal signatures share one id."""
+    with _lock:
+        number = _derived_numbers.setdefault(entry.digest, _FIRST_DERIVED + len(_derived_numbers))
+        if number not in _derived:
+            _derived[number] = replace(entry, number=number)
+            share_first_line(number, origin)
     return number
 
 

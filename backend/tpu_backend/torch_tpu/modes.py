@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import NoReturn
 
 from tpu_backend import _C, nan_check
+from tpu_backend.environment import FIRST_MODE, MODES, PAD_SIZES, PARTS, current_mode
 from tpu_backend.torch_tpu.devices import flush, is_initialized
-
-_MODES = ("debug", "strict", "fused")  # as in csrc/record/stream.h
-_PARTS = ("never", "first", "prepare", "always")  # as in csrc/launch/program.h
 
 
 class eager_mode:  # noqa: N801 - reads as a function
@@ -41,12 +38,12 @@ class eager_mode:  # noqa: N801 - reads as a function
     """
 
     def __init__(self, mode: str, *, check_nans: bool | None = None, parts: str | None = None):
-        if mode not in _MODES:
-            raise ValueError(f"unknown eager mode {mode!r}: expected one of {', '.join(_MODES)}")
+        if mode not in MODES:
+            raise ValueError(f"unknown eager mode {mode!r}: expected one of {', '.join(MODES)}")
         if check_nans and mode != "debug":
             raise ValueError(f'check_nans=True looks at every op, which mode {mode!r} does not: use "debug"')
-        if parts is not None and parts not in _PARTS:
-            raise ValueError(f"unknown parts={parts!r}: expected one of {', '.join(_PARTS)}")
+        if parts is not None and parts not in PARTS:
+            raise ValueError(f"unknown parts={parts!r}: expected one of {', '.join(PARTS)}")
         if parts not in (None, "never") and mode != "fused":
             raise ValueError(f'parts={parts!r} in mode {mode!r}: only "fused" runs steps in parts')
         options = {"check_nans": check_nans, "parts": parts}
@@ -56,7 +53,7 @@ class eager_mode:  # noqa: N801 - reads as a function
         self._before = _C.get_mode(), _C.parts()
         self._checked_before = nan_check.enabled()
         _end_segment()
-        _set_mode(_MODES.index(mode), _PARTS.index(parts or "never"))
+        _set_mode(MODES.index(mode), PARTS.index(parts or "never"))
         if check_nans is not None:
             nan_check.enable(check_nans)
 
@@ -82,12 +79,12 @@ class eager_mode:  # noqa: N801 - reads as a function
 
 def get_eager_mode() -> str:
     """The mode that `eager_mode` has set: "debug", "strict" or "fused"."""
-    return _MODES[_C.get_mode()]
+    return current_mode()
 
 
 def get_parts() -> str:
     """Whether long programs are run in parts, as `eager_mode` has set it."""
-    return _PARTS[_C.parts()]
+    return PARTS[_C.parts()]
 
 
 def _set_mode(mode: int, parts: int) -> None:
@@ -133,20 +130,8 @@ def _set_pads_sizes(enabled: bool) -> None:
     _C.set_pads_sizes(enabled)
 
 
-_pad_sizes = os.environ.get("TPU_PAD_SIZES") or "1"
-_C.set_pads_sizes(_pad_sizes == "1")
-_first_mode = os.environ.get("TPU_EAGER_MODE") or None
-if _first_mode in _MODES:
-    eager_mode(_first_mode)
-elif _first_mode is None:
+_C.set_pads_sizes(PAD_SIZES == "1")
+if FIRST_MODE in MODES:
+    eager_mode(FIRST_MODE)
+elif FIRST_MODE is None:
     eager_mode("fused", parts="first")
-
-
-def check_environment() -> None:
-    """Raise RuntimeError for an unknown value of a variable: at first use, since `import torch` must work."""
-    if _first_mode not in (None, *_MODES):
-        raise RuntimeError(f"TPU_EAGER_MODE={_first_mode!r}: expected one of {', '.join(_MODES)}")
-    if _pad_sizes not in ("0", "1"):
-        raise RuntimeError(f"TPU_PAD_SIZES={_pad_sizes!r}: expected 1 (pad where it is proven) or 0 (never)")
-    if (asked := os.environ.get("TPU_DEBUG_NANS", "0")) not in ("", "0", "1"):
-        raise RuntimeError(f"TPU_DEBUG_NANS={asked!r}: expected 1 (debug mode raises at the first NaN) or 0")
