@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from tpu_backend import _C, composite, data_dependent, environment
-from tpu_backend.lowering import names, registry
-from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
-from tpu_backend.runtime.debug import after_debug_op
-from tpu_backend.runtime.memory import describe_shortage
-from tpu_backend.runtime.range_errors import raise_range_error
-from tpu_backend.runtime.segment import trace_form
-from tpu_backend.untraced import untraced
+from tpu_backend.collector import importing
+
+with importing():
+    from tpu_backend import _C, composite, data_dependent, environment
+    from tpu_backend.lowering import names, registry
+    from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
+    from tpu_backend.runtime.debug import after_debug_op
+    from tpu_backend.runtime.memory import describe_shortage
+    from tpu_backend.runtime.range_errors import raise_range_error
+    from tpu_backend.runtime.segment import trace_form
+    from tpu_backend.untraced import untraced
 
 _once = threading.Lock()
 

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from tpu_backend.runtime.dtypes import TORCH_DTYPES
@@ -160,8 +161,14 @@ def _program(description: dict[str, Any], mode: str) -> _Program:
         frozenset(description["inputs"]),
         frozenset(description["outputs"]),
         tuple(description["offset_is_input"]),
-        tuple(re.sub(r"^(tpu_graph::[a-z]+)_\d+$", r"\1", entry.overload) for entry in forms),
+        tuple(_without_number(entry.overload) for entry in forms),
     )
+
+
+@cache
+def _without_number(overload: str) -> str:
+    """The name of an operation; of a graph of torch.compile without its number."""
+    return re.sub(r"^(tpu_graph::[a-z]+)_\d+$", r"\1", overload)
 
 
 def _likeness(new: _Program, old: _Program) -> tuple[float, float]:
