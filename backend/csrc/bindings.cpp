@@ -207,7 +207,7 @@ PYBIND11_MODULE(_C, m) {
     with_stream(device, [](tpu::Stream& stream) { stream.end_step(); });
   });
   m.def("matmul_precision", [] { return static_cast<int>(tpu::matmul_precision()); });
-  m.def("surroundings", [] { return tpu::Surroundings::now().key(); });
+  m.def("guards", [] { return tpu::Guards::now().key(); });
   m.def("begin_rehearsal", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { tpu::Rehearsal::begin(stream); });
   });

@@ -522,9 +522,9 @@ def test_a_write_in_place_takes_the_memory_whatever_the_strides_of_dims_of_size_
     original = compiler.lower_segment
 
     def spy(description, sharding):
-        lowered, demands = original(description, sharding)
+        lowered, bounds_checks = original(description, sharding)
         texts.append(lowered.as_text())
-        return lowered, demands
+        return lowered, bounds_checks
 
     host = torch.empty_strided(sizes, strides).fill_(1.0)
     x = host.to("tpu")

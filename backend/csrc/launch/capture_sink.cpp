@@ -41,14 +41,14 @@ std::exception_ptr CaptureSink::take(ProgramCache& programs, Segment& segment, C
   auto interrupt = programs.run(segment, /*may_be_parts=*/false, counters);
   on_other_launch();
   SegmentRun taken{
-      .variant = segment.variant,
+      .specialization = segment.specialization,
       .serial = segment.serial,
       .entries = segment.entries,
       .inputs = segment.inputs,
       .layouts = {},
       .is_input = segment.is_input,
       .offsets = segment.offsets,
-      .numbers = segment.variant == nullptr ? segment.numbers : segment.variant->links.front().numbers_of(segment),
+      .numbers = segment.specialization == nullptr ? segment.numbers : segment.specialization->links.front().numbers_of(segment),
       .draws = segment.draws,
       .checked = segment.checked};
   for (const auto& value : segment.values) {

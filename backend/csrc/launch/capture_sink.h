@@ -9,7 +9,7 @@ namespace tpu {
 
 // The segment as it was run: what is left of it when its values are gone.
 struct SegmentRun {
-  std::shared_ptr<Variant> variant; // null: nothing of it was wanted, so nothing was run
+  std::shared_ptr<Specialization> specialization; // null: nothing of it was wanted, so nothing was run
   uint64_t serial{0};
   std::vector<const Signature*> entries;
   std::vector<int32_t> inputs; // by position: the local number

@@ -33,20 +33,20 @@ constexpr size_t kRunThatPreparesUnasked = 32;
 // Segments of fewer values are not looked at for parts.
 constexpr size_t kFewestValuesOfParts = 36;
 
-// Whether a variant takes the memory of just those inputs that this segment's results take the place of.  The tape does not
+// Whether a specialization takes the memory of just those inputs that this segment's results take the place of.  The tape does not
 // say that of a result that is written without a look at what was there (`fill_`, `out=`).
-bool donates_alike(const Variant& variant, const Segment& segment) {
-  const auto num_donated = variant.donated.size();
-  for (size_t i = 0; i < variant.outputs.size(); ++i) {
-    const int32_t local = variant.outputs[i];
+bool donates_alike(const Specialization& specialization, const Segment& segment) {
+  const auto num_donated = specialization.donated.size();
+  for (size_t i = 0; i < specialization.outputs.size(); ++i) {
+    const int32_t local = specialization.outputs[i];
     const int32_t origin = segment.origin[local];
     if (i < num_donated) {
-      if (origin != variant.donated[i]) {
+      if (origin != specialization.donated[i]) {
         return false;
       }
     } else if (
         origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout &&
-        !std::binary_search(variant.donated.begin(), variant.donated.end(), origin)) {
+        !std::binary_search(specialization.donated.begin(), specialization.donated.end(), origin)) {
       return false;
     }
   }
@@ -54,33 +54,33 @@ bool donates_alike(const Variant& variant, const Segment& segment) {
 }
 
 // One that returns what is wanted at least.
-Variant* fitting_variant(const Program& program, const Segment& segment, const Locals& live, bool in_parts) {
-  const auto offsets_match = [&](const Variant& variant) {
+Specialization* fitting_specialization(const Program& program, const Segment& segment, const Locals& live, bool in_parts) {
+  const auto offsets_match = [&](const Specialization& specialization) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
-      if (variant.offset_is_input[i] == 0 && variant.offsets[i] != segment.offsets[i]) {
+      if (specialization.offset_is_input[i] == 0 && specialization.offsets[i] != segment.offsets[i]) {
         return false;
       }
     }
     return true;
   };
   // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
-  const auto returns_live = [&](const Variant& variant) {
-    const auto& outputs = variant.sorted_outputs;
+  const auto returns_live = [&](const Specialization& specialization) {
+    const auto& outputs = specialization.sorted_outputs;
     return std::includes(outputs.begin(), outputs.end(), live.begin(), live.end());
   };
-  const auto is_better = [](const Variant& variant, const Variant& other) {
-    return variant.is_loaded() != other.is_loaded() ? variant.is_loaded() : variant.outputs.size() < other.outputs.size();
+  const auto is_better = [](const Specialization& specialization, const Specialization& other) {
+    return specialization.is_loaded() != other.is_loaded() ? specialization.is_loaded() : specialization.outputs.size() < other.outputs.size();
   };
   // A padded program, whose last digits may be others, serves only where padding is allowed now.
   const bool takes_padded = may_be_padded(segment);
-  Variant* best = nullptr;
-  for (auto& variant : program.variants) {
-    if (variant->in_parts != in_parts || (variant->is_padded && !takes_padded)) {
+  Specialization* best = nullptr;
+  for (auto& specialization : program.specializations) {
+    if (specialization->in_parts != in_parts || (specialization->is_padded && !takes_padded)) {
       continue;
     }
-    if (offsets_match(*variant) && returns_live(*variant) && donates_alike(*variant, segment) &&
-        (best == nullptr || is_better(*variant, *best))) {
-      best = variant.get();
+    if (offsets_match(*specialization) && returns_live(*specialization) && donates_alike(*specialization, segment) &&
+        (best == nullptr || is_better(*specialization, *best))) {
+      best = specialization.get();
     }
   }
   return best;
@@ -105,13 +105,13 @@ Donations donations_of(const Segment& segment, const std::vector<int32_t>& sorte
   return donations;
 }
 
-// The outputs of a new variant, ascending.  Where several sets of results were kept in turns, all that ever were are returned
+// The outputs of a new specialization, ascending.  Where several sets of results were kept in turns, all that ever were are returned
 // from then on: each program more returns one result more at least, so that they come to an end.
 std::vector<int32_t> outputs_for(const Program& program, const Locals& live) {
   std::set<int32_t> outputs(live.begin(), live.end());
   std::set<std::vector<int32_t>> sets;
-  for (const auto& variant : program.variants) {
-    sets.insert(variant->sorted_outputs);
+  for (const auto& specialization : program.specializations) {
+    sets.insert(specialization->sorted_outputs);
   }
   if (sets.size() >= kMostSetsOfResults) {
     for (const auto& set : sets) {
@@ -121,34 +121,34 @@ std::vector<int32_t> outputs_for(const Program& program, const Locals& live) {
   return {outputs.begin(), outputs.end()};
 }
 
-std::shared_ptr<Variant> new_variant(const Program& program, const Segment& segment, const Locals& live) {
-  auto variant = std::make_shared<Variant>();
-  variant->offsets = segment.offsets;
-  variant->offset_is_input.assign(segment.offsets.size(), 0);
+std::shared_ptr<Specialization> new_specialization(const Program& program, const Segment& segment, const Locals& live) {
+  auto specialization = std::make_shared<Specialization>();
+  specialization->offsets = segment.offsets;
+  specialization->offset_is_input.assign(segment.offsets.size(), 0);
   // An offset that has been seen with two values becomes an input.
-  for (const auto& other : program.variants) {
+  for (const auto& other : program.specializations) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
-      variant->offset_is_input[i] |=
+      specialization->offset_is_input[i] |=
           static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
     }
   }
-  variant->sorted_outputs = outputs_for(program, live);
+  specialization->sorted_outputs = outputs_for(program, live);
   // Donated inputs and the outputs that take over their memory stand in the same order, so that XLA pairs them so.
-  for (const auto& [input, output] : donations_of(segment, variant->sorted_outputs)) {
-    variant->donated.push_back(input);
-    variant->outputs.push_back(output);
+  for (const auto& [input, output] : donations_of(segment, specialization->sorted_outputs)) {
+    specialization->donated.push_back(input);
+    specialization->outputs.push_back(output);
   }
-  for (int32_t local : variant->sorted_outputs) {
-    if (std::find(variant->outputs.begin(), variant->outputs.end(), local) == variant->outputs.end()) {
-      variant->outputs.push_back(local);
+  for (int32_t local : specialization->sorted_outputs) {
+    if (std::find(specialization->outputs.begin(), specialization->outputs.end(), local) == specialization->outputs.end()) {
+      specialization->outputs.push_back(local);
     }
   }
-  return variant;
+  return specialization;
 }
 
 } // namespace
 
-py::dict describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device) {
+py::dict describe(const Program& program, const Specialization& specialization, const Segment& segment, c10::DeviceIndex device) {
   py::dict description;
   description["device"] = static_cast<int>(device);
   description["tape"] = py::cast(segment.tape);
@@ -160,17 +160,17 @@ py::dict describe(const Program& program, const Variant& variant, const Segment&
   }
   description["input_layouts"] = input_layouts;
   description["inputs"] = py::cast(segment.inputs);
-  description["outputs"] = py::cast(variant.outputs);
-  description["donated"] = py::cast(variant.donated);
+  description["outputs"] = py::cast(specialization.outputs);
+  description["donated"] = py::cast(specialization.donated);
   description["offsets"] = py::cast(segment.offsets);
   description["offset_is_input"] =
-      py::cast(std::vector<bool>(variant.offset_is_input.begin(), variant.offset_is_input.end()));
+      py::cast(std::vector<bool>(specialization.offset_is_input.begin(), specialization.offset_is_input.end()));
   description["num_floats"] = segment.numbers.floats.size();
   description["num_doubles"] = segment.numbers.doubles.size();
   description["num_integers"] = segment.numbers.integers.size();
-  description["was_evicted"] = variant.was_evicted;
+  description["was_evicted"] = specialization.was_evicted;
   description["may_be_padded"] = may_be_padded(segment);
-  description["in_parts"] = variant.in_parts;
+  description["in_parts"] = specialization.in_parts;
   description["was_in_parts"] = program.num_runs_in_parts > 0;
   // Of use to a chain alone:
   description["origin"] = py::cast(segment.origin);
@@ -204,9 +204,9 @@ Program& ProgramCache::find(const Segment& segment) {
   return *bucket.back();
 }
 
-std::shared_ptr<Variant> ProgramCache::choose(
+std::shared_ptr<Specialization> ProgramCache::choose(
     Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters) {
-  const auto whole = [&] { return variant_for(program, segment, live, Form::Whole, counters); };
+  const auto whole = [&] { return specialization_for(program, segment, live, Form::Whole, counters); };
   // Parts are compiled by threads, which a turn inside another one must not wait for.
   const PartsPlan plan = may_be_parts && mutex_.is_outermost_turn() ? plan_of(program, segment, live) : PartsPlan{};
   if (plan.num_parts <= 1) {
@@ -218,12 +218,12 @@ std::shared_ptr<Variant> ProgramCache::choose(
       return whole();
     }
     if (parts() == Parts::First) {
-      if (auto variant = whole_in_time(program, segment, live, counters)) {
-        return variant;
+      if (auto specialization = whole_in_time(program, segment, live, counters)) {
+        return specialization;
       }
     }
   }
-  auto chain = variant_for(program, segment, live, Form::Parts, counters);
+  auto chain = specialization_for(program, segment, live, Form::Parts, counters);
   if (!plan.grows) { // what grows stays in parts
     const size_t run = program.num_runs_in_parts + 1;
     if ((parts() == Parts::Prepare && run >= kRunThatPrepares) || (parts() == Parts::First && run >= kRunThatPreparesUnasked)) {
@@ -233,15 +233,15 @@ std::shared_ptr<Variant> ProgramCache::choose(
   return chain;
 }
 
-std::shared_ptr<Variant> ProgramCache::whole_in_time(
+std::shared_ptr<Specialization> ProgramCache::whole_in_time(
     Program& program, const Segment& segment, const Locals& live, Counters& counters) {
   const bool is_there = program.is_rehearsed ||
-      std::any_of(program.variants.begin(), program.variants.end(), [](const auto& variant) { return !variant->in_parts; });
+      std::any_of(program.specializations.begin(), program.specializations.end(), [](const auto& specialization) { return !specialization->in_parts; });
   if (!is_there && (program.is_refused || program.num_runs_in_parts < kLastRunInParts)) {
     return nullptr;
   }
   try {
-    return variant_for(program, segment, live, Form::WholeInTime, counters);
+    return specialization_for(program, segment, live, Form::WholeInTime, counters);
   } catch (const py::error_already_set& error) {
     if (error.matches(PyExc_TimeoutError)) { // a thread still compiles it
       return nullptr;
@@ -267,7 +267,7 @@ PartsPlan ProgramCache::plan_of(Program& program, const Segment& segment, const 
   }
   auto& plan = is_without_gradients(segment) ? program.plan_without_gradients : program.plan;
   if (!plan) {
-    const auto description = describe(program, *new_variant(program, segment, live), segment, device_);
+    const auto description = describe(program, *new_specialization(program, segment, live), segment, device_);
     const auto planned = [&] {
       const StreamUnlocked unlocked(mutex_);
       return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().plan, description.ptr())));
@@ -278,9 +278,9 @@ PartsPlan ProgramCache::plan_of(Program& program, const Segment& segment, const 
   return plan->grows && !may_grow && parts() == Parts::Never ? PartsPlan{} : *plan;
 }
 
-std::shared_ptr<Variant> ProgramCache::variant_for(
+std::shared_ptr<Specialization> ProgramCache::specialization_for(
     Program& program, const Segment& segment, const Locals& live, Form form, Counters& counters) {
-  if (Variant* fitting = fitting_variant(program, segment, live, form == Form::Parts)) {
+  if (Specialization* fitting = fitting_specialization(program, segment, live, form == Form::Parts)) {
     auto known = fitting->shared_from_this();
     if (known->is_loaded()) {
       ++counters.memory_hits;
@@ -289,11 +289,11 @@ std::shared_ptr<Variant> ProgramCache::variant_for(
     }
     return known;
   }
-  auto variant = new_variant(program, segment, live);
-  variant->in_parts = form == Form::Parts;
-  load(program, *variant, segment, form, counters);
-  program.variants.push_back(variant);
-  return variant;
+  auto specialization = new_specialization(program, segment, live);
+  specialization->in_parts = form == Form::Parts;
+  load(program, *specialization, segment, form, counters);
+  program.specializations.push_back(specialization);
+  return specialization;
 }
 
 void ProgramCache::rehearse(const Segment& segment) {
@@ -306,15 +306,17 @@ void ProgramCache::prepare(Program& program, const Segment& segment, const Local
   if (program.is_prepared || (live.empty() && segment.checked.empty())) {
     return;
   }
-  const Variant* known = fitting_variant(program, segment, live, /*in_parts=*/false);
+  const Specialization* known = fitting_specialization(program, segment, live, /*in_parts=*/false);
   if (known != nullptr && known->is_loaded()) {
     program.is_prepared = true;
     return;
   }
-  const auto description = describe(program, known != nullptr ? *known : *new_variant(program, segment, live), segment, device_);
+  const auto description = describe(program, known != nullptr ? *known : *new_specialization(program, segment, live), segment, device_);
   make_room(1); // it will be loaded
-  const StreamUnlocked unlocked(mutex_);
-  check(PyObject_CallOneArg(runtime().prepare, description.ptr())).dec_ref();
+  {
+    const StreamUnlocked unlocked(mutex_);
+    check(PyObject_CallOneArg(runtime().prepare, description.ptr())).dec_ref();
+  }
   program.is_prepared = true;
 }
 

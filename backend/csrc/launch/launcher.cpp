@@ -35,12 +35,12 @@ void Launch::run() {
       PyList_SET_ITEM(arguments.ptr(), static_cast<Py_ssize_t>(i), argument_of(*value, is_donated, is_shared));
     }
     if (error == nullptr) {
-      auto started = ProgramCache::start(variant->links.front(), arguments.ptr(), numbers);
+      auto started = ProgramCache::start(specialization->links.front(), arguments.ptr(), numbers);
       for (size_t i = 0; i < outputs.size(); ++i) {
         outputs[i]->array = Py_NewRef(PyList_GET_ITEM(started.arrays.ptr(), static_cast<Py_ssize_t>(i)));
       }
-      if (variant->links.front().has_offenders) {
-        offenders = shared_reference(
+      if (specialization->links.front().has_bounds_checks) {
+        out_of_range = shared_reference(
             Py_NewRef(PyList_GET_ITEM(started.arrays.ptr(), static_cast<Py_ssize_t>(outputs.size()))));
       }
       token = std::move(started.token);

@@ -20,17 +20,17 @@ struct Launch {
     bool is_donated;
     bool is_shared; // others than the buffer it was taken from hold it
   };
-  std::shared_ptr<Variant> variant; // one program
+  std::shared_ptr<Specialization> specialization; // one program
   RuntimeNumbers numbers;
   std::vector<Input> inputs; // dropped once it is launched
   std::vector<ValuePtr> outputs; // one an output of the executable
-  std::vector<ValuePtr> spare; // see Variant
+  std::vector<ValuePtr> spare; // see Specialization
   std::vector<CheckedEntry> checked;
   bool is_queued{false};
 
   // What came out.
   std::shared_ptr<PyObject> token; // null: it failed
-  std::shared_ptr<PyObject> offenders; // null: it makes no demands of indices
+  std::shared_ptr<PyObject> out_of_range; // null: it has no bounds checks
   std::shared_ptr<const std::string> error;
   bool is_followup{false}; // it failed since an earlier one did
 

@@ -55,8 +55,8 @@ Link link_of(const py::handle& given, c10::DeviceIndex device) {
   link.device = device;
   link.execute = attribute(executable, "execute");
   link.handlers = attribute(executable, "handlers");
-  link.demands = attribute(executable, "demands");
-  link.has_offenders = py::len(py::handle(link.demands.get())) > 0;
+  link.bounds_checks = attribute(executable, "bounds_checks");
+  link.has_bounds_checks = py::len(py::handle(link.bounds_checks.get())) > 0;
   link.executable = shared_reference(Py_NewRef(executable.ptr()));
   const auto take = [&](const char* name, auto& places) {
     places = given.attr(name).cast<std::decay_t<decltype(places)>>();
@@ -112,11 +112,11 @@ Runtime& runtime() {
 }
 
 void ProgramCache::load(
-    const Program& program, Variant& variant, const Segment& segment, Form form, Counters& counters) {
+    const Program& program, Specialization& specialization, const Segment& segment, Form form, Counters& counters) {
   const auto& plan = is_without_gradients(segment) ? program.plan_without_gradients : program.plan;
   make_room(form == Form::Parts && plan ? plan->num_parts : 1);
   const auto start = std::chrono::steady_clock::now();
-  auto description = describe(program, variant, segment, device_);
+  auto description = describe(program, specialization, segment, device_);
   description["may_time_out"] = form == Form::WholeInTime;
   const auto loaded = [&] {
     PyObject* const call[] = {description.ptr(), mutex_.is_outermost_turn() ? Py_True : Py_False};
@@ -135,13 +135,13 @@ void ProgramCache::load(
   if (was_compiled) {
     counters.compile_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  if (variant.is_loaded()) { // by a turn inside this one
+  if (specialization.is_loaded()) { // by a turn inside this one
     return;
   }
-  variant.is_padded = is_padded;
-  variant.was_evicted = true; // if it is asked for again
-  variant.links = std::move(links);
-  variant.last_launch = num_launched_;
+  specialization.is_padded = is_padded;
+  specialization.was_evicted = true; // if it is asked for again
+  specialization.links = std::move(links);
+  specialization.last_launch = num_launched_;
 }
 
 void ProgramCache::make_room(size_t num_programs) {
@@ -158,14 +158,14 @@ void ProgramCache::make_room(size_t num_programs) {
   }
   struct Candidate {
     Program* program;
-    Variant* variant;
+    Specialization* specialization;
   };
   std::vector<Candidate> unused;
   for (const auto& [hash, bucket] : programs_) {
     for (const auto& program : bucket) {
-      for (const auto& variant : program->variants) {
-        if (variant->is_loaded() && variant.use_count() == 1 && variant->last_launch <= last_look_) {
-          unused.push_back({program.get(), variant.get()});
+      for (const auto& specialization : program->specializations) {
+        if (specialization->is_loaded() && specialization.use_count() == 1 && specialization->last_launch <= last_look_) {
+          unused.push_back({program.get(), specialization.get()});
         }
       }
     }
@@ -173,12 +173,12 @@ void ProgramCache::make_room(size_t num_programs) {
   last_look_ = num_launched_;
   const auto middle = unused.begin() + static_cast<std::ptrdiff_t>((unused.size() + 1) / 2);
   std::nth_element(unused.begin(), middle, unused.end(), [](const Candidate& some, const Candidate& other) {
-    return some.variant->last_launch < other.variant->last_launch;
+    return some.specialization->last_launch < other.specialization->last_launch;
   });
   std::vector<std::vector<Link>> evicted; // released when nothing is half done: that runs Python
   std::for_each(unused.begin(), middle, [&](const Candidate& candidate) {
     candidate.program->is_prepared = false;
-    evicted.push_back(std::exchange(candidate.variant->links, {}));
+    evicted.push_back(std::exchange(candidate.specialization->links, {}));
   });
   evicted.clear();
   if (is_short()) {
@@ -231,12 +231,12 @@ void ProgramCache::remember(std::shared_ptr<PyObject> token, const ValuePtr& fir
   ++num_launched_;
 }
 
-std::exception_ptr ProgramCache::execute(Variant& variant, Segment& segment) {
+std::exception_ptr ProgramCache::execute(Specialization& specialization, Segment& segment) {
   std::exception_ptr interrupt;
   size_t num_tries = 0; // of this link
-  for (size_t i = 0; i < variant.links.size();) {
+  for (size_t i = 0; i < specialization.links.size();) {
     try {
-      launch(variant.links[i], segment);
+      launch(specialization.links[i], segment);
       ++i;
       num_tries = 0;
     } catch (const py::error_already_set& error) {
@@ -248,7 +248,7 @@ std::exception_ptr ProgramCache::execute(Variant& variant, Segment& segment) {
       interrupt = std::current_exception();
     }
   }
-  variant.last_launch = num_launched_;
+  specialization.last_launch = num_launched_;
   return interrupt;
 }
 
@@ -274,10 +274,10 @@ void ProgramCache::launch(Link& link, Segment& segment) {
     }
   }
   remember(std::move(token), first);
-  if (link.has_offenders) {
-    PyObject* offenders = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(link.outputs.size()))).ptr();
+  if (link.has_bounds_checks) {
+    PyObject* out_of_range = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(link.outputs.size()))).ptr();
     segment.unchecked.push_back(
-        {num_launched_, shared_reference(Py_NewRef(offenders)), link.demands, link.checked_of(segment)});
+        {num_launched_, shared_reference(Py_NewRef(out_of_range)), link.bounds_checks, link.checked_of(segment)});
   }
   for (const int32_t local : link.dropped) {
     const ValuePtr& value = segment.values[local];
@@ -315,11 +315,11 @@ std::exception_ptr ProgramCache::run(Segment& segment, bool may_be_parts, Counte
   }
   try {
     Program& program = find(segment);
-    const auto variant = choose(program, segment, live, may_be_parts, counters);
-    const auto interrupt = execute(*variant, segment);
-    segment.variant = variant;
-    counters.segments_run += variant->links.size();
-    if (variant->in_parts) {
+    const auto specialization = choose(program, segment, live, may_be_parts, counters);
+    const auto interrupt = execute(*specialization, segment);
+    segment.specialization = specialization;
+    counters.segments_run += specialization->links.size();
+    if (specialization->in_parts) {
       ++counters.segments_in_parts;
       ++program.num_runs_in_parts;
     }

@@ -16,7 +16,7 @@
 namespace tpu {
 
 struct Counters;
-struct Variant;
+struct Specialization;
 
 // The inputs of a program that are not tensors, in the order in which they were recorded.
 struct RuntimeNumbers {
@@ -41,8 +41,8 @@ struct Draw {
 // A launch whose bounds checks are still to be looked at.
 struct Unchecked {
   size_t launch;
-  std::shared_ptr<PyObject> offenders;
-  std::shared_ptr<PyObject> demands;
+  std::shared_ptr<PyObject> out_of_range;
+  std::shared_ptr<PyObject> bounds_checks;
   std::vector<CheckedEntry> checked;
 };
 
@@ -69,9 +69,9 @@ struct Segment {
   std::vector<int64_t> offsets;
   RuntimeNumbers numbers;
   std::vector<Draw> draws;
-  std::vector<CheckedEntry> checked; // entries that make demands of their indices
+  std::vector<CheckedEntry> checked; // entries that have bounds checks
   std::vector<Unchecked> unchecked; // of its launches
-  std::shared_ptr<Variant> variant; // what it was run by
+  std::shared_ptr<Specialization> specialization; // what it was run by
   std::shared_ptr<Position> position; // of the events behind it; null: there are none
   uint64_t num_recorded{0}; // entries of the stream up to its end; known once it is detached
 
@@ -95,8 +95,8 @@ struct Link {
   std::shared_ptr<PyObject> executable; // tpu_backend.runtime.compiler.Executable
   std::shared_ptr<PyObject> execute; // (list of arrays) -> results
   std::shared_ptr<PyObject> handlers; // what makes arrays of the results
-  std::shared_ptr<PyObject> demands; // of indices
-  bool has_offenders{false}; // as a last output
+  std::shared_ptr<PyObject> bounds_checks;
+  bool has_bounds_checks{false}; // as a last output
   c10::DeviceIndex device{0}; // where it is launched
 
   std::vector<int32_t> inputs; // locals
@@ -113,7 +113,7 @@ struct Link {
 };
 
 // How a tape runs for these results and these constant offsets: as one program, or as a chain of programs.
-struct Variant : std::enable_shared_from_this<Variant> {
+struct Specialization : std::enable_shared_from_this<Specialization> {
   std::vector<uint8_t> offset_is_input;
   std::vector<int64_t> offsets; // where not an input
   std::vector<int32_t> outputs; // locals, in the order one program returns them
@@ -149,7 +149,7 @@ struct PartsPlan {
 // All that is known of a tape.  A hash alone decides nothing: the tapes are compared.
 struct Program {
   std::vector<uint32_t> tape;
-  std::vector<std::shared_ptr<Variant>> variants; // who else holds one keeps it loaded
+  std::vector<std::shared_ptr<Specialization>> specializations; // who else holds one keeps it loaded
   std::optional<PartsPlan> plan, plan_without_gradients; // unknown until it is asked
   size_t num_runs_in_parts{0};
   bool is_prepared{false}; // the one program was compiled ahead
@@ -172,9 +172,9 @@ PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
 Locals live_values(const Segment& segment);
 
 // What tpu_backend/runtime/compiler.py is told of a program: a dictionary.
-pybind11::dict describe(const Program& program, const Variant& variant, const Segment& segment, c10::DeviceIndex device);
+pybind11::dict describe(const Program& program, const Specialization& specialization, const Segment& segment, c10::DeviceIndex device);
 
-// In which form a variant is wanted.
+// In which form a specialization is wanted.
 enum class Form : uint8_t {
   Whole, // one program
   WholeInTime, // one program; TimeoutError where a thread compiles it for long
@@ -213,13 +213,13 @@ class ProgramCache {
 
  private:
   Program& find(const Segment& segment);
-  // Returns the variant that runs a segment with these live values.  Who holds it keeps it loaded.
-  std::shared_ptr<Variant> choose(Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters);
+  // Returns the specialization that runs a segment with these live values.  Who holds it keeps it loaded.
+  std::shared_ptr<Specialization> choose(Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters);
   // The one program, where it is time for it; null as long as the segment is to be run in parts.
-  std::shared_ptr<Variant> whole_in_time(Program& program, const Segment& segment, const Locals& live, Counters& counters);
-  std::shared_ptr<Variant> variant_for(
+  std::shared_ptr<Specialization> whole_in_time(Program& program, const Segment& segment, const Locals& live, Counters& counters);
+  std::shared_ptr<Specialization> specialization_for(
       Program& program, const Segment& segment, const Locals& live, Form form, Counters& counters);
-  void load(const Program& program, Variant& variant, const Segment& segment, Form form, Counters& counters);
+  void load(const Program& program, Specialization& specialization, const Segment& segment, Form form, Counters& counters);
   // How it is to be taken apart, if it is.
   PartsPlan plan_of(Program& program, const Segment& segment, const Locals& live);
   // Called before so many programs are loaded.  Where the system would soon refuse more, evicts half of those that were not used
@@ -228,7 +228,7 @@ class ProgramCache {
   // A thread begins to compile the one program, if it is not there.
   void prepare(Program& program, const Segment& segment, const Locals& live);
   // As `run`.
-  std::exception_ptr execute(Variant& variant, Segment& segment);
+  std::exception_ptr execute(Specialization& specialization, Segment& segment);
   void launch(Link& link, Segment& segment);
 
   StreamMutex& mutex_;
@@ -243,7 +243,7 @@ class ProgramCache {
 
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
-  PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, makes demands of indices, reads the precision
+  PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, has bounds checks, reads the precision
   PyObject* plan{nullptr}; // (description) -> (number of parts, whether their sizes grow)
   PyObject* compile{nullptr}; // (description, may wait for another thread) -> Links
   PyObject* prepare{nullptr}; // (description) -> None: a thread begins what `compile` will ask for
@@ -255,7 +255,7 @@ struct Runtime {
   PyObject* wait{nullptr}; // (tokens of launches) -> None, when they are done
   PyObject* after_debug_op{nullptr}; // (signature id, arrays, failure) -> None: waits, checks
   PyObject* describe_shortage{nullptr}; // () -> str: which tensors live, and what needs less
-  PyObject* raise_range_error{nullptr}; // (offenders, demands, places) -> None: waits, raises
+  PyObject* raise_range_error{nullptr}; // (out_of_range, bounds_checks, places) -> None: waits, raises
   std::vector<std::string> not_the_users; // how the names of PyTorch's files and ours begin
 };
 Runtime& runtime();

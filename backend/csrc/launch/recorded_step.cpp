@@ -37,7 +37,7 @@ at::Tensor make_result(
 
 } // namespace
 
-Surroundings Surroundings::now() {
+Guards Guards::now() {
   return {
       .thread = std::this_thread::get_id(),
       .mode = tpu::mode(),
@@ -50,7 +50,7 @@ Surroundings Surroundings::now() {
       .default_dtype = at::get_default_dtype_as_scalartype()};
 }
 
-py::tuple Surroundings::key() const {
+py::tuple Guards::key() const {
   return py::make_tuple(
       static_cast<int>(mode),
       grad_mode,
@@ -61,7 +61,7 @@ py::tuple Surroundings::key() const {
       static_cast<int>(default_dtype));
 }
 
-bool Surroundings::operator==(const Surroundings& other) const {
+bool Guards::operator==(const Guards& other) const {
   // Each thread has an autocast dtype of its own, whether it uses it or not.
   const bool same_dtype = autocast_dtype == other.autocast_dtype || (!autocast && thread != other.thread);
   return same_dtype && mode == other.mode && grad_mode == other.grad_mode && inference_mode == other.inference_mode &&
@@ -77,7 +77,7 @@ RecordedStep::Geometry RecordedStep::Geometry::of(const at::Tensor& tensor) {
 // ---- recording ----
 
 RecordedStep::RecordedStep(c10::DeviceIndex device)
-    : device_(device), surroundings_(Surroundings::now()), first_new_address_(next_address()) {
+    : device_(device), guards_(Guards::now()), first_new_address_(next_address()) {
   auto& stream = Device::get().stream(device_);
   StreamLock lock(stream.mutex());
   const auto check_alone = [&] {
@@ -136,7 +136,7 @@ std::optional<Problem> RecordedStep::finish(const py::list& arguments, const std
   if (record_->num_cuts > 1) {
     return Problem{"it is more than one program: it waits or flushes", "do that outside", -1, record_->first_cut};
   }
-  if (!record_->run.has_value() || record_->run->variant == nullptr) {
+  if (!record_->run.has_value() || record_->run->specialization == nullptr) {
     return Problem{"it computes nothing that is kept"};
   }
   run_ = std::move(*record_->run);
@@ -187,7 +187,7 @@ std::optional<Problem> RecordedStep::resolve(
     input_of[run_.inputs[input]] = input;
   }
   std::unordered_map<int32_t, size_t> output_of;
-  const auto& outputs = run_.variant->outputs;
+  const auto& outputs = run_.specialization->outputs;
   for (size_t output = 0; output < outputs.size(); ++output) {
     output_of[outputs[output]] = output;
   }
@@ -251,7 +251,7 @@ std::optional<Problem> RecordedStep::resolve(
         record_->readers[next]};
   }
 
-  const auto& donated = run_.variant->donated;
+  const auto& donated = run_.specialization->donated;
   for (int32_t local : run_.inputs) {
     is_donated_.push_back(static_cast<uint8_t>(std::binary_search(donated.begin(), donated.end(), local)));
   }
@@ -264,7 +264,7 @@ std::optional<Problem> RecordedStep::difference(const RecordedStep& other) const
       return a.key() == b.key();
     });
   };
-  if (run_.variant != other.run_.variant) {
+  if (run_.specialization != other.run_.specialization) {
     const auto& entries = run_.entries;
     const auto [one, another] =
         std::mismatch(entries.begin(), entries.end(), other.run_.entries.begin(), other.run_.entries.end());
@@ -331,7 +331,7 @@ void RecordedStep::make_replayable(
 
 py::object RecordedStep::replay(const py::sequence& arguments) {
   TORCH_INTERNAL_ASSERT(watches_.has_value(), "a step that was recorded once is not replayed");
-  if (!(Surroundings::now() == surroundings_)) {
+  if (!(Guards::now() == guards_)) {
     return py::str("a mode changed: gradients, autocast, precision, determinism, torch's default dtype or the eager mode");
   }
   if (const int changed = watches_->first_changed(); changed >= 0) {
@@ -518,7 +518,7 @@ Buffer* RecordedStep::buffer_for(const Target& target, const Taken& taken) const
 
 py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
   auto launch = std::make_unique<Launch>();
-  launch->variant = run_.variant;
+  launch->specialization = run_.specialization;
   launch->numbers = run_.numbers;
   launch->checked = run_.checked;
   launch->inputs.reserve(taken.inputs.size());
@@ -528,12 +528,12 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
     launch->inputs.push_back({value, is_donated_[i] != 0, is_value_shared});
   }
   std::vector<ValuePtr> values;
-  values.reserve(run_.variant->outputs.size());
-  auto& spare = run_.variant->spare;
+  values.reserve(run_.specialization->outputs.size());
+  auto& spare = run_.specialization->spare;
   for (const auto& value : spare) { // another thread has written them
     __builtin_prefetch(value.get(), 1);
   }
-  for (int32_t local : run_.variant->outputs) {
+  for (int32_t local : run_.specialization->outputs) {
     const bool has_spare = values.size() < spare.size() && spare[values.size()].defined();
     values.push_back(has_spare ? std::move(spare[values.size()]) : c10::make_intrusive<Value>(run_.layouts[local]));
   }

@@ -14,7 +14,7 @@
 namespace tpu {
 
 // What PyTorch keeps beside tensors and that decides how operations are recorded.
-struct Surroundings {
+struct Guards {
   std::thread::id thread;
   Mode mode;
   bool grad_mode;
@@ -25,9 +25,9 @@ struct Surroundings {
   int precision; // of float32 matrix products
   c10::ScalarType default_dtype;
 
-  static Surroundings now();
+  static Guards now();
   pybind11::tuple key() const; // for dictionaries: equal where they are
-  bool operator==(const Surroundings& other) const;
+  bool operator==(const Guards& other) const;
 };
 
 // A number of the program that is what a changing number of the host is, or its negative: a learning rate.
@@ -149,7 +149,7 @@ class RecordedStep {
   Buffer* buffer_for(const Target& target, const Taken& taken) const;
 
   const c10::DeviceIndex device_;
-  const Surroundings surroundings_;
+  const Guards guards_;
   const uintptr_t first_new_address_;
   const std::shared_ptr<CaptureSink> record_{std::make_shared<CaptureSink>()};
   bool is_recording_{false};

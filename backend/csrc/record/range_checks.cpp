@@ -34,9 +34,9 @@ bool has_run(PyObject* token) {
 }
 
 // Of the program that looked, which is done.  Knows it only where the device's memory is the host's; else Python looks.
-bool is_known_to_be_in_range(PyObject* offenders) {
+bool is_known_to_be_in_range(PyObject* out_of_range) {
   Py_buffer memory;
-  if (PyObject_GetBuffer(offenders, &memory, PyBUF_SIMPLE) != 0) {
+  if (PyObject_GetBuffer(out_of_range, &memory, PyBUF_SIMPLE) != 0) {
     PyErr_Clear();
     return false;
   }
@@ -80,12 +80,12 @@ UserPlace user_place() {
 void RangeChecks::add(
     size_t launch,
     std::shared_ptr<PyObject> token,
-    std::shared_ptr<PyObject> offenders,
-    std::shared_ptr<PyObject> demands,
+    std::shared_ptr<PyObject> out_of_range,
+    std::shared_ptr<PyObject> bounds_checks,
     std::vector<CheckedEntry> entries) {
-  checks_.push_back({launch, std::move(token), std::move(offenders), std::move(demands), std::move(entries)});
+  checks_.push_back({launch, std::move(token), std::move(out_of_range), std::move(bounds_checks), std::move(entries)});
   if (checks_.size() > kFewChecks) {
-    if (py::handle(checks_.front().offenders.get()).attr("is_ready")().cast<bool>()) {
+    if (py::handle(checks_.front().out_of_range.get()).attr("is_ready")().cast<bool>()) {
       raise_front();
     }
   }
@@ -104,7 +104,7 @@ void RangeChecks::raise_front() {
   if (!has_run(check.token.get())) {
     return; // whoever reads its results, or waits for it, hears why
   }
-  if (is_known_to_be_in_range(check.offenders.get())) {
+  if (is_known_to_be_in_range(check.out_of_range.get())) {
     return;
   }
   py::list places;
@@ -113,7 +113,7 @@ void RangeChecks::raise_front() {
     places.append(py::make_tuple(entry.entry, entry.signature, code, entry.place.lasti));
   }
   auto done = py::reinterpret_steal<py::object>(PyObject_CallFunction(
-      runtime().raise_range_error, "OOO", check.offenders.get(), check.demands.get(), places.ptr()));
+      runtime().raise_range_error, "OOO", check.out_of_range.get(), check.bounds_checks.get(), places.ptr()));
   if (!done) {
     throw_python_error();
   }

@@ -17,7 +17,7 @@ struct UserPlace {
 };
 UserPlace user_place();
 
-// An entry whose lowering makes demands of its indices.
+// An entry whose lowering has bounds checks.
 struct CheckedEntry {
   uint32_t entry; // its number in the segment
   uint32_t signature;
@@ -31,8 +31,8 @@ class RangeChecks {
   void add(
       size_t launch,
       std::shared_ptr<PyObject> token,
-      std::shared_ptr<PyObject> offenders,
-      std::shared_ptr<PyObject> demands,
+      std::shared_ptr<PyObject> out_of_range,
+      std::shared_ptr<PyObject> bounds_checks,
       std::vector<CheckedEntry> entries);
   // Waits for the first so many launches and raises for the first index of theirs that was out of range.
   void raise_failed(size_t num_launched);
@@ -41,8 +41,8 @@ class RangeChecks {
   struct Check {
     size_t launch;
     std::shared_ptr<PyObject> token; // of JAX: can be waited for; null where that is long done
-    std::shared_ptr<PyObject> offenders;
-    std::shared_ptr<PyObject> demands;
+    std::shared_ptr<PyObject> out_of_range;
+    std::shared_ptr<PyObject> bounds_checks;
     std::vector<CheckedEntry> entries;
   };
   void raise_front();

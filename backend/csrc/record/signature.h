@@ -95,7 +95,7 @@ struct Signature {
   bool on_cpu{false}; // the lowering cannot express this form: it runs on the CPU
   std::string lowering_failure; // why, where the lowering failed on arguments that may be wrong
   bool by_parts{false}; // lists of tensors of two devices: PyTorch's own kernel takes them one by one
-  bool checked{false}; // the lowering makes demands of index values
+  bool checked{false}; // the lowering has bounds checks
   bool reads_precision{false}; // the lowering reads PyTorch's matrix product precision
 };
 

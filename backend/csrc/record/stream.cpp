@@ -112,7 +112,7 @@ void Segment::clear() {
   draws.clear();
   checked.clear();
   unchecked.clear();
-  variant = nullptr;
+  specialization = nullptr;
   position = nullptr;
 }
 
@@ -462,7 +462,7 @@ void Stream::check_launches() {
     auto launch = std::move(unchecked_.front());
     unchecked_.pop_front();
     range_checks_.add(
-        launch.launch, token_of(launch.launch), std::move(launch.offenders), std::move(launch.demands), std::move(launch.checked));
+        launch.launch, token_of(launch.launch), std::move(launch.out_of_range), std::move(launch.bounds_checks), std::move(launch.checked));
   }
 }
 
@@ -651,15 +651,15 @@ void Stream::take_launches() {
       error = error == nullptr && !launch->is_followup ? launch->error : error;
       continue;
     }
-    launch->variant->spare = std::move(launch->spare);
+    launch->specialization->spare = std::move(launch->spare);
     programs_.remember(launch->token, launch->outputs.empty() ? ValuePtr() : launch->outputs.front());
-    launch->variant->last_launch = programs_.num_launched();
+    launch->specialization->last_launch = programs_.num_launched();
     for (const auto& value : launch->outputs) {
       value->launch = programs_.num_launched();
     }
-    if (launch->offenders != nullptr) {
+    if (launch->out_of_range != nullptr) {
       unchecked_.push_back(
-          {programs_.num_launched(), launch->offenders, launch->variant->links.front().demands, std::move(launch->checked)});
+          {programs_.num_launched(), launch->out_of_range, launch->specialization->links.front().bounds_checks, std::move(launch->checked)});
     }
   }
   launches.clear();

@@ -437,7 +437,7 @@ def _form(leaves: Sequence[Any], tree: PyTreeDef) -> Any:
         else type(leaf)
         for leaf in leaves
     ]
-    return tree, tuple(kinds), _C.surroundings()
+    return tree, tuple(kinds), _C.guards()
 
 
 def _detached(result: Any) -> Any:

@@ -29,15 +29,15 @@ def _cond(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -> An
     first, second = (branch.counted() for branch in branches)
 
     def true() -> Any:
-        outputs, offenders = branches[0]()
-        return outputs, [*offenders, *_in_range(second)]
+        outputs, out_of_range = branches[0]()
+        return outputs, [*out_of_range, *_in_range(second)]
 
     def false() -> Any:
-        outputs, offenders = branches[1]()
-        return outputs, [*_in_range(first), *offenders]
+        outputs, out_of_range = branches[1]()
+        return outputs, [*_in_range(first), *out_of_range]
 
-    outputs, offenders = jax.lax.cond(jnp.asarray(predicate).reshape(()), true, false)
-    require_of_part([*branches[0].demands, *branches[1].demands], offenders)
+    outputs, out_of_range = jax.lax.cond(jnp.asarray(predicate).reshape(()), true, false)
+    require_of_part([*branches[0].bounds_checks, *branches[1].bounds_checks], out_of_range)
     return outputs
 
 
@@ -47,8 +47,8 @@ def _while_loop(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any)
         raise NotLoweredError("a while_loop that carries a number, or writes what it closes over")
     go_on, turn = (SubGraph(graph, symbols, closed_over) for graph in (condition, body))
     # The condition stands at the end of the body, since XLA's own condition returns nothing but a bool.
-    (goes_on,), offenders = go_on(*carried)
-    start = (goes_on.reshape(()), list(carried), [*offenders, *_in_range(turn.counted(*carried))])
+    (goes_on,), out_of_range = go_on(*carried)
+    start = (goes_on.reshape(()), list(carried), [*out_of_range, *_in_range(turn.counted(*carried))])
 
     def step(state: Any) -> Any:
         _, values, before = state
@@ -56,8 +56,8 @@ def _while_loop(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any)
         (goes_on,), in_condition = go_on(*values)
         return goes_on.reshape(()), values, _worst(before, [*in_condition, *in_body])
 
-    _, values, offenders = jax.lax.while_loop(lambda state: state[0], step, start)
-    require_of_part([*go_on.demands, *turn.demands], offenders)
+    _, values, out_of_range = jax.lax.while_loop(lambda state: state[0], step, start)
+    require_of_part([*go_on.bounds_checks, *turn.bounds_checks], out_of_range)
     return values
 
 
@@ -70,11 +70,11 @@ def _scan(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -> An
     part = SubGraph(combine, symbols, closed_over)
 
     def step(carried: Any, current: Any) -> Any:
-        outputs, offenders = part(*carried, *current)
-        return outputs[: len(first)], (outputs[len(first) :], offenders)
+        outputs, out_of_range = part(*carried, *current)
+        return outputs[: len(first)], (outputs[len(first) :], out_of_range)
 
-    carried, (stacked, offenders) = jax.lax.scan(step, list(first), list(slices))
-    require_of_part(part.demands, _over_steps(offenders))
+    carried, (stacked, out_of_range) = jax.lax.scan(step, list(first), list(slices))
+    require_of_part(part.bounds_checks, _over_steps(out_of_range))
     return [*carried, *stacked]
 
 
@@ -83,15 +83,15 @@ def _associative_scan(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key
     part = SubGraph(combine, symbols, closed_over)
 
     def combined(left: Any, right: Any) -> Any:
-        outputs, offenders = jax.vmap(part)(*left, *right)
-        require_of_part(part.demands, _over_steps(offenders))
+        outputs, out_of_range = jax.vmap(part)(*left, *right)
+        require_of_part(part.bounds_checks, _over_steps(out_of_range))
         return outputs
 
     return jax.lax.associative_scan(combined, list(slices))
 
 
-def _over_steps(offenders: _Arrays) -> list[jax.Array]:
-    return [jnp.max(each, axis=0, initial=IN_RANGE) for each in offenders]
+def _over_steps(out_of_range: _Arrays) -> list[jax.Array]:
+    return [jnp.max(each, axis=0, initial=IN_RANGE) for each in out_of_range]
 
 
 TABLE: dict[str, Callable[..., Any]] = {

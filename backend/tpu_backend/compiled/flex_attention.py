@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from tpu_backend.compiled.subgraph import SubGraph
-from tpu_backend.lowering.bounds import IN_RANGE, collect_demands, require_of_part
+from tpu_backend.lowering.bounds import IN_RANGE, collect_bounds_checks, require_of_part
 from tpu_backend.lowering.matmul import product_precision
 
 
@@ -69,7 +69,7 @@ def attention_backward(args: Any, kwargs: Any, specs: Any, symbols: Any, take_ke
             given[place] = buffer
         return _attend(query, key, value, SubGraph(score_mod, symbols), given, mask, scale)[:2]
 
-    with collect_demands():  # made in forward
+    with collect_bounds_checks():  # made in forward
         outputs, transpose = jax.vjp(forward, query, key, value, *(buffers[place] for place in places))
         given = [
             jnp.zeros_like(output) if each is None else each.astype(output.dtype)
@@ -113,15 +113,15 @@ def _elementwise(function: SubGraph, scores: Any, *places: jax.Array, buffers: A
     """The function of (score,) batch, head, query and key positions for each, over all of them."""
 
     def one(*values: Any) -> Any:
-        (result,), offenders = function(*values, *buffers)
-        return result, offenders
+        (result,), out_of_range = function(*values, *buffers)
+        return result, out_of_range
 
     first = 0 if scores is None else 1
     for dim in reversed(range(4)):
         axes = [0 if each == dim else None for each in range(4)]
         one = jax.vmap(one, in_axes=(*[0] * first, *axes))
-    results, offenders = one(*([] if scores is None else [scores]), *places)
-    require_of_part(function.demands, [jnp.max(each, initial=IN_RANGE) for each in offenders])
+    results, out_of_range = one(*([] if scores is None else [scores]), *places)
+    require_of_part(function.bounds_checks, [jnp.max(each, initial=IN_RANGE) for each in out_of_range])
     return results
 
 

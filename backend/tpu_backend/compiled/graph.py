@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from tpu_backend import _C, views
 from tpu_backend.compiled import control_flow, flex_attention
 from tpu_backend.lowering import factory, registry
-from tpu_backend.lowering.bounds import collect_demands, lowering_node, require_all
+from tpu_backend.lowering.bounds import collect_bounds_checks, lowering_node, require_all
 from tpu_backend.lowering.names import functional_name
 from tpu_backend.runtime.dtypes import EQUIVALENTS, jax_dtype
 from tpu_backend.runtime.signature import result_type
@@ -98,7 +98,7 @@ class Graph:
             inputs = [_stand_ins(value, symbols) for value in values]
             self._run(inputs, symbols, lambda: jax.random.key(0), self.problems)
 
-        with jax.enable_x64(True), collect_demands():
+        with jax.enable_x64(True), collect_bounds_checks():
             jax.eval_shape(run)
 
     def bind(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:

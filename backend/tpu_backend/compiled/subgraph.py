@@ -7,27 +7,27 @@ from typing import Any
 
 import jax
 
-from tpu_backend.lowering.bounds import Demand, collect_demands
+from tpu_backend.lowering.bounds import BoundsCheck, collect_bounds_checks
 
 
 class SubGraph:
-    """(*arrays) -> (outputs of the graph, the offenders of its demands, each an int64).
+    """(*arrays) -> (outputs of the graph, what its bounds checks found out of range, each an int64).
 
-    What a part of a program demands of its indices is among what it returns: values of an inner computation
-    of XLA's must not be seen from outside. `closed_over` are its last inputs.
+    A part of a program returns what its bounds checks found: values of an inner computation of XLA's must not
+    be seen from outside. `closed_over` are its last inputs.
     """
 
     def __init__(self, graph: Any, symbols: Any, closed_over: Sequence[Any] = ()):
         self._graph, self._symbols, self._closed_over = graph, symbols, closed_over
-        self.demands: list[Demand] = []
+        self.bounds_checks: list[BoundsCheck] = []
 
     def __call__(self, *arrays: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        with collect_demands() as collected:
+        with collect_bounds_checks() as collected:
             outputs = self._graph.call([*arrays, *self._closed_over], self._symbols)
-        self.demands = collected.made
-        return outputs, collected.offenders
+        self.bounds_checks = collected.made
+        return outputs, collected.out_of_range
 
     def counted(self, *arrays: Any) -> int:
-        """How many demands it makes of such arrays."""
+        """How many bounds checks it makes of such arrays."""
         jax.eval_shape(lambda: self(*arrays)[1])
-        return len(self.demands)
+        return len(self.bounds_checks)

@@ -1,5 +1,6 @@
-"""Demands on indices, counts and probabilities, which only the device knows: lowerings make them, whoever
-waits reads.
+"""Bounds checks of indices, counts and probabilities, which only the device knows.
+
+Lowerings make them; whoever waits for the program reads what they found.
 
 ``require_in_range`` adds one number to the program that is being built: an index that is out of range, or
 ``IN_RANGE``. The stream keeps these numbers of every program, and whoever waits for the device reads them
@@ -21,7 +22,7 @@ IN_RANGE = -(2**63)
 
 
 @dataclass(frozen=True)
-class Demand:
+class BoundsCheck:
     """What is raised when an index is out of range; ``{index}`` in the text stands for it."""
 
     error: type[Exception]
@@ -31,75 +32,77 @@ class Demand:
 
 
 @dataclass
-class Demands:
+class BoundsChecks:
     """Those of one program, in order, with the 0-d int64 array of each."""
 
-    made: list[Demand] = field(default_factory=list)
-    offenders: list[jax.Array] = field(default_factory=list)
+    made: list[BoundsCheck] = field(default_factory=list)
+    out_of_range: list[jax.Array] = field(default_factory=list)
     entry: int = 0  # the entry that is being lowered
     node: int | None = None
 
 
 class _Collecting(threading.local):
-    demands: Demands | None = None
+    bounds_checks: BoundsChecks | None = None
 
 
 _collecting = _Collecting()
 
 
 @contextmanager
-def collect_demands() -> Iterator[Demands]:
-    """Collect what lowerings demand while a program is traced on this thread."""
-    outer, _collecting.demands = _collecting.demands, Demands()
+def collect_bounds_checks() -> Iterator[BoundsChecks]:
+    """Collect the bounds checks of lowerings while a program is traced on this thread."""
+    outer, _collecting.bounds_checks = _collecting.bounds_checks, BoundsChecks()
     try:
-        yield _collecting.demands
+        yield _collecting.bounds_checks
     finally:
-        _collecting.demands = outer
+        _collecting.bounds_checks = outer
 
 
 @contextmanager
 def lowering_node(place: int) -> Iterator[None]:
-    """In here what is demanded is demanded by this node of a graph."""
-    demands = _collecting.demands
-    if demands is None:
+    """In here bounds checks are made by this node of a graph."""
+    bounds_checks = _collecting.bounds_checks
+    if bounds_checks is None:
         yield
         return
-    outer, demands.node = demands.node, place
+    outer, bounds_checks.node = bounds_checks.node, place
     try:
         yield
     finally:
-        demands.node = outer
+        bounds_checks.node = outer
 
 
 def require_in_range(
     index: jax.Array, low: int, high: int, error: type[Exception], text: str, allowed: int | None = None
 ) -> None:
-    """Demand ``low <= index < high`` (or ``index == allowed``) of every element of an integer array."""
-    demands = _collecting.demands
-    if demands is None or index.size == 0:
+    """BoundsCheck ``low <= index < high`` (or ``index == allowed``) of every element of an integer array."""
+    bounds_checks = _collecting.bounds_checks
+    if bounds_checks is None or index.size == 0:
         return
     wrong = (index < low) | (index >= high)
     if allowed is not None:
         wrong &= index != allowed
-    demands.offenders.append(jnp.max(jnp.where(wrong, index.astype(jnp.int64), IN_RANGE)))
-    demands.made.append(Demand(error, text, demands.entry, demands.node))
+    bounds_checks.out_of_range.append(jnp.max(jnp.where(wrong, index.astype(jnp.int64), IN_RANGE)))
+    bounds_checks.made.append(BoundsCheck(error, text, bounds_checks.entry, bounds_checks.node))
 
 
-def require_of_part(made: Sequence[Demand], offenders: Sequence[jax.Array]) -> None:
-    """Demand of the program what a part of it demanded, collected apart: a branch, or the body of a loop."""
-    demands = _collecting.demands
-    if demands is not None:
-        demands.made += [replace(demand, entry=demands.entry, node=demands.node) for demand in made]
-        demands.offenders += offenders
+def require_of_part(made: Sequence[BoundsCheck], out_of_range: Sequence[jax.Array]) -> None:
+    """Add the bounds checks of a part of a program, collected apart: a branch, or the body of a loop."""
+    bounds_checks = _collecting.bounds_checks
+    if bounds_checks is not None:
+        bounds_checks.made += [
+            replace(bounds_check, entry=bounds_checks.entry, node=bounds_checks.node) for bounds_check in made
+        ]
+        bounds_checks.out_of_range += out_of_range
 
 
 def require_all(holds: jax.Array, error: type[Exception], text: str) -> None:
-    """Demand that every element of a boolean array is True."""
+    """BoundsCheck that every element of a boolean array is True."""
     require_in_range(holds.astype(jnp.int32), 1, 2, error, text)
 
 
 def nonzero_divisor(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
-    """The integer array that divides, with 1 in place of 0; demands that none is 0, in the CPU's words.
+    """The integer array that divides, with 1 in place of 0; checks that none is 0, in the CPU's words.
 
     XLA:CPU ends the process where it folds 0 / 0 (`(x - x) % (x - x)`). A number that is 0 gets no
     further than csrc/aten/division.cpp.

@@ -32,7 +32,7 @@ def _positions(index: jax.Array, size: int, may_be_negative: bool = True) -> jax
 
 
 def _require_from_front(index, size, error=IndexError, text="index out of range in self"):
-    """Demand an index that counts from the front only."""
+    """BoundsCheck an index that counts from the front only."""
     require_in_range(index, 0, size, error, text)
 
 

@@ -72,7 +72,7 @@ def _nothing(spec):
 
 
 def _require_finite(A):
-    """Demand it in the words of PyTorch's CPU, which names the first matrix of a batch that is not."""
+    """BoundsCheck it in the words of PyTorch's CPU, which names the first matrix of a batch that is not."""
     wrong = jnp.any(~jnp.isfinite(A), (-2, -1)).reshape(-1)
     if wrong.size == 0:
         return

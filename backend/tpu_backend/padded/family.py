@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.padded.dims import Dim, Examples, Linear, NotPaddableError, Number, grown, is_grown, size_at
 from tpu_backend.padded.rules import Lengthened, Padded
 from tpu_backend.padded.traced import Traced, trace
@@ -141,7 +141,9 @@ class Family:
         for step, form in zip(self.steps, self._traced(description), strict=True):
             if (step.first, form) in compared:
                 continue
-            if form.skeleton != step.first.skeleton or len(form.demands) != len(step.first.demands):
+            if form.skeleton != step.first.skeleton or len(form.bounds_checks) != len(
+                step.first.bounds_checks
+            ):
                 log.debug("not padded: %s is computed in another way", step.entry.described())
                 return None
             for number, there in zip(step.numbers, form.numbers, strict=True):
@@ -155,12 +157,12 @@ class Family:
         for entry, _, precision, offsets in _forms(description, self._given):
             yield trace(entry.number, precision, offsets)
 
-    def demands_of(self, description: Description) -> tuple[Demand, ...]:
-        """What a segment of this family demands of its indices."""
+    def bounds_checks_of(self, description: Description) -> tuple[BoundsCheck, ...]:
+        """The bounds checks of a segment of this family."""
         return tuple(
-            Demand(demand.error, demand.text, place, demand.node)
+            BoundsCheck(bounds_check.error, bounds_check.text, place, bounds_check.node)
             for place, form in enumerate(self._traced(description))
-            for demand in form.demands
+            for bounds_check in form.bounds_checks
         )
 
     def numbers_of(self, description: Description, size: int) -> list[int]:
@@ -228,22 +230,22 @@ class Lengthening:
         }
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)
-        offenders = []
+        out_of_range = []
         for step in self.family.steps:
             operands = [values[link] for link in step.links]
             operands += [Padded(next(packs[dtype]), ()) for dtype in number_dtypes(step.entry)]
             operands += [Padded(next(offsets), ()) for is_given in step.inputs if is_given]
             evaluator.switches = {id(switch): next(settings) != 0 for switch in step.first.switches}
             results = evaluator.run(step.first.jaxpr, step.second.jaxpr, operands)
-            made = len(results) - len(step.first.demands)
-            offenders += [result.array for result in results[made:]]
+            made = len(results) - len(step.first.bounds_checks)
+            out_of_range += [result.array for result in results[made:]]
             for result in results[:made]:
                 values[next(fresh)] = result
         wanted = [values[local] for local in description["outputs"]]
         self.outputs = [value.dims for value in wanted]
         self.largest = evaluator.largest
         arrays = tuple(value.array for value in wanted)
-        return (*arrays, jnp.stack(offenders)) if offenders else arrays
+        return (*arrays, jnp.stack(out_of_range)) if out_of_range else arrays
 
 
 def _unpacked(array: jax.Array, count: int) -> Iterator[jax.Array]:

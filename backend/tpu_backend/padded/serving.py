@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from tpu_backend.buckets import bucket as fine_bucket
-from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.padded.dims import NotPaddableError
 from tpu_backend.padded.executable import Plan, pieces
 from tpu_backend.padded.family import Description, Family, Lengthening, outline
@@ -48,7 +48,7 @@ class Served(NamedTuple):
 
     program: Program
     plan: Plan
-    demands: tuple[Demand, ...]
+    bounds_checks: tuple[BoundsCheck, ...]
 
 
 class Build(Protocol):
@@ -107,7 +107,7 @@ def serve(description: Description, build: Build, may_wait: bool) -> Served | No
         [pieces(dims, length, size) for dims in outputs],
         family.numbers_of(description, size),
     )
-    return Served(program, plan, family.demands_of(description))
+    return Served(program, plan, family.bounds_checks_of(description))
 
 
 def loaded(key: str, load: Callable[[str], Any]) -> Program | None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.lowering.few_numbers import in_ordinary_order
 from tpu_backend.runtime.segment import first_trace, trace_entry
 from tpu_backend.runtime.signature import signature
@@ -29,7 +29,7 @@ class Traced:
     """One entry: it takes the values that it reads, its runtime numbers, then the offsets that are inputs."""
 
     jaxpr: core.ClosedJaxpr
-    demands: tuple[Demand, ...]  # their offenders are its last outputs
+    bounds_checks: tuple[BoundsCheck, ...]  # what was out of range are its last outputs
     skeleton: str
     numbers: tuple[int | float, ...]
     switches: tuple[core.Literal, ...]  # what a tensor is filled with, True or False: the program's input
@@ -53,7 +53,9 @@ def trace(number: int, precision: int | None, offsets: tuple[tuple[int, bool], .
             traced = trace_entry(entry, offsets, precision)
     said = _Said(has_switches=entry.name == "fill.Scalar")
     said.closed(traced.jaxpr)
-    return Traced(traced.jaxpr, traced.demands, said.skeleton(), tuple(said.numbers), tuple(said.switches))
+    return Traced(
+        traced.jaxpr, traced.bounds_checks, said.skeleton(), tuple(said.numbers), tuple(said.switches)
+    )
 
 
 class _Said:

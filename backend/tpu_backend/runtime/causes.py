@@ -208,7 +208,7 @@ def _share(some: Sequence[Any], others: Sequence[Any]) -> float:
 
 def _difference(new: _Program, old: _Program) -> Cause | None:
     if new.tape == old.tape:
-        return _other_variant(new, old)
+        return _other_specialization(new, old)
     if (autocast := _autocast_changed(new, old)) is not None:
         return autocast
     for place, (entry, before) in enumerate(zip(new.entries, old.entries)):
@@ -236,7 +236,7 @@ def _difference(new: _Program, old: _Program) -> Cause | None:
     return Cause("operations", "the same ones read other values", first_line(last.number))
 
 
-def _other_variant(new: _Program, old: _Program) -> Cause:
+def _other_specialization(new: _Program, old: _Program) -> Cause:
     """The same operations, and a program that returns other results or takes its inputs in another way."""
     for entry, now, before in zip(new.entries, new.circumstances, old.circumstances):
         if (text := _requires_grad_changed(entry, now, before)) is not None:

@@ -21,7 +21,7 @@ from tpu_backend import executable_cache
 from tpu_backend.compiling import compiling
 from tpu_backend.environment import current_mode
 from tpu_backend.executable_cache import ExecutableCache
-from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.lowering.platforms import lowering_for
 from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.padded import serving
@@ -37,8 +37,8 @@ from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import summaries
 from tpu_backend.runtime.stored_executable import (
     are_storable,
+    bounds_checks_of,
     compiled_by_xla,
-    demands_of,
     deserialize,
     header_of,
     serialize,
@@ -67,7 +67,7 @@ class Executable:
 
     execute: Callable[..., Any]
     handlers: list[Any]  # one an output: makes a jax.Array of a device buffer
-    demands: tuple[Demand, ...]  # of indices; where there are any, their offenders are the last output
+    bounds_checks: tuple[BoundsCheck, ...]  # where there are any, what was out of range is the last output
     compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk
     from_disk: bool
     is_padded: bool = False  # the program is longer than the segment
@@ -81,14 +81,14 @@ class Executable:
 
 def lower_segment(
     description: dict[str, Any], target: Target
-) -> tuple[jax.stages.Lowered, tuple[Demand, ...]]:
+) -> tuple[jax.stages.Lowered, tuple[BoundsCheck, ...]]:
     """A segment as a program for one device: it takes the segment's input arrays and then the packed numbers,
-    and returns its outputs.  With it, what it demands of indices, see `Executable`.
+    and returns its outputs.  With it, its bounds checks, see `Executable`.
 
     Lowered with 64-bit types on, whatever the user's own JAX configuration says, which is left as it is.
     """
-    demands: list[Demand] = []
-    function = segment_function(description, demands)
+    bounds_checks: list[BoundsCheck] = []
+    function = segment_function(description, bounds_checks)
     sharding = target.placement
     shapes = [
         jax.ShapeDtypeStruct(tuple(dims), stored_dtype(dtype), sharding=sharding)
@@ -106,7 +106,7 @@ def lower_segment(
     donated = tuple(places[local] for local in description["donated"])
     with jax.enable_x64(True), lowering_for(target.platform):
         lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
-    return lowered, tuple(demands)
+    return lowered, tuple(bounds_checks)
 
 
 # XLA takes the CPU's kernels from two libraries. YNN is faster where large matrices meet. The other
@@ -278,14 +278,14 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
             return padded
         serving.note(description)
     start = time.perf_counter()
-    lowered, demands = lower_segment(description, target)
+    lowered, bounds_checks = lower_segment(description, target)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", lowered.as_text())
     if cache is not None and key is None:
-        key = key_of_text(lowered, demands, options, target)
+        key = key_of_text(lowered, bounds_checks, options, target)
         if (found := _load(cache, key, names, target)) is not None:
             return found
-    return _compiled(lowered, demands, options, target, cache, key, names, cause, start)
+    return _compiled(lowered, bounds_checks, options, target, cache, key, names, cause, start)
 
 
 def _padded(
@@ -310,30 +310,32 @@ def _padded(
         made.extend(filter(None, [found]))
         return found
 
-    def executable(program: serving.Program, plan: Plan, demands: tuple[Demand, ...]) -> Executable:
+    def executable(
+        program: serving.Program, plan: Plan, bounds_checks: tuple[BoundsCheck, ...]
+    ) -> Executable:
         execute = Resized(program.execute, program.handlers, plan, description["device"])
         from_disk = bool(made) and made[0].from_disk
         return Executable(
-            execute, [], demands, program.compiled, from_disk, is_padded=True, is_shared=not made
+            execute, [], bounds_checks, program.compiled, from_disk, is_padded=True, is_shared=not made
         )
 
     key = None if key is None else key_of_plan(key, target)
     if cache is not None and key is not None and (found := cache.read(key)) is not None:
         header, _ = found
         if (program := serving.loaded(header["program"], load)) is not None:
-            return executable(program, Plan(**header["plan"]), demands_of(header))
+            return executable(program, Plan(**header["plan"]), bounds_checks_of(header))
     served = serving.serve(description, build, may_wait)
     if served is None:
         return None
-    if cache is not None and key is not None and are_storable(served.demands):
+    if cache is not None and key is not None and are_storable(served.bounds_checks):
         plan = {
             "program": served.program.key,
             "plan": served.plan._asdict(),
             "environment": environment(target),
         }
-        cache.write(key, header_of([], served.demands, 0) | plan, b"")
+        cache.write(key, header_of([], served.bounds_checks, 0) | plan, b"")
         known_forms.keep()
-    return executable(served.program, served.plan, served.demands)
+    return executable(served.program, served.plan, served.bounds_checks)
 
 
 def _compile_padded(
@@ -359,7 +361,7 @@ def _compile_padded(
 
 def _compiled(
     lowered: jax.stages.Lowered,
-    demands: tuple[Demand, ...],
+    bounds_checks: tuple[BoundsCheck, ...],
     options: dict[str, Any] | None,
     target: Target,
     cache: ExecutableCache | None,
@@ -375,14 +377,14 @@ def _compiled(
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
     compile_log.record(tuple(names), time.perf_counter() - start, cause())
-    if cache is not None and key is not None and are_storable(demands):
-        header = header_of(jax.tree.leaves(lowered.out_info), demands, temporary_bytes)
+    if cache is not None and key is not None and are_storable(bounds_checks):
+        header = header_of(jax.tree.leaves(lowered.out_info), bounds_checks, temporary_bytes)
         _keep(cache, key, compiled, header | {"environment": environment(target)})
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     return Executable(
         replicated.xla_executable.execute_sharded,
         list(replicated.out_handler.handlers),
-        demands,
+        bounds_checks,
         compiled,
         from_disk=False,
     )
@@ -400,7 +402,7 @@ def _load(cache: ExecutableCache, key: str, names: Sequence[str], target: Target
         return None
     _remember_temporary(header["temporary_bytes"])
     log.info("loaded %d ops from %s: %s", len(names), cache.directory, _first_of(names))
-    return Executable(loaded.execute_sharded, handlers, demands_of(header), None, from_disk=True)
+    return Executable(loaded.execute_sharded, handlers, bounds_checks_of(header), None, from_disk=True)
 
 
 def _keep(cache: ExecutableCache, key: str, compiled: jax.stages.Compiled, header: dict[str, Any]) -> None:

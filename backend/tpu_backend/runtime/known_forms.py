@@ -21,7 +21,7 @@ class Answer(NamedTuple):
     """What is known of a form."""
 
     is_lowered: bool
-    makes_demands: bool
+    has_bounds_checks: bool
     reads_precision: bool
 
 

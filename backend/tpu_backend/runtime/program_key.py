@@ -21,7 +21,7 @@ import jax
 from jaxlib import xla_client
 
 from tpu_backend.lowering import registry
-from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.runtime.signature import summaries
 from tpu_backend.runtime.target import Target, target_of
 
@@ -146,13 +146,16 @@ def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None, tar
 
 
 def key_of_text(
-    lowered: jax.stages.Lowered, demands: Sequence[Demand], options: dict[str, Any] | None, target: Target
+    lowered: jax.stages.Lowered,
+    bounds_checks: Sequence[BoundsCheck],
+    options: dict[str, Any] | None,
+    target: Target,
 ) -> str:
-    """The key of a traced program: its StableHLO, which says what is donated too, what it demands, and the
+    """The key of a traced program: its StableHLO, which says what is donated too, its bounds checks, and the
     options that it is compiled with.
     """
-    said = [_described(demand) for demand in demands]
-    return _key({"text": lowered.as_text(), "demands": said, "options": options}, target)
+    said = [_described(bounds_check) for bounds_check in bounds_checks]
+    return _key({"text": lowered.as_text(), "bounds_checks": said, "options": options}, target)
 
 
 def key_of_plan(key: str, target: Target) -> str:
@@ -174,8 +177,8 @@ def settled_by_version(name: str) -> bool:
     return isinstance(module, str) and module.startswith(_SETTLED_BY_VERSION)
 
 
-def _described(demand: Demand) -> dict[str, Any]:
-    return asdict(demand) | {"error": demand.error.__name__}
+def _described(bounds_check: BoundsCheck) -> dict[str, Any]:
+    return asdict(bounds_check) | {"error": bounds_check.error.__name__}
 
 
 _last_environment: tuple[dict[str, Any], str] = ({}, "")  # and its digest, asked for with each program

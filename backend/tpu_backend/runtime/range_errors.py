@@ -8,7 +8,7 @@ from types import CodeType
 import jax
 import numpy as np
 
-from tpu_backend.lowering.bounds import IN_RANGE, Demand
+from tpu_backend.lowering.bounds import IN_RANGE, BoundsCheck
 from tpu_backend.runtime.signature import signature
 from tpu_backend.runtime.user_line import line_of
 
@@ -18,22 +18,23 @@ Place = tuple[int, int, CodeType | None, int]  # entry of the segment, signature
 nodes_of_graphs: dict[str, Callable[[int], tuple[str, str | None]]] = {}
 
 
-def raise_range_error(offenders: jax.Array, demands: Sequence[Demand], places: Sequence[Place]) -> None:
-    """Wait for a program's offenders and raise for the first one; nothing where all indices are in range.
+def raise_range_error(
+    out_of_range: jax.Array, bounds_checks: Sequence[BoundsCheck], places: Sequence[Place]
+) -> None:
+    """Wait for what a program's bounds checks found, and raise for the first index out of range.
 
     Raises what the lowering declared: IndexError or RuntimeError, with PyTorch's text.
     """
-    values = np.asarray(offenders)
+    values = np.asarray(out_of_range)
     if (values == IN_RANGE).all():
         return
     first = int(np.argmax(values != IN_RANGE))
-    demand = demands[first]
-    _, number, code, lasti = next(place for place in places if place[0] == demand.entry)
+    bounds_check = bounds_checks[first]
+    _, number, code, lasti = next(place for place in places if place[0] == bounds_check.entry)
     call, line = signature(number), None
     what = call.described()
-    if demand.node is not None:
-        operation, line = nodes_of_graphs[call.overload](demand.node)
+    if bounds_check.node is not None:
+        operation, line = nodes_of_graphs[call.overload](bounds_check.node)
         what = f"{operation} of {what}"
-    raise demand.error(
-        f"{demand.text.format(index=int(values[first]))}\n  in {what}\n  at {line or line_of(code, lasti)}"
-    )
+    found = bounds_check.text.format(index=int(values[first]))
+    raise bounds_check.error(f"{found}\n  in {what}\n  at {line or line_of(code, lasti)}")

@@ -18,7 +18,7 @@ from jax.extend import core
 from tpu_backend import _C, views
 from tpu_backend.complex_half import decode, encode
 from tpu_backend.lowering import registry
-from tpu_backend.lowering.bounds import Demand, collect_demands
+from tpu_backend.lowering.bounds import BoundsCheck, collect_bounds_checks
 from tpu_backend.lowering.few_numbers import finds_few
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
@@ -182,7 +182,7 @@ class EntryTrace(NamedTuple):
     """One entry: it takes the values that it reads, its runtime numbers, then the offsets that are inputs."""
 
     jaxpr: core.ClosedJaxpr
-    demands: tuple[Demand, ...]  # their offenders are its last outputs
+    bounds_checks: tuple[BoundsCheck, ...]  # what was out of range are its last outputs
     precision: int  # PyTorch's setting for matrix products
     reads_precision: bool
 
@@ -206,7 +206,7 @@ def trace_entry(
     ]
     numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in number_dtypes(entry)]
     starts = [jax.ShapeDtypeStruct((), "int64") for _, is_input in offsets if is_input]
-    demands: list[Demand] = []
+    bounds_checks: list[BoundsCheck] = []
 
     def function(*arguments: jax.Array) -> list[jax.Array]:
         values = dict(enumerate(arguments[: len(bases)]))
@@ -215,17 +215,17 @@ def trace_entry(
             arguments[len(bases) : len(bases) + len(numbers)],
             [(offset, next(inputs)) if is_input else offset for offset, is_input in offsets],
         )
-        with collect_demands() as collected:
+        with collect_bounds_checks() as collected:
             results = replay(entry, iter(range(len(bases))), values, given)
-        demands[:] = collected.made
-        return [*results, *collected.offenders]
+        bounds_checks[:] = collected.made
+        return [*results, *collected.out_of_range]
 
     with jax.enable_x64(True), recorded_settings(precision) as settings:
         jaxpr = jax.make_jaxpr(function)(*bases, *numbers, *starts)
-    return EntryTrace(jaxpr, tuple(demands), precision, settings.was_read)
+    return EntryTrace(jaxpr, tuple(bounds_checks), precision, settings.was_read)
 
 
-_NOT_LOWERED = Answer(is_lowered=False, makes_demands=False, reads_precision=False)
+_NOT_LOWERED = Answer(is_lowered=False, has_bounds_checks=False, reads_precision=False)
 
 # What tracing raises for the form itself: it would raise it again. All else may pass (no memory, a file that
 # is not there, an interrupted connection), and so may whatever a function of the user's raises.
@@ -250,8 +250,8 @@ class LoweringError(RuntimeError):
 
 
 def trace_form(number: int) -> Answer:
-    """Whether the lowering can express this form of an op; if so, whether it demands something of its
-    indices, and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
+    """Whether the lowering can express this form of an op; if so, whether it has bounds checks,
+    and whether it reads PyTorch's matrix product precision.  It is traced once, on shapes
     alone, unless an earlier process did.  On a real TPU its compiler must take it as well.
 
     Raises LoweringError with the op, its shapes and the Python line when the lowering fails: on wrong
@@ -285,7 +285,7 @@ def _traced(entry: Signature) -> Answer:
         _first_traces[entry.number] = traced
         while len(_first_traces) > _MOST_FIRST_TRACES:
             _first_traces.pop(next(iter(_first_traces)), None)
-    return Answer(True, bool(traced.demands), traced.reads_precision)
+    return Answer(True, bool(traced.bounds_checks), traced.reads_precision)
 
 
 # Forms that were traced to be recorded, and soon are compared with another size's (tpu_backend/padded).
@@ -348,10 +348,11 @@ def _key(seed: jax.Array, offset: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, offset.astype(jnp.uint32))
 
 
-def segment_function(description: dict[str, Any], demands: list[Demand]) -> Any:
+def segment_function(description: dict[str, Any], bounds_checks: list[BoundsCheck]) -> Any:
     """The pure function of a segment: input arrays, then packed floats, doubles, integers -> outputs.
 
-    Tracing it fills ``demands``; where there are any, their offenders (int64, one each) are a last output.
+    Tracing it fills ``bounds_checks``; where there are any, what was out of range (int64, one each) is a last
+    output.
     """
     tape: list[int] = description["tape"]
     inputs: list[int] = description["inputs"]
@@ -379,13 +380,13 @@ def segment_function(description: dict[str, Any], demands: list[Demand]) -> Any:
         numbers = Numbers(floats, doubles, integers, offsets)
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
-        with collect_demands() as collected:
+        with collect_bounds_checks() as collected:
             for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
                 with recorded_settings(precision):
                     for value in replay(entry, iter(links), values, numbers):
                         values[next(fresh)] = value
-        demands[:] = collected.made
+        bounds_checks[:] = collected.made
         results = tuple(values[output] for output in outputs)
-        return (*results, jnp.stack(collected.offenders)) if demands else results
+        return (*results, jnp.stack(collected.out_of_range)) if bounds_checks else results
 
     return run

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxlib import xla_client
 from jaxlib.cpu import _lapack
 
-from tpu_backend.lowering.bounds import Demand
+from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.runtime.target import Target
 
 _ERRORS = {
@@ -27,29 +27,35 @@ _ERRORS = {
 }
 
 
-def are_storable(demands: Sequence[Demand]) -> bool:
+def are_storable(bounds_checks: Sequence[BoundsCheck]) -> bool:
     """Whether each raises an error that has a name here."""
-    return all(_ERRORS.get(demand.error.__name__) is demand.error for demand in demands)
+    return all(
+        _ERRORS.get(bounds_check.error.__name__) is bounds_check.error for bounds_check in bounds_checks
+    )
 
 
 def header_of(
-    outputs: Sequence[jax.ShapeDtypeStruct], demands: Sequence[Demand], temporary_bytes: int
+    outputs: Sequence[jax.ShapeDtypeStruct], bounds_checks: Sequence[BoundsCheck], temporary_bytes: int
 ) -> dict[str, Any]:
-    """What must be known of a program beside XLA's bytes, as JSON holds it: its outputs in order (dtype,
-    shape, whether JAX's promotion takes it for a mere number), its demands (error, text, entry, node) and the
-    bytes of memory that it needs while it runs.
+    """What must be known of a program beside XLA's bytes, as JSON holds it.
+
+    Its outputs in order (dtype, shape, whether JAX's promotion takes it for a mere number), its bounds checks
+    (error, text, entry, node) and the bytes of memory that it needs while it runs.
     """
     return {
         "outputs": [
             [jnp.dtype(output.dtype).name, list(output.shape), bool(output.weak_type)] for output in outputs
         ],
-        "demands": [[demand.error.__name__, demand.text, demand.entry, demand.node] for demand in demands],
+        "bounds_checks": [
+            [bounds_check.error.__name__, bounds_check.text, bounds_check.entry, bounds_check.node]
+            for bounds_check in bounds_checks
+        ],
         "temporary_bytes": temporary_bytes,
     }
 
 
-def demands_of(header: dict[str, Any]) -> tuple[Demand, ...]:
-    return tuple(Demand(_ERRORS[error], *rest) for error, *rest in header["demands"])
+def bounds_checks_of(header: dict[str, Any]) -> tuple[BoundsCheck, ...]:
+    return tuple(BoundsCheck(_ERRORS[error], *rest) for error, *rest in header["bounds_checks"])
 
 
 @contextmanager
