@@ -305,14 +305,15 @@ def test_a_key_pressed_outside_training_is_one_line(capsys, monkeypatch, argumen
     assert mistakes(capsys.readouterr().err, arguments) == f"tputrain: {message}\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_sigterm_that_somebody_swallows_is_acted_on_all_the_same(monkeypatch, has_begun):
+def test_a_signal_that_somebody_swallows_is_acted_on_all_the_same(monkeypatch, has_begun, number):
     seen: list[int | None] = []
     acted = threading.Event()
 
     def swallow(*arguments) -> int:
-        with contextlib.suppress(SystemExit):
-            os.kill(os.getpid(), signal.SIGTERM)
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            os.kill(os.getpid(), number)
             time.sleep(1)
         with SignalWatch() if has_begun else contextlib.nullcontext() as watch:
             until = time.monotonic() + 30
@@ -327,7 +328,7 @@ def test_a_sigterm_that_somebody_swallows_is_acted_on_all_the_same(monkeypatch, 
     monkeypatch.setattr("tputrain.cli.command._TIDYING_SECONDS", 0.2)
     monkeypatch.setattr(os, "_exit", lambda code: (seen.append(code), acted.set()))
     main(["run", "llama"])
-    assert seen == [signal.SIGTERM if has_begun else 143]
+    assert seen == [number if has_begun else 128 + number]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

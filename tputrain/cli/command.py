@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
@@ -29,7 +29,8 @@ _TIDYING_SECONDS = 3.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, or raises SystemExit where a signal ended it."""
     chosen = _parse(arguments)
-    before = signal.signal(signal.SIGTERM, _leave)
+    has_left = threading.Event()
+    before = _leaving_until_training_begins(has_left)
     try:
         return _dispatch(chosen)
     except UserError as error:
@@ -47,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split()) or "no message"
         return _report(chosen.debug, f"{type(error).__name__}: {message} (--debug shows where)", code=1)
     finally:
+        has_left.set()
         discard_unwritten()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run() -> NoReturn:
@@ -188,18 +191,29 @@ def _leaving_at_once(verb: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    # Until training begins, and takes this signal over, there is nothing to save, only to tidy up.
-    threading.Thread(target=_insist, args=(number,), daemon=True).start()
-    sys.exit(128 + number)
+def _leaving_until_training_begins(has_left: threading.Event) -> dict[int, Any]:
+    """Have SIGINT and SIGTERM end the command until training begins and takes them over: there is nothing to
+    save, only to tidy up. Returns the handlers before.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        threading.Thread(target=_insist, args=(number, has_left), daemon=True).start()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    return {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
-def _insist(number: int) -> None:
+def _insist(number: int, has_left: threading.Event) -> None:
     """See to it that the process leaves, also where what was raised came to nothing.
 
     An exception in a callback of the garbage collector, and JAX has one, is only printed.
     """
-    time.sleep(_TIDYING_SECONDS)
+    if number != signal.SIGINT:
+        time.sleep(_TIDYING_SECONDS)
+    elif has_left.wait(_TIDYING_SECONDS):
+        return  # a notebook that called `main` goes on
     if signals.is_watching():
         os.kill(os.getpid(), number)  # training has begun meanwhile: it saves first
     else:
