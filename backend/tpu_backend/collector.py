@@ -9,18 +9,19 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage in here, and take what was made for old afterwards.
+    """Collect garbage once, after what is in here, and never look at what stays again.
 
-    The collector would look through all modules several times while JAX is imported, and once more soon
-    after, which takes a sixth of a second each time. What is old is looked at when much has been added to it.
+    The collector would look through all modules several times while JAX is imported, a sixth of a second each
+    time, and once more in the first step. Where somebody has frozen objects, nothing is frozen here: whoever
+    did will unfreeze, and knows no parts.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # else what somebody has frozen would thaw
-            gc.freeze()
-            gc.unfreeze()  # into the oldest generation
         if was_on:
             gc.enable()
+            if gc.get_freeze_count() == 0:
+                gc.collect()  # what is garbage now must not be frozen
+                gc.freeze()
