@@ -275,7 +275,8 @@ def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
         if not now or circumstances & _IN_AUTOCAST
     ]
     newest = max(entry.number for program in _earlier() for entry in program.entries)
-    entry = next((entry for entry in candidates if entry.number > newest), candidates[0])
+    last_met = max(candidates, key=lambda entry: entry.number)
+    entry = next((entry for entry in candidates if entry.number > newest), last_met)
     state = "on, and was off" if now else "off, and was on"
     return Cause("autocast", f"it is {state}: {entry.signature.described()}", first_line(entry.number))
 
