@@ -74,6 +74,7 @@ _FORWARD: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
         ),
         [_normal(20, 500)],
     ),
+    "huber_loss": (lambda a, b: F.huber_loss(a, b, "none", 0.7), [_normal(40, 50), _normal(40, 50)]),
 }
 
 _BACKWARD: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
@@ -94,6 +95,7 @@ _BACKWARD: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
     "glu": (F.glu, [_normal(40, 50)]),
     "mse_loss": (F.mse_loss, [_normal(40, 50), _normal(40, 50)]),
     "huber_loss": (F.huber_loss, [_normal(40, 50), _normal(40, 50)]),
+    "huber_loss of odd size": (lambda a, b: F.huber_loss(a, b, delta=1.7), [_normal(5), _normal(5)]),
 }
 
 

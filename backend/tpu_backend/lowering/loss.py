@@ -127,19 +127,25 @@ def smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
 
 
 @lowering("huber_loss", runtime=("delta",))
-def huber_loss(self, target, reduction=_MEAN, delta=1.0):
-    distance = jnp.abs(self - target)  # in the dtype of both, though the result is of the first one's
+def huber_loss(self, target, reduction=_MEAN, delta=1.0, *, out):
+    # In the dtype of both, though the result is of the first one's. PyTorch's CPU kernel computes float16 in
+    # float32, and bfloat16 in steps that are rounded.
+    if jnp.result_type(self, target) == jnp.float16:
+        self, target = self.astype(jnp.float32), target.astype(jnp.float32)
+    distance = jnp.abs(self - target)
     delta = jnp.asarray(delta, distance.dtype)
     losses = jnp.where(distance <= delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))
-    return _reduced(losses, reduction)
+    return _reduced(stored(losses, out[0].dtype), reduction)
 
 
 @lowering("huber_loss_backward", promote="result", runtime=("delta",))
 def huber_loss_backward(grad_output, self, target, reduction, delta, *, out):
     if is_16_bit(out[0].dtype):
         rounded = _rounded_to(out[0])
-        slopes = jnp.clip(rounded(self - target), -delta, delta)
-        return _scaled_grad(grad_output, slopes, 1, reduction, rounded)
+        difference = rounded(self - target)
+        share = rounded(jnp.asarray(1 / difference.size if reduction == _MEAN else 1, self.dtype))
+        beyond = rounded(share * grad_output) * jnp.sign(difference) * delta
+        return jnp.where(jnp.abs(difference) < delta, rounded(share * difference) * grad_output, beyond)
     difference = self - target
     return jnp.clip(difference, -delta, delta) * _per_element(grad_output, difference, reduction)
 
