@@ -1,5 +1,6 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
 #include "launch/recorded_step.h"
+#include "launch/region.h"
 #include "record/rehearsal.h"
 
 #include "record/decode.h"
@@ -213,6 +214,21 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("end_rehearsal", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { tpu::Rehearsal::end(stream); });
+  });
+  m.def("begin_region", [with_stream](int device) {
+    bool has_begun = false;
+    with_stream(device, [&](tpu::Stream& stream) { has_begun = tpu::Region::begin(stream); });
+    return has_begun;
+  });
+  // Returns the executables of its launches.
+  m.def("end_region", [with_stream](int device, const std::optional<std::vector<at::Tensor>>& results) {
+    py::list executables;
+    with_stream(device, [&](tpu::Stream& stream) {
+      for (const auto& executable : tpu::Region::end(stream, results)) {
+        executables.append(py::handle(executable.get()));
+      }
+    });
+    return executables;
   });
   m.def("stop_launcher", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.stop_launcher(); });

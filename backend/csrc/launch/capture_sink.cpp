@@ -15,7 +15,7 @@ void CaptureSink::on_entry(const Segment& segment, const Signature& signature, c
   integer_takers.resize(segment.numbers.integers.size(), signature.id);
 }
 
-void CaptureSink::on_write(Buffer& buffer, bool by_entry) {
+void CaptureSink::on_write(Buffer& buffer, const Value&, bool by_entry) {
   if (!by_entry && is_of_this_thread()) {
     written.push_back(buffer.address);
   }
@@ -38,7 +38,7 @@ std::optional<std::string> CaptureSink::why_no_replay() const {
 }
 
 std::exception_ptr CaptureSink::take(ProgramCache& programs, Segment& segment, Counters& counters) {
-  auto interrupt = programs.run(segment, /*may_be_parts=*/false, counters);
+  auto interrupt = programs.run(segment, held_results(segment), /*may_be_parts=*/false, counters);
   on_other_launch();
   SegmentRun taken{
       .specialization = segment.specialization,

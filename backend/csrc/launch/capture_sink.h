@@ -26,7 +26,7 @@ class CaptureSink final : public Sink {
  public:
   void on_read(const Segment& segment, int32_t local, const Buffer& buffer) override;
   void on_entry(const Segment& segment, const Signature& signature, const EncodedCall& call) override;
-  void on_write(Buffer& buffer, bool by_entry) override;
+  void on_write(Buffer& buffer, const Value& value, bool by_entry) override;
   void on_host_read() override;
   void on_full() override {
     is_full = true;

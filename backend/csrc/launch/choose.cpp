@@ -53,8 +53,13 @@ bool donates_alike(const Specialization& specialization, const Segment& segment)
   return true;
 }
 
-// One that returns what is wanted at least.
-Specialization* fitting_specialization(const Program& program, const Segment& segment, const Locals& live, bool in_parts) {
+// What grows is noticed by what this process has run before.
+bool may_be_padded(const Program& program, const Segment& segment) {
+  return program.policy == Policy::Held && tpu::may_be_padded(segment);
+}
+
+// One that returns what is wanted: at least, or just that.
+Specialization* fitting_specialization(const Program& program, const Segment& segment, const Locals& results, bool in_parts) {
   const auto offsets_match = [&](const Specialization& specialization) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
       if (specialization.offset_is_input[i] == 0 && specialization.offsets[i] != segment.offsets[i]) {
@@ -63,22 +68,24 @@ Specialization* fitting_specialization(const Program& program, const Segment& se
     }
     return true;
   };
-  // An executable that returns more than is wanted will do: a kept metric or a late `del` compiles nothing.
-  const auto returns_live = [&](const Specialization& specialization) {
+  // An executable that returns more than is held will do: a kept metric or a late `del` compiles nothing.
+  const auto returns_results = [&](const Specialization& specialization) {
     const auto& outputs = specialization.sorted_outputs;
-    return std::includes(outputs.begin(), outputs.end(), live.begin(), live.end());
+    return program.policy == Policy::Declared
+        ? std::equal(outputs.begin(), outputs.end(), results.begin(), results.end())
+        : std::includes(outputs.begin(), outputs.end(), results.begin(), results.end());
   };
   const auto is_better = [](const Specialization& specialization, const Specialization& other) {
     return specialization.is_loaded() != other.is_loaded() ? specialization.is_loaded() : specialization.outputs.size() < other.outputs.size();
   };
   // A padded program, whose last digits may be others, serves only where padding is allowed now.
-  const bool takes_padded = may_be_padded(segment);
+  const bool takes_padded = may_be_padded(program, segment);
   Specialization* best = nullptr;
   for (auto& specialization : program.specializations) {
     if (specialization->in_parts != in_parts || (specialization->is_padded && !takes_padded)) {
       continue;
     }
-    if (offsets_match(*specialization) && returns_live(*specialization) && donates_alike(*specialization, segment) &&
+    if (offsets_match(*specialization) && returns_results(*specialization) && donates_alike(*specialization, segment) &&
         (best == nullptr || is_better(*specialization, *best))) {
       best = specialization.get();
     }
@@ -105,10 +112,13 @@ Donations donations_of(const Segment& segment, const std::vector<int32_t>& sorte
   return donations;
 }
 
-// The outputs of a new specialization, ascending.  Where several sets of results were kept in turns, all that ever were are returned
+// The outputs of a new specialization, ascending.  Where several sets of results were held in turns, all that ever were are returned
 // from then on: each program more returns one result more at least, so that they come to an end.
-std::vector<int32_t> outputs_for(const Program& program, const Locals& live) {
-  std::set<int32_t> outputs(live.begin(), live.end());
+std::vector<int32_t> outputs_for(const Program& program, const Locals& results) {
+  std::set<int32_t> outputs(results.begin(), results.end());
+  if (program.policy == Policy::Declared) {
+    return {outputs.begin(), outputs.end()};
+  }
   std::set<std::vector<int32_t>> sets;
   for (const auto& specialization : program.specializations) {
     sets.insert(specialization->sorted_outputs);
@@ -121,7 +131,7 @@ std::vector<int32_t> outputs_for(const Program& program, const Locals& live) {
   return {outputs.begin(), outputs.end()};
 }
 
-std::shared_ptr<Specialization> new_specialization(const Program& program, const Segment& segment, const Locals& live) {
+std::shared_ptr<Specialization> new_specialization(const Program& program, const Segment& segment, const Locals& results) {
   auto specialization = std::make_shared<Specialization>();
   specialization->offsets = segment.offsets;
   specialization->offset_is_input.assign(segment.offsets.size(), 0);
@@ -132,7 +142,7 @@ std::shared_ptr<Specialization> new_specialization(const Program& program, const
           static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
     }
   }
-  specialization->sorted_outputs = outputs_for(program, live);
+  specialization->sorted_outputs = outputs_for(program, results);
   // Donated inputs and the outputs that take over their memory stand in the same order, so that XLA pairs them so.
   for (const auto& [input, output] : donations_of(segment, specialization->sorted_outputs)) {
     specialization->donated.push_back(input);
@@ -169,7 +179,7 @@ py::dict describe(const Program& program, const Specialization& specialization, 
   description["num_doubles"] = segment.numbers.doubles.size();
   description["num_integers"] = segment.numbers.integers.size();
   description["was_evicted"] = specialization.was_evicted;
-  description["may_be_padded"] = may_be_padded(segment);
+  description["may_be_padded"] = may_be_padded(program, segment);
   description["in_parts"] = specialization.in_parts;
   description["was_in_parts"] = program.num_runs_in_parts > 0;
   // Of use to a chain alone:
@@ -182,33 +192,34 @@ py::dict describe(const Program& program, const Specialization& specialization, 
   return description;
 }
 
-Locals live_values(const Segment& segment) {
-  Locals live;
+Results held_results(const Segment& segment) {
+  Results results;
   for (size_t local = 0; local < segment.values.size(); ++local) {
     if (segment.is_input[local] == 0 && segment.values[local].use_count() > 1) {
-      live.push_back(static_cast<int32_t>(local));
+      results.locals.push_back(static_cast<int32_t>(local));
     }
   }
-  return live;
+  return results;
 }
 
-Program& ProgramCache::find(const Segment& segment) {
+Program& ProgramCache::find(const Segment& segment, Policy policy) {
   auto& bucket = programs_[segment.hash];
   for (auto& program : bucket) {
-    if (program->tape == segment.tape) {
+    if (program->policy == policy && program->tape == segment.tape) {
       return *program;
     }
   }
   bucket.push_back(std::make_unique<Program>());
   bucket.back()->tape = segment.tape;
+  bucket.back()->policy = policy;
   return *bucket.back();
 }
 
 std::shared_ptr<Specialization> ProgramCache::choose(
-    Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters) {
-  const auto whole = [&] { return specialization_for(program, segment, live, Form::Whole, counters); };
+    Program& program, const Segment& segment, const Locals& results, bool may_be_parts, Counters& counters) {
+  const auto whole = [&] { return specialization_for(program, segment, results, Form::Whole, counters); };
   // Parts are compiled by threads, which a turn inside another one must not wait for.
-  const PartsPlan plan = may_be_parts && mutex_.is_outermost_turn() ? plan_of(program, segment, live) : PartsPlan{};
+  const PartsPlan plan = may_be_parts && mutex_.is_outermost_turn() ? plan_of(program, segment, results) : PartsPlan{};
   if (plan.num_parts <= 1) {
     return whole();
   }
@@ -218,30 +229,32 @@ std::shared_ptr<Specialization> ProgramCache::choose(
       return whole();
     }
     if (parts() == Parts::First) {
-      if (auto specialization = whole_in_time(program, segment, live, counters)) {
+      if (auto specialization = whole_in_time(program, segment, results, counters)) {
         return specialization;
       }
     }
   }
-  auto chain = specialization_for(program, segment, live, Form::Parts, counters);
+  auto chain = specialization_for(program, segment, results, Form::Parts, counters);
   if (!plan.grows) { // what grows stays in parts
     const size_t run = program.num_runs_in_parts + 1;
     if ((parts() == Parts::Prepare && run >= kRunThatPrepares) || (parts() == Parts::First && run >= kRunThatPreparesUnasked)) {
-      prepare(program, segment, live);
+      prepare(program, segment, results);
     }
   }
   return chain;
 }
 
 std::shared_ptr<Specialization> ProgramCache::whole_in_time(
-    Program& program, const Segment& segment, const Locals& live, Counters& counters) {
+    Program& program, const Segment& segment, const Locals& results, Counters& counters) {
   const bool is_there = program.is_rehearsed ||
       std::any_of(program.specializations.begin(), program.specializations.end(), [](const auto& specialization) { return !specialization->in_parts; });
   if (!is_there && (program.is_refused || program.num_runs_in_parts < kLastRunInParts)) {
     return nullptr;
   }
+  // How long a thread takes is this process's own matter.
+  const Form form = program.policy == Policy::Declared ? Form::Whole : Form::WholeInTime;
   try {
-    return specialization_for(program, segment, live, Form::WholeInTime, counters);
+    return specialization_for(program, segment, results, form, counters);
   } catch (const py::error_already_set& error) {
     if (error.matches(PyExc_TimeoutError)) { // a thread still compiles it
       return nullptr;
@@ -259,15 +272,15 @@ std::shared_ptr<Specialization> ProgramCache::whole_in_time(
   }
 }
 
-PartsPlan ProgramCache::plan_of(Program& program, const Segment& segment, const Locals& live) {
-  const bool may_grow = mode() == Mode::Fused && may_be_padded(segment);
+PartsPlan ProgramCache::plan_of(Program& program, const Segment& segment, const Locals& results) {
+  const bool may_grow = mode() == Mode::Fused && may_be_padded(program, segment);
   const bool is_small = segment.values.size() < kFewestValuesOfParts;
   if (is_small || cuts_after_each_op() || (parts() == Parts::Never && !may_grow)) {
     return {};
   }
   auto& plan = is_without_gradients(segment) ? program.plan_without_gradients : program.plan;
   if (!plan) {
-    const auto description = describe(program, *new_specialization(program, segment, live), segment, device_);
+    const auto description = describe(program, *new_specialization(program, segment, results), segment, device_);
     const auto planned = [&] {
       const StreamUnlocked unlocked(mutex_);
       return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().plan, description.ptr())));
@@ -279,8 +292,8 @@ PartsPlan ProgramCache::plan_of(Program& program, const Segment& segment, const 
 }
 
 std::shared_ptr<Specialization> ProgramCache::specialization_for(
-    Program& program, const Segment& segment, const Locals& live, Form form, Counters& counters) {
-  if (Specialization* fitting = fitting_specialization(program, segment, live, form == Form::Parts)) {
+    Program& program, const Segment& segment, const Locals& results, Form form, Counters& counters) {
+  if (Specialization* fitting = fitting_specialization(program, segment, results, form == Form::Parts)) {
     auto known = fitting->shared_from_this();
     if (known->is_loaded()) {
       ++counters.memory_hits;
@@ -289,7 +302,7 @@ std::shared_ptr<Specialization> ProgramCache::specialization_for(
     }
     return known;
   }
-  auto specialization = new_specialization(program, segment, live);
+  auto specialization = new_specialization(program, segment, results);
   specialization->in_parts = form == Form::Parts;
   load(program, *specialization, segment, form, counters);
   program.specializations.push_back(specialization);
@@ -297,21 +310,21 @@ std::shared_ptr<Specialization> ProgramCache::specialization_for(
 }
 
 void ProgramCache::rehearse(const Segment& segment) {
-  Program& program = find(segment);
-  prepare(program, segment, live_values(segment));
+  Program& program = find(segment, Policy::Held);
+  prepare(program, segment, held_results(segment).locals);
   program.is_rehearsed = true;
 }
 
-void ProgramCache::prepare(Program& program, const Segment& segment, const Locals& live) {
-  if (program.is_prepared || (live.empty() && segment.checked.empty())) {
+void ProgramCache::prepare(Program& program, const Segment& segment, const Locals& results) {
+  if (program.is_prepared || (results.empty() && segment.checked.empty())) {
     return;
   }
-  const Specialization* known = fitting_specialization(program, segment, live, /*in_parts=*/false);
+  const Specialization* known = fitting_specialization(program, segment, results, /*in_parts=*/false);
   if (known != nullptr && known->is_loaded()) {
     program.is_prepared = true;
     return;
   }
-  const auto description = describe(program, known != nullptr ? *known : *new_specialization(program, segment, live), segment, device_);
+  const auto description = describe(program, known != nullptr ? *known : *new_specialization(program, segment, results), segment, device_);
   make_room(1); // it will be loaded
   {
     const StreamUnlocked unlocked(mutex_);

@@ -63,8 +63,11 @@ void Launch::run() {
     }
   }
   inputs.clear();
-  for (const auto& output : outputs) {
-    output->error = error;
+  if (error != nullptr) {
+    const auto why = is_followup ? error : std::make_shared<const std::string>(kProgramFailed + *error);
+    for (const auto& output : outputs) {
+      output->error = why;
+    }
   }
 }
 

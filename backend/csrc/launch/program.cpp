@@ -300,9 +300,8 @@ std::shared_ptr<PyObject> ProgramCache::token_of(size_t launch) const {
   return is_remembered ? launched_[(launch - 1) % kRememberedLaunches].token : nullptr;
 }
 
-std::exception_ptr ProgramCache::run(Segment& segment, bool may_be_parts, Counters& counters) {
-  const Locals live = live_values(segment);
-  if (live.empty() && segment.checked.empty()) {
+std::exception_ptr ProgramCache::run(Segment& segment, const Results& results, bool may_be_parts, Counters& counters) {
+  if (results.locals.empty() && segment.checked.empty()) {
     return nullptr; // nobody can see what was recorded
   }
   for (int32_t local : segment.inputs) {
@@ -314,8 +313,8 @@ std::exception_ptr ProgramCache::run(Segment& segment, bool may_be_parts, Counte
     TORCH_INTERNAL_ASSERT(value.array != nullptr, "a segment is run before the one whose values it reads");
   }
   try {
-    Program& program = find(segment);
-    const auto specialization = choose(program, segment, live, may_be_parts, counters);
+    Program& program = find(segment, results.policy);
+    const auto specialization = choose(program, segment, results.locals, may_be_parts, counters);
     const auto interrupt = execute(*specialization, segment);
     segment.specialization = specialization;
     counters.segments_run += specialization->links.size();
@@ -329,7 +328,7 @@ std::exception_ptr ProgramCache::run(Segment& segment, bool may_be_parts, Counte
       throw;
     }
     const std::string message = error.what();
-    segment.fail(message);
+    segment.fail(kProgramFailed + message);
     throw_torch_error(message);
   }
 }

@@ -140,15 +140,22 @@ enum class Parts : uint8_t {
   Always, // each time
 };
 
+// What picks the program of a tape.
+enum class Policy : uint8_t {
+  Held, // the results that this process holds; a program that returns more will do
+  Declared, // the declared results, and what was run under this policy: other processes that run the same pick the same
+};
+
 // How a segment can be taken apart.
 struct PartsPlan {
   size_t num_parts{1};
   bool grows{false}; // they are the turns of a loop, whose sizes grow
 };
 
-// All that is known of a tape.  A hash alone decides nothing: the tapes are compared.
+// All that is known of a tape under a policy.  A hash alone decides nothing: the tapes are compared.
 struct Program {
   std::vector<uint32_t> tape;
+  Policy policy{Policy::Held};
   std::vector<std::shared_ptr<Specialization>> specializations; // who else holds one keeps it loaded
   std::optional<PartsPlan> plan, plan_without_gradients; // unknown until it is asked
   size_t num_runs_in_parts{0};
@@ -159,6 +166,15 @@ struct Program {
 
 using Locals = c10::SmallVector<int32_t, 16>;
 
+// What a segment is to return.
+struct Results {
+  Locals locals; // ascending
+  Policy policy{Policy::Held};
+};
+
+// Those that somebody can still see.
+Results held_results(const Segment& segment);
+
 struct Launched {
   std::shared_ptr<PyObject> token; // of JAX: can be waited for, holds no memory of the device
   c10::weak_intrusive_ptr<Value> output; // the first; may be gone
@@ -167,9 +183,6 @@ struct Launched {
 // A value's array as an argument of a program, a new reference.  What is donated and somebody else may look at is copied, and
 // the copy donated: the program is the same either way.  `is_shared`: others than the one it is taken from hold the value.
 PyObject* argument_of(const Value& value, bool is_donated, bool is_shared);
-
-// The values that somebody can still see when the segment was run.
-Locals live_values(const Segment& segment);
 
 // What tpu_backend/runtime/compiler.py is told of a program: a dictionary.
 pybind11::dict describe(const Program& program, const Specialization& specialization, const Segment& segment, c10::DeviceIndex device);
@@ -188,11 +201,11 @@ class ProgramCache {
 
   // A thread begins to compile what `run` would have compiled.
   void rehearse(const Segment& segment);
-  // Runs a segment; its live values become concrete.  `may_be_parts`: else it is one program.  Wants the GIL.  Returns an
+  // Runs a segment; its results become concrete.  `may_be_parts`: else it is one program.  Wants the GIL.  Returns an
   // interrupt that came between two launches, to be raised when the segment is dealt with.  Raises c10::Error, and the values
   // then carry the error; error_already_set for an interrupt before the first launch, and the segment may then be run again;
   // and what else C++ may raise.
-  std::exception_ptr run(Segment& segment, bool may_be_parts, Counters& counters);
+  std::exception_ptr run(Segment& segment, const Results& results, bool may_be_parts, Counters& counters);
 
   // What comes out when a program is handed to XLA: a list of arrays, and what can be waited for.
   struct Started {
@@ -212,21 +225,21 @@ class ProgramCache {
   }
 
  private:
-  Program& find(const Segment& segment);
-  // Returns the specialization that runs a segment with these live values.  Who holds it keeps it loaded.
-  std::shared_ptr<Specialization> choose(Program& program, const Segment& segment, const Locals& live, bool may_be_parts, Counters& counters);
+  Program& find(const Segment& segment, Policy policy);
+  // Returns the specialization that runs a segment with these results.  Who holds it keeps it loaded.
+  std::shared_ptr<Specialization> choose(Program& program, const Segment& segment, const Locals& results, bool may_be_parts, Counters& counters);
   // The one program, where it is time for it; null as long as the segment is to be run in parts.
-  std::shared_ptr<Specialization> whole_in_time(Program& program, const Segment& segment, const Locals& live, Counters& counters);
+  std::shared_ptr<Specialization> whole_in_time(Program& program, const Segment& segment, const Locals& results, Counters& counters);
   std::shared_ptr<Specialization> specialization_for(
-      Program& program, const Segment& segment, const Locals& live, Form form, Counters& counters);
+      Program& program, const Segment& segment, const Locals& results, Form form, Counters& counters);
   void load(const Program& program, Specialization& specialization, const Segment& segment, Form form, Counters& counters);
   // How it is to be taken apart, if it is.
-  PartsPlan plan_of(Program& program, const Segment& segment, const Locals& live);
+  PartsPlan plan_of(Program& program, const Segment& segment, const Locals& results);
   // Called before so many programs are loaded.  Where the system would soon refuse more, evicts half of those that were not used
   // since it looked last, the oldest.
   void make_room(size_t num_programs);
   // A thread begins to compile the one program, if it is not there.
-  void prepare(Program& program, const Segment& segment, const Locals& live);
+  void prepare(Program& program, const Segment& segment, const Locals& results);
   // As `run`.
   std::exception_ptr execute(Specialization& specialization, Segment& segment);
   void launch(Link& link, Segment& segment);

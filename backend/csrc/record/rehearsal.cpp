@@ -47,7 +47,7 @@ void Rehearsal::on_entry(const Segment& segment, const Signature&, const Encoded
   }
 }
 
-void Rehearsal::on_write(Buffer& buffer, bool) {
+void Rehearsal::on_write(Buffer& buffer, const Value&, bool) {
   if (was_before(buffer)) {
     kept_.try_emplace(buffer.address, Kept{handle_of(buffer), buffer.value, buffer.layout});
   }

@@ -15,7 +15,7 @@ class Rehearsal final : public Sink {
   static void end(Stream& stream);
 
   void on_entry(const Segment& segment, const Signature& signature, const EncodedCall& call) override;
-  void on_write(Buffer& buffer, bool by_entry) override;
+  void on_write(Buffer& buffer, const Value& value, bool by_entry) override;
   void on_captured_step(bool begins) override {
     is_in_captured_step_ = begins;
   }

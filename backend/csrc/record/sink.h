@@ -13,12 +13,14 @@ class Sink {
  public:
   virtual ~Sink() = default;
 
-  // While entries are recorded: an entry reads this value of the open segment out of a buffer,
+  // While entries are recorded: an entry is about to read what a buffer holds,
+  virtual void before_read(const Segment&, Buffer&) {}
+  // it reads this value of the open segment out of a buffer,
   virtual void on_read(const Segment&, int32_t /*local*/, const Buffer&) {}
   // an entry has joined the open segment, and its results have no values yet,
   virtual void on_entry(const Segment&, const Signature&, const EncodedCall&) {}
-  // a buffer is about to get another value, from an entry or by other means,
-  virtual void on_write(Buffer&, bool /*by_entry*/) {}
+  // a buffer is about to get this value in place of its own, from an entry or by other means,
+  virtual void on_write(Buffer&, const Value&, bool /*by_entry*/) {}
   // the host is about to read a tensor,
   virtual void on_host_read() {}
   // the open segment takes no more entries,
@@ -53,7 +55,7 @@ class Sink {
 class RunSink final : public Sink {
  public:
   std::exception_ptr take(ProgramCache& programs, Segment& segment, Counters& counters) override {
-    return programs.run(segment, /*may_be_parts=*/true, counters);
+    return programs.run(segment, held_results(segment), /*may_be_parts=*/true, counters);
   }
 };
 

@@ -148,7 +148,9 @@ const Value& Stream::readable(Buffer* buffer) {
 }
 
 int32_t Stream::link(Buffer* buffer) {
-  const Value& value = readable(buffer);
+  readable(buffer);
+  sink_->before_read(segment_, *buffer);
+  const Value& value = *buffer->value;
   int32_t local = value.local;
   if (value.segment != segment_.serial) {
     local = static_cast<int32_t>(segment_.values.size());
@@ -256,9 +258,9 @@ void Stream::append(
     if (buffer->value && buffer->value->segment == segment_.serial) {
       origin = segment_.origin[buffer->value->local];
     }
-    sink_->on_write(*buffer, /*by_entry=*/true);
     auto value = c10::make_intrusive<Value>(output.layout);
     number(value, false, origin);
+    sink_->on_write(*buffer, *value, /*by_entry=*/true);
     buffer->value = std::move(value);
     buffer->layout = output.layout;
     if (buffer->maker == kNoMaker) { // `ones` is `empty`, then `fill_`
@@ -337,7 +339,7 @@ void Stream::hand_over_next(Sink& sink) {
       keep_for_later(std::move(running), was_open);
       return;
     }
-    running.fail(message);
+    running.fail(kProgramFailed + message);
     if (const auto position = std::move(running.position)) {
       reach(*position, /*waits=*/false);
     }
@@ -574,7 +576,7 @@ void Stream::overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_arr
 }
 
 void Stream::assign(Buffer* buffer, ValuePtr value) {
-  sink_->on_write(*buffer, /*by_entry=*/false);
+  sink_->on_write(*buffer, *value, /*by_entry=*/false);
   buffer->layout = value->layout;
   buffer->value = std::move(value);
 }

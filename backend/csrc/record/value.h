@@ -42,7 +42,8 @@ using ValuePtr = c10::intrusive_ptr<Value>;
 constexpr const char* kBeingCompiled =
     "this tensor is computed by a program that is being compiled right now, and what runs inside a compilation (a finalizer, a "
     "function of a jax_op) cannot wait for that: read it before";
-constexpr const char* kNoValue = "this tensor has no value: it was to be computed by a program that failed:\n";
+constexpr const char* kNoValue = "this tensor has no value: "; // its error follows
+constexpr const char* kProgramFailed = "it was to be computed by a program that failed:\n"; // how most errors begin
 
 struct Buffer;
 // Tells whether a buffer lives, and does not keep it alive.

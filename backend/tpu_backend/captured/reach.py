@@ -52,23 +52,27 @@ class Reached(NamedTuple):
 
     modules: list[nn.Module]
     optimizers: list[Optimizer]
+    tensors: list[Tensor]  # that it can name itself
     bindings: list[Watched]
 
 
 def reached(function: Any) -> Reached:
-    """The modules and optimizers in the closure, defaults, `self` and named globals of a function and of the
+    """The modules, optimizers and tensors in the closure, defaults, `self` and named globals of a function and of the
     user's functions that it finds there; in plain objects, lists, tuples and dictionaries one level deep.
     """
     modules: dict[int, nn.Module] = {}
     optimizers: dict[int, Optimizer] = {}
+    tensors: list[Tensor] = []
     bindings: list[Watched] = []
     seen: dict[int, Any] = {}  # held, or an id might be given again
 
     def visit(value: Any, depth: int) -> None:
-        if id(value) in seen or isinstance(value, type | ModuleType | Tensor | BuiltinFunctionType | str):
+        if id(value) in seen or isinstance(value, type | ModuleType | BuiltinFunctionType | str):
             return
         seen[id(value)] = value
-        if isinstance(value, nn.Module):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, nn.Module):
             modules[id(value)] = value
         elif isinstance(value, Optimizer):
             optimizers[id(value)] = value
@@ -84,7 +88,7 @@ def reached(function: Any) -> Reached:
             visit(each.value, depth)
 
     visit(function, 1)
-    return Reached(list(modules.values()), list(optimizers.values()), bindings)
+    return Reached(list(modules.values()), list(optimizers.values()), tensors, bindings)
 
 
 def modules_with(uses: Callable[[list[Tensor]], list[bool]]) -> list[nn.Module]:
@@ -100,8 +104,8 @@ def modules_with(uses: Callable[[list[Tensor]], list[bool]]) -> list[nn.Module]:
     used: set[int] = set()
     for module in modules:
         tensors = [*module._parameters.values(), *module._buffers.values()]
-        plain = [part for each in tensors if each is not None for part in _plain(each)]
-        here = [each for each in plain if each.device.type == "tpu"]
+        parts_of_them = [part for each in tensors if each is not None for part in plain(each)]
+        here = [each for each in parts_of_them if each.device.type == "tpu"]
         if any(uses([each for each in here if each.layout == torch.strided])):
             used.add(id(module))
     roots, parts = [], set[int]()
@@ -113,11 +117,11 @@ def modules_with(uses: Callable[[list[Tensor]], list[bool]]) -> list[nn.Module]:
     return [module for module in roots if id(module) not in parts]
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
+def plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that a tensor is made of (a DTensor has no storage of its own): itself, for most."""
     if is_traceable_wrapper_subclass(made_of := cast(Any, tensor)):
         for name in made_of.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from plain(getattr(tensor, name))
     else:
         yield tensor
 

@@ -70,6 +70,7 @@ class Executable:
     bounds_checks: tuple[BoundsCheck, ...]  # where there are any, what was out of range is the last output
     compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk
     from_disk: bool
+    key: str | None = None  # what another process finds it by; None: it was not asked for
     is_padded: bool = False  # the program is longer than the segment
     is_shared: bool = False  # and was there: it serves another segment, too
 
@@ -270,7 +271,7 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
     cache = executable_cache.current()
     target = target_of(description["device"])
     options = _options(description, target)
-    key = None if cache is None else key_of_tape(description, options, target)
+    key = key_of_tape(description, options, target)
     if cache is not None and key is not None and (found := _load(cache, key, names, target)) is not None:
         return found
     if serving.may_be_padded(description):
@@ -281,9 +282,9 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
     lowered, bounds_checks = lower_segment(description, target)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", lowered.as_text())
-    if cache is not None and key is None:
+    if key is None:
         key = key_of_text(lowered, bounds_checks, options, target)
-        if (found := _load(cache, key, names, target)) is not None:
+        if cache is not None and (found := _load(cache, key, names, target)) is not None:
             return found
     return _compiled(lowered, bounds_checks, options, target, cache, key, names, cause, start)
 
@@ -316,7 +317,14 @@ def _padded(
         execute = Resized(program.execute, program.handlers, plan, description["device"])
         from_disk = bool(made) and made[0].from_disk
         return Executable(
-            execute, [], bounds_checks, program.compiled, from_disk, is_padded=True, is_shared=not made
+            execute,
+            [],
+            bounds_checks,
+            program.compiled,
+            from_disk,
+            program.key,
+            is_padded=True,
+            is_shared=not made,
         )
 
     key = None if key is None else key_of_plan(key, target)
@@ -387,6 +395,7 @@ def _compiled(
         bounds_checks,
         compiled,
         from_disk=False,
+        key=key,
     )
 
 
@@ -402,7 +411,9 @@ def _load(cache: ExecutableCache, key: str, names: Sequence[str], target: Target
         return None
     _remember_temporary(header["temporary_bytes"])
     log.info("loaded %d ops from %s: %s", len(names), cache.directory, _first_of(names))
-    return Executable(loaded.execute_sharded, handlers, bounds_checks_of(header), None, from_disk=True)
+    return Executable(
+        loaded.execute_sharded, handlers, bounds_checks_of(header), None, from_disk=True, key=key
+    )
 
 
 def _keep(cache: ExecutableCache, key: str, compiled: jax.stages.Compiled, header: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ from tpu_backend.torch_tpu.statistics import (
     recent_ops,
     reset_fallback_stats,
 )
-from tpu_backend.torch_tpu.steps import capture, is_current_stream_capturing, rehearsal
+from tpu_backend.torch_tpu.steps import capture, is_current_stream_capturing, rehearsal, spmd
 from tpu_backend.torch_tpu.streams import Event, Stream, current_stream, default_stream, set_stream, stream
 
 

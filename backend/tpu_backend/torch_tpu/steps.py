@@ -46,6 +46,36 @@ def capture(
     return captured(function, modules=modules, optimizers=optimizers)
 
 
+def spmd(
+    function: Callable[..., Any] | None = None,
+    *,
+    modules: Sequence[torch.nn.Module] = (),
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Any:
+    """Make a function a region, whose programs do not depend on what else this process holds or has run.
+
+    Python runs it each time. Processes that call it equally often, with the same shapes, launch the same
+    programs, whatever one of them prints, keeps or clones; the attribute `digests` of the result tells those
+    of the last call. Also a decorator.
+
+    - It has the results that are declared: what it returns, what it gives to `keep` of the result, what
+      buffers hold that are older than the call, and what is held by modules and optimizers that it can reach
+      (parameters, their gradients, state). `modules` and `optimizers` name those that cannot be reached from
+      its arguments, closure, globals and `self`.
+    - Any other tensor that is made in it has no value after the call: reading one raises RuntimeError.
+    - A read by the host inside it (`item()`, `print`) ends a program there. What buffers then hold is
+      returned, whether or not somebody needs it.
+    - In a mode other than fused, and inside another region, a captured step or a rehearsal, it just runs.
+    """
+    init()
+    from tpu_backend.region import Region
+
+    def region_of(function: Callable[..., Any]) -> Any:
+        return Region(function, modules, optimizers)
+
+    return region_of if function is None else region_of(function)
+
+
 def is_current_stream_capturing() -> bool:
     """Whether a graph is being captured as CUDA does it: never. See `capture`."""
     return False
