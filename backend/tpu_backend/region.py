@@ -1,4 +1,4 @@
-"""Regions of a program: functions whose programs are chosen by what they record and declare, and by nothing else.
+"""Regions: functions whose programs are chosen by what they record and declare, and by nothing else.
 
 Outside of a region a segment returns what somebody holds. That is convenient, and differs between processes
 that run the same steps: one of them prints, keeps or clones something. A collective that is part of a
@@ -8,7 +8,7 @@ segment needs the same program in all of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _FUSED = 2
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class Region(reach.Wrapper, Generic[_P, _R]):
@@ -37,6 +38,7 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         functools.update_wrapper(self, function)
         self._function = function
         self._given = (list(modules), list(optimizers))
+        self._name = getattr(function, "__qualname__", type(function).__name__)
         self._kept: list[Tensor] | None = None  # while it runs
 
     @property
@@ -49,7 +51,7 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         Raises RuntimeError outside of a call.
         """
         if self._kept is None:
-            raise RuntimeError(f"keep() of the region {self.__name__}: call it inside the function")
+            raise RuntimeError(f"keep() of the region {self._name}: call it inside the function")
         self._kept += tensors
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -64,7 +66,7 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         executables = []
         try:
             returned = self._function(*args, **kwargs)
-            results = list(_on_device(self._results(args, kwargs, returned)))
+            results = self._results(args, kwargs, returned)
         finally:
             self._kept = None
             torch.clear_autocast_cache()
@@ -73,35 +75,30 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         self.digests = tuple(executable.key for executable in executables)
         return returned
 
-    def _results(self, args: Any, kwargs: Any, returned: Any) -> Iterator[Tensor]:
+    def _results(self, args: Any, kwargs: Any, returned: Any) -> list[Tensor]:
         """What is declared: what it returns and keeps, and what modules and optimizers hold by name."""
         assert self._kept is not None
-        yield from self._kept
         found = reach.reached(self)
-        given = [*tree_leaves((args, kwargs)), *found.tensors]
-        yield from (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
-        for module in [*found.modules, *(leaf for leaf in given if isinstance(leaf, nn.Module))]:
-            given += module.parameters()
-            yield from module.buffers()
-        for optimizer in found.optimizers:
-            for group in optimizer.param_groups:
-                given += group["params"]
-            for state in optimizer.state.values():
-                yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
-        for tensor in given:
-            if isinstance(tensor, Tensor) and tensor.is_leaf:
-                yield tensor.detach()
-                if tensor.grad is not None:
-                    yield tensor.grad
+        given = tree_leaves((args, kwargs))
+        modules = [*found.modules, *(leaf for leaf in given if isinstance(leaf, nn.Module))]
+        groups = [group for optimizer in found.optimizers for group in optimizer.param_groups]
+        states = [state for optimizer in found.optimizers for state in optimizer.state.values()]
+        leaves = [each for each in (*given, *found.tensors) if isinstance(each, Tensor)]
+        leaves += [parameter for module in modules for parameter in module.parameters()]
+        leaves += [parameter for group in groups for parameter in group["params"]]
+        held = [leaf.grad for leaf in leaves if leaf.is_leaf]
+        held += [buffer for module in modules for buffer in module.buffers()]
+        held += [value for state in states for value in state.values()]
+        held += [*self._kept, *tree_leaves(returned)]
+        return [part for each in held if isinstance(each, Tensor) for part in _parts(each)]
 
 
-def _on_device(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The plain dense tensors on the device that these are made of."""
-    for tensor in tensors:
-        for part in reach.plain(tensor):
-            if part.device.type != "tpu":
-                continue
-            if part.layout == torch.strided:
-                yield part
-            elif part.layout == torch.sparse_coo:
-                yield from (part._indices(), part._values())
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The plain dense tensors on the device that this one is made of."""
+    if type(tensor) not in _PLAIN:
+        return [part for whole in reach.plain(tensor) if whole is not tensor for part in _parts(whole)]
+    if tensor.device.type != "tpu":
+        return ()
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    return (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else ()

@@ -75,7 +75,10 @@ Specialization* fitting_specialization(const Program& program, const Segment& se
         ? std::equal(outputs.begin(), outputs.end(), results.begin(), results.end())
         : std::includes(outputs.begin(), outputs.end(), results.begin(), results.end());
   };
-  const auto is_better = [](const Specialization& specialization, const Specialization& other) {
+  const auto is_better = [&](const Specialization& specialization, const Specialization& other) {
+    if (program.policy == Policy::Declared) { // the first of them: which are loaded is this process's own matter
+      return false;
+    }
     return specialization.is_loaded() != other.is_loaded() ? specialization.is_loaded() : specialization.outputs.size() < other.outputs.size();
   };
   // A padded program, whose last digits may be others, serves only where padding is allowed now.

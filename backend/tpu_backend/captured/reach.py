@@ -57,8 +57,9 @@ class Reached(NamedTuple):
 
 
 def reached(function: Any) -> Reached:
-    """The modules, optimizers and tensors in the closure, defaults, `self` and named globals of a function and of the
-    user's functions that it finds there; in plain objects, lists, tuples and dictionaries one level deep.
+    """The modules, optimizers and tensors in the closure, defaults, `self` and named globals of a function
+    and of the user's functions that it finds there; in plain objects, lists, tuples and dictionaries one
+    level deep.
     """
     modules: dict[int, nn.Module] = {}
     optimizers: dict[int, Optimizer] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import warnings
 from collections import Counter, deque
 from contextlib import suppress
@@ -45,8 +46,10 @@ def _warn_of_many(cause: Cause) -> None:
     if _by_culprit[cause.kind, cause.line] != _MANY + 1:
         return
     text = f"tpu: {_MANY + 1} programs were compiled because of {cause} (the last of them)"
+    place = re.match(r"(.+):(\d+): ", cause.line)
+    file, number = (place[1], int(place[2])) if place else (__file__, 1)
     with suppress(RuntimeWarning):  # made an error, it would fail the program, which is in order
-        warnings.warn(f"{text}; {_HELP.get(cause.kind, _OTHER_HELP)}", RuntimeWarning, stacklevel=1)
+        warnings.warn_explicit(f"{text}; {_HELP.get(cause.kind, _OTHER_HELP)}", RuntimeWarning, file, number)
 
 
 _ONCE = ("first", "mode", "whole", "room")
