@@ -54,9 +54,9 @@ def spmd(
 ) -> Any:
     """Make a function a region, whose programs do not depend on what else this process holds or has run.
 
-    Python runs it each time. Processes that call it equally often, with the same shapes, launch the same
-    programs, whatever one of them prints, keeps or clones; the attribute `digests` of the result tells those
-    of the last call. Also a decorator.
+    Python runs it each time. Processes that call it equally often, with the same shapes, slices and static
+    numbers, launch the same programs, whatever one of them prints, keeps or clones; the attribute `digests`
+    of the result tells those of the last call. Also a decorator.
 
     - It has the results that are declared: what it returns, what it gives to `keep` of the result, what
       buffers hold that are older than the call, and what is held by modules and optimizers that it can reach
