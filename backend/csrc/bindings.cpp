@@ -1,4 +1,5 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
+#include "distributed/process_group.h"
 #include "launch/recorded_step.h"
 #include "launch/region.h"
 #include "record/rehearsal.h"
@@ -230,6 +231,13 @@ PYBIND11_MODULE(_C, m) {
     });
     return executables;
   });
+  m.def(
+      "make_process_group",
+      [](int rank, std::vector<int64_t> ranks, std::string name, double seconds) {
+        const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
+        return c10::intrusive_ptr<c10d::Backend>(
+            c10::make_intrusive<tpu::ProcessGroup>(rank, std::move(ranks), std::move(name), timeout));
+      });
   m.def("stop_launcher", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.stop_launcher(); });
   });
@@ -237,6 +245,11 @@ PYBIND11_MODULE(_C, m) {
       "synchronize",
       [](int device) { tpu::Device::get().synchronize(static_cast<c10::DeviceIndex>(device)); },
       py::call_guard<py::gil_scoped_release>());
+  m.def("is_launch_done", [with_stream](size_t launch) { // of the current device, counted from 1
+    bool is_done = false;
+    with_stream(tpu::Device::get().current(), [&](tpu::Stream& stream) { is_done = stream.done(launch); });
+    return is_done;
+  });
   m.def("wait_for_launches", [](int device) { // and for nothing that is only recorded
     const auto index = static_cast<c10::DeviceIndex>(device);
     tpu::Device::get().wait(index, tpu::Device::get().stream(index).num_launched());

@@ -60,7 +60,7 @@ def register() -> None:
     from tpu_backend import abi
 
     abi.check()
-    from tpu_backend import _C, pickling, printing, torch_tpu
+    from tpu_backend import _C, distributed, pickling, printing, torch_tpu
     from tpu_backend.compiled import dispatch
     from tpu_backend.torch_tpu import optimizer_steps
 
@@ -75,6 +75,7 @@ def register() -> None:
     dispatch.install()
     torch.set_autocast_dtype("tpu", torch.bfloat16)  # PyTorch's default for a device like this is float16
     optimizer_steps.install()
+    distributed.install()
 
 
 # A module of this package that is imported before torch must not be met half-way by the autoload that its own

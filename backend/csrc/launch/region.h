@@ -25,6 +25,9 @@ class Region final : public Sink {
   bool ends_steps() const override {
     return false; // an optimizer's step is in the middle of it
   }
+  bool joins_collectives() const override {
+    return true;
+  }
   std::optional<std::string> why_no_replay() const override {
     return "it is called in a region of torch.tpu.spmd, which records it";
   }

@@ -51,6 +51,7 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   const auto& called = handle.operator_name().name;
   op.is_fill = called == "aten::fill_" || called == "aten::zero_" || called == "aten::scalar_tensor";
   op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  op.is_collective = handle.operator_name().name.starts_with("tpu_collective::");
   op.is_graph = handle.operator_name().name.starts_with("tpu_graph::");
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
   static const std::set<std::string> kWriteApart{

@@ -54,6 +54,7 @@ struct OpInfo {
   bool is_fill{false}; // writes one value everywhere: PyTorch lets it write places that elements share
   bool has_parts{false}; // PyTorch has a kernel that is made of other ops (`_foreach_add_` of `add_`)
   bool is_foreach{false}; // of lists, which it may write
+  bool is_collective{false}; // of the ranks of a group
   bool is_graph{false}; // what torch.compile made of many ops
   bool is_pointwise{false}; // PyTorch refuses inputs that overlap what is written in part
   bool keeps_shape_of_out{false}; // where it has as many elements (`arange`)

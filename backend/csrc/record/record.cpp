@@ -302,7 +302,15 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   }
   {
     StreamLock lock(stream.mutex());
+    // Between collectives of their own ranks may run different programs.
+    const bool is_alone = op.is_collective && !stream.sink()->joins_collectives();
+    if (is_alone) {
+      stream.cut();
+    }
     stream.append(*signature, call, {buffers.data(), buffers.size()}, std::move(place));
+    if (is_alone && !cuts_after_each_op()) {
+      stream.cut();
+    }
     if (cuts_after_each_op()) {
       stream.cut_after(*signature, {buffers.data(), buffers.size()});
     }

@@ -42,6 +42,10 @@ class Sink {
   virtual std::optional<std::string> why_no_replay() const {
     return std::nullopt;
   }
+  // Whether collectives are entries of a segment like others; else each is a program of its own.
+  virtual bool joins_collectives() const {
+    return false;
+  }
   // Whether `take` launches what it is given.
   virtual bool launches() const {
     return true;

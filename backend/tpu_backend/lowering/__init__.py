@@ -3,6 +3,7 @@
 from tpu_backend.lowering import (  # noqa: F401
     activation,
     bessel,
+    collectives,
     convolution,
     copy,
     ctc,

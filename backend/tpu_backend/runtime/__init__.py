@@ -16,6 +16,7 @@ from tpu_backend.collector import importing
 
 with importing():
     from tpu_backend import _C, composite, data_dependent, environment
+    from tpu_backend.distributed import operators, waiting
     from tpu_backend.lowering import names, registry
     from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
     from tpu_backend.runtime.debug import after_debug_op
@@ -36,7 +37,7 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int, 
     """
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
-    own = [(name, name) for name in registry.TABLE if name.startswith("tpu::")]
+    own = [(name, name) for name in registry.TABLE if name.startswith(("tpu::", "tpu_collective::"))]
     for overload, table_name in [*served, *own]:
         if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(
             overload, "PrivateUse1"
@@ -76,6 +77,7 @@ def initialize() -> None:
         platform.announce()
         shapes.register_meta_kernels()
         data_dependent.register()
+        operators.register()
         composite.register()
         transfer.spend_read_only_warning()
         # JAX warns at each fork, as DataLoader's workers are made.  Those leave the device alone, and
@@ -92,8 +94,8 @@ def initialize() -> None:
             untraced(transfer.put_numbers),
             untraced(transfer.put),
             untraced(transfer.copy),
-            untraced(transfer.get),
-            untraced(transfer.wait),
+            untraced(waiting.of_rank(transfer.get)),
+            untraced(waiting.of_rank(transfer.wait)),
             untraced(after_debug_op),
             untraced(describe_shortage),
             untraced(raise_range_error),

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
+from jax.sharding import PartitionSpec
 
 from tpu_backend import executable_cache
 from tpu_backend.compiling import compiling
@@ -43,7 +44,7 @@ from tpu_backend.runtime.stored_executable import (
     header_of,
     serialize,
 )
-from tpu_backend.runtime.target import Target, target_of
+from tpu_backend.runtime.target import Target, target_for
 from tpu_backend.runtime.user_line import first_line
 
 LOGS = ("compile",)
@@ -105,6 +106,11 @@ def lower_segment(
             shapes.append(jax.ShapeDtypeStruct((count,), dtype, sharding=sharding))
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
+    if target.mesh is not None:
+        everywhere = PartitionSpec()
+        function = jax.shard_map(
+            function, mesh=target.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        )
     with jax.enable_x64(True), lowering_for(target.platform):
         lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
     return lowered, tuple(bounds_checks)
@@ -269,7 +275,7 @@ def _described(descriptions: Sequence[dict[str, Any]]) -> str:
 def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: bool = True) -> Executable:
     names = tuple(entry.overload for entry, _, _ in summaries(description["tape"]))
     cache = executable_cache.current()
-    target = target_of(description["device"])
+    target = target_for(description)
     options = _options(description, target)
     key = key_of_tape(description, options, target)
     if cache is not None and key is not None and (found := _load(cache, key, names, target)) is not None:
@@ -299,7 +305,7 @@ def _padded(
 ) -> Executable | None:
     """The executable of a segment that a padded program serves, of this process or an earlier one."""
     made: list[Executable] = []  # for this segment: the first of those that share it
-    target = target_of(description["device"])
+    target = target_for(description)
 
     def build(lengthening: Lengthening) -> serving.Program:
         program, key = _compile_padded(lengthening, names, cause)
@@ -355,7 +361,7 @@ def _compile_padded(
     description = lengthening.family.description
     places = {local: position for position, local in enumerate(description["inputs"])}
     donated = tuple(places[local] for local in description["donated"])
-    target = target_of(description["device"])
+    target = target_for(description)
     shapes = lengthening.shapes(target.placement)
     with jax.enable_x64(True), lowering_for(target.platform):
         lowered = jax.jit(lengthening.function, donate_argnums=donated, keep_unused=True).lower(*shapes)
@@ -389,14 +395,32 @@ def _compiled(
         header = header_of(jax.tree.leaves(lowered.out_info), bounds_checks, temporary_bytes)
         _keep(cache, key, compiled, header | {"environment": environment(target)})
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
-    return Executable(
-        replicated.xla_executable.execute_sharded,
-        list(replicated.out_handler.handlers),
-        bounds_checks,
-        compiled,
-        from_disk=False,
-        key=key,
-    )
+    execute = replicated.xla_executable.execute_sharded
+    handlers = list(replicated.out_handler.handlers)
+    if target.mesh is not None:
+        execute, handlers = RankExecute(execute), []
+    return Executable(execute, handlers, bounds_checks, compiled, from_disk=False, key=key)
+
+
+class RankExecute:
+    """Launches a program of a mesh with one rank's arrays, and gives its results as such."""
+
+    def __init__(self, execute: Callable[..., Any]):
+        self._execute = execute
+
+    def __call__(self, arrays: list[Any], with_tokens: bool) -> _RankResults:
+        return _RankResults(self._execute(arrays, with_tokens=with_tokens))
+
+
+class _RankResults:
+    def __init__(self, results: Any):
+        self._results = results
+
+    def consume_with_handlers(self, handlers: list[Any]) -> list[Any]:
+        return [arrays[0] for arrays in self._results.disassemble_into_single_device_arrays()]
+
+    def consume_token(self) -> Any:
+        return self._results.consume_token()
 
 
 def _load(cache: ExecutableCache, key: str, names: Sequence[str], target: Target) -> Executable | None:
@@ -411,9 +435,10 @@ def _load(cache: ExecutableCache, key: str, names: Sequence[str], target: Target
         return None
     _remember_temporary(header["temporary_bytes"])
     log.info("loaded %d ops from %s: %s", len(names), cache.directory, _first_of(names))
-    return Executable(
-        loaded.execute_sharded, handlers, bounds_checks_of(header), None, from_disk=True, key=key
-    )
+    execute: Callable[..., Any] = loaded.execute_sharded
+    if target.mesh is not None:
+        execute, handlers = RankExecute(execute), []
+    return Executable(execute, handlers, bounds_checks_of(header), None, from_disk=True, key=key)
 
 
 def _keep(cache: ExecutableCache, key: str, compiled: jax.stages.Compiled, header: dict[str, Any]) -> None:

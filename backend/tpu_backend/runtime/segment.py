@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from tpu_backend import _C, views
 from tpu_backend.complex_half import decode, encode
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import BoundsCheck, collect_bounds_checks
+from tpu_backend.lowering.collectives import axis_of
 from tpu_backend.lowering.few_numbers import finds_few
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
@@ -220,7 +222,9 @@ def trace_entry(
         bounds_checks[:] = collected.made
         return [*results, *collected.out_of_range]
 
-    with jax.enable_x64(True), recorded_settings(precision) as settings:
+    ranks = entry.ranks
+    in_group = nullcontext() if ranks is None else axis_of(ranks)
+    with jax.enable_x64(True), in_group, recorded_settings(precision) as settings:
         jaxpr = jax.make_jaxpr(function)(*bases, *numbers, *starts)
     return EntryTrace(jaxpr, tuple(bounds_checks), precision, settings.was_read)
 

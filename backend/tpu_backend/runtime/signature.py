@@ -19,6 +19,7 @@ import torch
 
 from tpu_backend import _C, views
 from tpu_backend.exact_key import exact_key
+from tpu_backend.lowering.collectives import NAMESPACE
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 from tpu_backend.runtime.user_line import share_first_line
 
@@ -136,6 +137,13 @@ class Signature:
             is_list = isinstance(argument.value, ListArg)
             for position, leaf in enumerate(leaves(argument.value)):
                 yield f"{argument.name}[{position}]" if is_list else argument.name, leaf
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Of a collective: the ranks of its group."""
+        if not self.name.startswith(NAMESPACE):
+            return None
+        return next(leaf.value for name, leaf in self.named_leaves() if name == "ranks")
 
     def tensors(self) -> list[TensorArg]:
         """Its tensor arguments, lists taken apart."""

@@ -6,14 +6,18 @@ does not have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from jax.sharding import SingleDeviceSharding
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from tpu_backend.lowering.collectives import AXIS, NAMESPACE
 from tpu_backend.lowering.platforms import lowered_for
 from tpu_backend.runtime.platform import platform
+from tpu_backend.runtime.signature import summaries
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,20 @@ class Target:
 
     platform: str  # tpu, cuda or cpu
     device: Any
+    mesh: Mesh | None = None  # of the devices of the ranks that run the program together
 
     @property
-    def placement(self) -> SingleDeviceSharding:
-        """Where a program's arguments and results are."""
-        return SingleDeviceSharding(self.device)
+    def placement(self) -> SingleDeviceSharding | NamedSharding:
+        """Where a program's arguments and results are. To JAX those of a mesh are one value on all of its
+        devices; in truth each rank has its own.
+        """
+        if self.mesh is None:
+            return SingleDeviceSharding(self.device)
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
 
 
 @cache
@@ -36,6 +49,28 @@ def target_of(index: int) -> Target:
     """The device of this process with this index."""
     chosen = platform()
     return Target(chosen.name, chosen.devices[index])
+
+
+def target_for(description: dict[str, Any]) -> Target:
+    """What a segment is compiled for: its device, or the mesh of the group of its collectives.
+
+    Raises RuntimeError where it has collectives of two groups.
+    """
+    target = target_of(description["device"])
+    names = (entry for entry, _, _ in summaries(description["tape"]) if entry.name.startswith(NAMESPACE))
+    groups = {tuple(entry.signature.ranks or ()) for entry in names}
+    if not groups:
+        return target
+    if len(groups) > 1:
+        raise RuntimeError(f"one program has collectives of {len(groups)} groups: {sorted(groups)}")
+    return replace(target, mesh=_mesh_of(*groups))
+
+
+@cache
+def _mesh_of(ranks: tuple[int, ...]) -> Mesh:
+    """The devices of these ranks of the world, in their order; each process has one."""
+    by_rank = {device.process_index: device for device in jax.devices()}
+    return Mesh(np.array([by_rank[rank] for rank in ranks]), (AXIS,))
 
 
 def target_platform() -> str:

@@ -1,0 +1,511 @@
+#include "distributed/process_group.h"
+
+#include "device/device.h"
+#include "record/stream.h"
+#include "record/value.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+namespace py = pybind11;
+
+namespace tpu {
+namespace {
+
+// The recorded operators, see tpu_backend/distributed/operators.py.
+namespace recorded {
+
+template <class Schema>
+auto find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
+}
+
+at::Tensor all_reduce(const at::Tensor& self, c10::string_view reduce, at::IntArrayRef ranks) {
+  static const auto op = find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("tpu_collective::all_reduce");
+  return op.call(self, reduce, ranks);
+}
+at::Tensor all_gather(const at::Tensor& self, at::IntArrayRef ranks) {
+  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("tpu_collective::all_gather");
+  return op.call(self, ranks);
+}
+at::Tensor reduce_scatter(const at::Tensor& self, c10::string_view reduce, at::IntArrayRef ranks) {
+  static const auto op =
+      find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("tpu_collective::reduce_scatter");
+  return op.call(self, reduce, ranks);
+}
+at::Tensor all_to_all(const at::Tensor& self, at::IntArrayRef ranks) {
+  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("tpu_collective::all_to_all");
+  return op.call(self, ranks);
+}
+at::Tensor broadcast(const at::Tensor& self, int64_t root, at::IntArrayRef ranks) {
+  static const auto op = find<at::Tensor(const at::Tensor&, int64_t, at::IntArrayRef)>("tpu_collective::broadcast");
+  return op.call(self, root, ranks);
+}
+at::Tensor send_receive(const at::Tensor& self, at::IntArrayRef ranks) {
+  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("tpu_collective::send_receive");
+  return op.call(self, ranks);
+}
+
+} // namespace recorded
+
+c10::string_view name_of(const c10d::ReduceOp& op) {
+  switch (op) {
+    case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::PREMUL_SUM:
+      return "sum";
+    case c10d::ReduceOp::AVG:
+      return "avg";
+    case c10d::ReduceOp::PRODUCT:
+      return "product";
+    case c10d::ReduceOp::MIN:
+      return "min";
+    case c10d::ReduceOp::MAX:
+      return "max";
+    case c10d::ReduceOp::BAND:
+      return "band";
+    case c10d::ReduceOp::BOR:
+      return "bor";
+    case c10d::ReduceOp::BXOR:
+      return "bxor";
+    default:
+      TORCH_CHECK_VALUE(false, "this reduction is none of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM");
+  }
+}
+
+// What is reduced: PREMUL_SUM multiplies first.
+at::Tensor prepared(const at::Tensor& input, const c10d::ReduceOp& op) {
+  const bool is_bitwise = op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR || op == c10d::ReduceOp::BXOR;
+  TORCH_CHECK_TYPE(
+      !is_bitwise || c10::isIntegralType(input.scalar_type(), /*includeBool=*/true),
+      "a bitwise reduction of ", input.scalar_type(), ": BAND, BOR and BXOR take integers and bool");
+  TORCH_CHECK_TYPE(
+      op != c10d::ReduceOp::AVG || !c10::isIntegralType(input.scalar_type(), /*includeBool=*/true),
+      "an average of ", input.scalar_type(), ": AVG takes floats; reduce by SUM and divide");
+  if (op != c10d::ReduceOp::PREMUL_SUM) {
+    return input;
+  }
+  const auto* premul = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(premul != nullptr, "PREMUL_SUM without its factor");
+  return premul->tensor_factor.defined() ? input * premul->tensor_factor : input * premul->double_factor;
+}
+
+void check_on_device(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(
+      tensor.device().type() == kDeviceType,
+      "a collective of the tpu backend was given a tensor on ", tensor.device(), ": move it to the device, or make the group with \"cpu:gloo,tpu:tpu\"");
+}
+
+const at::Tensor& only(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "a collective takes one tensor a rank, and was given ", tensors.size());
+  check_on_device(tensors.front());
+  return tensors.front();
+}
+
+bool is_same_shape(const std::vector<at::Tensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) { return tensor.sizes() == tensors.front().sizes(); });
+}
+
+// A flat tensor with zeros behind it.
+at::Tensor padded(const at::Tensor& tensor, int64_t length) {
+  const at::Tensor flat = tensor.reshape(-1);
+  return flat.numel() == length ? flat : at::constant_pad_nd(flat, {0, length - flat.numel()});
+}
+
+} // namespace
+
+Work::Work(
+    c10d::OpType op,
+    int rank,
+    std::vector<at::Tensor> results,
+    std::string description,
+    bool waits,
+    std::chrono::milliseconds timeout)
+    : c10d::Work(rank, op), results_(std::move(results)), description_(std::move(description)), waits_(waits), timeout_(timeout) {
+  auto& stream = Device::get().stream(Device::get().current());
+  StreamLock lock(stream.mutex());
+  launch_ = stream.num_launched();
+}
+
+bool Work::isCompleted() {
+  py::gil_scoped_acquire gil;
+  auto& stream = Device::get().stream(Device::get().current());
+  StreamLock lock(stream.mutex());
+  return stream.done(launch_);
+}
+
+bool Work::wait(std::chrono::milliseconds timeout) {
+  if (timeout == kNoTimeout && !waits_) {
+    return true;
+  }
+  const auto limit = timeout == kNoTimeout ? timeout_ : timeout;
+  py::gil_scoped_acquire gil;
+  py::module_::import("tpu_backend.distributed.waiting")
+      .attr("wait_for_launch")(launch_, std::chrono::duration<double>(limit).count(), description_);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  if (!future_) {
+    std::vector<c10::Device> devices;
+    if (!results_.empty()) {
+      devices.push_back(results_.front().device());
+    }
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+    future_->markCompleted(at::IValue(results_));
+  }
+  return future_;
+}
+
+ProcessGroup::ProcessGroup(int rank, std::vector<int64_t> ranks, std::string name, std::chrono::milliseconds timeout)
+    : Backend(rank, static_cast<int>(ranks.size())),
+      ranks_(std::move(ranks)),
+      name_(std::move(name)),
+      options_(c10::make_intrusive<Options>("tpu", timeout)) {}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::done(
+    c10d::OpType op, std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool waits) {
+  ++num_collectives_;
+  return c10::make_intrusive<Work>(
+      op,
+      getRank(),
+      std::move(results),
+      c10::str(c10d::opTypeToString(op), " of group '", name_, "', ranks ", c10::Join(", ", ranks_)),
+      waits,
+      timeout == c10d::kUnsetTimeout ? options_->timeout : timeout);
+}
+
+void ProcessGroup::reduce_into(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+  if (input.numel() != 0) {
+    output.copy_(recorded::all_reduce(prepared(input, op), name_of(op), ranks_));
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor& tensor = only(tensors);
+  if (tensor.numel() != 0) {
+    tensor.copy_(recorded::broadcast(tensor, options.rootRank, ranks_));
+  }
+  return done(c10d::OpType::BROADCAST, tensors, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  reduce_into(only(tensors), tensors.front(), options.reduceOp);
+  return done(c10d::OpType::ALLREDUCE, tensors, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
+    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (const at::Tensor& tensor : tensors) {
+    check_on_device(tensor);
+    reduce_into(tensor, tensor, options.reduceOp);
+  }
+  return done(c10d::OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor& tensor = only(tensors);
+  if (tensor.numel() != 0) {
+    const at::Tensor reduced = recorded::all_reduce(prepared(tensor, options.reduceOp), name_of(options.reduceOp), ranks_);
+    if (getRank() == options.rootRank) {
+      tensor.copy_(reduced);
+    }
+  }
+  return done(c10d::OpType::REDUCE, tensors, options.timeout);
+}
+
+void ProcessGroup::gather_into(at::Tensor output, const at::Tensor& input) {
+  check_on_device(input);
+  check_on_device(output);
+  TORCH_CHECK_VALUE(
+      output.numel() == input.numel() * getSize() && output.scalar_type() == input.scalar_type(),
+      "all_gather into ", output.scalar_type(), output.sizes(), " of ", getSize(), " tensors ", input.scalar_type(), input.sizes(),
+      ": the output must have as many elements and their dtype");
+  if (input.numel() == 0) {
+    return;
+  }
+  // N dimensions stay N: to flatten them is a relayout on a TPU.
+  const bool is_tiled = input.dim() > 0 && output.dim() == input.dim() && output.size(0) == getSize() * input.size(0) &&
+      output.sizes().slice(1) == input.sizes().slice(1);
+  if (is_tiled) {
+    output.copy_(recorded::all_gather(input, ranks_));
+  } else {
+    output.copy_(recorded::all_gather(input.reshape(-1), ranks_).view(output.sizes()));
+  }
+}
+
+std::vector<at::Tensor> ProcessGroup::gather_uneven(const at::Tensor& input, const std::vector<int64_t>& lengths) {
+  const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  if (longest == 0) {
+    return std::vector<at::Tensor>(lengths.size(), input.reshape(-1));
+  }
+  const auto rows = recorded::all_gather(padded(input, longest), ranks_).view({getSize(), longest}).unbind(0);
+  std::vector<at::Tensor> parts;
+  for (size_t rank = 0; rank < rows.size(); ++rank) {
+    parts.push_back(rows[rank].narrow(0, 0, lengths[rank]));
+  }
+  return parts;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather(
+    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor& input = only(inputs);
+  TORCH_CHECK_VALUE(
+      outputs.size() == 1 && static_cast<int>(outputs.front().size()) == getSize(),
+      "all_gather of ", getSize(), " ranks needs a list of as many outputs");
+  auto& parts = outputs.front();
+  std::vector<int64_t> lengths;
+  for (const at::Tensor& part : parts) {
+    check_on_device(part);
+    lengths.push_back(part.numel());
+  }
+  TORCH_CHECK_VALUE(
+      lengths[getRank()] == input.numel(), "all_gather: this rank's own output has ", lengths[getRank()], " elements, its input ", input.numel());
+  const auto gathered = gather_uneven(input, lengths);
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    parts[rank].copy_(gathered[rank].view(parts[rank].sizes()));
+  }
+  return done(c10d::OpType::ALLGATHER, parts, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(
+    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  gather_into(output, input);
+  return done(c10d::OpType::_ALLGATHER_BASE, {output}, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    gather_into(outputs.at(i), inputs[i]);
+  }
+  return done(c10d::OpType::ALLGATHER_COALESCED, outputs, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::gather(
+    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::GatherOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor& input = only(inputs);
+  const std::vector<int64_t> lengths(getSize(), input.numel());
+  const auto gathered = gather_uneven(input, lengths);
+  std::vector<at::Tensor> results;
+  if (getRank() == options.rootRank) {
+    TORCH_CHECK_VALUE(
+        outputs.size() == 1 && static_cast<int>(outputs.front().size()) == getSize(),
+        "gather to this rank needs a list of ", getSize(), " outputs");
+    results = outputs.front();
+    for (size_t rank = 0; rank < results.size(); ++rank) {
+      results[rank].copy_(gathered[rank].view(results[rank].sizes()));
+    }
+  }
+  return done(c10d::OpType::GATHER, results, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::scatter(
+    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ScatterOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor& output = only(outputs);
+  const bool is_root = getRank() == options.rootRank;
+  TORCH_CHECK_VALUE(
+      !is_root || (inputs.size() == 1 && static_cast<int>(inputs.front().size()) == getSize() && is_same_shape(inputs.front())),
+      "scatter from this rank needs a list of ", getSize(), " inputs of one shape");
+  if (output.numel() != 0) {
+    const at::Tensor parts = is_root ? at::stack(inputs.front()).view({getSize(), -1})
+                                     : at::zeros({getSize(), output.numel()}, output.options());
+    output.copy_(recorded::all_to_all(parts, ranks_).select(0, options.rootRank).view(output.sizes()));
+  }
+  return done(c10d::OpType::SCATTER, outputs, options.timeout);
+}
+
+void ProcessGroup::reduce_scatter_into(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
+  check_on_device(input);
+  check_on_device(output);
+  TORCH_CHECK_VALUE(
+      input.numel() == output.numel() * getSize() && output.scalar_type() == input.scalar_type(),
+      "reduce_scatter of ", input.scalar_type(), input.sizes(), " over ", getSize(), " ranks into ", output.scalar_type(), output.sizes(),
+      ": the input must have as many elements as all outputs together, and their dtype");
+  const bool is_bitwise = op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR || op == c10d::ReduceOp::BXOR;
+  TORCH_CHECK_VALUE(!is_bitwise, "reduce_scatter takes SUM, AVG, PRODUCT, MIN, MAX and PREMUL_SUM");
+  if (output.numel() == 0) {
+    return;
+  }
+  const bool is_tiled = output.dim() > 0 && output.dim() == input.dim() && input.size(0) == getSize() * output.size(0) &&
+      output.sizes().slice(1) == input.sizes().slice(1);
+  const at::Tensor whole = prepared(is_tiled ? input : input.reshape(-1), op);
+  output.copy_(recorded::reduce_scatter(whole, name_of(op), ranks_).view(output.sizes()));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(
+    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ReduceScatterOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor& output = only(outputs);
+  TORCH_CHECK_VALUE(
+      inputs.size() == 1 && static_cast<int>(inputs.front().size()) == getSize(),
+      "reduce_scatter over ", getSize(), " ranks needs a list of as many inputs");
+  const auto& parts = inputs.front();
+  int64_t longest = 0;
+  for (const at::Tensor& part : parts) {
+    check_on_device(part);
+    longest = std::max(longest, part.numel());
+  }
+  TORCH_CHECK_VALUE(
+      parts[getRank()].numel() == output.numel(), "reduce_scatter: this rank's output has ", output.numel(), " elements, its part ", parts[getRank()].numel());
+  if (longest > 0) {
+    std::vector<at::Tensor> rows;
+    for (const at::Tensor& part : parts) {
+      rows.push_back(padded(part, longest));
+    }
+    const at::Tensor mine = recorded::reduce_scatter(prepared(at::cat(rows), options.reduceOp), name_of(options.reduceOp), ranks_);
+    output.copy_(mine.narrow(0, 0, output.numel()).view(output.sizes()));
+  }
+  return done(c10d::OpType::REDUCE_SCATTER, outputs, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  reduce_scatter_into(output, input, options.reduceOp);
+  return done(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    reduce_scatter_into(outputs.at(i), inputs[i], options.reduceOp);
+  }
+  return done(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, options.timeout);
+}
+
+void ProcessGroup::exchange(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  // Every rank must launch the same program, so the longest part of all is agreed on: split sizes are data.
+  int64_t longest = 1;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    longest = std::max({longest, outputs[rank].numel(), inputs[rank].numel()});
+  }
+  const auto bucket = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(longest)));
+  const at::Tensor agreed = recorded::all_reduce(at::full({1}, bucket, inputs.front().options().dtype(at::kLong)), "max", ranks_);
+  const auto length = agreed.item<int64_t>();
+  std::vector<at::Tensor> rows;
+  for (const at::Tensor& input : inputs) {
+    rows.push_back(padded(input, length));
+  }
+  const at::Tensor exchanged = recorded::all_to_all(at::stack(rows), ranks_);
+  for (int rank = 0; rank < getSize(); ++rank) {
+    if (outputs[rank].numel() != 0) {
+      outputs[rank].copy_(exchanged.select(0, rank).narrow(0, 0, outputs[rank].numel()).view(outputs[rank].sizes()));
+    }
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits,
+    const c10d::AllToAllOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  check_on_device(input);
+  check_on_device(output);
+  if (output_splits.empty() && input_splits.empty()) {
+    TORCH_CHECK_VALUE(
+        input.dim() > 0 && input.size(0) % getSize() == 0 && output.numel() == input.numel(),
+        "all_to_all of ", input.sizes(), " into ", output.sizes(), " over ", getSize(), " ranks: dim 0 must be divisible, or give split sizes");
+    if (input.numel() != 0) {
+      output.copy_(recorded::all_to_all(input, ranks_).view(output.sizes()));
+    }
+    return done(c10d::OpType::ALLTOALL_BASE, {output}, options.timeout);
+  }
+  const auto parts = [&](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
+    if (splits.empty()) {
+      return tensor.chunk(getSize());
+    }
+    TORCH_CHECK_VALUE(
+        static_cast<int>(splits.size()) == getSize() && std::accumulate(splits.begin(), splits.end(), int64_t{0}) == tensor.size(0),
+        "all_to_all: the splits ", splits, " are not ", getSize(), " that add up to ", tensor.size(0), ", the tensor's first dim");
+    return tensor.split_with_sizes(splits);
+  };
+  exchange(parts(output, output_splits), parts(input, input_splits));
+  return done(c10d::OpType::ALLTOALL_BASE, {output}, options.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::alltoall(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllToAllOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  TORCH_CHECK_VALUE(
+      static_cast<int>(inputs.size()) == getSize() && outputs.size() == inputs.size(),
+      "all_to_all over ", getSize(), " ranks needs as many inputs and outputs");
+  exchange(outputs, inputs);
+  return done(c10d::OpType::ALLTOALL, outputs, options.timeout);
+}
+
+void ProcessGroup::startCoalescing() {
+  is_coalescing_ = true;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  is_coalescing_ = false;
+  auto transfers = std::exchange(transfers_, {});
+  std::stable_sort(transfers.begin(), transfers.end(), [](const Transfer& some, const Transfer& other) {
+    return std::pair(some.source, some.destination) < std::pair(other.source, other.destination);
+  });
+  for (const auto& transfer : transfers) {
+    launch(transfer);
+  }
+  return done(c10d::OpType::COALESCED, std::exchange(coalesced_, {}), c10d::kUnsetTimeout);
+}
+
+void ProcessGroup::launch(const Transfer& transfer) {
+  const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
+  const at::Tensor arrived = recorded::send_receive(transfer.tensor, ends);
+  if (getRank() == transfer.destination) {
+    transfer.tensor.copy_(arrived);
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::transfer(Transfer transfer, c10d::OpType op) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  TORCH_CHECK_VALUE(transfer.source != transfer.destination, "a rank cannot send to itself");
+  const std::vector<at::Tensor> results{transfer.tensor};
+  if (is_coalescing_) {
+    coalesced_.push_back(transfer.tensor);
+    transfers_.push_back(std::move(transfer));
+  } else if (transfer.tensor.numel() != 0) {
+    launch(transfer);
+  }
+  return done(op, results, c10d::kUnsetTimeout);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination, int) {
+  return transfer({only(tensors), getRank(), destination}, c10d::OpType::SEND);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source, int) {
+  return transfer({only(tensors), source, getRank()}, c10d::OpType::RECV);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor token = at::ones({1}, at::TensorOptions().device(at::Device(kDeviceType, Device::get().current())).dtype(at::kInt));
+  reduce_into(token, token, c10d::ReduceOp::SUM);
+  return done(c10d::OpType::BARRIER, {token}, options.timeout, /*waits=*/true);
+}
+
+} // namespace tpu

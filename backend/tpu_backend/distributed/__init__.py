@@ -1,0 +1,35 @@
+"""Many processes, one device each: the c10d backend "tpu".
+
+`install` makes it known to `torch.distributed` when torch is imported. A first group starts JAX's runtime in
+this process as one of many (`start.py`); each group is a `ProcessGroup` of csrc/distributed.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from tpu_backend.after_import import after_import
+
+
+def install() -> None:
+    """Register the backend with torch.distributed, once somebody imports that."""
+    after_import("torch.distributed.distributed_c10d", _register)
+
+
+def _register(c10d: ModuleType) -> None:
+    if "tpu" not in c10d.Backend.backend_list:
+        c10d.Backend.register_backend("tpu", _make_group, extended_api=True, devices=["tpu"])
+
+
+def _make_group(options: Any, backend_options: Any) -> Any:
+    """The backend of one group, for `torch.distributed`; the world's comes first."""
+    from tpu_backend import _C
+    from tpu_backend.distributed import start
+
+    seconds = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        ranks = list(range(options.group_size))
+        start.start(options.store, options.group_rank, options.group_size, seconds)
+    return _C.make_process_group(options.group_rank, ranks, options.group_id, seconds)
