@@ -6,8 +6,13 @@ this process as one of many (`start.py`); each group is a `ProcessGroup` of csrc
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
 
 from tpu_backend.after_import import after_import
 
@@ -18,8 +23,26 @@ def install() -> None:
 
 
 def _register(c10d: ModuleType) -> None:
-    if "tpu" not in c10d.Backend.backend_list:
-        c10d.Backend.register_backend("tpu", _make_group, extended_api=True, devices=["tpu"])
+    if "tpu" in c10d.Backend.backend_list:
+        return
+    c10d.Backend.register_backend("tpu", _make_group, extended_api=True, devices=["tpu"])
+    c10d._new_process_group_helper = _with_default(c10d._new_process_group_helper)  # type: ignore[attr-defined]
+
+
+def _with_default(make: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch takes gloo for the default backend of a group unless it is one of its own, and DDP asks the
+    default: where there is no gloo, it raises.
+    """
+
+    @functools.wraps(make)
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        group = made[0]
+        if isinstance(group, ProcessGroup) and torch.device("tpu") in group._device_types:
+            group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+        return made
+
+    return make_group
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
