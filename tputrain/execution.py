@@ -191,8 +191,7 @@ class Execution:
 
     def end_training(self) -> None:
         """The run has done all its steps: say so where it did not come to what was asked for."""
-        is_captured = self._cfg.train == "captured"
-        if is_captured and self._num_in_parts > 0 and self._is_early(self._steps_done() - 1):
+        if self.captures_training and self._num_in_parts > 0 and self._is_early(self._steps_done() - 1):
             say(
                 f"execution.train=captured: not reached, as the first {self._cfg.first_steps} steps of a run "
                 "are in parts (execution.first_steps)"

@@ -44,7 +44,7 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> KeptRecords:
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
-    optimizer, log_every = changes.pop("optimizer", None), changes.pop("log_every", 2)
+    optimizer = changes.pop("optimizer", None)
     callbacks = changes.pop("callbacks", [])
     optim = changes.pop("optim", OptimConfig())
     schedule = changes.pop("schedule", ScheduleConfig(name="constant", warmup_steps=0))
@@ -60,7 +60,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
             optim=optim,
             schedule=schedule,  # the default is not of how many steps there are
             checkpoint=CheckpointConfig(every=4),
-            log=LogConfig(every=log_every, progress="none"),
+            log=LogConfig(every=2, progress="none"),
         ),
         train_loader=data,
         val_loader=batches([6, 6]),
