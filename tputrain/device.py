@@ -114,24 +114,13 @@ def flush(device: torch.device) -> None:
         torch.tpu.flush()  # type: ignore[attr-defined]
 
 
-def wait(device: torch.device) -> None:
-    """Until all that was dispatched is computed."""
-    if device.type == "tpu":
-        torch.tpu.synchronize()  # type: ignore[attr-defined]
-
-
 def captured(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer: Optimizer) -> Any:
     """A step of these that the tpu device replays without its Python once it was recorded twice alike."""
     return torch.tpu.capture(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
 
 
-def rehearsal(device: torch.device) -> AbstractContextManager[object]:
-    """The context in which the tpu device has threads compile what is recorded, and takes it back."""
-    return torch.tpu.rehearsal(device)  # type: ignore[attr-defined]
-
-
 def is_compiling_ahead(device: torch.device) -> bool:
-    """Whether threads are still compiling what was rehearsed, or the program that follows steps in parts."""
+    """Whether threads are still compiling the program that follows steps in parts."""
     return device.type == "tpu" and torch.tpu.is_compiling_ahead()  # type: ignore[attr-defined]
 
 

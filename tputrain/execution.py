@@ -13,9 +13,8 @@ from torch import nn
 from tputrain import device as devices
 from tputrain.announce import say
 from tputrain.config_checks import expect, expect_at_least, expect_choice
-from tputrain.execution_trial import Trial
 
-FORMS = ("debug", "strict", "fused", "compile", "captured", "auto")
+FORMS = ("debug", "strict", "fused", "compile", "captured")
 _IN_PARTS = "fused in parts"  # the form of first steps (torch.tpu.eager_mode)
 _PREPARED_AT = 2  # steps in parts: then a thread begins to compile the one program that follows
 _ONE_PROGRAM = ("fused", "captured")  # made of what is recorded op by op: these begin in parts
@@ -29,17 +28,16 @@ class ExecutionConfig:
     - debug: an operation at a time, waiting for each.
     - strict: a program an operation.
     - fused: a program a step.
-    - compile: a program a step through torch.compile, at less cost for the host.
+    - compile: a program a step through torch.compile.
     - captured: fused; once a step was recorded twice alike, it is launched without any Python. Training only.
-    - auto: fused, and compile once it was measured to be faster.
     """
 
     train: str = "fused"
     """Training steps."""
     validate: str = "fused"
-    """Evaluations; auto: what training does."""
+    """Evaluations."""
     sample: str = "fused"
-    """Text from the model; auto: what training does."""
+    """Text from the model."""
     first_steps: int = 32
     """Steps of a run, from 0, in which fused steps run in parts, which equal layers share. They begin soon;
     meanwhile a thread compiles the programs that follow. A resumed run changes over at the same step."""
@@ -61,11 +59,17 @@ class ExecutionConfig:
         if self.autocast is not None:
             expect_choice("execution.autocast", self.autocast, ("bfloat16",))
         expect_at_least("execution.first_steps", self.first_steps, 0)
-        expect_choice("execution.train", self.train, FORMS)
+        _expect_form("execution.train", self.train, FORMS)
         for phase in ("validate", "sample"):  # which need no gradients, and so little of the host
             name, form = f"execution.{phase}", getattr(self, phase)
             expect(form != "captured", name, form, "fused, or compile: captured is a form of training steps")
-            expect_choice(name, form, tuple(each for each in FORMS if each != "captured"))
+            _expect_form(name, form, tuple(each for each in FORMS if each != "captured"))
+
+
+def _expect_form(name: str, form: str, choices: tuple[str, ...]) -> None:
+    gone = "auto is gone: fused, the default, was never slower"
+    expect(form != "auto", name, form, f"one of {', '.join(choices)}; {gone}")
+    expect_choice(name, form, choices)
 
 
 class Execution:
@@ -84,8 +88,7 @@ class Execution:
         devices.use_executable_cache(device, cfg.executable_cache)
         self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
         self._prepares_whole = last_step > cfg.first_steps
-        self._trial = Trial(device) if cfg.train == "auto" else None
-        self._form = self._form_of_training = "fused" if cfg.train == "auto" else cfg.train
+        self._form = cfg.train
         self._mode: tuple[str, str] | None = None  # of the device, and whether it runs in parts
         self._forms_trained: set[str] = set()
         self._num_in_parts = 0  # steps trained in this process
@@ -99,9 +102,7 @@ class Execution:
     @property
     def first_of(self) -> str:
         """What a first step is the first of, for people."""
-        if len(self._forms_trained) <= 1:
-            return "of this process"
-        return "by torch.compile" if self._form == "compile" else f"that is {self._form}"
+        return "of this process" if len(self._forms_trained) <= 1 else f"that is {self._form}"
 
     @cached_property
     def _compiled(self) -> Any:
@@ -116,8 +117,7 @@ class Execution:
             yield
 
     def _form_of(self, name: str) -> str:
-        form = self._form_of_training if name == "train" else getattr(self._cfg, name)
-        form = self._form_of_training if form == "auto" else form
+        form: str = getattr(self._cfg, name)
         return _IN_PARTS if form in _ONE_PROGRAM and self._is_early(self._steps_done()) else form
 
     def _is_early(self, step: int) -> bool:
@@ -126,7 +126,7 @@ class Execution:
 
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:
-        """In here the model runs in one of FORMS but auto, or in parts."""
+        """In here the model runs in one of FORMS, or in parts."""
         outer = self._form, self._mode
         self._form, self._mode = form, self._mode_for(form)
         try:
@@ -172,11 +172,9 @@ class Execution:
 
     # -- training, step by step
 
-    def before_step(self, step: int) -> bool:
-        """Take the form for the step after `step`; whether it is one that this process has not run, and that
-        takes its time."""
-        if self._trial is not None and not self._is_early(step):
-            self._form_of_training = self._trial.before_step(step)
+    def before_step(self) -> bool:
+        """Take the form for the next step; whether it is one that this process has not run, and that takes
+        its time."""
         form = self._form_of("train")
         is_new = form not in self._forms_trained
         if form in _ONE_PROGRAM and _IN_PARTS in self._forms_trained:
@@ -187,43 +185,14 @@ class Execution:
         self._change_to(form)
         return is_new
 
-    @property
-    def wants_rehearsal(self) -> bool:
-        """Whether the next step shall first be recorded as a compiled one, and taken back."""
-        return self._trial is not None and self._trial.wants_rehearsal
-
-    @contextmanager
-    def rehearsed(self) -> Iterator[None]:
-        """In here a step is recorded as a compiled one."""
-        assert self._trial is not None
-        self._trial.rehearsed()
-        with self.in_form("compile"):
-            yield
-
-    def after_step(self, step: int) -> None:
-        """Step number `step` was dispatched."""
-        if self._trial is not None and not self._is_early(step - 1):
-            self._trial.after_step(step)
-            self._form_of_training = self._trial.form  # which may have been chosen now
+    def after_step(self) -> None:
+        """A step was dispatched; what is computed before the next one has the form of that."""
         self._change_to(self._form_of("train"))
 
     def end_training(self) -> None:
         """The run has done all its steps: say so where it did not come to what was asked for."""
-        form = self._cfg.train
-        if form in ("auto", "captured") and self._num_in_parts > 0 and self._is_early(self._steps_done() - 1):
+        if self.captures_training and self._num_in_parts > 0 and self._is_early(self._steps_done() - 1):
             say(
-                f"execution.train={form}: not reached, as the first {self._cfg.first_steps} steps of a run "
+                f"execution.train=captured: not reached, as the first {self._cfg.first_steps} steps of a run "
                 "are in parts (execution.first_steps)"
             )
-        elif self._trial is not None:
-            self._trial.end()
-
-    def state(self) -> dict[str, Any] | None:
-        """What a checkpoint holds of it."""
-        return None if self._trial is None else self._trial.state()
-
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Take what `state` gave; an evaluation that comes before the next step runs as it would have."""
-        if self._trial is not None and state is not None:
-            self._trial = Trial(self._device, **state)
-            self._form = self._form_of_training = self._trial.form

@@ -30,7 +30,7 @@ from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.config import RunConfig
 from tputrain.config_checks import spelled
 from tputrain.config_differences import changed_settings
-from tputrain.errors import RunFailedError, UserError, in_words
+from tputrain.errors import RunFailedError, UserError
 from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
 from tputrain.feed import feed_of
@@ -52,7 +52,6 @@ from tputrain.optim.optimizer import build_optimizer, create_state, other_rates,
 from tputrain.optim.ownership import check_ownership
 from tputrain.optim.schedule import LearningRate, jump
 from tputrain.optim.schedule_free import progress_options
-from tputrain.rehearsed_step import taken_back
 from tputrain.run_lock import RunLock, is_locked
 from tputrain.signals import SignalWatch
 from tputrain.trainer_arguments import check_arguments
@@ -208,8 +207,7 @@ class Trainer:
         """One step; False where a signal came while it waited for its data."""
         assert self._data is not None
         step = self.step
-        with self._step_log.waiting_for_device():  # where both forms of a step are measured
-            self._is_warm &= not self.execution.before_step(step)
+        self._is_warm &= not self.execution.before_step()
         self._expect_compilation(not self._is_warm)  # once more: an evaluation may have come since the start
         if (batches := self._wait_for_data(self._data.draw)) is None:
             return False
@@ -218,8 +216,6 @@ class Trainer:
             self._expect_compilation(True)
         if self.step != step:  # what was read meanwhile took the run back
             return self._advance()
-        if self.execution.wants_rehearsal:
-            self._rehearse(batches)
         if self.is_interrupted:
             return False
         self._bad_steps.replay_if_due(batches.host)
@@ -233,8 +229,7 @@ class Trainer:
         self.execution.has_run("train", batches.form)
         if self.step <= step:  # it was bad, and the run is back before it
             return self._advance()
-        with self._step_log.waiting_for_device():
-            self.execution.after_step(self.step)
+        self.execution.after_step()
         # Before values are read, so that the device has them by then.
         if not (self._should_end() or self._evaluation_is_due() or self._save_is_due()):
             self._wait_for_data(self._data.draw_ahead)
@@ -269,18 +264,13 @@ class Trainer:
             raise UserError(
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
-        loss, grad_norm, rates = self._dispatch(batches)
-        self._writer.let_write()
-        self._count_step(batches.host, loss, grad_norm, rates)
-
-    def _dispatch(self, batches: StepBatches) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Forward, backward and update; returns loss, gradient norm, and the optimizer's rates."""
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
         is_captured = self.execution.captures and not self._bad_steps.leaves_out_next
         update = self._captured_update if is_captured else self._update
         loss, grad_norm = update(*batches.counted)
         devices.flush(self.device)
-        return loss, grad_norm, rates
+        self._writer.let_write()
+        self._count_step(batches.host, loss, grad_norm, rates)
 
     def _update(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
         withheld = self._bad_steps.withheld_update()
@@ -292,32 +282,8 @@ class Trainer:
 
     @cached_property
     def _captured_update(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return devices.captured(self._update, self._modules, self.optimizer)
-
-    @property
-    def _modules(self) -> list[nn.Module]:
-        return [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
-
-    def _rehearse(self, batches: StepBatches) -> None:
-        """Have threads build the compiled step while the steps go on as they are. The run does not change."""
-        self._expect_compilation(True)  # tracing takes long, too
-        with self._watchdog.phase(READING):
-            devices.wait(self.device)  # an error of an earlier step is none of the rehearsal's
-        averages = [each for each in (self.evaluation_weights.ema,) if each is not None]
-        with self.execution.rehearsed():
-            try:
-                with (
-                    self._watchdog.phase(FIRST_STEP),
-                    announced("execution.train=auto: a compiled step is recorded, threads compile it"),
-                    taken_back(self.device, self._modules, self.optimizer, *averages),
-                ):
-                    self._dispatch(batches)
-            except Exception as error:
-                say(
-                    "execution.train=auto: the compiled step is not built in the background but when its "
-                    f"first step comes, since recording it failed: {in_words(error)}"
-                )
-        self._signals.rescue_by(None)
+        modules = [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
+        return devices.captured(self._update, modules, self.optimizer)
 
     def compute_gradients(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping.
@@ -533,7 +499,6 @@ class Trainer:
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
             "bad_steps": self._bad_steps.state(),
-            "execution": self.execution.state(),
             "padding": padding_of(self.model),
             "config": asdict(self.cfg),
             "versions": versions(),
@@ -564,7 +529,7 @@ class Trainer:
 
     def repeat_step(self) -> None:
         """A step that was done before `go_back`; it is not logged again."""
-        self.execution.before_step(self.step)
+        self.execution.before_step()
         with self._watchdog.phase(FIRST_STEP):
             self._train_step(self.batches_of_next_step())
             self._step_log.wait()
@@ -633,13 +598,15 @@ class Trainer:
             self.best = None  # earlier versions took a first evaluation of NaN for the best
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
-        self.execution.restore(state.get("execution"))
         is_own = self.store is not None and self.store.holds(path)
         self._saved_at = self.step if is_own else None
         self._resumed = self._is_of_run = True
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
         devices.flush(self.device)
         say(f"resumed from {name or path} at step {self.step} ({self.num_done:,} {self.unit})")
+        if is_own and state.get("execution") is not None:  # what auto had measured
+            form = state["config"]["execution"]["train"]
+            say(f"note: execution.train was auto, which is gone; {form} takes its place")
         for key, (old, new) in changed_settings(state["config"], self.cfg).items() if is_own else ():
             if key != "run_dir":  # the same directory, by whatever name
                 say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")

@@ -220,6 +220,16 @@ def test_a_checkpoint_set_aside_does_not_count_among_those_kept(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("train", "validate"), [("compile", "compile"), ("captured", "fused")])
+def test_evaluations_that_were_to_do_what_training_does_have_its_form(tmp_path, train, validate):
+    forms = {"train": train, "validate": "auto", "sample": "strict"}
+    contents.write_state(
+        contents.state_text({"step": 1, "config": {"execution": forms}, "versions": {}}), tmp_path
+    )
+    loaded = contents.load_state(tmp_path)["config"]["execution"]
+    assert loaded == {"train": train, "validate": validate, "sample": "strict"}
+
+
 def test_a_directory_where_a_file_should_be_is_refused(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     seal(tmp_path)

@@ -1,7 +1,5 @@
-"""`execution.*`: in which form each phase runs, how `auto` chooses, and what compiles too often."""
+"""`execution.*`: in which form each phase runs, and what compiles too often."""
 
-import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -24,14 +22,6 @@ from tputrain import (
 )
 from tputrain import device as devices
 from tputrain.execution import Execution
-from tputrain.execution_trial import BLOCK_STEPS, BLOCKS, WARM_STEPS, Trial
-
-# Of a trial whose compiled step is built in the time of one: steps to the first of them, and to the choice.
-SOONEST_COMPILED = WARM_STEPS + 1 + BLOCKS * BLOCK_STEPS
-SOONEST_CHOICE = SOONEST_COMPILED + WARM_STEPS + BLOCKS * BLOCK_STEPS
-
-AUTO = ExecutionConfig(train="auto", first_steps=0)
-ALL_AUTO = ExecutionConfig(train="auto", validate="auto", first_steps=0)
 
 
 class Classifier(nn.Module):
@@ -54,7 +44,7 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, **changes) -> KeptRecords:
     sizes, run_dir = changes.pop("sizes", [6] * steps), changes.pop("run_dir", None)
-    optimizer, log_every = changes.pop("optimizer", None), changes.pop("log_every", 2)
+    optimizer = changes.pop("optimizer", None)
     callbacks = changes.pop("callbacks", [])
     optim = changes.pop("optim", OptimConfig())
     schedule = changes.pop("schedule", ScheduleConfig(name="constant", warmup_steps=0))
@@ -70,7 +60,7 @@ def fit(execution: ExecutionConfig, steps: int, model: nn.Module | None = None, 
             optim=optim,
             schedule=schedule,  # the default is not of how many steps there are
             checkpoint=CheckpointConfig(every=4),
-            log=LogConfig(every=log_every, progress="none"),
+            log=LogConfig(every=2, progress="none"),
         ),
         train_loader=data,
         val_loader=batches([6, 6]),
@@ -282,75 +272,29 @@ def test_nothing_is_said_where_the_program_is_there_when_the_first_steps_are_ove
     assert "that is fused" not in said
 
 
-@pytest.fixture
-def built_at_once(monkeypatch):
-    """The compiled step is there one step after threads have begun with it. The number of its program."""
-    program: list[int] = []
-
-    def wait(_: torch.device) -> bool:
-        while torch.tpu.is_compiling_ahead():
-            time.sleep(0.01)
-        program[:] = [each.number for each in torch.tpu.compilations()[-1:]]
-        return False
-
-    monkeypatch.setattr(devices, "is_compiling_ahead", wait)
-    return program
-
-
-@torch.compiler.disable
-def dawdle() -> None:
-    time.sleep(0.03)
-
-
-class SlowWhere(Classifier):
-    def __init__(self, compiled: bool):
-        super().__init__()
-        self.slow_where_compiled = compiled
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and torch.compiler.is_compiling() == self.slow_where_compiled:
-            dawdle()
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("slow_where_compiled", "line"),
-    [
-        (False, f"compile from step {SOONEST_CHOICE + 1} on; a compiled step takes"),
-        (True, "stays fused; a compiled step takes"),
-    ],
-)
-@pytest.mark.usefixtures("built_at_once")
-def test_auto_measures_both_and_says_what_it_chose(slow_where_compiled, line, tmp_path, capsys):
-    steps = SOONEST_CHOICE + 2
-    changes = {"run_dir": tmp_path, "evaluate_every": None}
-    fit(ALL_AUTO, steps, SlowWhere(slow_where_compiled), **changes)
-    said = [each for each in capsys.readouterr().out.splitlines() if "execution.train=auto" in each]
-    assert "a compiled step is recorded, threads compile it" in said[0]
-    assert line in said[-1]
-    assert sum("compiled step takes" in each for each in said) == 1
-    newest = tmp_path / "checkpoints" / f"step-{steps}" / "state.json"
-    state = json.loads(newest.read_text())["execution"]
-    assert state["chosen"] == ("fused" if slow_where_compiled else "compile")
-    # What the checkpoint says holds, whatever would be measured now.
-    torch.tpu.flush()
-    fit(ALL_AUTO, steps + 2, SlowWhere(not slow_where_compiled), **changes, sizes=[6] * (steps + 2))
-    assert "execution.train=auto" not in capsys.readouterr().out
-    assert (
-        json.loads((newest.parents[1] / f"step-{steps + 2}" / "state.json").read_text())["execution"] == state
-    )
-
-
 def test_elsewhere_than_on_the_device_no_step_is_in_parts():
     execution = Execution(Classifier(), torch.device("cpu"), ExecutionConfig(first_steps=5), lambda: 0)
     with execution.phase("train"):
-        assert [execution.before_step(step) for step in (0, 4, 5, 6)] == [True, False, False, False]
+        assert [execution.before_step() for _ in range(4)] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("form", ["auto", "captured"])
-def test_a_run_that_is_in_parts_up_to_its_end_says_so(form, capsys):
-    fit(ExecutionConfig(train=form, first_steps=2), 2, evaluate_every=None)
-    assert f"execution.train={form}: not reached, as the first 2 steps of a run are in parts" in (
+class PartsSeen(Callback):
+    def __init__(self) -> None:
+        self.between_steps: list[str] = []
+
+    def on_step_end(self, *_: object) -> None:
+        self.between_steps.append(torch.tpu.get_parts())
+
+
+def test_what_comes_between_steps_has_the_form_of_the_next_one():
+    seen = PartsSeen()
+    fit(ExecutionConfig(first_steps=2), 3, callbacks=[seen])
+    assert seen.between_steps == ["prepare", "never", "never"]
+
+
+def test_a_run_that_is_in_parts_up_to_its_end_says_so(capsys):
+    fit(CAPTURED, 2, evaluate_every=None)
+    assert "execution.train=captured: not reached, as the first 2 steps of a run are in parts" in (
         capsys.readouterr().out
     )
 
@@ -363,190 +307,6 @@ class Stop(Callback):
 def test_a_run_that_is_stopped_while_it_is_in_parts_says_nothing(capsys):
     fit(ExecutionConfig(train="captured", first_steps=2), 4, evaluate_every=None, callbacks=[Stop()])
     assert "not reached" not in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("built_at_once")
-def test_what_auto_waits_for_the_device_is_time_of_its_steps(monkeypatch):
-    monkeypatch.setattr(devices, "wait", lambda _: time.sleep(0.1))
-    first = SOONEST_COMPILED - BLOCKS * BLOCK_STEPS + 1
-    records = fit(AUTO, SOONEST_COMPILED, evaluate_every=None, log_every=1).steps
-    seconds = {each["step"]: each["step_seconds"] for each in records}
-    edges = [first + block * BLOCK_STEPS + place for block in range(BLOCKS) for place in (0, BLOCK_STEPS - 1)]
-    assert all(seconds[step] >= 0.1 for step in edges)
-
-
-class SaysItsMode(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.modes: list[tuple[str, str]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and not torch.compiler.is_compiling():
-            self.modes.append((torch.tpu.get_eager_mode(), torch.tpu.get_parts()))
-        return super().forward(x)
-
-
-@pytest.mark.usefixtures("built_at_once")
-def test_auto_begins_its_trial_behind_the_steps_in_parts(tmp_path, capsys):
-    auto = ExecutionConfig(train="auto", first_steps=3)
-    changes = {"run_dir": tmp_path, "evaluate_every": None}
-    model = SaysItsMode()
-    steps = 3 + SOONEST_COMPILED
-    fit(auto, steps, model, **changes)
-    assert model.modes == [("fused", "prepare")] * 3 + [("fused", "never")] * SOONEST_COMPILED
-    newest = tmp_path / "checkpoints" / f"step-{steps}" / "state.json"
-    record = json.loads(newest.read_text())["execution"]
-    assert (record["begun_at"], record["ready_at"]) == (3, 8)
-    assert "the run ended before fused and compiled steps were both measured" in capsys.readouterr().out
-    resumed = SaysItsMode()
-    fit(auto, steps + 1, resumed, **changes, sizes=[6] * (steps + 1))
-    assert ("fused", "prepare") not in resumed.modes
-
-
-@pytest.mark.parametrize(
-    ("record", "form"),
-    [
-        ({"begun_at": 0, "seconds": {}, "chosen": "compile"}, "compile"),
-        ({"begun_at": 0, "form": "compile", "chosen": "fused"}, "fused"),
-        ({"begun_at": 0, "ready_at": 5, "form": "compile", "chosen": None}, "compile"),  # in the middle of it
-        ({"begun_at": 0, "form": "compile", "chosen": None}, "fused"),  # of a trial without a rehearsal
-        ({"begun_at": None}, "fused"),
-    ],
-)
-def test_before_the_first_step_of_a_resumed_run_evaluations_run_as_they_did(record, form):
-    model = Classifier()
-    cfg = ExecutionConfig(train="auto", validate="auto", sample="auto")
-    execution = Execution(model, torch.device("tpu"), cfg)
-    execution.restore(record)
-    for phase in ("train", "validate", "sample"):
-        with execution.phase(phase):
-            assert (execution.model is not model) == (form == "compile")
-
-
-def test_what_another_process_measured_is_not_compared_with():
-    """Resumed among the compiled steps the run goes on with them, and then measures both forms itself."""
-    trial, forms = Trial(torch.device("cpu")), []
-    for step in range(SOONEST_CHOICE + 28):
-        if step == SOONEST_COMPILED + 6:
-            assert trial.state()["seconds"].keys() == {"fused"}
-            trial = Trial(torch.device("cpu"), **trial.state())
-        forms.append(trial.before_step(step))
-        trial.after_step(step + 1)
-        assert (trial.state()["chosen"] is None) == (step < SOONEST_CHOICE - 2 + 28)
-    compiled = WARM_STEPS + BLOCKS * BLOCK_STEPS
-    again = ["fused"] * BLOCKS * BLOCK_STEPS + ["compile"] * compiled
-    assert forms[-1 - len(again) - compiled : -1] == ["compile"] * compiled + again
-
-
-def rehearse(execution: Execution) -> None:
-    if execution.wants_rehearsal:
-        with execution.rehearsed():
-            pass
-
-
-def test_the_first_step_of_each_form_is_one_whatever_an_evaluation_has_compiled():
-    execution = Execution(
-        Classifier(), torch.device("tpu"), ExecutionConfig(train="auto", validate="compile", first_steps=0)
-    )
-    with execution.phase("validate"):
-        assert execution.model is not None  # the compiled one
-    firsts = {}
-    for step in range(SOONEST_CHOICE):
-        if execution.before_step(step):
-            firsts[step] = execution.first_of
-        rehearse(execution)
-        execution.after_step(step + 1)
-    assert firsts == {0: "of this process", SOONEST_COMPILED: "by torch.compile"}
-
-
-def test_from_the_choice_on_evaluations_run_in_the_form_chosen():
-    model = Classifier()
-    execution = Execution(model, torch.device("tpu"), ALL_AUTO)
-    for step in range(SOONEST_CHOICE):
-        execution.before_step(step)
-        rehearse(execution)
-        execution.after_step(step + 1)
-        with execution.phase("validate"):
-            live = execution.model
-        resumed = Execution(model, torch.device("tpu"), ALL_AUTO)
-        resumed.restore(execution.state())
-        with resumed.phase("validate"):
-            assert (live is model) == (resumed.model is model)
-
-
-@pytest.mark.usefixtures("built_at_once")
-def test_random_numbers_do_not_change_by_switching():
-    fused, auto = (
-        fit(ExecutionConfig(train=form, first_steps=0), SOONEST_CHOICE + 2, evaluate_every=None)
-        for form in ("fused", "auto")
-    )
-    losses = [[record["loss"] for record in run.steps] for run in (fused, auto)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-class HasState(nn.Module):
-    """What a step changes: averages, random numbers of host and device, and attributes of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.norm, self.dropout = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.25)
-        self.down = nn.Linear(8, 3)
-        self.last, self.earlier, self.calls = None, [], 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.dropout(self.norm(self.up(x + torch.rand(1).to(x.device))))
-        self.remember(hidden)
-        return self.down(hidden)
-
-    @torch.compiler.disable
-    def remember(self, hidden: Tensor) -> None:
-        self.calls += 1
-        self.last = hidden.detach() * self.calls
-        self.earlier = [*self.earlier[-1:], self.last]
-
-
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
-def test_the_rehearsal_changes_no_bit_and_the_step_is_there_when_it_comes(options, built_at_once, capsys):
-    runs, models = {}, {}
-    for form in ("fused", "auto"):
-        model = HasState()
-        optimizer = torch.optim.AdamW(model.parameters(), **options)  # foreach: counts its steps on the host
-        runs[form] = fit(
-            ExecutionConfig(train=form, first_steps=0),
-            SOONEST_COMPILED + 2,
-            model,
-            optimizer=optimizer,
-            optim=OptimConfig(ema_decay=0.9),
-            evaluate_every=None,
-            log_every=1,
-        )
-        models[form] = model
-    before = {form: [each["loss_hex"] for each in run.steps][:SOONEST_COMPILED] for form, run in runs.items()}
-    assert before["auto"] == before["fused"]
-    assert models["auto"].calls == models["fused"].calls
-    assert len(models["auto"].earlier) == 2
-    assert all(each.isfinite().all() for each in models["auto"].earlier)
-    said = capsys.readouterr().out
-    assert f"step {SOONEST_COMPILED + 1}, the first by torch.compile" in said
-    later = [each for each in torch.tpu.compilations() if each.number > built_at_once[0]]
-    assert not any("tpu_graph" in name for each in later for name in each.operations)
-
-
-@pytest.mark.usefixtures("built_at_once")
-def test_a_step_that_cannot_be_rehearsed_is_compiled_when_it_comes(capsys):
-    class Reads(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            if self.training and y.sum().item() > 1e9:
-                return 2 * y
-            return y
-
-    records = fit(AUTO, SOONEST_CHOICE + 1, Reads(), evaluate_every=None)
-    said = capsys.readouterr().out
-    assert "is not built in the background but when its first step comes, since recording it failed" in said
-    assert "a compiled step takes" in said
-    assert len(records.steps) == SOONEST_CHOICE + 1
 
 
 def test_an_unknown_form_is_refused():
@@ -567,15 +327,3 @@ def test_the_recompile_budget_names_what_compiles(capsys):
 def test_within_the_budget_nothing_is_said(capsys):
     fit(ExecutionConfig(), 6, sizes=[6, 6, 6, 7, 8, 6], recompile_budget=2, evaluate_every=None)
     assert "warning" not in capsys.readouterr().out
-
-
-def test_elsewhere_nothing_is_rehearsed():
-    execution = Execution(Classifier(), torch.device("cpu"), AUTO)
-    forms = []
-    for step in range(SOONEST_CHOICE - 1):
-        execution.before_step(step)
-        assert not execution.wants_rehearsal
-        with execution.phase("train"):
-            forms.append(execution.model is not execution._model)
-        execution.after_step(step + 1)
-    assert forms == [False] * (SOONEST_COMPILED - 1) + [True] * (SOONEST_CHOICE - SOONEST_COMPILED)

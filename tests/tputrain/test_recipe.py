@@ -141,8 +141,16 @@ MISTAKES = [
     ),
     (
         "execution: {train: fuse}",
-        "execution.train=fuse: expected one of debug, strict, fused, compile, captured, auto; did "
-        "you mean fused?",
+        "execution.train=fuse: expected one of debug, strict, fused, compile, captured; did you mean fused?",
+    ),
+    (
+        "execution: {train: auto}",
+        "execution.train=auto: expected one of debug, strict, fused, compile, captured; auto is gone: "
+        "fused, the default, was never slower",
+    ),
+    (
+        "execution: {validate: auto}",
+        "execution.validate=auto: expected one of debug, strict, fused, compile; auto is gone",
     ),
     ("schedule: {warmup_steps: 9, steps: 5}", "schedule.warmup_steps=9: expected at most schedule.steps=5"),
     (

@@ -116,6 +116,45 @@ def test_resume_needs_no_recipe_and_names_what_is_different(capsys):
     assert [record["step"] for record in read_jsonl("runs/tiny/metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+def forms_of(checkpoint: Path) -> tuple[str, str]:
+    execution = json.loads((checkpoint / "state.json").read_text())["config"]["execution"]
+    return execution["train"], execution["validate"]
+
+
+@pytest.mark.parametrize(("chosen", "form"), [("compile", "compile"), ("fused", "fused"), (None, "fused")])
+def test_a_run_saved_with_auto_goes_on_in_the_form_that_it_had_chosen(chosen, form, capsys):
+    forms = [f"execution.train={form}", f"execution.validate={form}"]
+    assert main(["run", "tiny.yaml", "device=tpu", "run_dir=runs/plain", *forms]) == 0
+    shutil.copytree("runs/plain", "runs/auto")
+    checkpoint = Path("runs/auto/checkpoints/step-4")
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["config"]["execution"] |= {"train": "auto", "validate": "auto"}
+    state["execution"] = {"begun_at": 0, "ready_at": 2, "form": "compile", "seconds": {}, "chosen": chosen}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    for name in ("COMPLETE", "checksums.json"):
+        (checkpoint / name).unlink()
+    seal(checkpoint)
+    shutil.copytree("runs/auto", "runs/changed")
+    capsys.readouterr()
+    assert main(["resume", "runs/plain", "trainer.steps=6"]) == 0
+    assert "note: execution" not in capsys.readouterr().out
+    assert main(["resume", "runs/auto", "trainer.steps=6"]) == 0
+    replaced = f"note: execution.train was auto, which is gone; {form} takes its place"
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: execution")]
+    assert notes == [replaced]
+    assert forms_of(Path("runs/auto/checkpoints/step-6")) == (form, form)
+    losses = [
+        [record["loss_hex"] for record in read_jsonl(f"runs/{name}/metrics.jsonl")]
+        for name in ("plain", "auto")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    assert main(["resume", "runs/changed", "trainer.steps=6", "execution.train=strict"]) == 0
+    said = capsys.readouterr().out
+    assert replaced in said
+    assert f"note: execution.train is strict from here on, it was {form}" in said
+
+
 def test_resume_goes_on_in_the_directory_it_is_given(capsys):
     os.rename("runs/tiny", "moved")
     assert main(["resume", "moved", "trainer.steps=6"]) == 0

@@ -48,6 +48,7 @@ def load_state(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     _check(path, state)
+    _replace_auto(state)
     return state
 
 
@@ -102,3 +103,16 @@ def _check(path: Path, state: Any) -> None:
     for key, kind in _NEEDED.items():
         if type(state.get(key)) is not kind:
             raise UserError(f"{path}: {key} is missing or no {kind.__name__}; use another checkpoint")
+
+
+def _replace_auto(state: dict[str, Any]) -> None:
+    """The form auto is gone: its place takes fused, or what the checkpoint says that it had chosen."""
+    forms, measured = state["config"].get("execution"), state.get("execution")
+    if not isinstance(forms, dict):
+        return
+    chosen = measured.get("chosen") if isinstance(measured, dict) else None
+    if forms.get("train") == "auto":
+        forms["train"] = chosen or "fused"
+    for phase in ("validate", "sample"):
+        if forms.get(phase) == "auto":  # what training did
+            forms[phase] = "fused" if forms.get("train") == "captured" else forms.get("train")

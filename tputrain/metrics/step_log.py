@@ -30,7 +30,7 @@ class _Step:
 
 
 class StepLog:
-    """Collects steps with `waiting`, `begin`, `end` and `waiting_for_device`; `drain` reads them.
+    """Collects steps with `waiting`, `begin`, `end` and `wait`; `drain` reads them.
 
     Dispatch is asynchronous: how long one step took on the device shows only at the next read. So
     `step_seconds`, `..._per_second` and `data_wait` are means over the steps of a drain, the wait for the
@@ -72,13 +72,6 @@ class StepLog:
         self._busy_seconds += seconds
         self._data_seconds += seconds
 
-    @contextmanager
-    def waiting_for_device(self) -> Iterator[None]:
-        """In here the host may wait for steps that it dispatched: time of theirs, as that of the read is."""
-        began_at = time.perf_counter()
-        yield
-        self._device_seconds += time.perf_counter() - began_at
-
     def end(
         self,
         step: int,
@@ -101,8 +94,9 @@ class StepLog:
     def wait(self) -> None:
         """Wait for the last step; its values stay to be drained."""
         if self._pending:
-            with self.waiting_for_device():
-                self._pending[-1].loss.item()
+            began_at = time.perf_counter()
+            self._pending[-1].loss.item()
+            self._device_seconds += time.perf_counter() - began_at  # time of the steps, as that of the read
 
     def drain(self, unit: str) -> list[Record]:
         """Read every pending step: one record each. `unit`: tokens or samples.
