@@ -245,11 +245,6 @@ PYBIND11_MODULE(_C, m) {
       "synchronize",
       [](int device) { tpu::Device::get().synchronize(static_cast<c10::DeviceIndex>(device)); },
       py::call_guard<py::gil_scoped_release>());
-  m.def("is_launch_done", [with_stream](size_t launch) { // of the current device, counted from 1
-    bool is_done = false;
-    with_stream(tpu::Device::get().current(), [&](tpu::Stream& stream) { is_done = stream.done(launch); });
-    return is_done;
-  });
   m.def("wait_for_launches", [](int device) { // and for nothing that is only recorded
     const auto index = static_cast<c10::DeviceIndex>(device);
     tpu::Device::get().wait(index, tpu::Device::get().stream(index).num_launched());

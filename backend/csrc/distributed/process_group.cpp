@@ -12,6 +12,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <bit>
@@ -127,12 +128,16 @@ Work::Work(
     c10d::OpType op,
     int rank,
     std::vector<at::Tensor> results,
-    std::string description,
+    std::string group,
+    uint64_t number,
     bool waits,
     std::chrono::milliseconds timeout)
-    : c10d::Work(rank, op), results_(std::move(results)), description_(std::move(description)), waits_(waits), timeout_(timeout) {
+    : c10d::Work(rank, op), results_(std::move(results)), group_(std::move(group)), number_(number), waits_(waits), timeout_(timeout) {
   auto& stream = Device::get().stream(Device::get().current());
   StreamLock lock(stream.mutex());
+  if (!results_.empty()) {
+    value_ = buffer_of(results_.front())->value;
+  }
   launch_ = stream.num_launched();
 }
 
@@ -140,7 +145,11 @@ bool Work::isCompleted() {
   py::gil_scoped_acquire gil;
   auto& stream = Device::get().stream(Device::get().current());
   StreamLock lock(stream.mutex());
-  return stream.done(launch_);
+  if (!value_ || value_->error != nullptr) {
+    return true;
+  }
+  const py::handle array(value_->array);
+  return array.ptr() != nullptr && (array.attr("is_deleted")().cast<bool>() || array.attr("is_ready")().cast<bool>());
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
@@ -149,8 +158,19 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   }
   const auto limit = timeout == kNoTimeout ? timeout_ : timeout;
   py::gil_scoped_acquire gil;
+  const auto token = [&] {
+    auto& stream = Device::get().stream(Device::get().current());
+    StreamLock lock(stream.mutex());
+    return stream.token_of(launch_);
+  }();
+  const auto described = c10::str(c10d::opTypeToString(retrieveOpType()), " of ranks ", group_);
   py::module_::import("tpu_backend.distributed.waiting")
-      .attr("wait_for_launch")(launch_, std::chrono::duration<double>(limit).count(), description_);
+      .attr("wait_for_call")(
+          token == nullptr ? py::none() : py::reinterpret_borrow<py::object>(token.get()),
+          std::chrono::duration<double>(limit).count(),
+          described,
+          group_,
+          number_);
   return true;
 }
 
@@ -170,22 +190,38 @@ ProcessGroup::ProcessGroup(int rank, std::vector<int64_t> ranks, std::string nam
     : Backend(rank, static_cast<int>(ranks.size())),
       ranks_(std::move(ranks)),
       name_(std::move(name)),
-      options_(c10::make_intrusive<Options>("tpu", timeout)) {}
+      options_(c10::make_intrusive<Options>("tpu", timeout)),
+      group_(c10::str(c10::Join(",", ranks_))) {}
+
+void ProcessGroup::agree(const char* name, const at::Tensor& tensor, c10::string_view reduce, int64_t root) {
+  auto call = c10::str(name, "(", c10::toString(tensor.scalar_type()), tensor.sizes(), reduce.empty() ? "" : ", ", reduce);
+  if (root >= 0) {
+    call += c10::str(", root ", root);
+  }
+  num_collectives_ = agree(ranks_, call + ")");
+}
+
+uint64_t ProcessGroup::agree(const std::vector<int64_t>& ranks, const std::string& call) {
+  py::gil_scoped_acquire gil;
+  static auto* const agreement = new py::object(py::module_::import("tpu_backend.distributed.agreement").attr("call"));
+  return (*agreement)(ranks, call, std::chrono::duration<double>(options_->timeout).count()).cast<uint64_t>();
+}
 
 c10::intrusive_ptr<c10d::Work> ProcessGroup::done(
     c10d::OpType op, std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool waits) {
-  ++num_collectives_;
   return c10::make_intrusive<Work>(
       op,
       getRank(),
       std::move(results),
-      c10::str(c10d::opTypeToString(op), " of group '", name_, "', ranks ", c10::Join(", ", ranks_)),
+      group_,
+      num_collectives_,
       waits,
       timeout == c10d::kUnsetTimeout ? options_->timeout : timeout);
 }
 
 void ProcessGroup::reduce_into(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
   if (input.numel() != 0) {
+    agree("all_reduce", input, name_of(op));
     output.copy_(recorded::all_reduce(prepared(input, op), name_of(op), ranks_));
   }
 }
@@ -194,6 +230,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& 
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& tensor = only(tensors);
   if (tensor.numel() != 0) {
+    agree("broadcast", tensor, {}, options.rootRank);
     tensor.copy_(recorded::broadcast(tensor, options.rootRank, ranks_));
   }
   return done(c10d::OpType::BROADCAST, tensors, options.timeout);
@@ -219,6 +256,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& ten
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& tensor = only(tensors);
   if (tensor.numel() != 0) {
+    agree("reduce", tensor, name_of(options.reduceOp), options.rootRank);
     const at::Tensor reduced = recorded::all_reduce(prepared(tensor, options.reduceOp), name_of(options.reduceOp), ranks_);
     if (getRank() == options.rootRank) {
       tensor.copy_(reduced);
@@ -237,6 +275,7 @@ void ProcessGroup::gather_into(at::Tensor output, const at::Tensor& input) {
   if (input.numel() == 0) {
     return;
   }
+  agree("all_gather", input);
   // N dimensions stay N: to flatten them is a relayout on a TPU.
   const bool is_tiled = input.dim() > 0 && output.dim() == input.dim() && output.size(0) == getSize() * input.size(0) &&
       output.sizes().slice(1) == input.sizes().slice(1);
@@ -252,7 +291,9 @@ std::vector<at::Tensor> ProcessGroup::gather_uneven(const at::Tensor& input, con
   if (longest == 0) {
     return std::vector<at::Tensor>(lengths.size(), input.reshape(-1));
   }
-  const auto rows = recorded::all_gather(padded(input, longest), ranks_).view({getSize(), longest}).unbind(0);
+  const at::Tensor row = padded(input, longest);
+  agree("all_gather", row);
+  const auto rows = recorded::all_gather(row, ranks_).view({getSize(), longest}).unbind(0);
   std::vector<at::Tensor> parts;
   for (size_t rank = 0; rank < rows.size(); ++rank) {
     parts.push_back(rows[rank].narrow(0, 0, lengths[rank]));
@@ -328,6 +369,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::scatter(
   if (output.numel() != 0) {
     const at::Tensor parts = is_root ? at::stack(inputs.front()).view({getSize(), -1})
                                      : at::zeros({getSize(), output.numel()}, output.options());
+    agree("scatter", parts, {}, options.rootRank);
     output.copy_(recorded::all_to_all(parts, ranks_).select(0, options.rootRank).view(output.sizes()));
   }
   return done(c10d::OpType::SCATTER, outputs, options.timeout);
@@ -348,6 +390,7 @@ void ProcessGroup::reduce_scatter_into(const at::Tensor& output, const at::Tenso
   const bool is_tiled = output.dim() > 0 && output.dim() == input.dim() && input.size(0) == getSize() * output.size(0) &&
       output.sizes().slice(1) == input.sizes().slice(1);
   const at::Tensor whole = prepared(is_tiled ? input : input.reshape(-1), op);
+  agree("reduce_scatter", whole, name_of(op));
   output.copy_(recorded::reduce_scatter(whole, name_of(op), ranks_).view(output.sizes()));
 }
 
@@ -371,7 +414,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(
     for (const at::Tensor& part : parts) {
       rows.push_back(padded(part, longest));
     }
-    const at::Tensor mine = recorded::reduce_scatter(prepared(at::cat(rows), options.reduceOp), name_of(options.reduceOp), ranks_);
+    const at::Tensor whole = prepared(at::cat(rows), options.reduceOp);
+    agree("reduce_scatter", whole, name_of(options.reduceOp));
+    const at::Tensor mine = recorded::reduce_scatter(whole, name_of(options.reduceOp), ranks_);
     output.copy_(mine.narrow(0, 0, output.numel()).view(output.sizes()));
   }
   return done(c10d::OpType::REDUCE_SCATTER, outputs, options.timeout);
@@ -400,13 +445,17 @@ void ProcessGroup::exchange(const std::vector<at::Tensor>& outputs, const std::v
     longest = std::max({longest, outputs[rank].numel(), inputs[rank].numel()});
   }
   const auto bucket = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(longest)));
-  const at::Tensor agreed = recorded::all_reduce(at::full({1}, bucket, inputs.front().options().dtype(at::kLong)), "max", ranks_);
+  const at::Tensor mine = at::full({1}, bucket, inputs.front().options().dtype(at::kLong));
+  agree("all_to_all of parts", mine);
+  const at::Tensor agreed = recorded::all_reduce(mine, "max", ranks_);
   const auto length = agreed.item<int64_t>();
   std::vector<at::Tensor> rows;
   for (const at::Tensor& input : inputs) {
     rows.push_back(padded(input, length));
   }
-  const at::Tensor exchanged = recorded::all_to_all(at::stack(rows), ranks_);
+  const at::Tensor whole = at::stack(rows);
+  agree("all_to_all", whole);
+  const at::Tensor exchanged = recorded::all_to_all(whole, ranks_);
   for (int rank = 0; rank < getSize(); ++rank) {
     if (outputs[rank].numel() != 0) {
       outputs[rank].copy_(exchanged.select(0, rank).narrow(0, 0, outputs[rank].numel()).view(outputs[rank].sizes()));
@@ -428,6 +477,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(
         input.dim() > 0 && input.size(0) % getSize() == 0 && output.numel() == input.numel(),
         "all_to_all of ", input.sizes(), " into ", output.sizes(), " over ", getSize(), " ranks: dim 0 must be divisible, or give split sizes");
     if (input.numel() != 0) {
+      agree("all_to_all", input);
       output.copy_(recorded::all_to_all(input, ranks_).view(output.sizes()));
     }
     return done(c10d::OpType::ALLTOALL_BASE, {output}, options.timeout);
@@ -474,6 +524,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
 
 void ProcessGroup::launch(const Transfer& transfer) {
   const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
+  const at::Tensor& tensor = transfer.tensor;
+  agree(ends, c10::str("send_receive(", c10::toString(tensor.scalar_type()), tensor.sizes(), ")"));
   const at::Tensor arrived = recorded::send_receive(transfer.tensor, ends);
   if (getRank() == transfer.destination) {
     transfer.tensor.copy_(arrived);

@@ -1,6 +1,8 @@
 // The c10d backend "tpu": collectives as recorded operators.
 #pragma once
 
+#include "record/value.h"
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <string>
@@ -12,7 +14,14 @@ namespace tpu {
 // host goes on.  Only where a time is given, and for a barrier, does the host wait for the device.
 class Work final : public c10d::Work {
  public:
-  Work(c10d::OpType op, int rank, std::vector<at::Tensor> results, std::string description, bool waits, std::chrono::milliseconds timeout);
+  Work(
+      c10d::OpType op,
+      int rank,
+      std::vector<at::Tensor> results,
+      std::string group,
+      uint64_t number,
+      bool waits,
+      std::chrono::milliseconds timeout);
 
   bool isCompleted() override;
   bool isSuccess() const override {
@@ -27,10 +36,12 @@ class Work final : public c10d::Work {
 
  private:
   std::vector<at::Tensor> results_;
-  std::string description_; // "all_reduce of group 0 (ranks 0 to 3)"
+  std::string group_; // its ranks
+  uint64_t number_; // of the call in the group
   bool waits_;
   std::chrono::milliseconds timeout_;
-  size_t launch_; // it is done when so many are
+  ValuePtr value_; // it is done when this is computed
+  size_t launch_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -104,6 +115,11 @@ class ProcessGroup final : public c10d::Backend {
     int destination;
   };
 
+  // To be called before a collective is recorded, by each rank of the group in the same order.  The first time that a call is made
+  // it waits until all ranks have made it; later calls are compared meanwhile.  Raises where they differ, or a rank does not come.
+  void agree(const char* name, const at::Tensor& tensor, c10::string_view reduce = {}, int64_t root = -1);
+  // Returns the number of the call.
+  uint64_t agree(const std::vector<int64_t>& ranks, const std::string& call);
   c10::intrusive_ptr<c10d::Work> done(
       c10d::OpType op, std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool waits = false);
   void reduce_into(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
@@ -118,7 +134,8 @@ class ProcessGroup final : public c10d::Backend {
   const std::vector<int64_t> ranks_;
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
-  uint64_t num_collectives_{0};
+  const std::string group_; // its ranks: "0, 1, 2"
+  uint64_t num_collectives_{0}; // by the count of `agree`
   bool is_coalescing_{false};
   std::vector<Transfer> transfers_;
   std::vector<at::Tensor> coalesced_;

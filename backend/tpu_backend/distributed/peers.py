@@ -1,84 +1,132 @@
-"""What becomes of the other ranks: a connection to the service, and a thread that reads from it."""
+"""What becomes of the other ranks: a connection to the service, and two threads that serve it."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
+
+_PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
 
 
 class Peers:
-    """The other ranks, as far as this one was told of them."""
+    """The other ranks, as far as this one was told of them; and what this one tells."""
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int):
+    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float):
         self.rank, self.world_size = rank, world_size
+        self.timeout = timeout  # seconds, of the world's group
         self._socket = socket.create_connection((host, port), timeout=60)
         self._socket.settimeout(None)
-        self._lock = threading.Lock()
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.last_call: tuple[str, int] | None = None  # of this rank: the group, and its number there
+        self.has_failed = False  # this rank
+        self._changed = threading.Condition()
         self._known: dict[int, dict[str, Any]] = {}  # by rank: process and host
-        self._errors: dict[int, str] = {}
-        self._gone: set[int] = set()
-        self._ended: set[int] = set()
+        self._failures: list[str] = []
+        self._agreed: set[tuple[str, int]] = set()
+        self._missing: dict[tuple[str, int], list[str]] = {}
+        self._calls: list[tuple[str, int, str, bool]] = []
+        self._texts: dict[str, str] = {}
+        self._has_calls = threading.Event()
         self._say({"rank": rank, "pid": os.getpid(), "host": socket.gethostname()})
-        threading.Thread(target=self._listen, name="tpu_peers", daemon=True).start()
+        for work in (self._listen, self._tell_calls):
+            threading.Thread(target=work, name="tpu_peers", daemon=True).start()
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
-        atexit.register(self._say_farewell)
 
     def failure(self) -> str | None:
-        """What other ranks have failed of, if any has: one line."""
-        with self._lock:
-            if self._errors:
-                rank, error = next(iter(self._errors.items()))
-                return f"{self._named(rank)} failed: {error}"
-            if self._gone:
-                return f"{self._named(min(self._gone))} has ended without a word (killed, or crashed)"
-            if self._ended:
-                return f"{self._named(min(self._ended))} has ended"
-            return None
+        """What came to light first: that a rank failed or has gone, or that ranks call different things."""
+        return self._failures[0] if self._failures else None
+
+    def call(self, group: str, number: int, digest: str) -> None:
+        """Tell of a collective that this group has called before; to be compared with the others'."""
+        self._calls.append((group, number, digest, False))
+        self._has_calls.set()
+
+    def agree(self, group: str, number: int, digest: str, text: str, seconds: float) -> None:
+        """The same, of one that is new: returns when all of the group have called it.
+
+        Raises RuntimeError if another rank calls something else or has failed, or after `seconds`.
+        """
+        self._texts[digest] = text
+        self._calls.append((group, number, digest, True))
+        self._flush()
+        with self._changed:
+            self._changed.wait_for(lambda: (group, number) in self._agreed or self._failures, seconds)
+        if (group, number) in self._agreed:
+            self._agreed.discard((group, number))
+            return
+        self.has_failed = True
+        raise RuntimeError(f"{text}: {self.failure() or self.why_late(group, number, seconds)}")
+
+    def why_late(self, group: str, number: int, seconds: float) -> str:
+        """Which ranks have not made this call."""
+        self._flush()
+        self._say({"who": [group, number]})
+        with self._changed:
+            self._changed.wait_for(lambda: (group, number) in self._missing, 5)
+        missing = self._missing.pop((group, number), [])
+        late = "; ".join(missing) or "all ranks have called it, and it does not end"
+        return f"not done after {seconds:.0f} s: {late}"
 
     def publish(self, error: str) -> None:
         """Tell the others that this rank fails, and of what."""
+        self.has_failed = True
         self._say({"error": error})
+
+    def say_farewell(self) -> None:
+        self._flush()
+        self._say({"bye": True})
 
     def _named(self, rank: int) -> str:
         known = self._known.get(rank)
         return f"rank {rank}" if known is None else f"rank {rank} (process {known['pid']} on {known['host']})"
 
     def _say(self, message: dict[str, Any]) -> None:
-        try:
+        with suppress(OSError):  # the service is gone: nobody is left to be told
             self._socket.sendall((json.dumps(message) + "\n").encode())
-        except OSError:
-            pass  # the service is gone: nobody is left to be told
+
+    def _flush(self) -> None:
+        calls, self._calls = self._calls, []
+        texts, self._texts = self._texts, {}
+        if calls:
+            self._say({"calls": calls, "texts": texts})
+
+    def _tell_calls(self) -> None:
+        while True:
+            self._has_calls.wait()
+            threading.Event().wait(_PAUSE)
+            self._has_calls.clear()
+            self._flush()
 
     def _listen(self) -> None:
-        with self._socket.makefile() as lines:
-            try:
-                for line in lines:
+        with suppress(OSError), self._socket.makefile() as lines:
+            for line in lines:
+                with self._changed:
                     self._hear(json.loads(line))
-            except OSError:
-                return
+                    self._changed.notify_all()
 
     def _hear(self, message: dict[str, Any]) -> None:
-        rank = message["rank"]
-        with self._lock:
-            if "pid" in message:
-                self._known[rank] = message
-            elif "error" in message:
-                self._errors.setdefault(rank, message["error"])
-            elif message["gone"]:
-                self._gone.add(rank)
-            else:
-                self._ended.add(rank)
+        if "agreed" in message:
+            self._agreed.add(tuple(message["agreed"]))
+        elif "missing" in message:
+            self._missing[tuple(message["of"])] = message["missing"]
+        elif "mismatch" in message:
+            self._failures.append(f"ranks call different things: {message['mismatch']}")
+        elif "pid" in message:
+            self._known[message["rank"]] = message
+        elif "error" in message:
+            self._failures.append(f"{self._named(message['rank'])} failed: {message['error']}")
+        elif message["gone"]:
+            named = self._named(message["rank"])
+            self._failures.append(f"{named} has ended without a word: it was killed, or it crashed")
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        text = str(error).strip().splitlines()
-        self.publish(f"{kind.__name__}: {text[0] if text else ''}")
+        if not issubclass(kind, KeyboardInterrupt):
+            lines = str(error).strip().splitlines()
+            self.publish(f"{kind.__name__}: {lines[0] if lines else ''}")
         self._hook(kind, error, trace)
-
-    def _say_farewell(self) -> None:
-        self._say({"bye": True})

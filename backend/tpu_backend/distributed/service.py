@@ -1,13 +1,20 @@
-"""A process that is no rank: it hosts JAX's coordination service, and tells ranks what became of others.
+"""A process that is no rank: it hosts JAX's coordination service, and tells ranks what becomes of others.
 
-    python service.py WORLD_SIZE ADDRESS
+    python service.py WORLD_SIZE
 
 It prints its two ports, as JSON, and ends when all ranks have gone. If the service lived in a rank, the end of
 that rank would end all others before they could say why.
 
-Ranks hold a connection to it and send lines of JSON: {"rank": 3, "pid": 17, "host": "a"} first; {"error":
-"..."} where they fail; {"bye": true} on a regular end. Each line about a rank goes to all others, and a
-connection that ends without a farewell is {"gone": 3}. Imports neither torch nor jax.
+Ranks hold a connection to it and send lines of JSON:
+
+    {"rank": 3, "pid": 17, "host": "a"}                              first
+    {"calls": [[GROUP, NUMBER, DIGEST, ASKS], ...], "texts": {...}}  collectives, about to be launched
+    {"who": [GROUP, NUMBER]}                                         who has not made this call?
+    {"error": "..."}, {"bye": true}                                  it fails, it ends
+
+and are told `agreed` (all of a group made the call, where one asked), `mismatch`, `missing`, and of each rank
+that came, failed, ended or is gone: its connection broke without a farewell. A group is its ranks, as
+"0,1,2". Imports neither torch nor jax.
 """
 
 import asyncio
@@ -15,8 +22,37 @@ import json
 import signal
 import socket
 import sys
+from typing import Any
 
 _FIRST_RANK = 600.0  # seconds until somebody must have come
+
+
+class Calls:
+    """The collectives that the ranks of one group have called, by number."""
+
+    def __init__(self, group: str):
+        self.ranks = [int(rank) for rank in group.split(",")]
+        self.open: dict[int, dict[int, str]] = {}  # by number: digests by rank
+        self.asked: set[int] = set()
+        self.last: dict[int, tuple[int, str]] = {}  # by rank: number and digest
+
+    def add(self, rank: int, number: int, digest: str, asks: bool) -> tuple[int, str] | None:
+        """A rank calls; another rank that calls something else under this number, and what."""
+        self.last[rank] = number, digest
+        calls = self.open.setdefault(number, {})
+        calls[rank] = digest
+        if asks:
+            self.asked.add(number)
+        return next(((other, its) for other, its in calls.items() if its != digest), None)
+
+    def is_agreed(self, number: int) -> bool:
+        """Whether all have made this call, which is over then; to be told if somebody asked."""
+        if len(self.open[number]) < len(self.ranks):
+            return False
+        del self.open[number]
+        was_asked = number in self.asked
+        self.asked.discard(number)
+        return was_asked
 
 
 class Service:
@@ -26,56 +62,96 @@ class Service:
         self.world_size = world_size
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.said: list[bytes] = []  # to be told to whoever comes later
+        self.calls: dict[str, Calls] = {}  # by group
+        self.texts: dict[str, str] = {}  # by digest: the call and its Python line
         self.num_ended = 0
         self.all_gone = asyncio.Event()
         self.somebody_came = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank, regular = None, False
+        rank, regular = -1, False
         try:
             while line := await reader.readline():
                 message = json.loads(line)
-                if rank is None:
+                if rank < 0:
                     rank = message["rank"]
                     self.writers[rank] = writer
                     self.somebody_came.set()
                     for earlier in self.said:
                         writer.write(earlier)
-                elif "bye" in message:
+                    self.tell_others(rank, message)
+                elif "calls" in message:
+                    self.texts.update(message["texts"])
+                    for call in message["calls"]:
+                        self.called(rank, *call)
+                elif "who" in message:
+                    self.tell(writer, {"missing": self.missing(*message["who"]), "of": message["who"]})
+                elif "error" in message:
+                    self.tell_others(rank, {**message, "rank": rank})
+                else:
                     regular = True
-                if "error" in message or "rank" in message:
-                    self.tell({**message, "rank": rank})
         except (ConnectionError, ValueError):
             pass
         finally:
             writer.close()
-        if rank is None:
+        if rank < 0:
             return
         self.writers.pop(rank, None)
-        self.tell({"rank": rank, "gone": not regular, "bye": regular})
+        self.tell_others(rank, {"rank": rank, "gone": not regular})
         self.num_ended += 1
         if not self.writers:
             self.all_gone.set()
 
-    def tell(self, message: dict) -> None:
-        line = (json.dumps(message) + "\n").encode()
-        self.said.append(line)
-        for rank, writer in self.writers.items():
-            if rank != message["rank"]:
-                writer.write(line)
+    def called(self, rank: int, group: str, number: int, digest: str, asks: bool) -> None:
+        calls = self.calls.setdefault(group, Calls(group))
+        other = calls.add(rank, number, digest, asks)
+        if other is not None:
+            text = f"rank {rank} calls {self.texts[digest]}, rank {other[0]} calls {self.texts[other[1]]}"
+            self.tell_group(calls.ranks, {"mismatch": text})
+        elif calls.is_agreed(number):
+            self.tell_group(calls.ranks, {"agreed": [group, number]})
+
+    def missing(self, group: str, number: int) -> list[str]:
+        """The ranks that have not made this call, each with its last one."""
+        calls = self.calls.get(group)
+        if calls is None:
+            return []
+        found = []
+        for rank in calls.ranks:
+            last = calls.last.get(rank)
+            if last is None:
+                found.append(f"rank {rank} has called nothing in this group")
+            elif last[0] < number:
+                found.append(f"rank {rank} has not called it; its last was {self.texts[last[1]]}")
+        return found
+
+    def tell_others(self, rank: int, message: dict[str, Any]) -> None:
+        self.said.append((json.dumps(message) + "\n").encode())
+        self.tell_group([each for each in self.writers if each != rank], message)
+
+    def tell_group(self, ranks: list[int], message: dict[str, Any]) -> None:
+        for rank in ranks:
+            if rank in self.writers:
+                self.tell(self.writers[rank], message)
+
+    @staticmethod
+    def tell(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+        writer.write((json.dumps(message) + "\n").encode())
 
     async def until_all_gone(self) -> None:
         await asyncio.wait_for(self.somebody_came.wait(), _FIRST_RANK)
-        while self.writers or self.num_ended < self.world_size:
+        while True:
             self.all_gone.clear()
-            await self.all_gone.wait()
             if not self.writers:
-                await asyncio.sleep(2)  # somebody may be about to come
+                if self.num_ended >= self.world_size:
+                    return
+                await asyncio.sleep(5)  # somebody may be about to come
                 if not self.writers:
                     return
+            await self.all_gone.wait()
 
 
-async def main(world_size: int, address: str) -> None:
+async def main(world_size: int) -> None:
     from jaxlib import _jax
 
     with socket.socket() as probe:
@@ -88,8 +164,8 @@ async def main(world_size: int, address: str) -> None:
     )
     service = Service(world_size)
     both = socket.has_dualstack_ipv6()
-    family, any_address = (socket.AF_INET6, "::") if both else (socket.AF_INET, "")
-    listening = socket.create_server((any_address, 0), family=family, dualstack_ipv6=both)
+    family, anywhere = (socket.AF_INET6, "::") if both else (socket.AF_INET, "")
+    listening = socket.create_server((anywhere, 0), family=family, dualstack_ipv6=both)
     server = await asyncio.start_server(service.serve, sock=listening)
     print(json.dumps({"jax": port, "peers": listening.getsockname()[1]}), flush=True)
     await service.until_all_gone()
@@ -100,4 +176,4 @@ async def main(world_size: int, address: str) -> None:
 if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # it ends with its ranks, who may have to save something first
-    asyncio.run(main(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""))
+    asyncio.run(main(int(sys.argv[1])))

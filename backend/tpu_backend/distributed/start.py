@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -41,8 +42,15 @@ def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
         store.set("tpu/service", json.dumps(_start_service(world_size)))
     address = json.loads(store.get("tpu/service"))
     _join(address, rank, world_size, timeout)
-    peers = Peers(address["host"], address["peers"], rank, world_size)
+    peers = Peers(address["host"], address["peers"], rank, world_size, timeout)
+    atexit.register(_end)
     _C.ensure_initialized()
+
+
+def _end() -> None:
+    from tpu_backend.distributed import waiting
+
+    waiting.end()
 
 
 def _start_service(world_size: int) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -10,64 +13,100 @@ import jax
 
 from tpu_backend.distributed import start
 
-_PAUSE = 0.0005  # seconds, at first
-_LONGEST_PAUSE = 0.05
-_GRACE = 2.0  # seconds in which a program that a peer has left ends by itself, and says of what
+_LOOK = 0.05  # seconds between two looks at the other ranks
+_GRACE = 1.0  # seconds in which a program that a peer has left ends by itself, or its cause comes to light
 
 
-def wait_for_launch(launch: int, seconds: float, description: str) -> None:
-    """Return when launch number `launch` of the current device is done.
+def wait_for_call(token: Any, seconds: float, description: str, group: str, number: int) -> None:
+    """Return when the launch of this token is done: call `number` of `group`; None: it is done.
 
-    Raises RuntimeError after `seconds`, or when another rank has failed.
+    Raises RuntimeError when another rank has failed, or after `seconds`.
     """
-    from tpu_backend import _C
 
-    wait_until(lambda: _C.is_launch_done(launch), seconds, description)
+    def why_late() -> str:
+        assert start.peers is not None
+        return start.peers.why_late(group, number, seconds)
+
+    if token is not None:
+        _watched(token.block_until_ready, seconds, description, why_late)
 
 
-def wait_until(is_done: Callable[[], bool], seconds: float, description: str) -> None:
-    """Return when `is_done`, with the errors of `wait_for_launch`."""
-    begin, pause, failed_at = time.monotonic(), _PAUSE, None
-    while True:
+def _watched(act: Callable[[], Any], seconds: float, what: str, why_late: Callable[[], str]) -> Any:
+    """What `act` gives, which a thread waits for: if it never comes, that thread is left behind."""
+    outcome: list[Any] = []
+    errors: list[Exception] = []
+    is_done = threading.Event()
+
+    def run() -> None:
         try:
-            if is_done():
-                return
-        except jax.errors.JaxRuntimeError as error:
-            explain(error, description)
+            outcome.append(act())
+        except Exception as error:
+            errors.append(error)
+        is_done.set()
+
+    threading.Thread(target=run, name="tpu_wait", daemon=True).start()
+    begin, failed_at = time.monotonic(), 0.0
+    while not is_done.wait(_LOOK):
         now = time.monotonic()
         failure = None if start.peers is None else start.peers.failure()
         if failure is not None:
             failed_at = failed_at or now
             if now - failed_at > _GRACE:
-                raise RuntimeError(f"{description} cannot end: {failure}")
+                _fail(what, failure)
         if now - begin > seconds:
-            raise RuntimeError(
-                f"{description} did not end within {seconds:.0f} s: not all of its ranks have called it"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+            _fail(what, why_late())
+    if errors and isinstance(errors[0], jax.errors.JaxRuntimeError):
+        _explain(errors[0], what)
+    if errors:
+        raise errors[0]
+    return outcome[0]
 
 
-def explain(error: Exception, description: str) -> NoReturn:
+def _explain(error: Exception, what: str) -> NoReturn:
     """Raise an error of a program of many ranks again, with what is known of them."""
     deadline = time.monotonic() + _GRACE
-    failure = None
-    while start.peers is not None and failure is None and time.monotonic() < deadline:
-        failure = start.peers.failure()
-        time.sleep(_LONGEST_PAUSE)
-    why = f": {failure}" if failure else ""
-    raise RuntimeError(f"{description} failed{why} ({str(error).splitlines()[0]})") from error
+    while start.peers is not None and start.peers.failure() is None and time.monotonic() < deadline:
+        time.sleep(_LOOK)
+    failure = None if start.peers is None else start.peers.failure()
+    text = str(error).splitlines()[0]
+    _fail(what, f"{failure} ({text})" if failure else text, error)
 
 
-def of_rank(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a wait for the device name other ranks where they are why it fails."""
+def _fail(what: str, why: str, cause: Exception | None = None) -> NoReturn:
+    if start.peers is not None:
+        start.peers.has_failed = True
+    raise RuntimeError(f"{what}: {why}") from cause
+
+
+def watched(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """A wait for the device, as here is waited where this process is one of many."""
 
     def waiting(*args: Any) -> Any:
         if start.peers is None:
             return wait(*args)
-        try:
-            return wait(*args)
-        except jax.errors.JaxRuntimeError as error:
-            explain(error, "a program of this and other ranks")
+        peers = start.peers
+
+        def why_late() -> str:
+            if peers.last_call is None:
+                return f"not done after {peers.timeout:.0f} s"
+            return peers.why_late(*peers.last_call, peers.timeout)
+
+        return _watched(lambda: wait(*args), peers.timeout, _READ, why_late)
 
     return waiting
+
+
+_READ = "waiting for the device"
+
+
+def end() -> None:
+    """At exit of a rank: what was launched is waited for, unless others have failed; then the process ends at
+    once, since a thread of XLA's would wait for them for ever.
+    """
+    assert start.peers is not None
+    failed = start.peers.failure() is not None or start.peers.has_failed
+    start.peers.say_farewell()
+    if failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,42 @@
+"""Ranks make the same calls in the same order, or are told where they do not, before wrong values come of it.
+
+XLA notices nothing: ranks that launch different collectives get values that are silently wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+from tpu_backend.distributed import start
+from tpu_backend.runtime.user_line import user_line
+
+_digests: dict[tuple[str, str, str], str] = {}  # by group, its last call, and a call that came next before
+_numbers: Counter[str] = Counter()  # of calls, by group
+_last: dict[str, str] = {}  # call, by group
+
+
+def call(ranks: Sequence[int], text: str, seconds: float) -> int:
+    """This rank is about to make the next call of a group: `text` says op, dtype and shape. Its number.
+
+    It waits for all ranks of the group where this call has not followed the last one before: a step that
+    repeats waits for nobody. Raises RuntimeError as `Peers.agree` does.
+    """
+    peers = start.peers
+    assert peers is not None
+    if (failure := peers.failure()) is not None:
+        raise RuntimeError(f"{text}: {failure}")
+    group = ",".join(map(str, ranks))
+    _numbers[group] += 1
+    step = group, _last.get(group, ""), text
+    _last[group] = text
+    peers.last_call = group, _numbers[group]
+    digest = _digests.get(step)
+    if digest is not None:
+        peers.call(group, _numbers[group], digest)
+        return _numbers[group]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    peers.agree(group, _numbers[group], digest, f"{text} at {user_line()}", seconds)
+    _digests[step] = digest
+    return _numbers[group]

@@ -1,0 +1,103 @@
+"""Runs a script in several processes, as torchrun does: ranks of one world on this machine's CPU."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Each rank is what it claims to be: many processes, one XLA device each, and the backend of the device.
+PROLOGUE = """
+    import os, sys, time
+    import torch
+    import torch.distributed as dist
+    from datetime import timedelta
+
+    seconds = float(os.environ.get("GROUP_TIMEOUT", "60"))
+    dist.init_process_group(os.environ.get("GROUP_BACKEND") or None, timeout=timedelta(seconds=seconds))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert world == int(os.environ["WORLD_SIZE"])
+    assert dist.group.WORLD._get_backend(torch.device("tpu")).name() == "tpu"
+    import jax
+    assert jax.process_count() == jax.device_count() == world and jax.local_device_count() == 1
+"""
+
+
+class Rank:
+    """What became of a process."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self.process = process
+        self.stdout = self.stderr = ""
+        self.seconds = float("nan")
+
+    @property
+    def code(self) -> int | None:
+        return self.process.returncode
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    script: str,
+    world_size: int,
+    *,
+    timeout: float = 120,
+    meanwhile: Callable[[list[Rank]], None] | None = None,
+    **environment: str,
+) -> list[Rank]:
+    """Run PROLOGUE and `script` as each rank of a world, with these environment variables added.
+
+    `meanwhile` is called when all have started. Kills what has not ended after `timeout` seconds.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    shared = {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "backend"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "TPU_CACHE_DIR": "none",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        **environment,
+    }
+    source = textwrap.dedent(PROLOGUE) + textwrap.dedent(script)
+    ranks = []
+    for rank in range(world_size):
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", source],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        ranks.append(Rank(process))
+    if meanwhile is not None:
+        meanwhile(ranks)
+    begin = time.monotonic()
+    for each in ranks:
+        try:
+            left = max(timeout - (time.monotonic() - begin), 0.1)
+            each.stdout, each.stderr = each.process.communicate(timeout=left)
+        except subprocess.TimeoutExpired:
+            each.process.kill()
+            each.stdout, each.stderr = each.process.communicate()
+            each.stderr += f"\nkilled after {timeout} s"
+        each.seconds = time.monotonic() - begin
+    return ranks
+
+
+def assert_all_ended_well(ranks: list[Rank]) -> None:
+    for number, each in enumerate(ranks):
+        assert each.code == 0, f"rank {number} ended with {each.code}:\n{each.stderr[-4000:]}"
