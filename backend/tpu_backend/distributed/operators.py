@@ -6,6 +6,7 @@ each is a program of its own; in a region it is part of the segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -39,7 +40,7 @@ def _scattered(self: Tensor, reduce: str, ranks: list[int]) -> Tensor:
     return torch.empty((first // len(ranks), *rest), dtype=self.dtype, device="meta")
 
 
-_OPERATORS = {
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
     "all_reduce(Tensor self, str reduce, int[] ranks) -> Tensor": _like,
     "all_gather(Tensor self, int[] ranks) -> Tensor": _gathered,
     "reduce_scatter(Tensor self, str reduce, int[] ranks) -> Tensor": _scattered,

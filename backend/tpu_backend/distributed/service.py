@@ -2,8 +2,8 @@
 
     python service.py WORLD_SIZE
 
-It prints its two ports, as JSON, and ends when all ranks have gone. If the service lived in a rank, the end of
-that rank would end all others before they could say why.
+It prints its two ports, as JSON, and ends when all ranks have gone. If the service lived in a rank, the end
+of that rank would end all others before they could say why.
 
 Ranks hold a connection to it and send lines of JSON:
 

@@ -30,8 +30,8 @@ def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
         if (peers.rank, peers.world_size) == (rank, world_size):
             return
         raise RuntimeError(
-            f"this process is rank {peers.rank} of {peers.world_size} since its first init_process_group, and "
-            f"cannot become rank {rank} of {world_size}: start a new one"
+            f"this process is rank {peers.rank} of {peers.world_size} since its first init_process_group, "
+            f"and cannot become rank {rank} of {world_size}: start a new one"
         )
     if _C.is_initialized():
         raise RuntimeError(
@@ -79,7 +79,8 @@ def _start_service(world_size: int) -> dict[str, Any]:
 
 # The service needs jaxlib alone. Without site no package is loaded by itself: torch takes seconds.
 _WITHOUT_SITE = (
-    "import runpy, sys; cut = sys.argv.index('--'); sys.path[:] = sys.argv[1:cut]; sys.argv[:] = sys.argv[cut+1:]; "
+    "import runpy, sys; cut = sys.argv.index('--'); "
+    "sys.path[:] = sys.argv[1:cut]; sys.argv[:] = sys.argv[cut+1:]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +40,15 @@ def _reduced(value: jax.Array, reduce: str) -> jax.Array:
         # XLA's minimum leaves open whether a NaN wins; PyTorch's keeps it.
         return {"min": lax.pmin, "max": lax.pmax}[reduce](value, AXIS)
     every = lax.all_gather(value, AXIS)
-    combine = {
+    combiners: dict[str, Callable[[Any, Any], Any]] = {
         "product": operator.mul,
         "band": operator.and_,
         "bor": operator.or_,
         "bxor": operator.xor,
         "min": jnp.minimum,
         "max": jnp.maximum,
-    }[reduce]
-    return functools.reduce(combine, [every[rank] for rank in range(every.shape[0])])
+    }
+    return functools.reduce(combiners[reduce], [every[rank] for rank in range(every.shape[0])])
 
 
 @lowering("tpu_collective::all_reduce")

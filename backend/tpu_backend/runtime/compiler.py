@@ -123,8 +123,8 @@ def lower_segment(
 
 
 def _never_in_callers_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a last output that nobody wants. XLA:CPU runs a program of fewer than 1,000 operations
-    in the thread that launches it, where a collective would wait for the other ranks.
+    """The function with a last output that nobody wants. XLA:CPU runs a program of fewer than 1,000
+    operations in the thread that launches it, where a collective would wait for the other ranks.
     """
 
     def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:

@@ -40,7 +40,8 @@ COLLECTIVES = """
             same(f"all_reduce {op} {dtype}", lambda t: dist.all_reduce(t, reduce), x)
     for dtype in INTEGERS:
         for op in ("BAND", "BOR", "BXOR"):
-            same(f"all_reduce {op} {dtype}", lambda t: dist.all_reduce(t, getattr(ReduceOp, op)), random(7, dtype=dtype))
+            reduce = getattr(ReduceOp, op)
+            same(f"all_reduce {op} {dtype}", lambda t: dist.all_reduce(t, reduce), random(7, dtype=dtype))
     for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64):
         x = random(2, 3, dtype=dtype)
         def gather(t):
@@ -82,7 +83,8 @@ COLLECTIVES = """
         dist.all_reduce(t, getattr(ReduceOp, op))
         assert t.tolist() == [expected] * 5, (op, t)
         output = torch.empty(2, device="tpu")
-        dist.reduce_scatter_tensor(output, torch.full((2 * world,), float(rank), device="tpu"), getattr(ReduceOp, op))
+        whole = torch.full((2 * world,), float(rank), device="tpu")
+        dist.reduce_scatter_tensor(output, whole, getattr(ReduceOp, op))
         assert output.tolist() == [expected] * 2, (op, output)
     t = torch.full((3,), float(rank + 1), device="tpu")
     dist.all_reduce(t, dist._make_nccl_premul_sum(0.5))
@@ -120,7 +122,8 @@ COLLECTIVES = """
     def passed(t):
         other = torch.empty_like(t)
         nxt, before = (rank + 1) % world, (rank - 1) % world
-        for each in dist.batch_isend_irecv([dist.P2POp(dist.isend, t, nxt), dist.P2POp(dist.irecv, other, before)]):
+        both = [dist.P2POp(dist.isend, t, nxt), dist.P2POp(dist.irecv, other, before)]
+        for each in dist.batch_isend_irecv(both):
             each.wait()
         return [other]
     same("batch_isend_irecv in a ring", passed, random(5))

@@ -1,0 +1,169 @@
+"""What one rank does wrong, all ranks are told: which rank, what, at which line, and none of them hangs."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.backend.distributed.ranks import Rank, run_ranks
+from tests.backend.fresh_process import run_python
+
+TIMEOUT = 6
+
+FAULTS = """
+    kind = os.environ["KIND"]
+    x = torch.ones(4, device="tpu")
+    for _ in range(3):
+        dist.all_reduce(x)
+    dist.barrier()
+    print("ready", flush=True)
+    started = time.monotonic()
+
+    def go_on():
+        for _ in range(400):
+            dist.all_reduce(x)
+            x.tolist()
+            time.sleep(0.05)
+
+    def fault():
+        if kind == "raises" and rank == 1:
+            raise ValueError("my own mistake")
+        if kind == "index" and rank == 1:
+            torch.zeros(3, device="tpu")[torch.tensor([7], device="tpu")].tolist()
+        if kind == "shape":
+            dist.all_reduce(torch.ones(4 + rank, device="tpu"))
+        if kind == "dtype":
+            dist.all_reduce(torch.ones(4, device="tpu", dtype=torch.int32 if rank else torch.float32))
+        if kind == "reduction":
+            dist.all_reduce(torch.ones(4, device="tpu"), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+        if kind == "operation":
+            dist.broadcast(x, 0) if rank else dist.all_reduce(x)
+        if kind == "order":
+            a, b = torch.ones(5, device="tpu"), torch.ones(6, device="tpu")
+            for each in (a, b):
+                dist.all_reduce(each)
+            for each in (a, b) if rank else (b, a):
+                dist.all_reduce(each)
+        if kind == "missing" and rank == 1:
+            time.sleep(20)
+            return
+        if kind == "killed" and rank == 0:
+            os.kill(os.getpid(), 9)
+        if kind == "stopped" and rank == 1:
+            os.kill(os.getpid(), 19)
+        go_on()
+
+    try:
+        fault()
+    except BaseException:
+        print(f"{time.monotonic() - started:.1f}", flush=True)
+        raise
+"""
+
+# By rank: what the last line of its standard error says, of the processes' numbers; None: nothing is asked.
+SAYINGS = {
+    "raises": (r"rank 1 \(process {1} on .*\) failed: ValueError: my own mistake", "my own mistake"),
+    "index": (r"rank 1 \(process {1} on .*\) failed: IndexError: index 7 is out", r"at <string>:\d+"),
+    "shape": (
+        r"different things: .*Float\[4\], sum\) at <string>:\d+",
+        r"different things: .*Float\[5\], sum\) at",
+    ),
+    "dtype": (r"different things: .*Int\[4\]", r"different things: .*Float\[4\]"),
+    "reduction": (r"different things: .*, max\)", r"different things: .*, sum\)"),
+    "operation": (r"different things: .*broadcast", r"different things: .*all_reduce"),
+    "order": (r"different things: .*Float\[5\]", r"different things: .*Float\[6\]"),
+    "missing": (
+        r"not done after 6 s: rank 1 has not called it; its last was all_reduce.* at <string>:",
+        None,
+    ),
+    "killed": (None, r"rank 0 \(process {0} on .*\) has ended without a word"),
+    "stopped": (r"not done after 6 s: rank 1 has not called it", None),
+}
+
+
+@pytest.mark.parametrize("kind", SAYINGS)
+def test_a_fault_is_named_on_every_rank(kind: str):
+    def end_stopped(ranks: list[Rank]) -> None:
+        if kind == "stopped":
+            ranks[0].process.wait(60)
+            ranks[1].process.send_signal(signal.SIGKILL)
+
+    ranks = run_ranks(FAULTS, 2, timeout=60, meanwhile=end_stopped, KIND=kind, GROUP_TIMEOUT=str(TIMEOUT))
+    pids = [each.process.pid for each in ranks]
+    for each, saying in zip(ranks, SAYINGS[kind], strict=True):
+        assert "ready" in each.stdout, each.stderr
+        if saying is None:
+            continue
+        assert each.code == 1, each.stderr
+        last = each.stderr.strip().splitlines()[-1]
+        assert re.search(saying.format(*pids), last), f"{saying!r} is not in {last!r}"
+        assert float(each.stdout.split()[-1]) < TIMEOUT + 5
+
+
+def test_all_ranks_end_soon_and_leave_no_process():
+    def note_children(ranks: list[Rank]) -> None:
+        while not _services(ranks) and ranks[0].process.poll() is None:
+            time.sleep(0.1)
+        services.extend(_services(ranks))
+
+    services: list[int] = []
+    script = """
+        dist.all_reduce(torch.ones(2, device="tpu"))
+        time.sleep(2 - rank)  # in another order than they came
+        print(time.time(), flush=True)
+    """
+    ranks = run_ranks(script, 2, meanwhile=note_children)
+    assert [each.code for each in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    assert time.time() - max(float(each.stdout.split()[-1]) for each in ranks) < 10
+    assert len(services) == 1
+    deadline = time.monotonic() + 15
+    while _is_alive(services[0]):
+        assert time.monotonic() < deadline, "the service outlives its ranks"
+        time.sleep(0.1)
+
+
+def _services(ranks: list[Rank]) -> list[int]:
+    """Children of these processes that are none of the ranks."""
+    parents = {each.process.pid for each in ranks}
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                parent = int(_status(int(entry))[1])
+                is_service = b"service.py" in Path(f"/proc/{entry}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if is_service and parent in parents:
+                found.append(int(entry))
+    return found
+
+
+def _status(pid: int) -> list[str]:
+    """Its state, its parent, and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return _status(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+USED_BEFORE = """
+    import torch
+    import torch.distributed as dist
+
+    torch.ones(2, device="tpu")
+    dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def test_a_use_before_the_group_is_refused():
+    ended = run_python(USED_BEFORE)
+    assert (
+        "RuntimeError: init_process_group: this process has used the tpu device before, alone" in ended.stderr
+    )
