@@ -60,6 +60,8 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         index = torch.tpu.current_device()  # type: ignore[attr-defined]
         # A cast of a weight must be the region's own: whether there was one before is a matter of history.
         torch.clear_autocast_cache()
+        if torch.distributed.is_initialized():
+            self._settle_buckets()
         self._kept = []
         is_region = _C.get_mode() == _FUSED and _C.begin_region(index)
         results = None
@@ -74,6 +76,13 @@ class Region(reach.Wrapper, Generic[_P, _R]):
                 executables = _C.end_region(index, results)
         self.digests = tuple(executable.key for executable in executables)
         return returned
+
+    def _settle_buckets(self) -> None:
+        """DDP makes its buckets anew in the second step, and keeps them: before the region they are older."""
+        for root in reach.reached(self).modules:
+            for module in root.modules():
+                if isinstance(module, nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
+                    module.reducer._rebuild_buckets()
 
     def _results(self, args: Any, kwargs: Any, returned: Any) -> list[Tensor]:
         """What is declared: what it returns and keeps, and what modules and optimizers hold by name."""

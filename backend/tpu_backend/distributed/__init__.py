@@ -15,11 +15,13 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from tpu_backend.after_import import after_import
+from tpu_backend.distributed import grids
 
 
 def install() -> None:
     """Register the backend with torch.distributed, once somebody imports that."""
     after_import("torch.distributed.distributed_c10d", _register)
+    after_import("torch.distributed.device_mesh", grids.watch)
 
 
 def _register(c10d: ModuleType) -> None:

@@ -1,15 +1,16 @@
 """Collectives, for one rank of a group: programs that hold one are compiled for the mesh of the group.
 
-Each value is the rank's own. `ranks` are those of the group in the world, in the order of the group; the
-mesh has them along `AXIS`.
+Each value is the rank's own. `ranks` are those of the group in the world, in the order of the group. The
+mesh has them along `AXIS`, or along what `axes_in_mesh` says.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -30,16 +31,33 @@ def axis_of(ranks: Sequence[int]) -> Iterator[None]:
         yield
 
 
-def _reduced(value: jax.Array, reduce: str) -> jax.Array:
-    """Over the ranks."""
+_axes: ContextVar[Mapping[tuple[int, ...], tuple[str, ...]]] = ContextVar("axes of groups")
+
+
+@contextmanager
+def axes_in_mesh(axes: Mapping[tuple[int, ...], tuple[str, ...]]) -> Iterator[None]:
+    """In here programs are lowered for a mesh that has these groups along these axes."""
+    before = _axes.set(axes)
+    try:
+        yield
+    finally:
+        _axes.reset(before)
+
+
+def _axis(ranks: Sequence[int]) -> Any:
+    return _axes.get({}).get(tuple(ranks), AXIS)
+
+
+def _reduced(value: jax.Array, reduce: str, axis: Any) -> jax.Array:
+    """Over the ranks along an axis."""
     if reduce == "sum":
-        return lax.psum(value, AXIS)
+        return lax.psum(value, axis)
     if reduce == "avg":
-        return lax.pmean(value, AXIS)
+        return lax.pmean(value, axis)
     if reduce in ("min", "max") and not jnp.issubdtype(value.dtype, jnp.complexfloating):
         # XLA's minimum leaves open whether a NaN wins; PyTorch's keeps it.
-        return {"min": lax.pmin, "max": lax.pmax}[reduce](value, AXIS)
-    every = lax.all_gather(value, AXIS)
+        return {"min": lax.pmin, "max": lax.pmax}[reduce](value, axis)
+    every = lax.all_gather(value, axis)
     combiners: dict[str, Callable[[Any, Any], Any]] = {
         "product": operator.mul,
         "band": operator.and_,
@@ -54,21 +72,21 @@ def _reduced(value: jax.Array, reduce: str) -> jax.Array:
 @lowering("tpu_collective::all_reduce")
 def all_reduce(self, reduce, ranks):
     if self.dtype == jnp.bool_:  # as numbers, of which anything but 0 is true
-        return _reduced(self.astype(jnp.int32), reduce) != 0
-    return _reduced(self, reduce)
+        return _reduced(self.astype(jnp.int32), reduce, _axis(ranks)) != 0
+    return _reduced(self, reduce, _axis(ranks))
 
 
 @lowering("tpu_collective::all_gather")
 def all_gather(self, ranks):
     if self.ndim == 0:
         self = self[None]
-    return lax.all_gather(self, AXIS, tiled=True)
+    return lax.all_gather(self, _axis(ranks), tiled=True)
 
 
 def _reduce_scatter_by_exchange(self, reduce, ranks):
     """XLA's own on the CPU is slower, and wrong for large chunks (jax-ml/jax#40830)."""
     parts = self.reshape(len(ranks), self.shape[0] // len(ranks), *self.shape[1:])
-    mine = lax.all_to_all(parts, AXIS, 0, 0)
+    mine = lax.all_to_all(parts, _axis(ranks), 0, 0)
     if reduce == "avg":
         return jnp.mean(mine, 0)
     if reduce == "sum":
@@ -80,14 +98,14 @@ def _reduce_scatter_by_exchange(self, reduce, ranks):
 @lowering("tpu_collective::reduce_scatter", on={"cpu": _reduce_scatter_by_exchange})
 def reduce_scatter(self, reduce, ranks):
     if reduce in ("sum", "avg"):
-        result = lax.psum_scatter(self, AXIS, tiled=True)
+        result = lax.psum_scatter(self, _axis(ranks), tiled=True)
         return result / len(ranks) if reduce == "avg" else result
     return _reduce_scatter_by_exchange(self, reduce, ranks)
 
 
 @lowering("tpu_collective::all_to_all")
 def all_to_all(self, ranks):
-    return lax.all_to_all(self, AXIS, 0, 0, tiled=True)
+    return lax.all_to_all(self, _axis(ranks), 0, 0, tiled=True)
 
 
 def _bits(value: jax.Array) -> jax.Array:
@@ -111,11 +129,11 @@ def _of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 @lowering("tpu_collective::broadcast")
 def broadcast(self, root, ranks):
     """To the bit: -0.0 and a NaN's payload arrive as they are."""
-    mine = jnp.where(lax.axis_index(AXIS) == root, _bits(self), 0)
-    return _of_bits(lax.psum(mine, AXIS), self.dtype)
+    mine = jnp.where(lax.axis_index(_axis(ranks)) == root, _bits(self), 0)
+    return _of_bits(lax.psum(mine, _axis(ranks)), self.dtype)
 
 
 @lowering("tpu_collective::send_receive")
 def send_receive(self, ranks):
     """From the first rank to the second, which gives a tensor of the same form."""
-    return lax.ppermute(self, AXIS, [(0, 1)])
+    return lax.ppermute(self, _axis(ranks), [(0, 1)])

@@ -24,7 +24,7 @@ from tpu_backend.compiling import compiling
 from tpu_backend.environment import current_mode
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import BoundsCheck
-from tpu_backend.lowering.collectives import AXIS
+from tpu_backend.lowering.collectives import axes_in_mesh
 from tpu_backend.lowering.platforms import lowering_for
 from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.padded import serving
@@ -117,7 +117,7 @@ def lower_segment(
             out_specs=everywhere,
             check_vma=False,
         )
-    with jax.enable_x64(True), lowering_for(target.platform):
+    with jax.enable_x64(True), lowering_for(target.platform), axes_in_mesh(dict(target.groups)):
         lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes)
     return lowered, tuple(bounds_checks)
 
@@ -128,7 +128,7 @@ def _never_in_callers_thread(function: Callable[..., Any]) -> Callable[..., Any]
     """
 
     def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        number = arguments[0].ravel()[0].astype("float32") if arguments else jax.lax.axis_index(AXIS) * 1.0
+        number = arguments[0].ravel()[0].astype("float32") if arguments else jnp.float32(1)
         numbers = jax.lax.broadcasted_iota("float32", (64, 64), 0) * number
         return (*function(*arguments), jnp.sum(numbers))
 

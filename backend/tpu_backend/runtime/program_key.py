@@ -80,6 +80,7 @@ def _fixed_environment(target: Target) -> dict[str, Any]:
         "platform": [target.platform, device.client.platform_version],
         "device": device.device_kind,
         "topology": _topology(device),
+        "mesh": [] if target.mesh is None else [list(target.mesh.shape.items()), target.groups],
         "host": _host_cpu() if target.platform == "cpu" else {},
     }
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from tpu_backend.distributed import grids
 from tpu_backend.lowering.collectives import AXIS, NAMESPACE
 from tpu_backend.lowering.platforms import lowered_for
 from tpu_backend.runtime.platform import platform
@@ -29,6 +30,7 @@ class Target:
     platform: str  # tpu, cuda or cpu
     device: Any
     mesh: Mesh | None = None  # of the devices of the ranks that run the program together
+    groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = ()  # of ranks, and its axes in the mesh
 
     @property
     def placement(self) -> SingleDeviceSharding | NamedSharding:
@@ -54,23 +56,33 @@ def target_of(index: int) -> Target:
 def target_for(description: dict[str, Any]) -> Target:
     """What a segment is compiled for: its device, or the mesh of the group of its collectives.
 
-    Raises RuntimeError where it has collectives of two groups.
+    Raises RuntimeError where it has collectives of groups that are not of one mesh.
     """
     target = target_of(description["device"])
     names = (entry for entry, _, _ in summaries(description["tape"]) if entry.name.startswith(NAMESPACE))
     groups = {tuple(entry.signature.ranks or ()) for entry in names}
     if not groups:
         return target
-    if len(groups) > 1:
-        raise RuntimeError(f"one program has collectives of {len(groups)} groups: {sorted(groups)}")
-    return replace(target, mesh=_mesh_of(*groups))
+    return _of_groups(target, frozenset(groups))
 
 
 @cache
-def _mesh_of(ranks: tuple[int, ...]) -> Mesh:
-    """The devices of these ranks of the world, in their order; each process has one."""
-    by_rank = {device.process_index: device for device in jax.devices()}
-    return Mesh(np.array([by_rank[rank] for rank in ranks]), (AXIS,))
+def _of_groups(target: Target, groups: frozenset[tuple[int, ...]]) -> Target:
+    by_rank = {device.process_index: device for device in jax.devices()}  # each process has one
+    if len(groups) == 1:
+        (ranks,) = groups
+        return replace(target, mesh=Mesh(np.array([by_rank[rank] for rank in ranks]), (AXIS,)))
+    found = grids.grid_of(groups, target.device.process_index)
+    if found is None:
+        raise RuntimeError(
+            f"a region has collectives of the groups {sorted(groups)}, which are of no one mesh: make them "
+            "by torch.distributed.device_mesh.init_device_mesh"
+        )
+    grid, dims = found
+    names = tuple(f"{AXIS}{dim}" for dim in range(grid.ndim))
+    devices = np.array([by_rank[rank] for rank in grid.ravel()]).reshape(grid.shape)
+    along = tuple((group, tuple(names[dim] for dim in dims[group])) for group in sorted(groups))
+    return replace(target, mesh=Mesh(devices, names), groups=along)
 
 
 def target_platform() -> str:

@@ -14,7 +14,7 @@ TRAINING = """
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.utils import clip_grad_norm_
 
-    STEPS = 20
+    STEPS, IN_REGION = 20, os.environ["HOW"] == "region"
     torch.manual_seed(0)
     X, Y = torch.randn(16, 8), torch.randint(0, 4, (16,))
 
@@ -25,8 +25,8 @@ TRAINING = """
 
     def train(model, parameters, x, y, mean_of=None):
         optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-        losses = []
-        for _ in range(STEPS):
+
+        def step():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -35,7 +35,14 @@ TRAINING = """
             whole = loss.detach().clone()
             if mean_of is not None:
                 dist.all_reduce(whole, dist.ReduceOp.AVG, group=mean_of)
-            losses.append(whole.item())
+            return whole
+
+        region = torch.tpu.spmd(step)
+        losses = []
+        for _ in range(STEPS):
+            losses.append((region if IN_REGION and x.is_tpu else step)().item())
+        if IN_REGION and x.is_tpu:
+            assert len(region.digests) == 1  # collectives, optimizer and all
         return torch.tensor(losses)
 
     def own_part(t):
@@ -99,9 +106,10 @@ TRAINING = """
 """
 
 
+@pytest.mark.parametrize("how", ["eager", "region"])
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, "ddp fsdp tp"), (4, "fsdp hsdp both")])
-def test_training_in_parallel_is_that_of_one_process(world_size: int, kinds: str):
-    ranks = run_ranks(TRAINING, world_size, timeout=240, KINDS=kinds)
+def test_training_in_parallel_is_that_of_one_process(world_size: int, kinds: str, how: str):
+    ranks = run_ranks(TRAINING, world_size, timeout=240, KINDS=kinds, HOW=how)
     assert_all_ended_well(ranks)
     for each in ranks:
         said = [line for line in each.stdout.splitlines() if not line.startswith("[Gloo]")]
