@@ -280,7 +280,7 @@ void Device::set_current(c10::DeviceIndex device) {
   if (device < 0) {
     return;
   }
-  TORCH_CHECK(device < count_, "tpu:", static_cast<int>(device), " does not exist: there are ", static_cast<int>(count_), " tpu devices");
+  TORCH_CHECK(device < count_, "tpu:", static_cast<int>(device), " does not exist: there are ", static_cast<int>(count_), " tpu devices; each process of a launcher has one, \"tpu\"");
   t_current = device;
 }
 

@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+_RULE = "All ranks of a group must make the same calls in the same order"
 _PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
 
 
@@ -23,6 +24,7 @@ class Peers:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.last_call: tuple[str, int] | None = None  # of this rank: the group, and its number there
+        self._unconfirmed: dict[str, int] = {}  # by group: a call that may not be compared yet
         self.has_failed = False  # this rank
         self._changed = threading.Condition()
         self._known: dict[int, dict[str, Any]] = {}  # by rank: process and host
@@ -44,6 +46,7 @@ class Peers:
 
     def call(self, group: str, number: int, digest: str) -> None:
         """Tell of a collective that this group has called before; to be compared with the others'."""
+        self._unconfirmed[group] = number
         self._calls.append((group, number, digest, False))
         self._has_calls.set()
 
@@ -55,13 +58,29 @@ class Peers:
         self._texts[digest] = text
         self._calls.append((group, number, digest, True))
         self._flush()
+        self._wait_until_agreed(group, number, text, seconds)
+
+    def confirm(self, seconds: float) -> None:
+        """Return when all ranks are known to have made the same calls as this one. To be called before the
+        host looks at values that come of them. Raises as `agree` does.
+        """
+        unconfirmed, self._unconfirmed = self._unconfirmed, {}
+        if not unconfirmed:
+            return
+        self._flush()
+        for group, number in unconfirmed.items():
+            self._say({"ask": [group, number]})
+        for group, number in unconfirmed.items():
+            self._wait_until_agreed(group, number, "waiting for the device", seconds)
+
+    def _wait_until_agreed(self, group: str, number: int, what: str, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: (group, number) in self._agreed or self._failures, seconds)
-        if (group, number) in self._agreed:
+        if (group, number) in self._agreed and not self._failures:
             self._agreed.discard((group, number))
             return
         self.has_failed = True
-        raise RuntimeError(f"{text}: {self.failure() or self.why_late(group, number, seconds)}")
+        raise RuntimeError(self.failure() or f"{what}: {self.why_late(group, number, seconds)}")
 
     def why_late(self, group: str, number: int, seconds: float) -> str:
         """Which ranks have not made this call."""
@@ -115,13 +134,13 @@ class Peers:
             self._agreed.add(tuple(message["agreed"]))
         elif "missing" in message:
             self._missing[tuple(message["of"])] = message["missing"]
-        elif "mismatch" in message:
-            self._failures.append(f"ranks call different things: {message['mismatch']}")
+        elif "failure" in message:
+            self._failures.append(f"{message['failure']}. {_RULE}")
         elif "pid" in message:
             self._known[message["rank"]] = message
         elif "error" in message:
             self._failures.append(f"{self._named(message['rank'])} failed: {message['error']}")
-        elif message["gone"]:
+        else:
             named = self._named(message["rank"])
             self._failures.append(f"{named} has ended without a word: it was killed, or it crashed")
 

@@ -9,12 +9,13 @@ Ranks hold a connection to it and send lines of JSON:
 
     {"rank": 3, "pid": 17, "host": "a"}                              first
     {"calls": [[GROUP, NUMBER, DIGEST, ASKS], ...], "texts": {...}}  collectives, about to be launched
+    {"ask": [GROUP, NUMBER]}                                         tell when all have made this call
     {"who": [GROUP, NUMBER]}                                         who has not made this call?
     {"error": "..."}, {"bye": true}                                  it fails, it ends
 
-and are told `agreed` (all of a group made the call, where one asked), `mismatch`, `missing`, and of each rank
-that came, failed, ended or is gone: its connection broke without a farewell. A group is its ranks, as
-"0,1,2". Imports neither torch nor jax.
+and are told `agreed` (all of a group made the call, where one asked), `failure` (of the whole group),
+`missing`, and of each rank that came, failed or is gone: its connection broke without a farewell. A group is
+its ranks, as "0,1,2". Imports neither torch nor jax.
 """
 
 import asyncio
@@ -45,6 +46,17 @@ class Calls:
             self.asked.add(number)
         return next(((other, its) for other, its in calls.items() if its != digest), None)
 
+    def is_over(self, number: int) -> bool:
+        """Whether all have made this call, which this rank has."""
+        return number not in self.open
+
+    def left_by(self, rank: int) -> str | None:
+        """The digest of a call that others wait in, and that this rank has not made."""
+        last = self.last.get(rank, (0, ""))[0]
+        return next(
+            (digest for number in self.open if number > last for digest in self.open[number].values()), None
+        )
+
     def is_agreed(self, number: int) -> bool:
         """Whether all have made this call, which is over then; to be told if somebody asked."""
         if len(self.open[number]) < len(self.ranks):
@@ -64,7 +76,7 @@ class Service:
         self.said: list[bytes] = []  # to be told to whoever comes later
         self.calls: dict[str, Calls] = {}  # by group
         self.texts: dict[str, str] = {}  # by digest: the call and its Python line
-        self.num_ended = 0
+        self.ended: set[int] = set()
         self.all_gone = asyncio.Event()
         self.somebody_came = asyncio.Event()
 
@@ -84,6 +96,8 @@ class Service:
                     self.texts.update(message["texts"])
                     for call in message["calls"]:
                         self.called(rank, *call)
+                elif "ask" in message:
+                    self.asked(writer, *message["ask"])
                 elif "who" in message:
                     self.tell(writer, {"missing": self.missing(*message["who"]), "of": message["who"]})
                 elif "error" in message:
@@ -97,8 +111,12 @@ class Service:
         if rank < 0:
             return
         self.writers.pop(rank, None)
-        self.tell_others(rank, {"rank": rank, "gone": not regular})
-        self.num_ended += 1
+        self.ended.add(rank)
+        if regular:
+            for calls in self.calls.values():
+                self.tell_left(calls, rank)
+        else:
+            self.tell_others(rank, {"rank": rank, "gone": True})
         if not self.writers:
             self.all_gone.set()
 
@@ -106,10 +124,25 @@ class Service:
         calls = self.calls.setdefault(group, Calls(group))
         other = calls.add(rank, number, digest, asks)
         if other is not None:
-            text = f"rank {rank} calls {self.texts[digest]}, rank {other[0]} calls {self.texts[other[1]]}"
-            self.tell_group(calls.ranks, {"mismatch": text})
+            text = f"rank {rank} calls {self.texts[digest]}; rank {other[0]} calls {self.texts[other[1]]}"
+            self.tell_group(calls.ranks, {"failure": f"ranks call different things: {text}"})
         elif calls.is_agreed(number):
             self.tell_group(calls.ranks, {"agreed": [group, number]})
+        for ended in self.ended.intersection(calls.ranks):
+            self.tell_left(calls, ended)
+
+    def asked(self, writer: asyncio.StreamWriter, group: str, number: int) -> None:
+        calls = self.calls.get(group)
+        if calls is None or calls.is_over(number):
+            self.tell(writer, {"agreed": [group, number]})
+        else:
+            calls.asked.add(number)
+
+    def tell_left(self, calls: Calls, rank: int) -> None:
+        """Tell a group that a rank has ended in front of one of its calls, if it has."""
+        if rank in calls.ranks and (digest := calls.left_by(rank)) is not None:
+            text = f"rank {rank} has ended, and has not called {self.texts[digest]}"
+            self.tell_group(calls.ranks, {"failure": text})
 
     def missing(self, group: str, number: int) -> list[str]:
         """The ranks that have not made this call, each with its last one."""
@@ -143,7 +176,7 @@ class Service:
         while True:
             self.all_gone.clear()
             if not self.writers:
-                if self.num_ended >= self.world_size:
+                if len(self.ended) >= self.world_size:
                     return
                 await asyncio.sleep(5)  # somebody may be about to come
                 if not self.writers:

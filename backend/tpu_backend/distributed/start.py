@@ -41,10 +41,12 @@ def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
     if rank == 0:
         store.set("tpu/service", json.dumps(_start_service(world_size)))
     address = json.loads(store.get("tpu/service"))
+    # First of all: so the service knows when the last rank has gone, even if JAX never starts.
+    joining = Peers(address["host"], address["peers"], rank, world_size, timeout)
     _join(address, rank, world_size, timeout)
-    peers = Peers(address["host"], address["peers"], rank, world_size, timeout)
-    atexit.register(_end)
+    peers = joining
     _C.ensure_initialized()
+    atexit.register(_end)  # runs before what the device does at exit
 
 
 def _end() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from tpu_backend import _C
 from tpu_backend.distributed import start
 
 _LOOK = 0.05  # seconds between two looks at the other ranks
@@ -52,7 +53,7 @@ def _watched(act: Callable[[], Any], seconds: float, what: str, why_late: Callab
         if failure is not None:
             failed_at = failed_at or now
             if now - failed_at > _GRACE:
-                _fail(what, failure)
+                _fail("", failure)
         if now - begin > seconds:
             _fail(what, why_late())
     if errors and isinstance(errors[0], jax.errors.JaxRuntimeError):
@@ -68,14 +69,15 @@ def _explain(error: Exception, what: str) -> NoReturn:
     while start.peers is not None and start.peers.failure() is None and time.monotonic() < deadline:
         time.sleep(_LOOK)
     failure = None if start.peers is None else start.peers.failure()
-    text = str(error).splitlines()[0]
-    _fail(what, f"{failure} ({text})" if failure else text, error)
+    if failure is not None:
+        _fail("", failure, error)
+    _fail(what, str(error).splitlines()[0], error)
 
 
 def _fail(what: str, why: str, cause: Exception | None = None) -> NoReturn:
     if start.peers is not None:
         start.peers.has_failed = True
-    raise RuntimeError(f"{what}: {why}") from cause
+    raise RuntimeError(f"{what}: {why}" if what else why) from cause
 
 
 def watched(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +93,7 @@ def watched(wait: Callable[..., Any]) -> Callable[..., Any]:
                 return f"not done after {peers.timeout:.0f} s"
             return peers.why_late(*peers.last_call, peers.timeout)
 
+        peers.confirm(peers.timeout)
         return _watched(lambda: wait(*args), peers.timeout, _READ, why_late)
 
     return waiting
@@ -100,13 +103,20 @@ _READ = "waiting for the device"
 
 
 def end() -> None:
-    """At exit of a rank: what was launched is waited for, unless others have failed; then the process ends at
-    once, since a thread of XLA's would wait for them for ever.
+    """At exit of a rank: its last calls are compared, and what was launched is waited for. Where a rank has
+    failed the process ends at once: a thread of XLA's would wait for that rank for ever.
     """
-    assert start.peers is not None
-    failed = start.peers.failure() is not None or start.peers.has_failed
-    start.peers.say_farewell()
-    if failed:
+    peers = start.peers
+    assert peers is not None
+    if peers.failure() is None and not peers.has_failed:
+        try:
+            peers.confirm(peers.timeout)
+            _C.wait_for_launches(0)
+        except Exception as error:
+            peers.has_failed = True
+            print(f"tpu: found at exit: {error}", file=sys.stderr)
+    peers.say_farewell()
+    if peers.failure() is not None or peers.has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -19,6 +19,7 @@ import jax
 
 from tpu_backend.buckets import bucket as fine_bucket
 from tpu_backend.lowering.bounds import BoundsCheck
+from tpu_backend.lowering.collectives import NAMESPACE
 from tpu_backend.padded.dims import NotPaddableError
 from tpu_backend.padded.executable import Plan, pieces
 from tpu_backend.padded.family import Description, Family, Lengthening, outline
@@ -77,8 +78,12 @@ def may_be_padded(description: Description) -> bool:
     return (
         description["may_be_padded"]
         and not any(description["offset_is_input"])
-        and all(settled_by_version(entry.name) for entry, _, _ in summaries(description["tape"]))
+        and all(_may_be_longer(entry.name) for entry, _, _ in summaries(description["tape"]))
     )
+
+
+def _may_be_longer(name: str) -> bool:
+    return settled_by_version(name) and not name.startswith(NAMESPACE)  # other ranks would have to agree
 
 
 def note(description: Description) -> None:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_backend import executable_cache
 from tpu_backend.compiling import compiling
+from tpu_backend.distributed import agreement, sharing
 from tpu_backend.environment import current_mode
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import BoundsCheck
@@ -193,6 +194,21 @@ def plan_segment(description: dict[str, Any]) -> tuple[int, bool]:
     return len(plan.parts), plan.grows
 
 
+def compare_starts(description: dict[str, Any]) -> list[bool]:
+    """For each offset of a segment, whether other ranks that run it together with this one start elsewhere.
+
+    Waits for them. Raises RuntimeError as `Peers.agree` does.
+    """
+    target, offsets = target_for(description), description["offsets"]
+    if target.mesh is None or target.mesh.size == 1:
+        return [False] * len(offsets)
+    ranks = [device.process_index for device in target.devices]
+    every = agreement.exchange(ranks, offsets)
+    if any(len(each) != len(offsets) for each in every):  # an uneven shard is recorded in another way
+        return [True] * len(offsets)
+    return [len(set(starts)) > 1 for starts in zip(*every, strict=True)]
+
+
 def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
     """Return the links that run a segment: one program, or a chain if `description` asks for parts. Each
     program (`lower_segment` says what it takes) comes from the executable
@@ -303,6 +319,8 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
         if (padded := _padded(description, cache, key, names, cause, may_wait)) is not None:
             return padded
         serving.note(description)
+    if key is not None and (shared := sharing.compiled_elsewhere(key)) is not None:
+        return _loaded(*shared, key, target)
     start = time.perf_counter()
     lowered, bounds_checks = lower_segment(description, target)
     if log.isEnabledFor(logging.DEBUG):
@@ -311,6 +329,8 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
         key = key_of_text(lowered, bounds_checks, options, target)
         if cache is not None and (found := _load(cache, key, names, target)) is not None:
             return found
+        if (shared := sharing.compiled_elsewhere(key)) is not None:
+            return _loaded(*shared, key, target)
     return _compiled(lowered, bounds_checks, options, target, cache, key, names, cause, start)
 
 
@@ -385,8 +405,8 @@ def _compile_padded(
     with jax.enable_x64(True), lowering_for(target.platform):
         lowered = jax.jit(lengthening.function, donate_argnums=donated, keep_unused=True).lower(*shapes)
     options = _options(description, target, lengthening.largest)
-    key = None if cache is None else key_of_text(lowered, (), options, target)
-    found = None if cache is None or key is None else _load(cache, key, names, target)
+    key = key_of_text(lowered, (), options, target)
+    found = None if cache is None else _load(cache, key, names, target)
     if found is None:
         found = _compiled(lowered, (), options, target, cache, key, names, cause, start)
     return found, key
@@ -398,21 +418,33 @@ def _compiled(
     options: dict[str, Any] | None,
     target: Target,
     cache: ExecutableCache | None,
-    key: str | None,
+    key: str,
     names: Sequence[str],
     cause: Callable[[], Cause],
     start: float,
 ) -> Executable:
-    """Has XLA compile a program, and keeps it on disk."""
-    with jax.enable_x64(True), nullcontext() if cache is None else compiled_by_xla():
-        compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered, target))
+    """Has XLA compile a program, keeps it on disk, and gives it to other ranks."""
+    is_kept = cache is not None or sharing.is_needed()
+    try:
+        with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext():
+            compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered, target))
+    except BaseException:
+        sharing.give_up(key)
+        raise
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
     compile_log.record(tuple(names), time.perf_counter() - start, cause())
-    if cache is not None and key is not None and are_storable(bounds_checks):
+    if is_kept:
+        payload = _serialized(compiled) if are_storable(bounds_checks) else None
         header = header_of(jax.tree.leaves(lowered.out_info), bounds_checks, temporary_bytes)
-        _keep(cache, key, compiled, header | {"environment": environment(target)})
+        if payload is None:
+            sharing.give_up(key)
+        else:
+            sharing.publish(key, header, payload)
+        if cache is not None and payload is not None:
+            cache.write(key, header | {"environment": environment(target)}, payload)
+            known_forms.keep()
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     execute = replicated.xla_executable.execute_sharded
     handlers = list(replicated.out_handler.handlers)
@@ -446,31 +478,35 @@ def _load(cache: ExecutableCache, key: str, names: Sequence[str], target: Target
     found = cache.read(key)
     if found is None:
         return None
-    header, payload = found
     try:
-        loaded, handlers = deserialize(header, payload, target)
+        executable = _loaded(*found, key, target)
     except jax.errors.JaxRuntimeError as error:
         cache.discard(key, f"XLA refuses it ({str(error).splitlines()[0]})")
         return None
-    _remember_temporary(header["temporary_bytes"])
     log.info("loaded %d ops from %s: %s", len(names), cache.directory, _first_of(names))
+    return executable
+
+
+def _loaded(header: dict[str, Any], payload: bytes, key: str, target: Target) -> Executable:
+    """A program that another process compiled."""
+    loaded, handlers = deserialize(header, payload, target)
+    _remember_temporary(header["temporary_bytes"])
     execute: Callable[..., Any] = loaded.execute_sharded
     if target.mesh is not None:
         execute, handlers = RankExecute(execute), []
     return Executable(execute, handlers, bounds_checks_of(header), None, from_disk=True, key=key)
 
 
-def _keep(cache: ExecutableCache, key: str, compiled: jax.stages.Compiled, header: dict[str, Any]) -> None:
+def _serialized(compiled: jax.stages.Compiled) -> bytes | None:
+    """XLA's bytes of a program; None where other processes cannot load it."""
     replicated: Any = compiled._executable.unsafe_call  # type: ignore[attr-defined]
     if replicated.has_host_callbacks or replicated.keepalive:
-        return  # it calls functions of this process
+        return None  # it calls functions of this process
     try:
-        payload = serialize(compiled.runtime_executable())
+        return serialize(compiled.runtime_executable())
     except jax.errors.JaxRuntimeError as error:
         log.info("not kept on disk: %s", str(error).splitlines()[0])
-        return
-    cache.write(key, header, payload)
-    known_forms.keep()
+        return None
 
 
 def _remember_temporary(num_bytes: int) -> None:

@@ -79,7 +79,8 @@ def _fixed_environment(target: Target) -> dict[str, Any]:
         "sources": _source_digest(),
         "platform": [target.platform, device.client.platform_version],
         "device": device.device_kind,
-        "topology": _topology(device),
+        # On the CPU it says which process this is, and no more.
+        "topology": "" if target.platform == "cpu" else _topology(device),
         "mesh": [] if target.mesh is None else [list(target.mesh.shape.items()), target.groups],
         "host": _host_cpu() if target.platform == "cpu" else {},
     }
@@ -94,9 +95,11 @@ def _source_digest() -> str:
 
 
 def _topology(device: Any) -> str:
-    """How the chips of a slice are arranged, as XLA's own digest of it; not every platform has one."""
+    """How the chips of a slice are arranged, as XLA's own digest of it; not every platform has one. Of the
+    whole slice: a rank's own place in it is no part of a program.
+    """
     try:
-        return f"{xla_client.get_topology_for_devices([device]).fingerprint():016x}"
+        return f"{xla_client.get_topology_for_devices(device.client.devices()).fingerprint():016x}"
     except jax.errors.JaxRuntimeError:
         return ""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxlib import xla_client
@@ -107,7 +108,12 @@ def deserialize(header: dict[str, Any], payload: bytes, target: Target) -> tuple
     client = target.device.client
     if b"lapack_" in payload:  # JAX looks LAPACK's functions up while it lowers; else calls go to address 0
         _lapack.initialize()
-    loaded = client.deserialize_executable(payload, target.devices)
+    options = None
+    if target.mesh is None:  # of many processes another one has compiled it, for its own device
+        options = xla_client.CompileOptions()
+        options.num_replicas = options.num_partitions = 1
+        options.device_assignment = xla_client.DeviceAssignment.create(np.array([[target.device.id]]))
+    loaded = client.deserialize_executable(payload, target.devices, options)
     sharding = target.placement
     handlers = [
         xla_client.array_result_handler(

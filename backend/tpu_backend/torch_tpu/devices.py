@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -55,10 +56,14 @@ def index_of(device: Any) -> int:
 def does_not_exist(index: int) -> str:
     count = device_count()
     there = "there is one tpu device, tpu:0" if count == 1 else f"there are {count} tpu devices"
-    return f"tpu:{index} does not exist: {there}"
+    hint = '; each process of a launcher has one, "tpu"' if "LOCAL_RANK" in os.environ else ""
+    return f"tpu:{index} does not exist: {there}{hint}"
 
 
 def set_device(device: Any) -> None:
+    """Make a device current. A launcher's LOCAL_RANK stands for the one device that its process has."""
+    if device_count() == 1 and str(device).removeprefix("tpu:") == os.environ.get("LOCAL_RANK"):
+        device = 0
     _C.set_device(index_of(device))
 
 

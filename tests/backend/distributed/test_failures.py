@@ -47,6 +47,16 @@ FAULTS = """
                 dist.all_reduce(each)
             for each in (a, b) if rank else (b, a):
                 dist.all_reduce(each)
+        if kind == "swapped":  # two calls that have both followed the one before, and then the script ends
+            a, b = torch.ones(4, device="tpu"), torch.ones(4, device="tpu")
+            both = (lambda: dist.all_reduce(a), lambda: dist.broadcast(b, 0))
+            for which in (0, 1, 0, 0, 1, 1, 0):
+                both[which]()
+            for which in (0, 1) if rank else (1, 0):
+                both[which]()
+            return
+        if kind == "ended" and rank == 1:
+            sys.exit(0)
         if kind == "missing" and rank == 1:
             time.sleep(20)
             return
@@ -68,13 +78,15 @@ SAYINGS = {
     "raises": (r"rank 1 \(process {1} on .*\) failed: ValueError: my own mistake", "my own mistake"),
     "index": (r"rank 1 \(process {1} on .*\) failed: IndexError: index 7 is out", r"at <string>:\d+"),
     "shape": (
-        r"different things: .*Float\[4\], sum\) at <string>:\d+",
-        r"different things: .*Float\[5\], sum\) at",
+        r"different things: .*Float\[4\], sum\), first at <string>:\d+",
+        r"different things: .*Float\[5\]",
     ),
     "dtype": (r"different things: .*Int\[4\]", r"different things: .*Float\[4\]"),
     "reduction": (r"different things: .*, max\)", r"different things: .*, sum\)"),
     "operation": (r"different things: .*broadcast", r"different things: .*all_reduce"),
     "order": (r"different things: .*Float\[5\]", r"different things: .*Float\[6\]"),
+    "swapped": (r"different things: .*broadcast", r"different things: .*all_reduce"),
+    "ended": (r"rank 1 has ended, and has not called all_reduce\(Float\[4\], sum\)", None),
     "missing": (
         r"not done after 6 s: rank 1 has not called it; its last was all_reduce.* at <string>:",
         None,
@@ -100,7 +112,9 @@ def test_a_fault_is_named_on_every_rank(kind: str):
         assert each.code == 1, each.stderr
         last = each.stderr.strip().splitlines()[-1]
         assert re.search(saying.format(*pids), last), f"{saying!r} is not in {last!r}"
-        assert float(each.stdout.split()[-1]) < TIMEOUT + 5
+        if kind != "swapped":  # found at exit
+            assert float(each.stdout.split()[-1]) < TIMEOUT + 5
+        assert each.seconds < 2 * TIMEOUT + 10
 
 
 def test_all_ranks_end_soon_and_leave_no_process():

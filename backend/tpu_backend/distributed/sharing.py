@@ -1,0 +1,67 @@
+"""One rank compiles a program, the others load it: through the key-value store of JAX's service.
+
+Whoever asks first for a key compiles; the others wait. Keys are those of the executable cache.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from tpu_backend.distributed import start
+
+_PATIENCE_MS = 500  # between two looks at the other ranks
+_LENGTH = 8  # bytes that say how long the header is
+
+
+def is_needed() -> bool:
+    """Whether there are other ranks."""
+    return start.peers is not None and start.peers.world_size > 1
+
+
+def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
+    """Header and payload of a program that another rank has compiled, once it is there.
+
+    None: this rank is to compile it, and then to `publish` it or to `give_up`; or nobody can share it.
+    """
+    if start.peers is None or not is_needed():
+        return None
+    client: Any = distributed.global_state.client
+    try:
+        client.key_value_set(f"tpu/lease/{key}", str(start.peers.rank))
+        return None
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+    while start.peers.failure() is None:
+        with suppress(jax.errors.JaxRuntimeError):  # not there yet
+            whole = client.blocking_key_value_get_bytes(f"tpu/program/{key}", _PATIENCE_MS)
+            if len(whole) == 1:
+                return None
+            cut = _LENGTH + int.from_bytes(whole[:_LENGTH])
+            if client.key_value_increment(f"tpu/readers/{key}", 1) == start.peers.world_size - 1:
+                client.key_value_delete(f"tpu/program/{key}")  # all have it
+            return json.loads(whole[_LENGTH:cut]), whole[cut:]
+    return None
+
+
+def publish(key: str, header: dict[str, Any], payload: bytes) -> None:
+    """Give a program to the ranks that wait for it."""
+    text = json.dumps(header).encode()
+    _put(key, len(text).to_bytes(_LENGTH) + text + payload)
+
+
+def give_up(key: str) -> None:
+    """It cannot be shared, or did not compile: each rank compiles it."""
+    _put(key, b"\0")
+
+
+def _put(key: str, whole: bytes) -> None:
+    if is_needed():
+        client: Any = distributed.global_state.client
+        with suppress(jax.errors.JaxRuntimeError):  # this rank had no lease
+            client.key_value_set_bytes(f"tpu/program/{key}", whole)
