@@ -44,7 +44,6 @@ void initialize(
     const py::list& lowered_ops,
     const py::object& trace_form,
     const py::object& plan,
-    const py::object& compare_starts,
     const py::object& compile,
     const py::object& prepare,
     const py::object& is_room_short,
@@ -60,7 +59,6 @@ void initialize(
   auto& runtime = tpu::runtime();
   runtime.trace_form = keep(trace_form);
   runtime.plan = keep(plan);
-  runtime.compare_starts = keep(compare_starts);
   runtime.compile = keep(compile);
   runtime.prepare = keep(prepare);
   runtime.is_room_short = keep(is_room_short);

@@ -13,7 +13,6 @@ def initialize(
     lowered_ops: list[tuple[str, str, list[str], list[str], list[str], int, dict[str, str]]],
     trace_form: Callable[..., Any],
     plan: Callable[..., Any],
-    compare_starts: Callable[..., Any],
     compile: Callable[..., Any],
     prepare: Callable[..., Any],
     is_room_short: Callable[..., Any],

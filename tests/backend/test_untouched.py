@@ -19,6 +19,9 @@ REGISTERED = {
     "torch.storage.TypedStorage.tpu",
     "torch.storage._StorageBase.is_tpu",
     "torch.storage._StorageBase.tpu",
+    # The c10d backend, and the recorded operators behind it.
+    "torch.distributed.distributed_c10d.Backend.TPU",
+    "torch.ops.tpu_collective",
 }
 # PyTorch's own: renaming its slot for a device names the members of these enumerations again.
 RENAMED = {
@@ -27,7 +30,13 @@ RENAMED = {
     for member in ("__repr__", "__str__", "name")
 }
 # PyTorch has no way to register how a device's tensors are printed: see tpu_backend/printing.py.
-REPLACED = {"torch._tensor_str._tensor_str"}
+# Nor does it say which meshes of ranks there are, or let a backend be a group's default one: see
+# tpu_backend/distributed.
+REPLACED = {
+    "torch._tensor_str._tensor_str",
+    "torch.distributed.device_mesh.DeviceMesh.__init__",
+    "torch.distributed.distributed_c10d._new_process_group_helper",
+}
 
 SURVEY = """
     import inspect, sys

@@ -137,7 +137,11 @@ std::vector<int32_t> outputs_for(const Program& program, const Locals& results) 
 std::shared_ptr<Specialization> new_specialization(const Program& program, const Segment& segment, const Locals& results) {
   auto specialization = std::make_shared<Specialization>();
   specialization->offsets = segment.offsets;
-  specialization->offset_is_input.assign(segment.offsets.size(), 0);
+  // Ranks that run it together may start elsewhere, and need one program.
+  const bool has_collectives = std::any_of(segment.entries.begin(), segment.entries.end(), [](const Signature* entry) {
+    return entry->op != nullptr && entry->op->is_collective;
+  });
+  specialization->offset_is_input.assign(segment.offsets.size(), static_cast<uint8_t>(has_collectives));
   // An offset that has been seen with two values becomes an input.
   for (const auto& other : program.specializations) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
@@ -306,28 +310,10 @@ std::shared_ptr<Specialization> ProgramCache::specialization_for(
     return known;
   }
   auto specialization = new_specialization(program, segment, results);
-  compare_starts(program, segment, *specialization);
   specialization->in_parts = form == Form::Parts;
   load(program, *specialization, segment, form, counters);
   program.specializations.push_back(specialization);
   return specialization;
-}
-
-void ProgramCache::compare_starts(Program& program, const Segment& segment, Specialization& specialization) {
-  if (program.policy != Policy::Declared || segment.offsets.empty()) {
-    return;
-  }
-  if (!program.differing_starts) { // once a program: all ranks meet it in the same place
-    const auto description = describe(program, specialization, segment, device_);
-    const auto differ = [&] {
-      const StreamUnlocked unlocked(mutex_);
-      return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().compare_starts, description.ptr())));
-    }();
-    program.differing_starts = differ.cast<std::vector<bool>>();
-  }
-  for (size_t i = 0; i < segment.offsets.size(); ++i) {
-    specialization.offset_is_input[i] |= static_cast<uint8_t>((*program.differing_starts)[i]);
-  }
 }
 
 void ProgramCache::rehearse(const Segment& segment) {

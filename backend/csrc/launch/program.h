@@ -158,7 +158,6 @@ struct Program {
   Policy policy{Policy::Held};
   std::vector<std::shared_ptr<Specialization>> specializations; // who else holds one keeps it loaded
   std::optional<PartsPlan> plan, plan_without_gradients; // unknown until it is asked
-  std::optional<std::vector<bool>> differing_starts; // by offset: ranks that run it together start elsewhere; unknown at first
   size_t num_runs_in_parts{0};
   bool is_prepared{false}; // the one program was compiled ahead
   bool is_rehearsed{false}; // and that by a rehearsal
@@ -234,8 +233,6 @@ class ProgramCache {
   std::shared_ptr<Specialization> specialization_for(
       Program& program, const Segment& segment, const Locals& results, Form form, Counters& counters);
   void load(const Program& program, Specialization& specialization, const Segment& segment, Form form, Counters& counters);
-  // Offsets that are inputs in all ranks that run it together, since they differ.
-  void compare_starts(Program& program, const Segment& segment, Specialization& specialization);
   // How it is to be taken apart, if it is.
   PartsPlan plan_of(Program& program, const Segment& segment, const Locals& results);
   // Called before so many programs are loaded.  Where the system would soon refuse more, evicts half of those that were not used
@@ -261,7 +258,6 @@ class ProgramCache {
 struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, has bounds checks, reads the precision
   PyObject* plan{nullptr}; // (description) -> (number of parts, whether their sizes grow)
-  PyObject* compare_starts{nullptr}; // (description) -> by offset, whether other ranks start elsewhere
   PyObject* compile{nullptr}; // (description, may wait for another thread) -> Links
   PyObject* prepare{nullptr}; // (description) -> None: a thread begins what `compile` will ask for
   PyObject* is_room_short{nullptr}; // () -> bool: whether few more programs can be loaded

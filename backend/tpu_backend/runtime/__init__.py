@@ -88,7 +88,6 @@ def initialize() -> None:
             lowered_ops(),
             untraced(trace_form),
             untraced(compiler.plan_segment),
-            untraced(compiler.compare_starts),
             untraced(compiler.compile_segment),
             untraced(compiler.prepare_segment),
             untraced(mappings.is_room_short),

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_backend import executable_cache
 from tpu_backend.compiling import compiling
-from tpu_backend.distributed import agreement, sharing
+from tpu_backend.distributed import sharing
 from tpu_backend.environment import current_mode
 from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import BoundsCheck
@@ -192,21 +192,6 @@ def plan_segment(description: dict[str, Any]) -> tuple[int, bool]:
     """Into how many parts a segment can be taken, and whether they are the turns of a loop that grows."""
     _, plan = planned(description)
     return len(plan.parts), plan.grows
-
-
-def compare_starts(description: dict[str, Any]) -> list[bool]:
-    """For each offset of a segment, whether other ranks that run it together with this one start elsewhere.
-
-    Waits for them. Raises RuntimeError as `Peers.agree` does.
-    """
-    target, offsets = target_for(description), description["offsets"]
-    if target.mesh is None or target.mesh.size == 1:
-        return [False] * len(offsets)
-    ranks = [device.process_index for device in target.devices]
-    every = agreement.exchange(ranks, offsets)
-    if any(len(each) != len(offsets) for each in every):  # an uneven shard is recorded in another way
-        return [True] * len(offsets)
-    return [len(set(starts)) > 1 for starts in zip(*every, strict=True)]
 
 
 def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
