@@ -40,8 +40,9 @@ _OPERATORS: dict[Kind, str] = {
     "nowhere bool": "sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar _foreach_sub.Scalar",
     # Every dtype but complex ones.
     "real": """
-        amax amin aminmax atan2 bernoulli.Tensor bernoulli.p copysign.Scalar copysign.Tensor cummax cummin
-        deg2rad digamma erf erfc erfinv fmax fmin fractional_max_pool2d fractional_max_pool3d frexp.Tensor
+        amax amin aminmax atan2 bernoulli.Tensor bernoulli.p clamp_max.Tensor clamp_min.Tensor
+        copysign.Scalar copysign.Tensor cummax cummin deg2rad digamma erf erfc erfinv fmax fmin
+        fractional_max_pool2d fractional_max_pool3d frexp.Tensor
         ge.Scalar ge.Tensor gt.Scalar gt.Tensor hash_tensor heaviside i0 isneginf isposinf le.Scalar
         le.Tensor lgamma logit lt.Scalar lt.Tensor max max.dim maximum min min.dim minimum mode nansum
         polygamma rad2deg sign signbit sort sort.stable special_entr special_i0e special_i1 special_i1e
@@ -49,8 +50,8 @@ _OPERATORS: dict[Kind, str] = {
         xlogy.Scalar_Self xlogy.Tensor
     """,
     "real numbers": """
-        argmax argmin bucketize.Scalar bucketize.Tensor ceil clamp clamp.Tensor clamp_max clamp_max.Tensor
-        clamp_min clamp_min.Tensor div.Scalar_mode div.Tensor_mode floor floor_divide floor_divide.Scalar
+        argmax argmin bucketize.Scalar bucketize.Tensor ceil clamp clamp.Tensor clamp_max
+        clamp_min div.Scalar_mode div.Tensor_mode floor floor_divide floor_divide.Scalar
         fmod.Scalar fmod.Tensor geometric hardtanh isin.Scalar_Tensor isin.Tensor_Scalar isin.Tensor_Tensor
         max_pool2d_with_indices max_pool3d_with_indices median median.dim mvlgamma nanmedian nanmedian.dim
         relu remainder.Scalar remainder.Scalar_Tensor remainder.Tensor round threshold topk trunc
@@ -59,8 +60,8 @@ _OPERATORS: dict[Kind, str] = {
     # Floats and complex numbers.
     "inexact": """
         addcdiv embedding_renorm lerp.Scalar lerp.Tensor logaddexp logcumsumexp normal.Tensor_Tensor
-        normal.Tensor_float normal.float_Tensor normal_functional renorm std.correction std_mean.correction
-        uniform var.correction var_mean.correction
+        normal.Tensor_float normal.float_Tensor normal_functional renorm silu std.correction
+        std_mean.correction uniform var.correction var_mean.correction
     """,
     "inexact, bool": "im2col",
     "floats": """
@@ -73,7 +74,7 @@ _OPERATORS: dict[Kind, str] = {
         log_sigmoid_forward logaddexp2 max_unpool2d max_unpool3d mish mse_loss multi_margin_loss
         multilabel_margin_loss_forward multinomial native_group_norm native_layer_norm nextafter
         nll_loss2d_forward nll_loss_forward round.decimals rrelu_with_noise_functional
-        segment_reduce silu smooth_l1_loss soft_margin_loss softplus softshrink upsample_linear1d
+        segment_reduce smooth_l1_loss soft_margin_loss softplus softshrink upsample_linear1d
         upsample_trilinear3d
     """,
     "floats, uint8": """
