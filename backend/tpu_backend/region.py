@@ -60,10 +60,10 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         index = torch.tpu.current_device()  # type: ignore[attr-defined]
         # A cast of a weight must be the region's own: whether there was one before is a matter of history.
         torch.clear_autocast_cache()
-        if torch.distributed.is_initialized():
+        if torch.distributed.is_initialized() and torch.is_grad_enabled():
             self._settle_buckets()
-        self._kept = []
         is_region = _C.get_mode() == _FUSED and _C.begin_region(index)
+        self._kept = []
         results = None
         executables = []
         try:
@@ -81,7 +81,7 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         """DDP makes its buckets anew in the second step, and keeps them: before the region they are older."""
         for root in reach.reached(self).modules:
             for module in root.modules():
-                if isinstance(module, nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
+                if isinstance(module, nn.parallel.DistributedDataParallel):
                     module.reducer._rebuild_buckets()
 
     def _results(self, args: Any, kwargs: Any, returned: Any) -> list[Tensor]:

@@ -203,8 +203,7 @@ void ProcessGroup::agree(const char* name, const at::Tensor& tensor, c10::string
 
 uint64_t ProcessGroup::agree(const std::vector<int64_t>& ranks, const std::string& call) {
   py::gil_scoped_acquire gil;
-  static auto* const agreement = new py::object(py::module_::import("tpu_backend.distributed.agreement").attr("call"));
-  return (*agreement)(ranks, call, std::chrono::duration<double>(options_->timeout).count()).cast<uint64_t>();
+  return py::module_::import("tpu_backend.distributed.agreement").attr("call")(ranks, call, std::chrono::duration<double>(options_->timeout).count()).cast<uint64_t>();
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroup::done(
@@ -484,6 +483,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(
   }
   const auto parts = [&](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
     if (splits.empty()) {
+      TORCH_CHECK_VALUE(
+          tensor.size(0) % getSize() == 0, "all_to_all over ", getSize(), " ranks: dim 0 of ", tensor.sizes(), " is not divisible, give its split sizes");
       return tensor.chunk(getSize());
     }
     TORCH_CHECK_VALUE(
@@ -523,6 +524,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
 }
 
 void ProcessGroup::launch(const Transfer& transfer) {
+  if (transfer.tensor.numel() == 0) {
+    return;
+  }
   const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
   const at::Tensor& tensor = transfer.tensor;
   agree(ends, c10::str("send_receive(", c10::toString(tensor.scalar_type()), tensor.sizes(), ")"));
@@ -539,7 +543,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::transfer(Transfer transfer, c10d::O
   if (is_coalescing_) {
     coalesced_.push_back(transfer.tensor);
     transfers_.push_back(std::move(transfer));
-  } else if (transfer.tensor.numel() != 0) {
+  } else {
     launch(transfer);
   }
   return done(op, results, c10d::kUnsetTimeout);

@@ -134,7 +134,7 @@ class ProcessGroup final : public c10d::Backend {
   const std::vector<int64_t> ranks_;
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
-  const std::string group_; // its ranks: "0, 1, 2"
+  const std::string group_; // its ranks: "0,1,2"
   uint64_t num_collectives_{0}; // by the count of `agree`
   bool is_coalescing_{false};
   std::vector<Transfer> transfers_;

@@ -137,7 +137,7 @@ std::vector<int32_t> outputs_for(const Program& program, const Locals& results) 
 std::shared_ptr<Specialization> new_specialization(const Program& program, const Segment& segment, const Locals& results) {
   auto specialization = std::make_shared<Specialization>();
   specialization->offsets = segment.offsets;
-  // Ranks that run it together may start elsewhere, and need one program.
+  // Ranks may slice at different offsets and must share one program, so offsets are inputs.
   const bool has_collectives = std::any_of(segment.entries.begin(), segment.entries.end(), [](const Signature* entry) {
     return entry->op != nullptr && entry->op->is_collective;
   });

@@ -1,4 +1,4 @@
-"""What becomes of the other ranks: a connection to the service, and two threads that serve it."""
+"""This rank's connection to the service, and what it knows of the other ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -26,10 +27,11 @@ class Peers:
         self.last_call: tuple[str, int] | None = None  # of this rank: the group, and its number there
         self._unconfirmed: dict[str, int] = {}  # by group: a call that may not be compared yet
         self.has_failed = False  # this rank
+        self._telling = threading.RLock()  # around the socket, and around what is to be told
         self._changed = threading.Condition()
         self._known: dict[int, dict[str, Any]] = {}  # by rank: process and host
         self._failures: list[str] = []
-        self._agreed: set[tuple[str, int]] = set()
+        self._agreed: dict[str, int] = {}  # by group: the last call that all its ranks are known to have made
         self._missing: dict[tuple[str, int], list[str]] = {}
         self._calls: list[tuple[str, int, str, bool]] = []
         self._texts: dict[str, str] = {}
@@ -46,8 +48,9 @@ class Peers:
 
     def call(self, group: str, number: int, digest: str) -> None:
         """Tell of a collective that this group has called before; to be compared with the others'."""
-        self._unconfirmed[group] = number
-        self._calls.append((group, number, digest, False))
+        with self._telling:
+            self._unconfirmed[group] = number
+            self._calls.append((group, number, digest, False))
         self._has_calls.set()
 
     def agree(self, group: str, number: int, digest: str, text: str, seconds: float) -> None:
@@ -55,29 +58,30 @@ class Peers:
 
         Raises RuntimeError if another rank calls something else or has failed, or after `seconds`.
         """
-        self._texts[digest] = text
-        self._calls.append((group, number, digest, True))
-        self._flush()
+        with self._telling:
+            self._texts[digest] = text
+            self._calls.append((group, number, digest, True))
+            self._flush()
         self._wait_until_agreed(group, number, text, seconds)
 
     def confirm(self, seconds: float) -> None:
         """Return when all ranks are known to have made the same calls as this one. To be called before the
         host looks at values that come of them. Raises as `agree` does.
         """
-        unconfirmed, self._unconfirmed = self._unconfirmed, {}
-        if not unconfirmed:
+        if not self._unconfirmed:
             return
-        self._flush()
-        for group, number in unconfirmed.items():
-            self._say({"ask": [group, number]})
+        with self._telling:
+            unconfirmed, self._unconfirmed = self._unconfirmed, {}
+            self._flush()
+            for group, number in unconfirmed.items():
+                self._say({"ask": [group, number]})
         for group, number in unconfirmed.items():
             self._wait_until_agreed(group, number, "waiting for the device", seconds)
 
     def _wait_until_agreed(self, group: str, number: int, what: str, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: (group, number) in self._agreed or self._failures, seconds)
-        if (group, number) in self._agreed and not self._failures:
-            self._agreed.discard((group, number))
+            self._changed.wait_for(lambda: self._agreed.get(group, 0) >= number or self._failures, seconds)
+        if self._agreed.get(group, 0) >= number and not self._failures:
             return
         self.has_failed = True
         raise RuntimeError(self.failure() or f"{what}: {self.why_late(group, number, seconds)}")
@@ -106,19 +110,20 @@ class Peers:
         return f"rank {rank}" if known is None else f"rank {rank} (process {known['pid']} on {known['host']})"
 
     def _say(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # the service is gone: nobody is left to be told
+        with self._telling, suppress(OSError):  # the service is gone: nobody is left to be told
             self._socket.sendall((json.dumps(message) + "\n").encode())
 
     def _flush(self) -> None:
-        calls, self._calls = self._calls, []
-        texts, self._texts = self._texts, {}
-        if calls:
-            self._say({"calls": calls, "texts": texts})
+        with self._telling:
+            calls, self._calls = self._calls, []
+            texts, self._texts = self._texts, {}
+            if calls:
+                self._say({"calls": calls, "texts": texts})
 
     def _tell_calls(self) -> None:
         while True:
             self._has_calls.wait()
-            threading.Event().wait(_PAUSE)
+            time.sleep(_PAUSE)
             self._has_calls.clear()
             self._flush()
 
@@ -128,10 +133,14 @@ class Peers:
                 with self._changed:
                     self._hear(json.loads(line))
                     self._changed.notify_all()
+        with self._changed:
+            self._failures.append("the process that carries word between the ranks has ended")
+            self._changed.notify_all()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "agreed" in message:
-            self._agreed.add(tuple(message["agreed"]))
+            group, number = message["agreed"]
+            self._agreed[group] = max(number, self._agreed.get(group, 0))
         elif "missing" in message:
             self._missing[tuple(message["of"])] = message["missing"]
         elif "failure" in message:

@@ -199,7 +199,7 @@ async def main(world_size: int) -> None:
     both = socket.has_dualstack_ipv6()
     family, anywhere = (socket.AF_INET6, "::") if both else (socket.AF_INET, "")
     listening = socket.create_server((anywhere, 0), family=family, dualstack_ipv6=both)
-    server = await asyncio.start_server(service.serve, sock=listening)
+    server = await asyncio.start_server(service.serve, sock=listening, limit=2**26)  # bytes of a line
     print(json.dumps({"jax": port, "peers": listening.getsockname()[1]}), flush=True)
     await service.until_all_gone()
     server.close()

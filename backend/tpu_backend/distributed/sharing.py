@@ -6,6 +6,7 @@ Whoever asks first for a key compiles; the others wait. Keys are those of the ex
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +17,8 @@ from tpu_backend.distributed import start
 
 _PATIENCE_MS = 500  # between two looks at the other ranks
 _LENGTH = 8  # bytes that say how long the header is
+
+_asked: set[str] = set()  # keys, by this rank
 
 
 def is_needed() -> bool:
@@ -30,14 +33,18 @@ def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
     """
     if start.peers is None or not is_needed():
         return None
+    if key in _asked:  # it was evicted: whether the others still want it is not known
+        return None
+    _asked.add(key)
     client: Any = distributed.global_state.client
+    deadline = time.monotonic() + start.peers.timeout
     try:
         client.key_value_set(f"tpu/lease/{key}", str(start.peers.rank))
         return None
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
             raise
-    while start.peers.failure() is None:
+    while start.peers.failure() is None and time.monotonic() < deadline:
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             whole = client.blocking_key_value_get_bytes(f"tpu/program/{key}", _PATIENCE_MS)
             if len(whole) == 1:

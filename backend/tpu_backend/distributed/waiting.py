@@ -81,7 +81,7 @@ def _fail(what: str, why: str, cause: Exception | None = None) -> NoReturn:
 
 
 def watched(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """A wait for the device, as here is waited where this process is one of many."""
+    """A wait for the device that also watches the other ranks, where there are any."""
 
     def waiting(*args: Any) -> Any:
         if start.peers is None:
@@ -115,6 +115,8 @@ def end() -> None:
         except Exception as error:
             peers.has_failed = True
             print(f"tpu: found at exit: {error}", file=sys.stderr)
+    if peers.failure() is not None and not peers.has_failed:
+        print(f"tpu: this rank ends with 1: {peers.failure()}", file=sys.stderr)
     peers.say_farewell()
     if peers.failure() is not None or peers.has_failed:
         sys.stdout.flush()

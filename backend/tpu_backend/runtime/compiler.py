@@ -74,7 +74,7 @@ class Executable:
     bounds_checks: tuple[BoundsCheck, ...]  # where there are any, what was out of range is the last output
     compiled: jax.stages.Compiled | None  # holds what a program's host callbacks need; None: from disk
     from_disk: bool
-    key: str | None = None  # what another process finds it by; None: it was not asked for
+    key: str | None = None  # what another process finds it by
     is_padded: bool = False  # the program is longer than the segment
     is_shared: bool = False  # and was there: it serves another segment, too
 
@@ -129,7 +129,9 @@ def _never_in_callers_thread(function: Callable[..., Any]) -> Callable[..., Any]
     """
 
     def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        number = arguments[0].ravel()[0].astype("float32") if arguments else jnp.float32(1)
+        real = (each for each in arguments if each.size and not jnp.iscomplexobj(each))
+        given = next(real, None)
+        number = jnp.float32(1) if given is None else given.ravel()[0].astype("float32")
         numbers = jax.lax.broadcasted_iota("float32", (64, 64), 0) * number
         return (*function(*arguments), jnp.sum(numbers))
 
@@ -306,17 +308,22 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
         serving.note(description)
     if key is not None and (shared := sharing.compiled_elsewhere(key)) is not None:
         return _loaded(*shared, key, target)
-    start = time.perf_counter()
-    lowered, bounds_checks = lower_segment(description, target)
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s", lowered.as_text())
-    if key is None:
-        key = key_of_text(lowered, bounds_checks, options, target)
-        if cache is not None and (found := _load(cache, key, names, target)) is not None:
-            return found
-        if (shared := sharing.compiled_elsewhere(key)) is not None:
-            return _loaded(*shared, key, target)
-    return _compiled(lowered, bounds_checks, options, target, cache, key, names, cause, start)
+    try:
+        start = time.perf_counter()
+        lowered, bounds_checks = lower_segment(description, target)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", lowered.as_text())
+        if key is None:
+            key = key_of_text(lowered, bounds_checks, options, target)
+            if cache is not None and (found := _load(cache, key, names, target)) is not None:
+                return found
+            if (shared := sharing.compiled_elsewhere(key)) is not None:
+                return _loaded(*shared, key, target)
+        return _compiled(lowered, bounds_checks, options, target, cache, key, names, cause, start)
+    except BaseException:
+        if key is not None:
+            sharing.give_up(key)  # others may wait for it
+        raise
 
 
 def _padded(
@@ -410,12 +417,8 @@ def _compiled(
 ) -> Executable:
     """Has XLA compile a program, keeps it on disk, and gives it to other ranks."""
     is_kept = cache is not None or sharing.is_needed()
-    try:
-        with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext():
-            compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered, target))
-    except BaseException:
-        sharing.give_up(key)
-        raise
+    with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext():
+        compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered, target))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)

@@ -75,8 +75,8 @@ def _of_groups(target: Target, groups: frozenset[tuple[int, ...]]) -> Target:
     found = grids.grid_of(groups, target.device.process_index)
     if found is None:
         raise RuntimeError(
-            f"a region has collectives of the groups {sorted(groups)}, which are of no one mesh: make them "
-            "by torch.distributed.device_mesh.init_device_mesh"
+            f"a region has collectives of the groups {sorted(groups)}, and no single DeviceMesh contains "
+            "them all: make them by torch.distributed.device_mesh.init_device_mesh"
         )
     grid, dims = found
     names = tuple(f"{AXIS}{dim}" for dim in range(grid.ndim))
