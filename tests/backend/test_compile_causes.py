@@ -121,7 +121,8 @@ def test_autocast(model, causes, seen):
 
 
 def test_autocast_by_its_argument(causes):
-    layer, x = nn.Linear(next(_widths), 5).to("tpu"), torch.randn(3, next(_widths) - 1, device="tpu")
+    width = next(_widths)
+    layer, x = nn.Linear(width, width).to("tpu"), torch.randn(3, width, device="tpu")
 
     def use(enabled: bool) -> None:
         with torch.autocast("tpu", enabled=enabled):
@@ -135,7 +136,8 @@ def test_autocast_by_its_argument(causes):
 
 
 def test_what_changes_under_autocast_is_compared_with_what_was_under_autocast(causes):
-    layer, x = nn.Linear(next(_widths), 5).to("tpu"), torch.randn(3, next(_widths) - 1, device="tpu")
+    width = next(_widths)
+    layer, x = nn.Linear(width, width).to("tpu"), torch.randn(3, width, device="tpu")
 
     def use(values: Tensor, dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> None:
         torch.tpu.flush()

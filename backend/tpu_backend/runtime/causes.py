@@ -274,9 +274,9 @@ def _autocast_changed(new: _Program, old: _Program) -> Cause | None:
         for entry, circumstances in zip(new.entries, new.circumstances)
         if not now or circumstances & _IN_AUTOCAST
     ]
-    known = {entry.number for program in _earlier() for entry in program.entries}
+    newest = max(entry.number for entry in old.entries)
     last_met = max(candidates, key=lambda entry: entry.number)
-    entry = next((entry for entry in candidates if entry.number not in known), last_met)
+    entry = next((entry for entry in candidates if entry.number > newest), last_met)
     state = "on, and was off" if now else "off, and was on"
     return Cause("autocast", f"it is {state}: {entry.signature.described()}", first_line(entry.number))
 
