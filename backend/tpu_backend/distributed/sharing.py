@@ -33,7 +33,7 @@ def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
     """
     if start.peers is None or not is_needed():
         return None
-    if key in _asked:  # it was evicted: whether the others still want it is not known
+    if key in _asked:  # this rank has had it before, and evicted it: the others may be done with it
         return None
     _asked.add(key)
     client: Any = distributed.global_state.client

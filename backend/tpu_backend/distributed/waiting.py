@@ -15,6 +15,7 @@ from tpu_backend import _C
 from tpu_backend.distributed import start
 
 _LOOK = 0.05  # seconds between two looks at the other ranks
+_READ = "waiting for the device"
 _GRACE = 1.0  # seconds in which a program that a peer has left ends by itself, or its cause comes to light
 
 
@@ -97,9 +98,6 @@ def watched(wait: Callable[..., Any]) -> Callable[..., Any]:
         return _watched(lambda: wait(*args), peers.timeout, _READ, why_late)
 
     return waiting
-
-
-_READ = "waiting for the device"
 
 
 def end() -> None:
