@@ -15,11 +15,12 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from tpu_backend.after_import import after_import
-from tpu_backend.distributed import grids
+from tpu_backend.distributed import grids, launched
 
 
 def install() -> None:
     """Register the backend with torch.distributed, once somebody imports that."""
+    launched.mark()
     after_import("torch.distributed.distributed_c10d", _register)
     after_import("torch.distributed.device_mesh", grids.watch)
 

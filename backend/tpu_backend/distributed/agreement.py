@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
-from tpu_backend.distributed import start
+from tpu_backend.distributed import peers
 from tpu_backend.runtime.user_line import user_line
 
 _digests: dict[tuple[str, str, str], str] = {}  # by group, its last call, and a call that came next before
@@ -23,21 +23,19 @@ def call(ranks: Sequence[int], text: str, seconds: float) -> int:
     It waits for all ranks of the group where this call has not followed the last one before: a step that
     repeats waits for nobody. Raises RuntimeError as `Peers.agree` does.
     """
-    peers = start.peers
-    assert peers is not None
-    if (failure := peers.failure()) is not None:
-        peers.has_failed = True
-        raise RuntimeError(failure)
+    world = peers.world
+    assert world is not None
+    world.raise_failure()
     group = ",".join(map(str, ranks))
     _numbers[group] += 1
     step = group, _last.get(group, ""), text
     _last[group] = text
-    peers.last_call = group, _numbers[group]
+    world.last_call = group, _numbers[group]
     digest = _digests.get(step)
     if digest is not None:
-        peers.call(group, _numbers[group], digest)
+        world.call(group, _numbers[group], digest)
         return _numbers[group]
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    peers.agree(group, _numbers[group], digest, f"{text}, first at {user_line()}", seconds)
+    world.agree(group, _numbers[group], digest, f"{text}, first at {user_line()}", seconds)
     _digests[step] = digest
     return _numbers[group]

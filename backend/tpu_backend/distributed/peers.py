@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +12,8 @@ from typing import Any
 
 _RULE = "All ranks of a group must make the same calls in the same order"
 _PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
+
+_LAUNCHERS_LOOK = 0.3  # seconds; torchrun looks ten times a second at its processes
 
 
 class Peers:
@@ -26,11 +27,14 @@ class Peers:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.last_call: tuple[str, int] | None = None  # of this rank: the group, and its number there
         self._unconfirmed: dict[str, int] = {}  # by group: a call that may not be compared yet
-        self.has_failed = False  # this rank
+        self.has_raised = False  # this rank's newest calls: an error said that they did not end
+        self.has_failed = False  # this rank: an error ended it
+        self._is_first = False  # to fail
         self._telling = threading.RLock()  # around the socket, and around what is to be told
         self._changed = threading.Condition()
         self._known: dict[int, dict[str, Any]] = {}  # by rank: process and host
-        self._failures: list[str] = []
+        self._failures: list[tuple[int | None, str]] = []  # the rank, if it is one rank's
+        self._left: set[int] = set()  # ranks whose process has ended
         self._agreed: dict[str, int] = {}  # by group: the last call that all its ranks are known to have made
         self._missing: dict[tuple[str, int], list[str]] = {}
         self._calls: list[tuple[str, int, str, bool]] = []
@@ -39,16 +43,21 @@ class Peers:
         self._say({"rank": rank, "pid": os.getpid(), "host": socket.gethostname()})
         for work in (self._listen, self._tell_calls):
             threading.Thread(target=work, name="tpu_peers", daemon=True).start()
-        self._hook = sys.excepthook
-        sys.excepthook = self._on_exception
 
     def failure(self) -> str | None:
         """What came to light first: that a rank failed or has gone, or that ranks call different things."""
-        return self._failures[0] if self._failures else None
+        return self._failures[0][1] if self._failures else None
+
+    def raise_failure(self) -> None:
+        """Raise RuntimeError if something has come to light."""
+        if (failure := self.failure()) is not None:
+            self.has_raised = True
+            raise RuntimeError(failure)
 
     def call(self, group: str, number: int, digest: str) -> None:
         """Tell of a collective that this group has called before; to be compared with the others'."""
         with self._telling:
+            self.has_raised = False
             self._unconfirmed[group] = number
             self._calls.append((group, number, digest, False))
         self._has_calls.set()
@@ -63,6 +72,7 @@ class Peers:
             self._calls.append((group, number, digest, True))
             self._flush()
         self._wait_until_agreed(group, number, text, seconds)
+        self.has_raised = False
 
     def confirm(self, seconds: float) -> None:
         """Return when all ranks are known to have made the same calls as this one. To be called before the
@@ -83,7 +93,7 @@ class Peers:
             self._changed.wait_for(lambda: self._agreed.get(group, 0) >= number or self._failures, seconds)
         if self._agreed.get(group, 0) >= number and not self._failures:
             return
-        self.has_failed = True
+        self.has_raised = True
         raise RuntimeError(self.failure() or f"{what}: {self.why_late(group, number, seconds)}")
 
     def why_late(self, group: str, number: int, seconds: float) -> str:
@@ -98,8 +108,21 @@ class Peers:
 
     def publish(self, error: str) -> None:
         """Tell the others that this rank fails, and of what."""
+        self._is_first = not self._failures
         self.has_failed = True
         self._say({"error": error})
+
+    def let_first_end(self, seconds: float) -> None:
+        """Return when the rank that failed first has ended and a launcher has seen it, or after `seconds`: the
+        launcher reports the exit code of the rank that it sees end first.
+        """
+        if not self._failures or self._is_first:
+            return
+        rank = self._failures[0][0]
+        with self._changed:
+            has_left = self._changed.wait_for(lambda: rank is None or rank in self._left, seconds)
+        if has_left:
+            time.sleep(_LAUNCHERS_LOOK)
 
     def say_farewell(self) -> None:
         self._flush()
@@ -134,7 +157,7 @@ class Peers:
                     self._hear(json.loads(line))
                     self._changed.notify_all()
         with self._changed:
-            self._failures.append("the process that carries word between the ranks has ended")
+            self._failures.append((None, "the process that carries word between the ranks has ended"))
             self._changed.notify_all()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -144,17 +167,19 @@ class Peers:
         elif "missing" in message:
             self._missing[tuple(message["of"])] = message["missing"]
         elif "failure" in message:
-            self._failures.append(f"{message['failure']}. {_RULE}")
+            self._failures.append((message.get("by"), f"{message['failure']}. {_RULE}"))
         elif "pid" in message:
             self._known[message["rank"]] = message
         elif "error" in message:
-            self._failures.append(f"{self._named(message['rank'])} failed: {message['error']}")
+            rank = message["rank"]
+            self._failures.append((rank, f"{self._named(rank)} failed: {message['error']}"))
         else:
-            named = self._named(message["rank"])
-            self._failures.append(f"{named} has ended without a word: it was killed, or it crashed")
+            rank = message["left"]
+            self._left.add(rank)
+            if not message["regular"]:
+                text = f"{self._named(rank)} has ended without a word: it was killed, or it crashed"
+                self._failures.append((rank, text))
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            lines = str(error).strip().splitlines()
-            self.publish(f"{kind.__name__}: {lines[0] if lines else ''}")
-        self._hook(kind, error, trace)
+
+world: Peers | None = None
+"""Of this process, once it is one of many."""

@@ -14,8 +14,8 @@ Ranks hold a connection to it and send lines of JSON:
     {"error": "..."}, {"bye": true}                                  it fails, it ends
 
 and are told `agreed` (all of a group made the call, where one asked), `failure` (of the whole group),
-`missing`, and of each rank that came, failed or is gone: its connection broke without a farewell. A group is
-its ranks, as "0,1,2". Imports neither torch nor jax.
+`missing`, and of each rank that came, failed or `left`: its process ended, `regular` after a farewell. A
+group is its ranks, as "0,1,2". Imports neither torch nor jax.
 """
 
 import asyncio
@@ -112,11 +112,9 @@ class Service:
             return
         self.writers.pop(rank, None)
         self.ended.add(rank)
-        if regular:
-            for calls in self.calls.values():
-                self.tell_left(calls, rank)
-        else:
-            self.tell_others(rank, {"rank": rank, "gone": True})
+        for calls in self.calls.values() if regular else ():
+            self.tell_left(calls, rank)
+        self.tell_others(rank, {"left": rank, "regular": regular})
         if not self.writers:
             self.all_gone.set()
 
@@ -142,7 +140,7 @@ class Service:
         """Tell a group that a rank has ended in front of one of its calls, if it has."""
         if rank in calls.ranks and (digest := calls.left_by(rank)) is not None:
             text = f"rank {rank} has ended, and has not called {self.texts[digest]}"
-            self.tell_group(calls.ranks, {"failure": text})
+            self.tell_group(calls.ranks, {"failure": text, "by": rank})
 
     def missing(self, group: str, number: int) -> list[str]:
         """The ranks that have not made this call, each with its last one."""

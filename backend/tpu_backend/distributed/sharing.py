@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from tpu_backend.distributed import start
+from tpu_backend.distributed import peers
 
 _PATIENCE_MS = 500  # between two looks at the other ranks
 _LENGTH = 8  # bytes that say how long the header is
@@ -23,7 +23,7 @@ _asked: set[str] = set()  # keys, by this rank
 
 def is_needed() -> bool:
     """Whether there are other ranks."""
-    return start.peers is not None and start.peers.world_size > 1
+    return peers.world is not None and peers.world.world_size > 1
 
 
 def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
@@ -31,26 +31,26 @@ def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
 
     None: this rank is to compile it, and then to `publish` it or to `give_up`; or nobody can share it.
     """
-    if start.peers is None or not is_needed():
+    if peers.world is None or not is_needed():
         return None
     if key in _asked:  # this rank has had it before, and evicted it: the others may be done with it
         return None
     _asked.add(key)
     client: Any = distributed.global_state.client
-    deadline = time.monotonic() + start.peers.timeout
+    deadline = time.monotonic() + peers.world.timeout
     try:
-        client.key_value_set(f"tpu/lease/{key}", str(start.peers.rank))
+        client.key_value_set(f"tpu/lease/{key}", str(peers.world.rank))
         return None
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
             raise
-    while start.peers.failure() is None and time.monotonic() < deadline:
+    while peers.world.failure() is None and time.monotonic() < deadline:
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             whole = client.blocking_key_value_get_bytes(f"tpu/program/{key}", _PATIENCE_MS)
             if len(whole) == 1:
                 return None
             cut = _LENGTH + int.from_bytes(whole[:_LENGTH])
-            if client.key_value_increment(f"tpu/readers/{key}", 1) == start.peers.world_size - 1:
+            if client.key_value_increment(f"tpu/readers/{key}", 1) == peers.world.world_size - 1:
                 client.key_value_delete(f"tpu/program/{key}")  # all have it
             return json.loads(whole[_LENGTH:cut]), whole[cut:]
     return None

@@ -2,60 +2,147 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tpu_backend import _C
-from tpu_backend.distributed.peers import Peers
+from tpu_backend.distributed import launched, peers
 
 _SERVICE = Path(__file__).with_name("service.py")
+_LOOK = 1.0  # seconds between two looks at who has come
+_SAID_AFTER = 10.0  # seconds of waiting for the others
 
-peers: Peers | None = None
-"""Of this process, once it is one of many."""
+first_use = ""
+"""The user's line that used the device first, once it has started."""
 
 
 def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
-    """Join the world of `world_size` ranks; `store` is the one that they rendezvous in.
+    """Make this process a rank of a world, for `init_process_group`; `store` is where the ranks rendezvous.
 
     Raises RuntimeError if this process has used the device alone before, if it is in a world of another size
     already, or if a rank does not come within `timeout` seconds.
     """
-    global peers
-    if peers is not None:
-        if (peers.rank, peers.world_size) == (rank, world_size):
+    if (world := peers.world) is not None:
+        if (world.rank, world.world_size) == (rank, world_size):
             return
         raise RuntimeError(
-            f"this process is rank {peers.rank} of {peers.world_size} since its first init_process_group, "
+            f"this process is rank {world.rank} of {world.world_size} since it joined them, "
             f"and cannot become rank {rank} of {world_size}: start a new one"
         )
-    if _C.is_initialized():
+    if world_size > 1 and _C.is_initialized():
         raise RuntimeError(
-            "init_process_group: this process has used the tpu device before, alone; call init_process_group "
-            "before the first tensor on it"
+            f"init_process_group: this process has used the tpu device before, alone, at {first_use}; call "
+            "init_process_group before that line"
         )
-    if rank == 0:
-        store.set("tpu/service", json.dumps(_start_service(world_size)))
-    address = json.loads(store.get("tpu/service"))
-    # First of all: so the service knows when the last rank has gone, even if JAX never starts.
-    joining = Peers(address["host"], address["peers"], rank, world_size, timeout)
-    _join(address, rank, world_size, timeout)
-    peers = joining
+    _join(_common(store), rank, world_size, timeout, "init_process_group")
     _C.ensure_initialized()
-    atexit.register(_end)  # runs before what the device does at exit
 
 
-def _end() -> None:
-    from tpu_backend.distributed import waiting
+def start_if_launched(line: str) -> None:
+    """At the first use of the device: if a launcher has started this process as a rank, wait for the others.
+    XLA's runtime is one of many processes from its start on, or never.
 
-    waiting.end()
+    Raises RuntimeError if a rank does not come within the time that `init_process_group` would give it.
+    """
+    global first_use
+    first_use = line
+    if peers.world is not None or not launched.is_one_of_many():
+        return
+    import torch.distributed as dist  # not where nobody asked for many processes: it takes its time
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = dist.constants.default_pg_timeout
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    _stores.append(store)  # rank 0's is the server
+    _join(
+        _common(store), rank, world_size, timeout.total_seconds(), f"the first use of the device, at {line}"
+    )
 
 
-def _start_service(world_size: int) -> dict[str, Any]:
+_stores: list[Any] = []
+
+
+def _base(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _common(store: Any) -> Any:
+    """The store that a first use of the device and `init_process_group` have in common, where a launcher named
+    it: one rank may begin with this, another with that.
+    """
+    import torch.distributed as dist
+
+    base = _base(store)
+    is_its = isinstance(base, dist.TCPStore) and launched.is_its(base.host, base.port)
+    return dist.PrefixStore("tpu_device", base if is_its else store)
+
+
+def _join(store: Any, rank: int, world_size: int, timeout: float, what: str) -> None:
+    if rank == 0:
+        store.set("service", json.dumps(_start_service(store, world_size)))
+    store.set(f"here/{rank}", socket.gethostname())
+    deadline = time.monotonic() + timeout
+    _wait_for(store, ["service"], [0], deadline, timeout, what)
+    address = json.loads(store.get("service"))
+    if address["name"] == socket.gethostname():
+        address["host"] = "127.0.0.1"
+    # First of all: so the service knows when the last rank has gone, even if JAX never starts.
+    joining = peers.Peers(address["host"], address["peers"], rank, world_size, timeout)
+    ranks = list(range(world_size))
+    _wait_for(store, [f"here/{each}" for each in ranks], ranks, deadline, timeout, what)
+    if not _C.is_initialized():
+        _connect(address, rank, world_size, timeout)
+    peers.world = joining
+
+
+def _wait_for(
+    store: Any, keys: list[str], ranks: list[int], deadline: float, timeout: float, what: str
+) -> None:
+    """Return when the store has these keys, one a rank. Says who is waited for, and raises RuntimeError at the
+    deadline.
+    """
+    import torch.distributed as dist
+
+    said_at = time.monotonic() + _SAID_AFTER
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=_LOOK))
+            return
+        except dist.DistStoreError:
+            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        if not missing:
+            return
+        named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: {named} did not come within {timeout:.0f} s")
+        if said_at and time.monotonic() > said_at:
+            said_at = 0.0
+            print(f"tpu: {what}: waiting for {named}", file=sys.stderr, flush=True)
+
+
+def _address_of_this_host(store: Any) -> str:
+    """Where the other ranks find this process: as they found the store, if it is here too."""
+    base = _base(store)
+    if not hasattr(base, "host"):  # a file
+        return socket.gethostname()
+    found = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, there = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)  # sends nothing
+        here = probe.getsockname()[0]
+    return str(base.host if here == there[0] else here)
+
+
+def _start_service(store: Any, world_size: int) -> dict[str, Any]:
     """Start the process that hosts what must outlive any rank; its address."""
     # A session of its own: what is sent to this rank's group is not for it.
     command = [sys.executable, "-S", "-c", _WITHOUT_SITE, *sys.path, "--", str(_SERVICE), str(world_size)]
@@ -75,8 +162,7 @@ def _start_service(world_size: int) -> dict[str, Any]:
             "init_process_group: the process that hosts JAX's coordination service ended at once; try "
             f"{sys.executable} {_SERVICE} {world_size}"
         )
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    return {"host": host, **json.loads(line)}
+    return {"host": _address_of_this_host(store), "name": socket.gethostname(), **json.loads(line)}
 
 
 # The service needs jaxlib alone. Without site no package is loaded by itself: torch takes seconds.
@@ -87,7 +173,7 @@ _WITHOUT_SITE = (
 )
 
 
-def _join(address: dict[str, Any], rank: int, world_size: int, timeout: float) -> None:
+def _connect(address: dict[str, Any], rank: int, world_size: int, timeout: float) -> None:
     import jax
     from jax._src import distributed
     from jaxlib import _jax
@@ -106,8 +192,7 @@ def _join(address: dict[str, Any], rank: int, world_size: int, timeout: float) -
         client.connect()
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
-            f"init_process_group: not all of {world_size} ranks came within {timeout:.0f} s "
-            f"({str(error).splitlines()[0]})"
+            f"not all of {world_size} ranks came within {timeout:.0f} s ({str(error).splitlines()[0]})"
         ) from error
     state = distributed.global_state
     state.client, state.process_id, state.num_processes = client, rank, world_size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from tpu_backend import _C
-from tpu_backend.distributed import start
+from tpu_backend.distributed import peers
 
 _LOOK = 0.05  # seconds between two looks at the other ranks
 _READ = "waiting for the device"
@@ -26,8 +23,8 @@ def wait_for_call(token: Any, seconds: float, description: str, group: str, numb
     """
 
     def why_late() -> str:
-        assert start.peers is not None
-        return start.peers.why_late(group, number, seconds)
+        assert peers.world is not None
+        return peers.world.why_late(group, number, seconds)
 
     if token is not None:
         _watched(token.block_until_ready, seconds, description, why_late)
@@ -50,7 +47,7 @@ def _watched(act: Callable[[], Any], seconds: float, what: str, why_late: Callab
     begin, failed_at = time.monotonic(), 0.0
     while not is_done.wait(_LOOK):
         now = time.monotonic()
-        failure = None if start.peers is None else start.peers.failure()
+        failure = None if peers.world is None else peers.world.failure()
         if failure is not None:
             failed_at = failed_at or now
             if now - failed_at > _GRACE:
@@ -67,17 +64,17 @@ def _watched(act: Callable[[], Any], seconds: float, what: str, why_late: Callab
 def _explain(error: Exception, what: str) -> NoReturn:
     """Raise an error of a program of many ranks again, with what is known of them."""
     deadline = time.monotonic() + _GRACE
-    while start.peers is not None and start.peers.failure() is None and time.monotonic() < deadline:
+    while peers.world is not None and peers.world.failure() is None and time.monotonic() < deadline:
         time.sleep(_LOOK)
-    failure = None if start.peers is None else start.peers.failure()
+    failure = None if peers.world is None else peers.world.failure()
     if failure is not None:
         _fail("", failure, error)
     _fail(what, str(error).splitlines()[0], error)
 
 
 def _fail(what: str, why: str, cause: Exception | None = None) -> NoReturn:
-    if start.peers is not None:
-        start.peers.has_failed = True
+    if peers.world is not None:
+        peers.world.has_raised = True
     raise RuntimeError(f"{what}: {why}" if what else why) from cause
 
 
@@ -85,38 +82,16 @@ def watched(wait: Callable[..., Any]) -> Callable[..., Any]:
     """A wait for the device that also watches the other ranks, where there are any."""
 
     def waiting(*args: Any) -> Any:
-        if start.peers is None:
+        world = peers.world
+        if world is None:
             return wait(*args)
-        peers = start.peers
 
         def why_late() -> str:
-            if peers.last_call is None:
-                return f"not done after {peers.timeout:.0f} s"
-            return peers.why_late(*peers.last_call, peers.timeout)
+            if world.last_call is None:
+                return f"not done after {world.timeout:.0f} s"
+            return world.why_late(*world.last_call, world.timeout)
 
-        peers.confirm(peers.timeout)
-        return _watched(lambda: wait(*args), peers.timeout, _READ, why_late)
+        world.confirm(world.timeout)
+        return _watched(lambda: wait(*args), world.timeout, _READ, why_late)
 
     return waiting
-
-
-def end() -> None:
-    """At exit of a rank: its last calls are compared, and what was launched is waited for. Where a rank has
-    failed the process ends at once: a thread of XLA's would wait for that rank for ever.
-    """
-    peers = start.peers
-    assert peers is not None
-    if peers.failure() is None and not peers.has_failed:
-        try:
-            peers.confirm(peers.timeout)
-            _C.wait_for_launches(0)
-        except Exception as error:
-            peers.has_failed = True
-            print(f"tpu: found at exit: {error}", file=sys.stderr)
-    if peers.failure() is not None and not peers.has_failed:
-        print(f"tpu: this rank ends with 1: {peers.failure()}", file=sys.stderr)
-    peers.say_farewell()
-    if peers.failure() is not None or peers.has_failed:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)

@@ -16,7 +16,7 @@ from tpu_backend.collector import importing
 
 with importing():
     from tpu_backend import _C, composite, data_dependent, environment
-    from tpu_backend.distributed import operators, waiting
+    from tpu_backend.distributed import ending, operators, peers, start, waiting
     from tpu_backend.lowering import names, registry
     from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
     from tpu_backend.runtime.debug import after_debug_op
@@ -74,6 +74,7 @@ def initialize() -> None:
         environment.check_environment()
         _check_no_worker()
         compiler.configure_logging()
+        start.start_if_launched(user_line.user_line())
         platform.announce()
         shapes.register_meta_kernels()
         data_dependent.register()
@@ -102,6 +103,8 @@ def initialize() -> None:
             user_line.NOT_THE_USERS,
         )
         atexit.register(_end)
+        if peers.world is not None:
+            ending.install(_end)
 
 
 def _check_no_worker() -> None:

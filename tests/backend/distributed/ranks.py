@@ -49,30 +49,38 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def environment_of_ranks() -> dict[str, str]:
+    """The environment variables of all ranks, but for those of a launcher."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "backend"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "TPU_CACHE_DIR": "none",
+    }
+
+
 def run_ranks(
     script: str,
     world_size: int,
     *,
     timeout: float = 120,
+    prologue: str = PROLOGUE,
     meanwhile: Callable[[list[Rank]], None] | None = None,
     **environment: str,
 ) -> list[Rank]:
-    """Run PROLOGUE and `script` as each rank of a world, with these environment variables added.
+    """Run `prologue` and `script` as each rank of a world, with these environment variables added.
 
     `meanwhile` is called when all have started. Kills what has not ended after `timeout` seconds.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     shared = {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "backend"), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-        "TPU_CACHE_DIR": "none",
+        **environment_of_ranks(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         **environment,
     }
-    source = textwrap.dedent(PROLOGUE) + textwrap.dedent(script)
+    source = textwrap.dedent(prologue) + textwrap.dedent(script)
     ranks = []
     for rank in range(world_size):
         process = subprocess.Popen(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.backend.distributed.ranks import Rank, run_ranks
-from tests.backend.fresh_process import run_python
 
 TIMEOUT = 6
 
@@ -165,19 +164,3 @@ def _is_alive(pid: int) -> bool:
         return _status(pid)[0] != "Z"
     except OSError:
         return False
-
-
-USED_BEFORE = """
-    import torch
-    import torch.distributed as dist
-
-    torch.ones(2, device="tpu")
-    dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size=1)
-"""
-
-
-def test_a_use_before_the_group_is_refused():
-    ended = run_python(USED_BEFORE)
-    assert (
-        "RuntimeError: init_process_group: this process has used the tpu device before, alone" in ended.stderr
-    )

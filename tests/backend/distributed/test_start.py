@@ -1,0 +1,236 @@
+"""A process becomes a rank: by init_process_group, by a device mesh, or by its first use of the device."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from tests.backend.distributed.ranks import (
+    assert_all_ended_well,
+    environment_of_ranks,
+    free_port,
+    run_ranks,
+)
+from tests.backend.fresh_process import run_python
+
+# What PROLOGUE asserts, where something else than init_process_group has begun.
+ASSERTIONS = """
+    import jax
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert (rank, world) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    assert dist.group.WORLD._get_backend(torch.device("tpu")).name() == "tpu"
+    assert jax.process_count() == jax.device_count() == world and jax.local_device_count() == 1
+    assert jax.process_index() == rank
+"""
+
+FIRST_USE = """
+    import os, time
+    import torch
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        dist.init_process_group()  # one rank begins with this, the others with a tensor
+    x = torch.full((3,), float(os.environ["RANK"]) + 1, device="tpu")
+    assert torch.tpu.device_count() == 1
+    assert (x * 2).tolist() == [2 * (float(os.environ["RANK"]) + 1)] * 3
+    if not dist.is_initialized():
+        dist.init_process_group()
+"""
+
+
+def test_a_first_use_before_the_group_waits_for_the_other_ranks() -> None:
+    script = FIRST_USE + ASSERTIONS + "    dist.all_reduce(x)\n    assert x.tolist() == [6.0] * 3\n"
+    assert_all_ended_well(run_ranks(script, 3, prologue=""))
+
+
+def test_a_mesh_alone_starts_the_group() -> None:
+    script = """
+        import os
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("tpu", (2,))
+        x = distribute_tensor(torch.arange(6.0, device="tpu"), mesh, [Shard(0)])
+        assert x.to_local().tolist() == ([0, 1, 2], [3, 4, 5])[mesh.get_rank()]
+        assert x.sum().full_tensor().item() == 15
+    """
+    assert_all_ended_well(run_ranks(script + textwrap.indent(ASSERTIONS, "    "), 2, prologue=""))
+
+
+CHILDREN = """
+    import multiprocessing, os, subprocess, sys
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, Dataset
+
+    ALONE = "import torch, jax; x = torch.ones(2, device='tpu') + 1; print(x.tolist(), jax.process_count())"
+
+    def use_it():
+        import jax
+        assert (torch.ones(2, device="tpu") + 1).tolist() == [2, 2] and jax.process_count() == 1
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.tensor(float(index))
+
+    if __name__ == "__main__":
+        # Before any rank uses the device, and on one rank only: whoever waited would wait for ever.
+        if os.environ["RANK"] == "0":
+            said = subprocess.run([sys.executable, "-c", ALONE], check=True, stdout=subprocess.PIPE, text=True)
+            assert said.stdout == "[2.0, 2.0] 1\\n", said.stdout
+            child = multiprocessing.get_context("spawn").Process(target=use_it)
+            child.start()
+            child.join(60)
+            assert child.exitcode == 0
+            assert torch.cat(list(DataLoader(Numbers(), num_workers=1))).tolist() == [0, 1, 2, 3]
+        x = torch.ones(3, device="tpu")
+        dist.init_process_group()
+        dist.all_reduce(x)
+        assert x.tolist() == [2.0] * 3 and dist.get_world_size() == 2
+        import jax
+        assert jax.process_count() == 2
+"""
+
+
+def test_children_of_a_rank_use_the_device_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(CHILDREN))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*launcher, str(script)], env=environment_of_ranks(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    script = """
+        if int(os.environ["RANK"]) == 1:
+            os._exit(0)
+        dist.init_process_group(timeout=timedelta(seconds=3))
+    """
+    imports = "import os\nimport torch\nimport torch.distributed as dist\nfrom datetime import timedelta\n"
+    # The launcher's store waits for its clients itself: here it is there before.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = run_ranks(
+        script,
+        2,
+        prologue=imports,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        MASTER_PORT=str(store.port),
+    )
+    assert (
+        ranks[0]
+        .stderr.strip()
+        .splitlines()[-1]
+        .endswith("RuntimeError: init_process_group: rank 1 did not come within 3 s")
+    )
+    assert ranks[0].seconds < 30
+
+
+SPAWNED = """
+    import os, sys, time
+    import torch
+    import torch.distributed as dist
+    from datetime import timedelta
+
+    def work(rank, file, kind):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        dist.init_process_group("tpu", store=dist.FileStore(file, 2), rank=rank, world_size=2,
+                                timeout=timedelta(seconds=20))
+        ASSERTIONS
+        x = torch.full((4,), rank + 1.0, device="tpu")
+        for _ in range(3):
+            dist.all_reduce(x)
+        assert x.tolist() == [12.0] * 4
+        if kind == "raises":
+            if rank == 1:
+                raise ValueError("my own mistake")
+            try:
+                for _ in range(100):
+                    dist.all_reduce(x)
+                    x.tolist()
+            except RuntimeError as error:
+                print(f"rank 0 is told: {error}", flush=True)
+                sys.exit(0)
+
+    if __name__ == "__main__":
+        torch.multiprocessing.start_processes(
+            work, (sys.argv[1], sys.argv[2]), nprocs=2, start_method=sys.argv[3])
+"""
+
+
+def spawn(tmp_path: Path, kind: str, method: str) -> "subprocess.CompletedProcess[str]":
+    script = tmp_path / "train.py"
+    inside = textwrap.indent(textwrap.dedent(ASSERTIONS), "    ")
+    script.write_text(textwrap.dedent(SPAWNED).replace("    ASSERTIONS\n", inside))
+    command = [sys.executable, str(script), str(tmp_path / f"store-{kind}-{method}"), kind, method]
+    return subprocess.run(command, env=environment_of_ranks(), capture_output=True, text=True, timeout=120)
+
+
+def test_spawned_processes_meet_in_a_file(tmp_path: Path) -> None:
+    for method in ("spawn", "fork"):
+        ended = spawn(tmp_path, "well", method)
+        assert ended.returncode == 0, ended.stderr
+
+
+def test_the_error_of_a_spawned_rank_reaches_the_others(tmp_path: Path) -> None:
+    for method in ("spawn", "fork"):
+        ended = spawn(tmp_path, "raises", method)
+        assert "failed: ValueError: my own mistake" in ended.stdout, ended.stdout + ended.stderr
+        assert "ValueError: my own mistake" in ended.stderr and ended.returncode == 1
+
+
+USED_BEFORE = """
+import torch
+import torch.distributed as dist
+
+x = torch.ones(2, device="tpu")
+dist.init_process_group("tpu", store=dist.HashStore(), rank=0, world_size={world_size})
+dist.all_reduce(x)
+assert x.tolist() == [1, 1] and dist.get_world_size() == 1
+print("done")
+"""
+
+
+def test_a_use_before_the_group_is_refused_and_named() -> None:
+    ended = run_python(USED_BEFORE.format(world_size=2))
+    assert "RuntimeError: init_process_group: this process has used the tpu device before, alone, at " in (
+        ended.stderr
+    )
+    assert "<string>:5" in ended.stderr.strip().splitlines()[-1]
+
+
+def test_a_use_before_a_group_of_one_is_allowed() -> None:
+    ended = run_python(USED_BEFORE.format(world_size=1))
+    assert ended.stdout == "done\n", ended.stderr
+
+
+def test_the_service_is_found_through_the_store_and_not_by_master_addr() -> None:
+    script = """
+        import os
+        import torch
+        import torch.distributed as dist
+
+        address = f"tcp://127.0.0.1:{os.environ['STORE_PORT']}"
+        dist.init_process_group(
+            "tpu", init_method=address, rank=int(os.environ["RANK"]), world_size=2)
+        x = torch.ones(2, device="tpu")
+        dist.all_reduce(x)
+        assert x.tolist() == [2, 2]
+    """
+    ranks = run_ranks(
+        script + textwrap.indent(ASSERTIONS, "    "),
+        2,
+        prologue="",
+        MASTER_ADDR="192.0.2.1",  # nobody's: a documentation address
+        STORE_PORT=str(free_port()),
+    )
+    assert_all_ended_well(ranks)
