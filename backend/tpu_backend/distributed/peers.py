@@ -113,8 +113,8 @@ class Peers:
         self._say({"error": error})
 
     def let_first_end(self, seconds: float) -> None:
-        """Return when the rank that failed first has ended and a launcher has seen it, or after `seconds`: the
-        launcher reports the exit code of the rank that it sees end first.
+        """Return when the rank that failed first has ended and a launcher has seen it, or after
+        `seconds`. The launcher reports the exit code of the rank that it sees end first.
         """
         if not self._failures or self._is_first:
             return

@@ -8,12 +8,17 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
 from tpu_backend import _C
-from tpu_backend.distributed import launched, peers
+from tpu_backend.chips import is_tpu_wanted
+from tpu_backend.distributed import launched, libtpu_environment, peers
+from tpu_backend.distributed.libtpu_environment import Place
 
 _SERVICE = Path(__file__).with_name("service.py")
 _LOOK = 1.0  # seconds between two looks at who has come
@@ -55,15 +60,16 @@ def start_if_launched(line: str) -> None:
     first_use = line
     if peers.world is not None or not launched.is_one_of_many():
         return
-    import torch.distributed as dist  # not where nobody asked for many processes: it takes its time
+    # Not where nobody asked for many processes: it takes its time.
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.rendezvous import rendezvous
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = dist.constants.default_pg_timeout
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    timeout = default_pg_timeout
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     _stores.append(store)  # rank 0's is the server
-    _join(
-        _common(store), rank, world_size, timeout.total_seconds(), f"the first use of the device, at {line}"
-    )
+    what = f"the first use of the device, at {line}"
+    _join(_common(store), rank, world_size, timeout.total_seconds(), what)
 
 
 _stores: list[Any] = []
@@ -76,20 +82,24 @@ def _base(store: Any) -> Any:
 
 
 def _common(store: Any) -> Any:
-    """The store that a first use of the device and `init_process_group` have in common, where a launcher named
+    """The store that a first use of the device and `init_process_group` have in common, if a launcher named
     it: one rank may begin with this, another with that.
     """
-    import torch.distributed as dist
-
     base = _base(store)
-    is_its = isinstance(base, dist.TCPStore) and launched.is_its(base.host, base.port)
-    return dist.PrefixStore("tpu_device", base if is_its else store)
+    is_its = isinstance(base, TCPStore) and launched.is_its(base.host, base.port)
+    return PrefixStore("tpu_device", base if is_its else store)
 
 
 def _join(store: Any, rank: int, world_size: int, timeout: float, what: str) -> None:
     if rank == 0:
         store.set("service", json.dumps(_start_service(store, world_size)))
-    store.set(f"here/{rank}", socket.gethostname())
+    slice_ = None
+    place = Place(_address_of_this_host(store), _free_port(), int(os.environ.get("LOCAL_RANK", rank)), 0)
+    if is_tpu_wanted() and not libtpu_environment.is_arranged_by_user() and world_size > 1:
+        facts = libtpu_environment.facts()
+        slice_ = libtpu_environment.slice_of(facts, world_size)
+        place = replace(place, worker=int(facts.get("WORKER_ID", 0)))
+    store.set(f"here/{rank}", json.dumps(asdict(place)))
     deadline = time.monotonic() + timeout
     _wait_for(store, ["service"], [0], deadline, timeout, what)
     address = json.loads(store.get("service"))
@@ -99,6 +109,9 @@ def _join(store: Any, rank: int, world_size: int, timeout: float, what: str) -> 
     joining = peers.Peers(address["host"], address["peers"], rank, world_size, timeout)
     ranks = list(range(world_size))
     _wait_for(store, [f"here/{each}" for each in ranks], ranks, deadline, timeout, what)
+    if slice_ is not None:
+        places = [Place(**json.loads(store.get(f"here/{each}"))) for each in ranks]
+        os.environ.update(libtpu_environment.environment_of(rank, slice_, places))
     if not _C.is_initialized():
         _connect(address, rank, world_size, timeout)
     peers.world = joining
@@ -107,17 +120,15 @@ def _join(store: Any, rank: int, world_size: int, timeout: float, what: str) -> 
 def _wait_for(
     store: Any, keys: list[str], ranks: list[int], deadline: float, timeout: float, what: str
 ) -> None:
-    """Return when the store has these keys, one a rank. Says who is waited for, and raises RuntimeError at the
+    """Return when the store has these keys, one a rank. Says who is waited for; raises RuntimeError at the
     deadline.
     """
-    import torch.distributed as dist
-
     said_at = time.monotonic() + _SAID_AFTER
     while True:
         try:
             store.wait(keys, timedelta(seconds=_LOOK))
             return
-        except dist.DistStoreError:
+        except RuntimeError:  # a store's own word for it; one that has broken raises again in the next line
             missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
         if not missing:
             return
@@ -140,6 +151,12 @@ def _address_of_this_host(store: Any) -> str:
         probe.connect(there)  # sends nothing
         here = probe.getsockname()[0]
     return str(base.host if here == there[0] else here)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _start_service(store: Any, world_size: int) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-_GOOGLE = "0x1ae0"  # PCI vendor
+from tpu_backend.chips import tpu_chips
+
 PLATFORMS = ("auto", "tpu", "cuda", "cpu")
 
 
@@ -21,18 +22,6 @@ class Platform:
     name: str  # tpu, cuda or cpu
     reason: str
     devices: tuple[Any, ...]
-
-
-def tpu_chips() -> list[Path]:
-    """The device files of TPU chips on this host."""
-    accelerators = sorted(Path("/dev").glob("accel[0-9]*"))
-    return accelerators or sorted(filter(_is_googles, Path("/dev/vfio").glob("[0-9]*")))
-
-
-def _is_googles(group: Path) -> bool:
-    """Whether a VFIO group has a device of Google's: cards of others are passed through in the same way."""
-    vendors = Path(f"/sys/kernel/iommu_groups/{group.name}/devices").glob("*/vendor")
-    return any(vendor.read_text().strip() == _GOOGLE for vendor in vendors)
 
 
 def _holder_of(files: list[Path]) -> str:

@@ -117,4 +117,5 @@ def test_the_launcher_reports_the_exit_code_of_the_first_error(tmp_path) -> None
         timeout=120,
     )
     cause = ended.stdout[ended.stdout.index("Root Cause") :]
-    assert "exitcode  : 3" in cause and "rank      : 1" in cause, ended.stdout
+    assert "exitcode  : 3" in cause, ended.stdout
+    assert "rank      : 1" in cause, ended.stdout
