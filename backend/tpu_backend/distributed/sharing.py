@@ -17,8 +17,13 @@ from tpu_backend.distributed import peers
 
 _PATIENCE_MS = 500  # between two looks at the other ranks
 _LENGTH = 8  # bytes that say how long the header is
+_GIVEN_UP = b"\0"
+
+_ROOM = 2**28  # bytes that the service keeps for this rank
 
 _asked: set[str] = set()  # keys, by this rank
+_leases: set[str] = set()  # keys of what this rank is to compile
+_published: dict[str, int] = {}  # bytes by key, the oldest first
 
 
 def is_needed() -> bool:
@@ -26,8 +31,9 @@ def is_needed() -> bool:
     return peers.world is not None and peers.world.world_size > 1
 
 
-def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
-    """Header and payload of a program that another rank has compiled, once it is there.
+def compiled_elsewhere(key: str, num_ranks: int | None) -> tuple[dict[str, Any], bytes] | None:
+    """Header and payload of a program that another rank has compiled, once it is there. `num_ranks` run it
+    together; None: each rank of the world may run it by itself.
 
     None: this rank is to compile it, and then to `publish` it or to `give_up`; or nobody can share it.
     """
@@ -40,6 +46,7 @@ def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
     deadline = time.monotonic() + peers.world.timeout
     try:
         client.key_value_set(f"tpu/lease/{key}", str(peers.world.rank))
+        _leases.add(key)
         return None
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
@@ -47,10 +54,13 @@ def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
     while peers.world.failure() is None and time.monotonic() < deadline:
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             whole = client.blocking_key_value_get_bytes(f"tpu/program/{key}", _PATIENCE_MS)
-            if len(whole) == 1:
+            if whole == _GIVEN_UP:
                 return None
             cut = _LENGTH + int.from_bytes(whole[:_LENGTH])
-            if client.key_value_increment(f"tpu/readers/{key}", 1) == peers.world.world_size - 1:
+            if (
+                client.key_value_increment(f"tpu/readers/{key}", 1)
+                == (num_ranks or peers.world.world_size) - 1
+            ):
                 client.key_value_delete(f"tpu/program/{key}")  # all have it
             return json.loads(whole[_LENGTH:cut]), whole[cut:]
     return None
@@ -58,17 +68,26 @@ def compiled_elsewhere(key: str) -> tuple[dict[str, Any], bytes] | None:
 
 def publish(key: str, header: dict[str, Any], payload: bytes) -> None:
     """Give a program to the ranks that wait for it."""
+    if key not in _leases:
+        return
     text = json.dumps(header).encode()
-    _put(key, len(text).to_bytes(_LENGTH) + text + payload)
+    whole = len(text).to_bytes(_LENGTH) + text + payload
+    _put(key, whole)
+    _published[key] = len(whole)
+    while len(_published) > 1 and sum(_published.values()) > _ROOM:
+        oldest = next(iter(_published))  # whoever has not loaded it compiles it
+        del _published[oldest]
+        client: Any = distributed.global_state.client
+        client.key_value_set_bytes(f"tpu/program/{oldest}", _GIVEN_UP, allow_overwrite=True)
 
 
 def give_up(key: str) -> None:
     """It cannot be shared, or did not compile: each rank compiles it."""
-    _put(key, b"\0")
+    if key in _leases:
+        _put(key, _GIVEN_UP)
 
 
 def _put(key: str, whole: bytes) -> None:
-    if is_needed():
-        client: Any = distributed.global_state.client
-        with suppress(jax.errors.JaxRuntimeError):  # this rank had no lease
-            client.key_value_set_bytes(f"tpu/program/{key}", whole)
+    _leases.remove(key)
+    client: Any = distributed.global_state.client
+    client.key_value_set_bytes(f"tpu/program/{key}", whole)

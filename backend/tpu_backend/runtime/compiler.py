@@ -306,7 +306,7 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
         if (padded := _padded(description, cache, key, names, cause, may_wait)) is not None:
             return padded
         serving.note(description)
-    if key is not None and (shared := sharing.compiled_elsewhere(key)) is not None:
+    if key is not None and (shared := sharing.compiled_elsewhere(key, target.num_ranks)) is not None:
         return _loaded(*shared, key, target)
     try:
         start = time.perf_counter()
@@ -317,7 +317,7 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
             key = key_of_text(lowered, bounds_checks, options, target)
             if cache is not None and (found := _load(cache, key, names, target)) is not None:
                 return found
-            if (shared := sharing.compiled_elsewhere(key)) is not None:
+            if (shared := sharing.compiled_elsewhere(key, target.num_ranks)) is not None:
                 return _loaded(*shared, key, target)
         return _compiled(lowered, bounds_checks, options, target, cache, key, names, cause, start)
     except BaseException:
@@ -399,9 +399,15 @@ def _compile_padded(
     options = _options(description, target, lengthening.largest)
     key = key_of_text(lowered, (), options, target)
     found = None if cache is None else _load(cache, key, names, target)
-    if found is None:
-        found = _compiled(lowered, (), options, target, cache, key, names, cause, start)
-    return found, key
+    if found is not None:
+        return found, key
+    if (shared := sharing.compiled_elsewhere(key, target.num_ranks)) is not None:
+        return _loaded(*shared, key, target), key
+    try:
+        return _compiled(lowered, (), options, target, cache, key, names, cause, start), key
+    except BaseException:
+        sharing.give_up(key)
+        raise
 
 
 def _compiled(

@@ -42,6 +42,11 @@ class Target:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
+    def num_ranks(self) -> int | None:
+        """How many ranks run the program together; None: each by itself."""
+        return None if self.mesh is None else int(self.mesh.devices.size)
+
+    @property
     def devices(self) -> tuple[Any, ...]:
         return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
 
