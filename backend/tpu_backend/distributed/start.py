@@ -36,6 +36,7 @@ def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
     """
     if (world := peers.world) is not None:
         if (world.rank, world.world_size) == (rank, world_size):
+            world.timeout = timeout  # a first use of the device had none to take
             return
         raise RuntimeError(
             f"this process is rank {world.rank} of {world.world_size} since it joined them, "
