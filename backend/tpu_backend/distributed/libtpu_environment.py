@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,6 +81,8 @@ def facts() -> dict[str, str]:
     }
     if "ACCELERATOR_TYPE" in found or "TPU_SKIP_MDS_QUERY" in os.environ:
         return found
+    import urllib.request  # it imports much, and every process comes by this file
+
     request = urllib.request.Request(_METADATA, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
