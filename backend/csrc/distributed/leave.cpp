@@ -1,5 +1,6 @@
 #include "distributed/leave.h"
 
+#include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
