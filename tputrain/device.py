@@ -119,6 +119,11 @@ def captured(function: Callable[..., Any], modules: Sequence[nn.Module], optimiz
     return torch.tpu.capture(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
 
 
+def region(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer: Optimizer) -> Any:
+    """A step of these that is one program, with its collectives, and the same one on all ranks."""
+    return torch.tpu.spmd(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
+
+
 def is_compiling_ahead(device: torch.device) -> bool:
     """Whether threads are still compiling the program that follows steps in parts."""
     return device.type == "tpu" and torch.tpu.is_compiling_ahead()  # type: ignore[attr-defined]

@@ -282,8 +282,11 @@ class Trainer:
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
-        is_captured = self.execution.captures and not self._bad_steps.leaves_out_next
-        update = self._captured_update if is_captured else self._update
+        update = self._update
+        if self.execution.captures and not self._bad_steps.leaves_out_next:
+            update = self._captured_update
+        elif self.world.size > 1:
+            update = self._common_update
         loss, grad_norm = update(*batches.counted)
         devices.flush(self.device)
         self._writer.let_write()
@@ -299,8 +302,15 @@ class Trainer:
 
     @cached_property
     def _captured_update(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        modules = [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
-        return devices.captured(self._update, modules, self.optimizer)
+        return devices.captured(self._update, self._modules, self.optimizer)
+
+    @cached_property
+    def _common_update(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return devices.region(self._update, self._modules, self.optimizer)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
 
     def compute_gradients(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the loss, and the norm of all gradients before clipping.
@@ -316,7 +326,7 @@ class Trainer:
         step_loss: Tensor | None = None
         for batch, share in zip(batches, shares, strict=True):
             loss = self.forward(batch)[0]
-            if share != 1:
+            if share != 1 or self.world.size > 1:  # ranks whose shares differ do the same operations
                 loss = loss * share
             loss.backward()
             step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()

@@ -23,7 +23,6 @@ trainer: {steps: 150, evaluate_every: null, evaluate_batches: 2}
 checkpoint: {every: 10}
 log: {every: 1}
 sample: {max_new_tokens: 0}
-execution: {first_steps: 0}
 parallel: {shard: -1, processes: 2}
 """
 
