@@ -164,7 +164,7 @@ class BadSteps:
         if store is not None and store.steps():
             again = "it goes on from the newest checkpoint"
         leave_out = ""
-        if self.policy == "stop":
+        if self.policy == "stop" and self.trainer.world.size == 1:
             leave_out = "; trainer.on_nonfinite=skip or rollback leaves such batches out"
         return UserError(
             f"{why}; the run stops, so that no checkpoint holds this{cause}; lower optim.learning_rate (or "
