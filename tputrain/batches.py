@@ -99,14 +99,23 @@ def weight(batch: Batch, first: int = 0) -> int:
     return num_samples(batch)
 
 
-def counted(batches: Sequence[Batch], weights: Sequence[int]) -> tuple[list[Batch], list[float]]:
-    """The batches that count in a step's loss, and what part of it the mean loss of each is.
+def counted(
+    slices: Sequence[Sequence[Batch]], weights: Sequence[Sequence[int]], rank: int
+) -> tuple[list[Batch], list[float]]:
+    """The batches of `rank` that count in a step's loss, and the factors of their mean losses.
 
-    The mean over no labels is not a number: batches without are left out.
+    `slices`: of each micro-batch one a rank; `weights`: theirs. The mean over ranks of the sums over batches
+    of factor times loss is the step's loss. The mean over no labels is not a number: micro-batches without
+    are left out, by all ranks. A rank whose slice alone has none takes another one, with the factor 0.
     """
-    total = sum(weights)
-    weighty = [(batch, weight) for batch, weight in zip(batches, weights, strict=True) if weight]
-    return [batch for batch, _ in weighty], [weight / total for _, weight in weighty]
+    total = sum(sum(each) for each in weights)
+    batches, factors = [], []
+    for parts, own in zip(slices, weights, strict=True):
+        if sum(own):
+            taken = rank if own[rank] else next(number for number, weight in enumerate(own) if weight)
+            batches.append(parts[taken])
+            factors.append(own[rank] * len(own) / total)
+    return batches, factors
 
 
 def size(batch: Batch) -> int:

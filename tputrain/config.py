@@ -12,6 +12,7 @@ from tputrain.loggers.config import LogConfig
 from tputrain.metrics.named import check_metric_names
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
+from tputrain.parallel.config import ParallelConfig
 from tputrain.watchdog import WatchdogConfig
 
 
@@ -78,6 +79,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)

@@ -187,6 +187,12 @@ def rng_state(device: torch.device) -> torch.Tensor | None:
     return torch.tpu.get_rng_state() if device.type == "tpu" else None  # type: ignore[attr-defined]
 
 
+def seed_device(device: torch.device, seed: int) -> None:
+    """Seed the device's generator alone."""
+    if device.type == "tpu":
+        torch.tpu.manual_seed(seed)  # type: ignore[attr-defined]
+
+
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Put back what `rng_state` gave."""
     torch.tpu.set_rng_state(state)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import announced, say
@@ -64,14 +65,25 @@ class Evaluator:
             if time.monotonic() - said_at > _SECONDS_BETWEEN_NEWS:
                 said_at = time.monotonic()
                 say(f"evaluating: {done:,} {_of(loader, cfg.evaluate_batches)}batches done")
-            if weight := self.trainer.label_weights.of_one(batch):
-                loss, output, target = self.trainer.forward(batch)
-                values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
-                means.add({"loss": loss} | values, weight, batch)
-                devices.flush(self.trainer.device)
+            self._add(means, batch)
         if self._signals.received is not None:
             return None
-        return means.result(with_perplexity=PERPLEXITY in cfg.metrics)
+        return means.result(PERPLEXITY in cfg.metrics, self.trainer.world.total)
+
+    def _add(self, means: WeightedMeans, batch: Batch) -> None:
+        """Count a batch, of which each rank runs its slice."""
+        world, weigh = self.trainer.world, self.trainer.label_weights.of_one
+        slices = world.slices(batch, equal=False)
+        weights = [weigh(each) if batch_of.num_samples(each) else 0 for each in slices]
+        if sum(weights) == 0:
+            return
+        own = weights[world.data_rank]
+        # All ranks run the model equally often: one with nothing to count runs what another counts.
+        taken = slices[world.data_rank if own else next(n for n, weight in enumerate(weights) if weight)]
+        loss, output, target = self.trainer.forward(taken)
+        values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
+        means.add({"loss": loss} | values, own, sum(weights), batch)
+        devices.flush(self.trainer.device)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from tputrain import rng
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.feed import Feed
+from tputrain.parallel.world import ALONE, World
 
 
 class StepBatches(NamedTuple):
@@ -21,20 +22,28 @@ class StepBatches(NamedTuple):
     host: list[Batch]
     """As the feed gave them: these are counted, remembered and saved."""
     device: list[Batch]
-    """Their copies, perhaps still under way."""
-    weights: list[int]
-    """What each counts in the loss: its labels, unless `tputrain.label_weights` knows better."""
+    """Copies of this rank's slices of them, perhaps still under way."""
+    slices: list[list[Batch]]
+    """Of each, on the host, the one slice a rank that it is divided into."""
+    weights: list[list[int]]
+    """What each slice counts in the loss: its labels, unless `tputrain.label_weights` knows better."""
+    rank: int
+    """Whose slices are on the device."""
 
     @property
     def counted(self) -> tuple[list[Batch], list[float]]:
-        """Those on the device that count in the step's loss, and what part of it the mean of each is."""
-        return batch_of.counted(self.device, self.weights)
+        """This rank's batches that count in the step's loss, and their factors (`batches.counted`)."""
+        parts = [list(each) for each in self.slices]
+        for each, own in zip(parts, self.device, strict=True):
+            each[self.rank] = own
+        return batch_of.counted(parts, self.weights, self.rank)
 
     @property
     def form(self) -> Hashable:
         """What the step's program depends on: shapes, dtypes, and which micro-batches weigh nothing."""
         return tuple(
-            (batch_of.form(batch), weight == 0) for batch, weight in zip(self.host, self.weights, strict=True)
+            (batch_of.form(batch), sum(weights) == 0)
+            for batch, weights in zip(self.host, self.weights, strict=True)
         )
 
 
@@ -49,9 +58,9 @@ class NextBatches:
     Until they are taken they count as not given out: `state` is the position before them.
     """
 
-    def __init__(self, feed: Feed, device: torch.device, count: int):
-        """`count`: micro-batches of a step."""
-        self._feed, self._device, self._count = feed, device, count
+    def __init__(self, feed: Feed, device: torch.device, count: int, world: World = ALONE):
+        """`count`: micro-batches of a step. Each rank draws them whole, and takes its slice."""
+        self._feed, self._device, self._count, self._world = feed, device, count, world
         self._before: _Before | None = None  # while any are drawn, or were begun to be
         self._drawn: StepBatches | None = None
         self._failure: Exception | None = None
@@ -86,8 +95,11 @@ class NextBatches:
                 generators = self._before.generators
         self._before = _Before(self._feed.state(), generators)
         host = self._feed.batches(step, self._count)
-        copies = [batch_of.to_device(batch, self._device) for batch in host]
-        self._drawn = StepBatches(host, copies, [batch_of.weight(batch) for batch in host])
+        slices = [self._world.slices(batch, equal=True) for batch in host]
+        rank = self._world.data_rank
+        copies = [batch_of.to_device(parts[rank], self._device) for parts in slices]
+        weights = [[batch_of.weight(part) for part in parts] for parts in slices]
+        self._drawn = StepBatches(host, copies, slices, weights, rank)
 
     @contextmanager
     def as_not_drawn(self) -> Iterator[None]:

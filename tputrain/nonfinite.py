@@ -126,7 +126,8 @@ class BadSteps:
 
     def _see_to(self, why: str, record: Record, in_a_row: int, batches: list[Batch]) -> None:
         trainer, step = self.trainer, record["step"]
-        directory = None if trainer.run_dir is None else save_bad_batch(trainer.run_dir, record, batches)
+        run_dir = trainer.run_dir if trainer.world.is_first else None
+        directory = None if run_dir is None else save_bad_batch(run_dir, record, batches)
         kept = "" if directory is None else f"; its batch is in {directory}"
         is_spike = is_finite(record)
         # What follows a step that is gone back before does not count: it is done again without that step.
@@ -139,7 +140,8 @@ class BadSteps:
                 found = f"; {self._replay_where_it_is(batches, directory)}"
             say(f"{why}: its update was not made{kept}{found}")
             return
-        if (self.policy == "stop" and is_spike) or trainer.is_interrupted or not self._went_back():
+        ends_at_once = is_spike or trainer.world.size > 1  # many ranks do not replay a step
+        if (self.policy == "stop" and ends_at_once) or trainer.is_interrupted or not self._went_back():
             raise self._stopped(why, kept)
         if not is_spike:
             self._to_replay.add(step)
@@ -196,8 +198,8 @@ class BadSteps:
         trainer = self.trainer
         with _Untouched(trainer.model, trainer.optimizer, trainer.device):
             with trainer.execution.in_form("debug"), looking_for_nonfinite() as looking:
-                weights = trainer.label_weights.of(batches)
-                trainer.compute_gradients(*batch_of.counted(batches, weights))
+                weights = [[weight] for weight in trainer.label_weights.of(batches)]
+                trainer.compute_gradients(*batch_of.counted([[each] for each in batches], weights, 0))
         devices.flush(trainer.device)  # the next step's program must not hold any of this
         return looking.found
 

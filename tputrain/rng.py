@@ -38,6 +38,28 @@ def restore(device: torch.device, state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
 
 
+def device_state(device: torch.device) -> str | None:
+    """The state of the device's generator; None where the cpu's generator is the only one."""
+    state = devices.rng_state(device)
+    return None if state is None else to_hex(state)
+
+
+def restore_device(device: torch.device, state: str | None) -> None:
+    """Put the device's generator back to what `device_state` saw."""
+    if state is not None and device.type == "tpu":
+        devices.set_rng_state(device, from_hex(state))
+
+
+def seed_rank(device: torch.device, seed: int, rank: int) -> None:
+    """Have ranks draw different numbers on their devices. The first one's are those of a run of one process.
+
+    The host's generators stay as they are: loaders draw from them, and all ranks draw the same batch.
+    """
+    if rank > 0 and device.type == "tpu":
+        derived = int(np.random.Philox(key=np.array([seed, rank], dtype=np.uint64)).random_raw()) >> 1
+        devices.seed_device(device, derived)
+
+
 def snapshot() -> tuple[Any, ...]:
     """States of the host's generators as they are: quick enough for every step, unlike `capture`."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()

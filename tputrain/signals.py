@@ -139,10 +139,15 @@ class SignalWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             return  # a forked process leaves signals to its parent
+        self._note(number)
         if self.received is None:
-            self.received = number
+            return
         if self._waiter is not None and not self._is_unbreakable and _may_break(frame, self._waiter):
             raise WaitBrokenError
+
+    def _note(self, number: int) -> None:
+        if self.received is None:
+            self.received = number
 
     def _start_listening(self) -> None:
         global _open_pipe

@@ -52,6 +52,10 @@ from tputrain.optim.optimizer import build_optimizer, create_state, other_rates,
 from tputrain.optim.ownership import check_ownership
 from tputrain.optim.schedule import LearningRate, jump
 from tputrain.optim.schedule_free import progress_options
+from tputrain.parallel.agreement import AgreedControl, AgreedSignals, Agreement
+from tputrain.parallel.limits import check_limits
+from tputrain.parallel.world import World, join
+from tputrain.parallel.writer import SharedWriter
 from tputrain.run_lock import RunLock, is_locked
 from tputrain.signals import SignalWatch
 from tputrain.trainer_arguments import check_arguments
@@ -82,6 +86,7 @@ class Trainer:
     model: nn.Module
     cfg: RunConfig
     device: torch.device
+    world: World
     optimizer: torch.optim.Optimizer
 
     # Where the run is; a checkpoint holds all of it.
@@ -117,18 +122,22 @@ class Trainer:
         check_arguments(model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers)
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
+        self.world = join(cfg.parallel, self.device)
+        check_limits(self.world, cfg, model, optimizer)
+        is_alone = self.world.size == 1
         self.model = model.to(self.device)
         self.execution = Execution(
             self.model, self.device, cfg.execution, lambda: self.step, cfg.trainer.steps
         )
         freeze(self.model, cfg.optim.freeze)
+        self.world.parallelise(self.model)
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
         self.val_loader = val_loader
         self.tokenizer = tokenizer
         budget = RecompileBudget(cfg.trainer.recompile_budget)
         self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks), budget]
-        self.control = Control()
+        self.control = Control() if is_alone else AgreedControl()
 
         self._scheduled_by_config = optimizer is None and lr_scheduler is None
         self._optimizer_is_given = optimizer is not None
@@ -146,14 +155,18 @@ class Trainer:
         self._data: NextBatches | None = None
         if train_loader is not None:
             feed = feed_of(train_loader, self.device)
-            self._data = NextBatches(feed, self.device, cfg.trainer.accumulate)
+            self._data = NextBatches(feed, self.device, cfg.trainer.accumulate, self.world)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
+        self._written_dir = self.run_dir if self.world.is_first else None  # where this rank writes its news
         self.store: CheckpointStore | None = None
         if self.run_dir is not None:
             self.store = CheckpointStore.of_run(self.run_dir, cfg.checkpoint)
             self.store.also_keeps = lambda steps: set().union(*(each.keeps(steps) for each in self.callbacks))
-            self.callbacks.append(EventLog(self.run_dir))
-        self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
+        if self._written_dir is not None:
+            self.callbacks.append(EventLog(self._written_dir))
+        self.loggers = []
+        if self.world.is_first:
+            self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
         self.step = self.num_done = 0
         self.best = self.evaluated_at = None
@@ -165,12 +178,14 @@ class Trainer:
         self._saved_at: int | None = None
         self._beginning: Snapshot | None = None  # until there is a checkpoint
         self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
-        self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn)
-        self._step_log = StepLog(self.device, self._peak_flops)
-        self._signals = SignalWatch(saves=self.store is not None)
+        self._flops = None if self._peak_flops is None or not is_alone else FlopCount(self.model, loss_fn)
+        self._step_log = self._new_step_log()
+        saves = self.store is not None
+        self._signals = SignalWatch(saves) if is_alone else AgreedSignals(saves)
         self._bad_steps = BadSteps(self)
-        self._writer = BackgroundWriter()
-        self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step)
+        self._writer = BackgroundWriter() if is_alone else SharedWriter(self.world)
+        self._agreement = Agreement(self.world, self.control, self._signals, self._writer)
+        self._watchdog = Watchdog(cfg.watchdog, self._written_dir, self.device, lambda: self.step)
         self.label_weights = LabelWeights(self)
         self._evaluator = Evaluator(self, self._signals, self._watchdog)
 
@@ -197,6 +212,7 @@ class Trainer:
             self._save_if_due()
             while not self._should_end() and self._advance():
                 self._tell("on_step_end")
+                self._agree()
                 self._log_if_due()
                 self._evaluate_if_due()
                 self._save_if_due()
@@ -254,13 +270,14 @@ class Trainer:
 
     def _weighed(self, batches: StepBatches) -> StepBatches:
         with self._watchdog.phase(FIRST_STEP):  # the model may be run to find out
-            return batches._replace(weights=self.label_weights.of(batches.host))
+            weights = iter(self.label_weights.of([part for parts in batches.slices for part in parts]))
+            return batches._replace(weights=[[next(weights) for _ in parts] for parts in batches.slices])
 
     def _train_step(self, batches: StepBatches) -> None:
         """Forward, backward and update, dispatched as one program; nothing is read back."""
         assert self._data is not None
         self._data.take()
-        if sum(batches.weights) == 0:
+        if not any(map(sum, batches.weights)):
             raise UserError(
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
@@ -290,7 +307,7 @@ class Trainer:
 
         `batches` and `shares`: see batches.counted.
         """
-        loss = self._accumulate_gradients(batches, shares)
+        loss = self.world.mean(self._accumulate_gradients(batches, shares))
         limits = self.cfg.trainer
         return loss, clip_gradients(self.parameters, limits.max_grad_norm, limits.max_grad_value)
 
@@ -354,6 +371,11 @@ class Trainer:
             self._evaluate()
             self._signals.rescue_by(None)
 
+    def _agree(self) -> None:
+        """Have all ranks know the same of signals, `control` and the write in flight."""
+        with self._watchdog.phase(READING):
+            self._agreement.reach()
+
     def _save_if_due(self) -> None:
         if self._writer.has_ended:
             self._end_save()
@@ -407,6 +429,7 @@ class Trainer:
         with rng.kept(self.device):  # what callbacks draw must not change the training, either
             self._tell("on_evaluate", record)
         self._bad_steps.judge_evaluation(record)
+        self._agree()
         # What a metric or a callback left recorded must not become part of the next step's program.
         devices.flush(self.device)
 
@@ -477,7 +500,8 @@ class Trainer:
 
     def _expect_compilation(self, is_likely: bool) -> None:
         """Have a thread act on signals where this one is too busy to, with the state as it is now."""
-        if is_likely and self.store is not None:
+        # Ranks would have to gather the state for it together.
+        if is_likely and self.store is not None and self.world.size == 1:
             self._log()  # a step that is saved must not be missing from the log
             snapshot = None if self._saved_at == self.step else self._snapshot()
             self._signals.rescue_by(self._writer.leaving_with(self.store, snapshot))
@@ -494,6 +518,7 @@ class Trainer:
             "best": self.best,
             "evaluated_at": self.evaluated_at,
             "rng": rng.capture(self.device),
+            "rng_of_other_ranks": self.world.of_all(rng.device_state(self.device))[1:],
             "data": None if self._data is None else self._data.state(),
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
@@ -516,7 +541,7 @@ class Trainer:
         else:
             with self._beginning.written_in(self.run_dir) as directory:
                 self.load(directory, "the run's beginning")
-        self._step_log = StepLog(self.device, self._peak_flops)
+        self._step_log = self._new_step_log()
         for logger in self.loggers if goes_on else ():
             logger.close()
             logger.start(self.step, self.cfg.trainer.steps, True)
@@ -533,7 +558,7 @@ class Trainer:
         with self._watchdog.phase(FIRST_STEP):
             self._train_step(self.batches_of_next_step())
             self._step_log.wait()
-        self._step_log = StepLog(self.device, self._peak_flops)
+        self._step_log = self._new_step_log()
 
     @property
     def saved_at(self) -> int | None:
@@ -562,11 +587,17 @@ class Trainer:
         self.load(Path(path))
         return True
 
+    def _new_step_log(self) -> StepLog:
+        return StepLog(self.device, self._peak_flops, self.world.size)
+
     def _newest(self, store: CheckpointStore) -> Path | None:
+        return self.world.first(lambda: self._newest_here(store))
+
+    def _newest_here(self, store: CheckpointStore) -> Path | None:
         is_anothers = not self._owns_run and self.run_dir is not None and is_locked(self.run_dir)
         if is_anothers or not (self._owns_run or store.may_change()):
             return CheckpointStore(store.directory).newest(say_refused)  # nothing is changed there
-        with nullcontext() if self._owns_run else self._owning_run():
+        with nullcontext() if self._owns_run else RunLock(self.run_dir):
             store.take_over()
             return store.newest(self._refuse)
 
@@ -591,6 +622,7 @@ class Trainer:
         if self._data is not None and state["data"] is not None:
             self._data.restore(state["data"])
         rng.restore(self.device, state["rng"])
+        self._take_own_rng([state["rng"]["device"], *state.get("rng_of_other_ranks", [])])
         self.step, self.unit = state["step"], state["unit"]
         self.num_done = state[self.unit]
         self.best, self.evaluated_at = state["best"], state["evaluated_at"]
@@ -642,6 +674,7 @@ class Trainer:
         self.model.train()
         devices.flush(self.device)
         self._tell("on_fit_start")
+        self._agree()
         self._expect_compilation(not self._is_warm)
 
     def _resume_or_begin(self) -> None:
@@ -652,7 +685,7 @@ class Trainer:
                 self.control.save |= self._saved_at != self.step and self.store.has_any()
             return
         if self.store is not None:
-            self.store.take_over()
+            self.world.first(self.store.take_over)
         if self.cfg.checkpoint.resume == "never" and self.store is not None and self.store.has_any():
             raise UserError(
                 f"{self.run_dir} holds checkpoints and checkpoint.resume=never: choose another run_dir, or "
@@ -660,25 +693,44 @@ class Trainer:
             )
         if not self.resume():
             torch.manual_seed(self.cfg.seed)
+            rng.seed_rank(self.device, self.cfg.seed, self.world.rank)
             if self.step == 0:
                 self.evaluation_weights.begin(0)
         self._is_of_run = True
 
+    def _take_own_rng(self, states: list[str | None]) -> None:
+        """Each rank draws on its device from random numbers of its own; the host's are alike."""
+        if len(states) == self.world.size:
+            rng.restore_device(self.device, states[self.world.rank])
+        else:
+            say(
+                f"note: the checkpoint was made by {len(states)} rank{'s' * (len(states) > 1)} and is loaded "
+                f"by {self.world.size}: random numbers on the devices (dropout) go on otherwise"
+            )
+            rng.seed_rank(self.device, self.cfg.seed + self.step + 1, self.world.rank)
+
     def _go_on_here(self, store: CheckpointStore) -> None:
         """Have the run directory go on from this Trainer's state: what was saved after it is set aside."""
+        self.world.first(lambda: self._claim(store))
+        self._is_of_run = True
+
+    def _claim(self, store: CheckpointStore) -> None:
         store.take_over()
         if not self._is_of_run and store.has_any():
             raise UserError(
                 f"save: {self.run_dir} holds checkpoints, and this Trainer has loaded none of them: call "
                 "resume() first, or choose another run_dir"
             )
-        self._is_of_run = True
         store.abandon_later(self.step)
+
+    def _lock(self, stack: ExitStack) -> None:
+        stack.enter_context(RunLock(self.run_dir))
 
     @contextmanager
     def _owning_run(self) -> Iterator[None]:
         """In here the run directory is this Trainer's alone. Raises UserError where it is another's."""
-        with RunLock(self.run_dir):
+        with ExitStack() as stack:
+            self.world.first(lambda: self._lock(stack))
             self._owns_run = True
             try:
                 yield
@@ -687,6 +739,7 @@ class Trainer:
 
     def _end(self) -> None:
         self._signals.rescue_by(None)
+        self._agree()
         self._log_if_due()
         if self.step >= self.cfg.trainer.steps:
             self.execution.end_training()

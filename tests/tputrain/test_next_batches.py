@@ -78,7 +78,7 @@ def test_the_copies_are_on_the_device_and_what_is_counted_stays_on_the_host():
     drawn = data.draw(0)
     assert {tensor.device.type for batch in drawn.device for tensor in batch} == {"tpu"}
     assert {tensor.device.type for batch in drawn.host for tensor in batch} == {"cpu"}
-    assert drawn.weights == [2, 2]
+    assert drawn.weights == [[2], [2]]
     assert data.draw(0) is drawn  # until it is taken
     data.take()
     assert data.draw(1) is not drawn

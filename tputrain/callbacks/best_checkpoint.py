@@ -104,6 +104,8 @@ class BestCheckpoint(Callback):
     def _link(self, trainer: "Trainer") -> None:
         """Have this callback's link lead to the best checkpoint that is there, or be gone where none is."""
         assert trainer.store is not None
+        if not trainer.world.is_first:
+            return
         alike = [each for each in trainer.callbacks if isinstance(each, BestCheckpoint)]
         metric = self.monitored.metric.replace("/", "-")
         link = trainer.store.directory / (LINK if self in alike[:1] else f"{LINK}-{metric}")

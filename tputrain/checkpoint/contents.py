@@ -24,6 +24,7 @@ from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
 from tputrain.checkpoint.unsealed import WRITTEN
+from tputrain.checkpoint.whole import part_like, put, whole
 from tputrain.errors import UserError, in_words
 from tputrain.models.lora import lora_layers
 
@@ -41,7 +42,7 @@ def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Copies, on the host, of what model.safetensors holds; one that shares another's memory in full."""
-    return {name: _host_copy(tensor) for name, tensor in _plain_tensors(model).items()}
+    return {name: whole(tensor) for name, tensor in _plain_tensors(model).items()}
 
 
 def write_model(tensors: dict[str, Tensor], model: nn.Module, tokenizer: Any, directory: Path) -> None:
@@ -70,7 +71,7 @@ def load_model(model: nn.Module, directory: Path) -> None:
                     f"{path}: {name} has shape {tuple(saved[name].shape)}, "
                     f"the model's has {tuple(tensor.shape)}"
                 )
-            tensor.copy_(saved[name])
+            put(tensor, saved[name])
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -93,7 +94,7 @@ def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str
         for own, tensor in layer.named_parameters()
         if own != "bias"
     } | dict(trained)
-    return {name: _host_copy(tensor) for name, tensor in weights.items()}
+    return {name: whole(tensor) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
@@ -107,7 +108,7 @@ def load_trained_weights(model: nn.Module, directory: Path) -> None:
                 raise UserError(
                     f"{path}: the file has a tensor {name!r} that the model has not; another model?"
                 )
-            own[name].copy_(tensor)
+            put(own[name], tensor)
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -145,7 +146,7 @@ def optimizer_contents(
         name = names[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}.{key}"] = _host_copy(value)
+                tensors[f"{name}.{key}"] = whole(value)
             elif isinstance(value, bool | int | float | str | None):
                 values.setdefault(name, {})[key] = value
             else:
@@ -200,9 +201,11 @@ def load_optimizer(
             "resume with the optimizer the run was started with"
         )
     states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["values"].items()}
+    parameters = dict(model.named_parameters())
     for full_name, tensor in _load_tensors(path).items():
         name, _, key = full_name.rpartition(".")
-        states.setdefault(name, {})[key] = tensor
+        laid_out = part_like(parameters[name], tensor) if name in parameters else tensor
+        states.setdefault(name, {})[key] = laid_out
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
     unknown = sorted(states.keys() - numbers.keys())
     if unknown:
@@ -227,11 +230,6 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key != "params"}
     return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    # Never the tensor's own memory, also where that is on the host: training goes on while this is written.
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

@@ -161,6 +161,11 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
 
 
 def _report(debug: bool, message: str, code: int) -> int:
+    error = sys.exception()
+    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ and "torch" in sys.modules:
+        from tputrain.parallel.launch import record_error
+
+        record_error(error)  # for whoever started this process as one rank of many
     if debug:
         traceback.print_exc()
     print(f"tputrain: {message}", file=sys.stderr, flush=True)

@@ -32,6 +32,8 @@ from tputrain.hub import is_path
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import Llama, add_lora, build_initialized
 from tputrain.models.hf_llama import load_weights
+from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.world import join
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
 
@@ -51,11 +53,15 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 
     `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
     """
-    _device(cfg)  # a device that is not there is reported before the tokenizer is trained
+    device = _device(cfg)  # a device that is not there is reported before the tokenizer is trained
+    world = join(cfg.parallel, device)
     tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
     if checkpoint is None:
         _check_model_path(cfg)
-    data = _build_data(cfg, tokenizer, fingerprint)
+    found: list[Data] = []
+    # By one rank, which leaves the text and the tokenizer in the cache for the others.
+    world.first(lambda: found.append(_build_data(cfg, tokenizer, fingerprint)))
+    data = found[0] if found else _build_data(cfg, tokenizer, fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
         trainer = _build_trainer(cfg, data, checkpoint)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -70,7 +76,11 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
-    """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`."""
+    """A Trainer that can only evaluate: the text that `cfg` names, with the tokenizer of `checkpoint`.
+
+    In one process, however many the run has.
+    """
+    cfg = replace(cfg, parallel=ParallelConfig())
     _device(cfg)
     tokenizer, fingerprint = _started_with(cfg, checkpoint)
     data = _build_data(cfg, tokenizer, None)
@@ -84,6 +94,7 @@ def _device(cfg: RecipeConfig) -> torch.device:
     """The device of a recipe, open; from now on it keeps its compiled programs for the next command."""
     device = find_device(cfg.device)
     use_executable_cache(device, cfg.execution.executable_cache)
+    join(cfg.parallel, device)
     open_device(device)
     return device
 
@@ -186,6 +197,7 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None) -> Tr
 
 def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
     """Losses over the learning rates that are `chosen`, from the recipe's initial values."""
+    cfg = replace(cfg, parallel=ParallelConfig())  # a sweep is one process's
     _device(cfg)
     _check_model_path(cfg)
     data = _build_data(cfg, None, None)
@@ -196,7 +208,7 @@ def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
 
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
     """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
-    device = _device(cfg)
+    device = _device(replace(cfg, parallel=ParallelConfig()))
     if cfg.data.is_images:
         raise UserError(
             f"{checkpoint}: its model reads images and writes no text; `tputrain validate` judges it"

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tputrain.data import Tokenizer
 from tputrain.device import describe_programs
 from tputrain.errors import UserError
 from tputrain.execution import Execution
+from tputrain.parallel.world import is_launched
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
@@ -39,6 +40,8 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
     if cfg.run_dir is None:
         cfg = replace(cfg, run_dir=str(default_run_dir(path)))
     assert cfg.run_dir is not None
+    if _is_launcher(cfg):
+        return _launch(cfg, ["run", recipe, *overrides])
     started = _started(cfg) if cfg.checkpoint.resume == "auto" else None
     return _train(cfg, started, f"tputrain run {shlex.quote(recipe)}", overrides)
 
@@ -57,7 +60,20 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
     cfg = config_from_json(saved, str(checkpoint / contents.STATE), overrides)
     cfg = replace(cfg, run_dir=run_dir, checkpoint=replace(cfg.checkpoint, resume="auto"))
     _check_same_run(cfg, state, checkpoint)
+    if _is_launcher(cfg):
+        return _launch(cfg, ["resume", run_dir, *overrides])
     return _train(cfg, checkpoint, f"tputrain resume {shlex.quote(run_dir)}", overrides)
+
+
+def _is_launcher(cfg: RecipeConfig) -> bool:
+    """Whether this process is to start the ranks, and is none itself."""
+    return cfg.parallel.processes > 1 and not is_launched()
+
+
+def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
+    from tputrain.parallel.launch import launch  # only whoever starts ranks needs a launcher
+
+    return launch(cfg.parallel.processes, Path(str(cfg.run_dir)), arguments)
 
 
 def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> int:
@@ -69,7 +85,7 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
         say(f"{cfg.run_dir} is finished: it has done {what}. To make it longer:")
         say(f"  {command}{kept} trainer.steps={2 * done}")
         return 0
-    with RunLock(Path(str(cfg.run_dir))):
+    with RunLock(Path(str(cfg.run_dir))) if not is_launched() else nullcontext():
         pass  # a directory that cannot be used is reported before anything takes long
     job = build_job(cfg, started)
     for line in job.description:

@@ -98,8 +98,10 @@ def _describe_briefly(record: Record) -> str:
 
 def _describe_step(record: Record) -> str:
     unit = "tokens" if "tokens" in record else "samples"
+    of_a_chip = record.get(f"{unit}_per_second_per_chip")
+    a_chip = "" if of_a_chip is None else f" ({of_a_chip:,.0f} a chip)"
     return (
         f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  grad norm {record['grad_norm']:.2f}  "
-        f"{record[f'{unit}_per_second']:,.0f} {unit}/s  {record['step_seconds']:.3f} s/step  "
+        f"{record[f'{unit}_per_second']:,.0f} {unit}/s{a_chip}  {record['step_seconds']:.3f} s/step  "
         f"data wait {record['data_wait']:.0%}" + (f"  mfu {record['mfu']:.1%}" if "mfu" in record else "")
     )

@@ -28,27 +28,29 @@ class WeightedMeans:
         self._is_text = False
         self.weight = 0
 
-    def add(self, values: Mapping[str, Tensor], weight: int, batch: Batch) -> None:
-        """Count scalar tensors, the means of `batch`, `weight` times."""
+    def add(self, values: Mapping[str, Tensor], weight: int, of_all: int, batch: Batch) -> None:
+        """Count scalar tensors, the means of this rank's slice of `batch`, `weight` times; `of_all`: the
+        weights of all ranks.
+        """
         self._is_text = batch_of.is_text(batch)
         self._num_bytes += self._bytes_of(batch) if self._bytes_of is not None else 0
         for name, value in values.items():
             weighted = value.detach().float() * weight
             self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
-        self.weight += weight
+        self.weight += of_all
 
-    def read(self) -> dict[str, float]:
-        """The means: the one read of the device in an evaluation."""
-        sums = torch.stack(list(self._sums.values())).tolist()
+    def read(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The means: the one read of the device in an evaluation. `total`: the sum over all ranks."""
+        sums = total(torch.stack(list(self._sums.values()))).tolist()
         return {name: total / self.weight for name, total in zip(self._sums, sums, strict=True)}
 
-    def result(self, with_perplexity: bool) -> dict[str, float]:
+    def result(self, with_perplexity: bool, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The means and what follows from the loss: of text perplexity and bits per byte; else perplexity
         where it is asked for. Raises UserError where nothing was added.
         """
         if self.weight == 0:
             raise UserError("evaluation: val_loader gave no batch with anything to evaluate")
-        means = self.read()
+        means = self.read(total)
         if self._is_text:
             means |= of_text(means["loss"], self.weight, self._num_bytes)
         elif with_perplexity:

@@ -42,8 +42,8 @@ class StepLog:
     share of `peak_flops` (FLOP/s) that the model's own operations come to.
     """
 
-    def __init__(self, device: torch.device, peak_flops: float | None = None):
-        self.device = device
+    def __init__(self, device: torch.device, peak_flops: float | None = None, num_chips: int = 1):
+        self.device, self.num_chips = device, num_chips
         self.peak_flops = peak_flops
         self._recent: deque[float] = deque(maxlen=1000)
         self._pending: list[_Step] = []
@@ -119,6 +119,8 @@ class StepLog:
             "memory_bytes": devices.memory(self.device),
             "peak_memory_bytes": devices.peak_memory(self.device),
         }
+        if self.num_chips > 1:
+            shared[f"{unit}_per_second_per_chip"] = shared[f"{unit}_per_second"] / self.num_chips
         shared |= self._percentiles() | self._mfu(seconds)
         records = [
             {"step": step.step, "loss": loss, "loss_hex": loss.hex(), "grad_norm": norm} | step.host | shared

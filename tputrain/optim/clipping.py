@@ -24,4 +24,6 @@ def clip_gradients(
 def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Of all gradients together; of those of half precision in float32."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return nn.utils.get_total_norm([g.float() if g.dtype.itemsize == 2 else g for g in gradients])
+    norm = nn.utils.get_total_norm([g.float() if g.dtype.itemsize == 2 else g for g in gradients])
+    # Of parameters that ranks have parts of, each knows the norm of its own: this adds them up.
+    return norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm

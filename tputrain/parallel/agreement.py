@@ -1,0 +1,78 @@
+"""What ranks decide together: whether to stop, evaluate and save, and at which signal to leave.
+
+On each rank somebody may wish something at any moment: a signal comes, a callback sets `control.stop` by a
+clock of its own. Nobody sees a wish before all ranks have agreed on it, at the same place of the loop.
+"""
+
+from tputrain.callbacks.callback import Control
+from tputrain.checkpoint.background import BackgroundWriter
+from tputrain.parallel.world import World
+from tputrain.parallel.writer import SharedWriter
+from tputrain.signals import SignalWatch
+
+
+class AgreedControl(Control):
+    """`trainer.control` of several ranks: what is set to True counts on all of them, from `agree` on."""
+
+    _KEYS = ("evaluate", "save", "stop")
+
+    def __init__(self) -> None:
+        self._wishes: set[str] = set()
+        super().__init__()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self._KEYS and value:
+            self._wishes.add(name)
+        else:
+            super().__setattr__(name, value)
+
+    def agree(self, wishes: list[int]) -> None:
+        """Take what all ranks have agreed on, in the order of `wishes`."""
+        for name, is_wished in zip(self._KEYS, wishes, strict=True):
+            if is_wished:
+                super().__setattr__(name, True)
+        self._wishes.clear()
+
+    @property
+    def wishes(self) -> list[int]:
+        """What this rank wishes."""
+        return [int(name in self._wishes) for name in self._KEYS]
+
+
+class AgreedSignals(SignalWatch):
+    """A SignalWatch whose `received` is the same on all ranks: None until `agree`.
+
+    So a signal breaks off no wait of one rank, which others would then wait for.
+    """
+
+    come = 0
+    """The signal that this rank has got; 0: none."""
+
+    def _note(self, number: int) -> None:
+        self.come = self.come or number
+
+    def agree(self, number: int) -> None:
+        """Take the signal that all ranks have agreed on; 0: none."""
+        self.received = self.received or number or None
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)  # type: ignore[arg-type]
+        self.come = 0
+
+
+class Agreement:
+    """Brings control, signals and the background writer of all ranks to one state, with one exchange."""
+
+    def __init__(self, world: World, control: Control, signals: SignalWatch, writer: BackgroundWriter):
+        self._world, self._control, self._signals, self._writer = world, control, signals, writer
+
+    def reach(self) -> None:
+        """Agree, where there is anybody to agree with."""
+        control, signals, writer = self._control, self._signals, self._writer
+        if isinstance(control, AgreedControl) and isinstance(signals, AgreedSignals):
+            assert isinstance(writer, SharedWriter)
+            own = [signals.come, *control.wishes, int(writer.has_ended_here)]
+            signal, *wishes, has_ended = self._world.largest(own)
+            signals.agree(signal)
+            control.agree(wishes)
+            writer.agree(bool(has_ended))

@@ -1,0 +1,142 @@
+"""What the Trainer knows of the other ranks. Of one process, where every answer is the trivial one, too."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tputrain.batches import Batch
+from tputrain.errors import UserError
+from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.slices import slices
+
+T = TypeVar("T")
+
+
+class World:
+    """All ranks of a run. This class is a run of one process; `Ranks` is one of several.
+
+    Each method is to be called by all ranks, in the same order.
+    """
+
+    size = 1
+    rank = 0
+    data_size = 1
+    """Ranks among which a batch is divided."""
+    data_rank = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes and speaks."""
+        return self.rank == 0
+
+    def slices(self, batch: Batch, equal: bool) -> list[Batch]:
+        """The batch (on the host) as one slice a rank, which `equal` wants equally long."""
+        return [batch]
+
+    def parallelise(self, model: nn.Module) -> None:
+        """Lay the model, which is on its device, out over the ranks, in place."""
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor on the device over all ranks. Nothing is read."""
+        return value
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a tensor on the device over all ranks. Nothing is read."""
+        return value
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Element by element the largest of all ranks, by way of the hosts: no device is waited for."""
+        return list(values)
+
+    def of_all(self, value: T) -> list[T]:
+        """What each rank gives, in their order, by way of the hosts."""
+        return [value]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """The result of `function` on the first rank; a UserError that it raises there is raised on all."""
+        return function()
+
+
+ALONE = World()
+
+
+class Ranks(World):
+    """One of several ranks, in a process group that has begun."""
+
+    def __init__(self, cfg: ParallelConfig):
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._dist = dist
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        degrees = cfg.resolved(self.size)
+        names = ("replicate", "shard")
+        self._mesh = init_device_mesh("tpu", (degrees["replicate"], degrees["shard"]), mesh_dim_names=names)
+        # Without tensor and context parallelism each rank has a part of the batch of its own.
+        self.data_rank, self.data_size = self.rank, self.size
+
+    def slices(self, batch: Batch, equal: bool) -> list[Batch]:
+        return slices(batch, self.data_size, equal)
+
+    def parallelise(self, model: nn.Module) -> None:
+        from tputrain.parallel.apply import apply_plan
+
+        apply_plan(model, self._mesh)
+
+    def mean(self, value: Tensor) -> Tensor:
+        mean = value.detach().clone()
+        self._dist.all_reduce(mean, self._dist.ReduceOp.AVG)
+        return mean
+
+    def total(self, value: Tensor) -> Tensor:
+        total = value.detach().clone()
+        self._dist.all_reduce(total)
+        return total
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        largest = torch.tensor(values)
+        self._dist.all_reduce(largest, self._dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def of_all(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        self._dist.all_gather_object(found, value)
+        return found
+
+    def first(self, function: Callable[[], T]) -> T:
+        shared: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                shared[0] = function()
+            except UserError as error:
+                shared[1] = str(error)
+        self._dist.broadcast_object_list(shared, src=0)
+        if shared[1] is not None:
+            raise UserError(shared[1])
+        return shared[0]
+
+
+def is_launched() -> bool:
+    """Whether a launcher, torchrun or our own, started this process as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def join(cfg: ParallelConfig, device: torch.device) -> World:
+    """Take part in the run of all ranks that were started; alone in one of one process.
+
+    Before the first use of the device. Raises UserError where the degrees do not fit the ranks.
+    """
+    world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+    cfg.resolved(world_size)
+    if world_size == 1:
+        return ALONE
+    if device.type != "tpu":
+        raise UserError(f"device={device.type}: expected tpu with {world_size} processes (parallel.*)")
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,tpu:tpu")
+    return Ranks(cfg)
