@@ -30,7 +30,9 @@ def launch(num_processes: int, run_dir: Path, arguments: Sequence[str]) -> int:
     What the first rank says is shown here, too. The first error is told with its rank and line. After SIGINT
     or SIGTERM all ranks save, together, and the code is 130 or 143.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # told here, in one line
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed."):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say is told here, in one line
     try:
         logs = _RankLogs(run_dir / LOGS)
     except OSError as error:

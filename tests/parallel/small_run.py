@@ -1,0 +1,70 @@
+"""A Llama and its data for one process or several ranks, with what is awkward to divide among them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tputrain import RunConfig, Trainer, TrainerConfig
+from tputrain.batches import IGNORED_LABEL
+from tputrain.checkpoint.store import CheckpointConfig
+from tputrain.loggers.config import LogConfig
+from tputrain.models import initialize
+from tputrain.models.llama import Llama, LlamaConfig
+from tputrain.optim.optimizer import OptimConfig
+from tputrain.parallel.config import ParallelConfig
+from tputrain.trainer import Trainer as _Trainer
+
+# 300 and 36 do not divide by 8 rows evenly: shards differ in size.
+SHAPE = LlamaConfig(
+    vocab_size=61,
+    hidden_size=20,
+    intermediate_size=30,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=6,
+    max_position_embeddings=16,
+)
+
+
+def batch(seed: int, sequences: int, unlabelled: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, SHAPE.vocab_size, (sequences, 8), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = IGNORED_LABEL
+    labels[:unlabelled] = IGNORED_LABEL
+    return {"input_ids": ids, "labels": labels}
+
+
+class Batches:
+    """By step. The first rank's rows of each third micro-batch have nothing to learn from."""
+
+    def batch_at(self, step: int, micro: int) -> dict[str, torch.Tensor]:
+        number = 2 * step + micro
+        return batch(number, 4, unlabelled=2 if number % 3 == 0 else 0)
+
+
+# Three samples for four ranks, and five: each is to count once.
+EVALUATION = [batch(1000, 4), batch(1001, 5, unlabelled=2), batch(1002, 3)]
+
+
+def train(run_dir: Path | str, device: str, **parallel: int) -> _Trainer:
+    """Twenty steps, with checkpoints and evaluations in the beginning, the middle and the end."""
+    model = Llama(SHAPE)
+    initialize(model, 0)
+    cfg = RunConfig(
+        device=device,
+        run_dir=str(run_dir),
+        trainer=TrainerConfig(
+            steps=20, accumulate=2, evaluate_every=10, max_grad_norm=0.5, metrics=["accuracy"]
+        ),
+        optim=OptimConfig(learning_rate=3e-3),
+        checkpoint=CheckpointConfig(every=10, keep_last=9),
+        log=LogConfig(every=5, progress="none"),
+        parallel=ParallelConfig(**parallel),
+    )
+    loaders: dict[str, Any] = {"train_loader": Batches(), "val_loader": EVALUATION}
+    trainer = Trainer(model, cfg, **loaders)
+    trainer.fit()
+    return trainer

@@ -1,0 +1,83 @@
+"""A Trainer on several ranks trains, evaluates and saves as one process does, and each loads the other's."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import small_run  # noqa: E402
+
+STEPS = 20
+
+SCRIPT = """
+    sys.path.insert(0, os.environ["HERE"])
+    import small_run
+
+    for job in os.environ["JOBS"].split():
+        name, replicate, shard = job.split(":")
+        trainer = small_run.train(os.environ["RUNS"] + "/" + name, "tpu", replicate=int(replicate), shard=int(shard))
+        assert trainer.world.size == world and trainer.world.rank == rank
+        if int(shard) > 1:
+            whole = sum(p.numel() for p in trainer.model.parameters())
+            own = sum(p.to_local().numel() for p in trainer.model.parameters())
+            assert own <= whole / int(shard) * 1.1, (own, whole)
+    assert not torch.tpu.fallback_stats()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `alone`, the run of one process on PyTorch's own kernels."""
+    directory = tmp_path_factory.mktemp("runs")
+    small_run.train(directory / "alone", "cpu")
+    return directory
+
+
+def run_jobs(world_size: int, jobs: str, runs: Path) -> None:
+    here = str(Path(__file__).parent)
+    ranks = run_ranks(
+        SCRIPT, world_size, GROUP_BACKEND="cpu:gloo,tpu:tpu", JOBS=jobs, RUNS=str(runs), HERE=here
+    )
+    assert_all_ended_well(ranks)
+
+
+def begin_from(runs: Path, source: str, name: str) -> None:
+    """A run of its own that is to go on from the middle of another one."""
+    shutil.copytree(runs / source, runs / name)
+    shutil.rmtree(runs / name / "checkpoints" / f"step-{STEPS}")
+
+
+def assert_as_alone(runs: Path, name: str) -> None:
+    for file, keys in (("metrics", ("loss", "grad_norm")), ("evaluations", ("loss", "accuracy"))):
+        expected, found = ((runs / each / f"{file}.jsonl").read_text() for each in ("alone", name))
+        expected, found = ([json.loads(line) for line in text.splitlines()] for text in (expected, found))
+        assert [each["step"] for each in found] == [each["step"] for each in expected]
+        for key in keys:
+            assert [each[key] for each in found] == pytest.approx([each[key] for each in expected], rel=1e-5)
+
+
+def bits(runs: Path, name: str) -> list[str]:
+    lines = (runs / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss_hex"] for line in lines]
+
+
+def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_checkpoints(runs: Path):
+    begin_from(runs, "alone", "from-1-to-2")
+    run_jobs(2, "shard:1:2 replicate:2:1 from-1-to-2:1:2", runs)
+    begin_from(runs, "shard", "again")
+    begin_from(runs, "shard", "from-2-to-4")
+    begin_from(runs, "shard", "from-2-to-1")
+    small_run.train(runs / "from-2-to-1", "cpu")
+    run_jobs(4, "both:2:2 from-2-to-4:1:4", runs)
+    begin_from(runs, "both", "from-4-to-2")
+    run_jobs(2, "from-4-to-2:1:2 again:1:2", runs)
+    for name in ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-2"):
+        assert_as_alone(runs, name)
+    assert bits(runs, "again") == bits(runs, "shard")
