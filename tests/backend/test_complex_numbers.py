@@ -136,6 +136,14 @@ def test_complex32_is_converted_viewed_written_and_differentiated_as_on_the_cpu(
         torch.testing.assert_close(*(torch.view_as_real(x) if x.is_complex() else x for x in (ours, theirs)))
 
 
+def test_a_complex_number_is_made_of_two_halves() -> None:
+    real, imag = torch.linspace(-2, 2, 7).half(), torch.linspace(1, 0, 7).half()
+    found = torch.complex(real.to("tpu"), imag.to("tpu"))
+    assert found.dtype == torch.complex32
+    assert torch.equal(torch.view_as_real(found.cpu()), torch.view_as_real(torch.complex(real, imag)))
+    assert "aten::complex" not in torch.tpu.fallback_stats()
+
+
 def test_jax_refuses_complex32() -> None:
     with pytest.raises(TypeError, match=r"JAX has no equivalent of torch\.complex32"):
         to_jax(torch.zeros(2, dtype=torch.complex64, device="tpu").chalf())

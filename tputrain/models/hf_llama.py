@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tputrain.checkpoint.contents import distinct_tensors
-from tputrain.errors import UserError, in_words
+from tputrain.checkpoint.tensor_files import TensorFiles
+from tputrain.errors import UserError
 from tputrain.models.config import ModelConfig
 from tputrain.models.llama import LLAMA_CONFIGS, RopeScaling
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-MODEL = "model.safetensors"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -60,42 +58,19 @@ def model_config_of(directory: Path) -> ModelConfig:
 def load_weights(model: nn.Module, directory: Path) -> None:
     """Copy the `*.safetensors` into the model, in its dtype. Raises UserError where one does not fit."""
     own = distinct_tensors(model)
-    left = set(own)
-    for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file, torch.no_grad():
-                for name in file.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
-                    if name not in own:
-                        _check_needless(name, model, path)
-                        continue
-                    shape, expected = tuple(file.get_slice(name).get_shape()), tuple(own[name].shape)
-                    if shape != expected:
-                        raise UserError(f"{path}: {name} has shape {shape}, config.json asks for {expected}")
-                    own[name].copy_(file.get_tensor(name))
-                    left.discard(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read ({in_words(error)})") from None
-    if left:
+    files = TensorFiles(directory, "model")
+    for name in files.names():
+        path = files.path(name)
+        if name not in own:
+            _check_needless(name, model, path)
+            continue
+        shape, expected = files.shape(name), tuple(own[name].shape)
+        if shape != expected:
+            raise UserError(f"{path}: {name} has shape {shape}, config.json asks for {expected}")
+        with torch.no_grad():
+            own[name].copy_(files.read(name))
+    if left := own.keys() - set(files.names()):
         raise UserError(f"{directory}: the weights lack {sorted(left)[0]} ({len(left)} tensors are missing)")
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / MODEL).is_file():
-        return [directory / MODEL]
-    index = directory / INDEX
-    if not index.is_file():
-        raise UserError(
-            f"{directory}: no {MODEL} and no {INDEX}; reading weights in other formats can run code: "
-            "save them as safetensors first"
-        )
-    files = _read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise UserError(f"{index}: expected a weight_map of tensors to files")
-    names = sorted(set(files.values()))
-    for name in names:
-        if Path(name).name != name:
-            raise UserError(f"{index}: {name!r}: expected the name of a file beside it")
-    return [directory / name for name in names]
 
 
 def _check_needless(name: str, model: nn.Module, path: Path) -> None:

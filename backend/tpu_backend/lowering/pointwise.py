@@ -533,7 +533,7 @@ for _name, _function in {"left": _left_shift, "right": _right_shift}.items():
 # ---- copies and complex numbers
 
 
-@lowering("complex")
+@lowering("complex", promote="opmath")
 def complex_(real, imag):
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 

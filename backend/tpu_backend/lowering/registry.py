@@ -24,8 +24,8 @@ whose contents do not matter: it arrives as None, and the old value does not bec
 
 Dtypes are decided here and nowhere else.  ``promote``
     "result"   cast every tensor and runtime scalar to the output dtype, computing in float32 where that is a
-               16-bit float (PyTorch's opmath), to which tensors of integers are rounded first; the default
-               of a pointwise op
+               16-bit float (PyTorch's opmath), to which tensors of integers are rounded first; usual for
+               pointwise ops
     "inputs"   cast to ``torch.result_type`` of the tensor and scalar inputs (comparisons, whose output is
                bool), same opmath rule; what is of another dtype is rounded to a 16-bit result_type first
     "opmath"   only widen 16-bit floats to float32, leave all else alone (softmax, norms, losses, reductions)
