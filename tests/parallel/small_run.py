@@ -1,5 +1,6 @@
 """A Llama and its data for one process or several ranks, with what is awkward to divide among them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from tputrain.models import initialize
 from tputrain.models.llama import Llama, LlamaConfig
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.parallel.config import ParallelConfig
-from tputrain.trainer import Trainer as _Trainer
 
-# 300 and 36 do not divide by 8 rows evenly: shards differ in size.
+# 61 and 30 rows do not divide by 4: shards differ in size.
 SHAPE = LlamaConfig(
     vocab_size=61,
     hidden_size=20,
@@ -49,7 +49,13 @@ class Batches:
 EVALUATION = [batch(1000, 4), batch(1001, 5, unlabelled=2), batch(1002, 3)]
 
 
-def train(run_dir: Path | str, device: str, **parallel: int) -> _Trainer:
+def begin_from(source: Path, run_dir: Path) -> None:
+    """Make a run of its own that is to go on from the middle of another one."""
+    shutil.copytree(source, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-20")
+
+
+def train(run_dir: Path | str, device: str, **parallel: int) -> Trainer:
     """Twenty steps, with checkpoints and evaluations in the beginning, the middle and the end."""
     model = Llama(SHAPE)
     initialize(model, 0)

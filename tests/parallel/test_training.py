@@ -1,7 +1,6 @@
 """A Trainer on several ranks trains, evaluates and saves as one process does, and each loads the other's."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -11,26 +10,40 @@ from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import small_run  # noqa: E402
-
-STEPS = 20
+import small_run
 
 SCRIPT = """
     sys.path.insert(0, os.environ["HERE"])
+    from pathlib import Path
     import small_run
     from tputrain.checkpoint import rows
+    from tputrain.errors import UserError
 
     if world == 2:
         rows.SMALLEST_PART = 0  # each rank writes its rows of everything
+    runs = Path(os.environ["RUNS"])
     for job in os.environ["JOBS"].split():
-        name, replicate, shard = job.split(":")
-        trainer = small_run.train(os.environ["RUNS"] + "/" + name, "tpu", replicate=int(replicate), shard=int(shard))
+        name, source, replicate, shard = job.split(":")
+        if source and rank == 0:
+            small_run.begin_from(runs / source, runs / name)
+        dist.barrier()
+        trainer = small_run.train(runs / name, "tpu", replicate=int(replicate), shard=int(shard))
         assert trainer.world.size == world and trainer.world.rank == rank
         if int(shard) > 1:
             whole = sum(p.numel() for p in trainer.model.parameters())
             own = sum(p.to_local().numel() for p in trainer.model.parameters())
             assert own <= whole / int(shard) * 1.1, (own, whole)
     assert not torch.tpu.fallback_stats()
+
+    own = runs / f"of-rank-{rank}"
+    own.mkdir(exist_ok=True)
+    trainer.world.check_shared(runs)
+    try:
+        trainer.world.check_shared(own)
+        raise AssertionError("a directory of one rank alone was taken")
+    except UserError as error:
+        assert "rank 1 on" in str(error) and "expected a directory that all ranks share" in str(error)
+    assert not any(own.iterdir())
     dist.destroy_process_group()
 """
 
@@ -45,16 +58,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_jobs(world_size: int, jobs: str, runs: Path) -> None:
     here = str(Path(__file__).parent)
-    ranks = run_ranks(
-        SCRIPT, world_size, GROUP_BACKEND="cpu:gloo,tpu:tpu", JOBS=jobs, RUNS=str(runs), HERE=here
-    )
+    environment = {"GROUP_BACKEND": "cpu:gloo,tpu:tpu", "TPU_CACHE_DIR": str(runs / "programs")}
+    ranks = run_ranks(SCRIPT, world_size, timeout=300, JOBS=jobs, RUNS=str(runs), HERE=here, **environment)
     assert_all_ended_well(ranks)
-
-
-def begin_from(runs: Path, source: str, name: str) -> None:
-    """A run of its own that is to go on from the middle of another one."""
-    shutil.copytree(runs / source, runs / name)
-    shutil.rmtree(runs / name / "checkpoints" / f"step-{STEPS}")
 
 
 def assert_as_alone(runs: Path, name: str) -> None:
@@ -72,15 +78,11 @@ def bits(runs: Path, name: str) -> list[str]:
 
 
 def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_checkpoints(runs: Path):
-    begin_from(runs, "alone", "from-1-to-2")
-    run_jobs(2, "shard:1:2 replicate:2:1 from-1-to-2:1:2", runs)
-    begin_from(runs, "shard", "again")
-    begin_from(runs, "shard", "from-2-to-4")
-    begin_from(runs, "shard", "from-2-to-1")
-    small_run.train(runs / "from-2-to-1", "cpu")
-    run_jobs(4, "both:2:2 from-2-to-4:1:4", runs)
-    begin_from(runs, "both", "from-4-to-2")
-    run_jobs(2, "from-4-to-2:1:2 again:1:2", runs)
-    for name in ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-2"):
+    run_jobs(2, "shard::1:2 replicate::2:1 from-1-to-2:alone:1:2 again:shard:1:2", runs)
+    run_jobs(4, "both::2:2 from-2-to-4:shard:2:2", runs)
+    for source, name in (("shard", "from-2-to-1"), ("both", "from-4-to-1")):
+        small_run.begin_from(runs / source, runs / name)
+        small_run.train(runs / name, "cpu")
+    for name in ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-1"):
         assert_as_alone(runs, name)
     assert bits(runs, "again") == bits(runs, "shard")

@@ -14,10 +14,10 @@ from tputrain.cli.job import build_evaluation, build_job, build_trained_model
 from tputrain.config_checks import expect, expect_at_least, spelled
 from tputrain.config_differences import changed_settings
 from tputrain.data import Tokenizer
-from tputrain.device import describe_programs
+from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
-from tputrain.parallel.world import is_launched
+from tputrain.parallel.world import World, is_launched, join
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
@@ -42,7 +42,7 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
     assert cfg.run_dir is not None
     if _is_launcher(cfg):
         return _launch(cfg, ["run", recipe, *overrides])
-    started = _started(cfg) if cfg.checkpoint.resume == "auto" else None
+    started = _world(cfg).first(lambda: _started(cfg)) if cfg.checkpoint.resume == "auto" else None
     return _train(cfg, started, f"tputrain run {shlex.quote(recipe)}", overrides)
 
 
@@ -51,7 +51,9 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
     for text in overrides:
         if text.startswith(("run_dir=", "checkpoint.resume=")):
             raise UserError(f"{COMMAND_LINE}: {text}: resume goes on in {run_dir}; leave that out")
-    with _locked_where_changed(CheckpointStore(Path(run_dir) / CHECKPOINTS), run_dir):
+    # A rank only reads here: it does not know the others before, and the Trainer mends what is to be mended.
+    store = CheckpointStore(Path(run_dir) / CHECKPOINTS)
+    with nullcontext() if is_launched() else _locked_where_changed(store, run_dir):
         checkpoint, state = _newest(run_dir, only=(contents.STATE, Tokenizer.FILE))
     saved = dict(state["config"])
     if isinstance(saved.get("trainer"), dict):
@@ -70,6 +72,11 @@ def _is_launcher(cfg: RecipeConfig) -> bool:
     return cfg.parallel.processes > 1 and not is_launched()
 
 
+def _world(cfg: RecipeConfig) -> World:
+    """The ranks of the run: the first one looks into its directory, where something may have to be mended."""
+    return join(cfg.parallel, find_device(cfg.device))
+
+
 def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
     from tputrain.parallel.launch import launch  # only whoever starts ranks needs a launcher
 
@@ -79,7 +86,7 @@ def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
 def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> int:
     """Train to the last step. `command` and `overrides`: what to say for making the run longer."""
     kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
-    if started is not None and _is_finished(cfg, started):
+    if started is not None and _world(cfg).first(lambda: _is_finished(cfg, started)):
         done, asked = contents.load_state(started)["step"], cfg.trainer.steps
         what = f"its {done} steps" if done == asked else f"{done} steps, more than trainer.steps={asked}"
         say(f"{cfg.run_dir} is finished: it has done {what}. To make it longer:")

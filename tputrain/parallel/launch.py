@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
@@ -72,17 +73,21 @@ def _tell(rank: int, failure: ProcessFailure, logs: Path) -> int:
     code = failure.exitcode
     if code in (130, 143):
         return code
-    callstack = str(_extra(failure).get("py_callstack", ""))
+    message, callstack = _recorded(failure)
     lines = re.findall(r'File "([^"]+)", line (\d+)', callstack)
-    place = f" at {lines[-1][0]}:{lines[-1][1]}" if lines and not _is_of_user(failure.message) else ""
-    message = " ".join(failure.message.split())
+    place = f" at {lines[-1][0]}:{lines[-1][1]}" if lines and not _is_of_user(message) else ""
     warn(f"tputrain: rank {rank} failed first: {message}{place}; what it said: {logs}/rank-{rank}.err")
     return code if code > 0 else 1
 
 
-def _extra(failure: ProcessFailure) -> dict[str, object]:
-    message = failure.error_file_data.get("message")
-    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
+def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+    """What the rank left of its error, and where that was; or what the system said of its end."""
+    message: Any = failure.message
+    callstack = ""
+    if isinstance(message, dict):
+        callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))
+        message = message.get("message", "")
+    return " ".join(str(message).split()), callstack
 
 
 def _is_of_user(message: str) -> bool:

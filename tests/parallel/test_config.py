@@ -1,0 +1,126 @@
+"""Degrees fit the ranks or are refused in one line; batches are divided, each sample once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from tputrain import RunConfig, Trainer
+from tputrain.batches import counted
+from tputrain.errors import UserError
+from tputrain.parallel import launch
+from tputrain.parallel.apply import blocks
+from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.slices import slices
+from tputrain.recipe import load_recipe
+from tputrain.shipped import find_recipe
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "expected"),
+    [
+        ({}, 1, (1, 1)),
+        ({"shard": -1}, 8, (1, 8)),
+        ({"replicate": -1, "shard": 4}, 8, (2, 4)),
+        ({"replicate": 2, "shard": 4}, 8, (2, 4)),
+    ],
+)
+def test_the_rest_is_worked_out(degrees: dict[str, int], world_size: int, expected: tuple[int, int]):
+    resolved = ParallelConfig(**degrees).resolved(world_size)
+    assert (resolved["replicate"], resolved["shard"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.shard=2", "parallel.processes=3"], "degrees (shard 2) that multiply to .* which is 3"),
+        (["parallel.shard=-1", "parallel.replicate=-1"], "parallel.shard=-1: expected a number"),
+        (["parallel.replicate=3", "parallel.shard=-1", "parallel.processes=4"], "replicate 3 x shard -1"),
+        (["parallel.shard=0"], "parallel.shard=0: expected 1 or more, or -1"),
+        (["parallel.tensor=2"], "parallel.tensor=2: expected 1: no model has a plan"),
+        (["parallel.context=2"], "parallel.context=2: expected 1: sequences are not cut yet"),
+        (["parallel.shards=2"], "unknown key; nearest known key: parallel.shard"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_in_one_line(overrides: list[str], message: str):
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")) as caught:
+        load_recipe(find_recipe("llama"), overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_degrees_without_the_processes_for_them_are_refused():
+    cfg = RunConfig(device="cpu", parallel=ParallelConfig(shard=2))
+    with pytest.raises(UserError, match=r"parallel\.shard=2: .* the number of processes, which is 1"):
+        Trainer(nn.Linear(2, 2), cfg)
+
+
+def test_ranks_on_another_device_than_tpu_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="device=cpu: expected tpu with 2 processes"):
+        Trainer(nn.Linear(2, 2), RunConfig(device="cpu", parallel=ParallelConfig(shard=-1)))
+
+
+@given(samples=st.integers(1, 20), count=st.integers(1, 6))
+def test_slices_hold_each_sample_once_in_order(samples: int, count: int):
+    batch = {
+        "x": torch.arange(samples),
+        "pair": [torch.arange(samples) * 2, "text"],
+        "scalar": torch.tensor(3),
+    }
+    parts = slices(batch, count, equal=False)
+    assert torch.cat([part["x"] for part in parts]).tolist() == list(range(samples))
+    assert torch.cat([part["pair"][0] for part in parts]).tolist() == [2 * n for n in range(samples)]
+    assert all(part["scalar"].item() == 3 for part in parts)
+    assert len(parts) == count
+    assert max(len(part["x"]) for part in parts) - min(len(part["x"]) for part in parts) <= 1
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_factors_of_ranks_make_the_mean_over_all_labels(weights: list[list[int]]):
+    if not any(map(sum, weights)):
+        return
+    losses = [[float(10 * micro + rank) for rank in range(3)] for micro in range(len(weights))]
+    sums = []
+    for rank in range(3):
+        batches, factors = counted(losses, weights, rank)
+        assert len(batches) == sum(1 for each in weights if sum(each))  # equally many calls on every rank
+        sums.append(sum(loss * factor for loss, factor in zip(batches, factors, strict=True)))
+    flat = [(w, x) for ws, xs in zip(weights, losses, strict=True) for w, x in zip(ws, xs, strict=True)]
+    expected = sum(w * x for w, x in flat) / sum(w for w, _ in flat)
+    assert sum(sums) / 3 == pytest.approx(expected)
+
+
+def test_a_tensor_that_is_not_by_sample_is_refused():
+    with pytest.raises(UserError, match=r"a batch of 4 samples holds a tensor of shape \(3, 2\)"):
+        slices([torch.zeros(4), torch.zeros(3, 2)], 2, equal=True)
+
+
+def test_the_elements_of_outer_module_lists_are_the_blocks():
+    inner = nn.ModuleList([nn.Linear(2, 2)])
+    block = nn.ModuleDict({"a": inner})
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ModuleList([block, nn.ReLU(), nn.Linear(3, 3)])))
+    assert [type(each) for each in blocks(model)] == [nn.ModuleDict, nn.Linear]
+
+
+def test_what_failed_first_is_told_with_rank_and_line(tmp_path: Path, capfd: pytest.CaptureFixture):
+    def failure(message: str, line: int) -> ProcessFailure:
+        extra = {
+            "py_callstack": f'File "a.py", line 1\n  File "model.py", line {line}, in f',
+            "timestamp": "7",
+        }
+        path = tmp_path / "error.json"
+        path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        return ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(path))
+
+    assert launch._tell(3, failure("ValueError: my own\nmistake", 31), tmp_path) == 1
+    assert (
+        "tputrain: rank 3 failed first: ValueError: my own mistake at model.py:31; " in capfd.readouterr().err
+    )
+    assert launch._tell(3, failure("UserError: lr=0: expected more", 31), tmp_path) == 1
+    assert "lr=0: expected more; what it said: " in capfd.readouterr().err
