@@ -741,6 +741,8 @@ class Trainer:
         """In here the run directory is this Trainer's alone. Raises UserError where it is another's."""
         with ExitStack() as stack:
             self.world.first(lambda: self._lock(stack))
+            if self.run_dir is not None:
+                self.world.check_shared(self.run_dir)
             self._owns_run = True
             try:
                 yield

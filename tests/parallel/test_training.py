@@ -16,7 +16,11 @@ SCRIPT = """
     sys.path.insert(0, os.environ["HERE"])
     from pathlib import Path
     import small_run
+    from tputrain.checkpoint import rows
+    from tputrain.errors import UserError
 
+    if world == 2:
+        rows.SMALLEST_PART = 0  # each rank writes its rows of everything
     runs = Path(os.environ["RUNS"])
     for job in os.environ["JOBS"].split():
         name, source, replicate, shard = job.split(":")
@@ -30,6 +34,16 @@ SCRIPT = """
             own = sum(p.to_local().numel() for p in trainer.model.parameters())
             assert own <= whole / int(shard) * 1.1, (own, whole)
     assert not torch.tpu.fallback_stats()
+
+    own = runs / f"of-rank-{rank}"
+    own.mkdir(exist_ok=True)
+    trainer.world.check_shared(runs)
+    try:
+        trainer.world.check_shared(own)
+        raise AssertionError("a directory of one rank alone was taken")
+    except UserError as error:
+        assert "rank 1 on" in str(error) and "expected a directory that all ranks share" in str(error)
+    assert not any(own.iterdir())
     dist.destroy_process_group()
 """
 

@@ -15,6 +15,7 @@ from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, verify
+from tputrain.checkpoint.rows import rows_of
 from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.data import Tokenizer
@@ -343,7 +344,7 @@ def test_a_process_that_leaves_in_the_middle_says_where_the_disk_does_not_take_i
 
     monkeypatch.setattr(os, "_exit", leave)
     Disk(monkeypatch, {3: 1})
-    snapshot = Snapshot(3, nn.Linear(1, 1), None, {"weight": torch.ones(1)}, {}, {}, "{}")
+    snapshot = Snapshot(3, nn.Linear(1, 1), None, {"weight": rows_of(torch.ones(1))}, {}, {}, "{}")
     rescue = BackgroundWriter().leaving_with(CheckpointStore(tmp_path / "checkpoints"), snapshot)
     with pytest.raises(Left, match=r"^1$"):
         rescue(15)

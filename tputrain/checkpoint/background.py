@@ -142,11 +142,24 @@ class BackgroundWriter:
 
         return leave
 
+    def _store(
+        self,
+        store: CheckpointStore,
+        snapshot: Snapshot,
+        rest: Callable[[], None],
+        written: Callable[[], None],
+    ) -> None:
+        """Bring `snapshot` into the store. Raises OSError where the disk does not take it."""
+        store.write(snapshot.step, snapshot.fill, snapshot.num_bytes, rest, written)
+
+    def _copy_to_mirror(self, store: CheckpointStore, path: Path) -> str | None:
+        """What went wrong, in one line; None: nothing, or there is no mirror."""
+        return None if store.mirror is None else store.mirror.push(path, store.keeps)
+
     def _write(self, store: CheckpointStore, snapshot: Snapshot, files_written: threading.Event) -> None:
         began, error, mirror_error = time.perf_counter(), None, None
         try:
-            rest, written = self._pace.rest, files_written.set
-            store.write(snapshot.step, snapshot.fill, snapshot.num_bytes, rest, written)
+            self._store(store, snapshot, self._pace.rest, files_written.set)
         except (OSError, SafetensorError) as failure:
             error = in_words(failure)
         except BaseException as bug:
@@ -156,6 +169,6 @@ class BackgroundWriter:
         self._stored.set()
         seconds = time.perf_counter() - began
         path = store.path(snapshot.step)
-        if store.mirror is not None and error is None and self._bug is None:
-            mirror_error = store.mirror.push(path, store.keeps)
+        if error is None and self._bug is None:
+            mirror_error = self._copy_to_mirror(store, path)
         self._written = Written(path, error, mirror_error, seconds)

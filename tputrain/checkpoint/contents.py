@@ -13,49 +13,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tputrain.checkpoint.configuration import write_configuration
 from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
+from tputrain.checkpoint.rows import Rows, read_into, read_like, rows_of
 from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
+from tputrain.checkpoint.tensor_files import Layout, Part, TensorFiles
 from tputrain.checkpoint.unsealed import WRITTEN
-from tputrain.checkpoint.whole import part_like, put, whole
-from tputrain.errors import UserError, in_words
+from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
 
-MODEL = "model.safetensors"
-TRAINED = "trained.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-TRAINING_ONLY = (STATE, TRAINED, OPTIMIZER, CHECKSUMS, COMPLETE, WRITTEN)
-"""What only going on with the training needs: every other file belongs to the model or the tokenizer."""
+MODEL, TRAINED, OPTIMIZER = "model", "trained", "optimizer"
+"""Stems of the names of the files with tensors, of which a large model has several."""
+_TRAINING_ONLY = (STATE, CHECKSUMS, COMPLETE, WRITTEN)
+
+
+def is_for_training_only(file: str) -> bool:
+    """Whether only going on with the training needs it: other files belong to the model or the tokenizer."""
+    is_of_training = file.endswith((".safetensors", ".safetensors.index.json")) and file.startswith(
+        (f"{TRAINED}.", f"{TRAINED}-", f"{OPTIMIZER}.", f"{OPTIMIZER}-")
+    )
+    return is_of_training or file in _TRAINING_ONLY
+
+
+def layout_of(stem: str, tensors: Mapping[str, Rows]) -> Layout:
+    """The files of these tensors."""
+    # transformers refuses a file that does not say which framework's conventions it follows.
+    return Layout(stem, {name: rows.whole for name, rows in tensors.items()}, {"format": "pt"})
+
+
+def write_rows(stem: str, tensors: Mapping[str, Rows], directory: Path) -> list[Part]:
+    """Write this rank's rows into files that are there in their full size; returns which bytes that were."""
+    own = {name: (rows.first, rows.tensor) for name, rows in tensors.items() if rows.tensor is not None}
+    return layout_of(stem, tensors).write(directory, own)
 
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
-    write_model(model_tensors(model), model, tokenizer, directory)
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Copies, on the host, of what model.safetensors holds; one that shares another's memory in full."""
-    return {name: whole(tensor) for name, tensor in _plain_tensors(model).items()}
-
-
-def write_model(tensors: dict[str, Tensor], model: nn.Module, tokenizer: Any, directory: Path) -> None:
-    """Write `tensors` of `model`, and the configuration files."""
-    # transformers refuses a file that does not say which framework's conventions it follows.
-    save_file(tensors, directory / MODEL, metadata={"format": "pt"})
+    tensors = model_tensors(model)
+    layout_of(MODEL, tensors).create(directory)
+    write_rows(MODEL, tensors, directory)
     write_configuration(model, tokenizer, directory)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Rows]:
+    """Copies, on the host, of what model.safetensors holds; one that shares another's memory in full."""
+    return {name: rows_of(tensor) for name, tensor in _plain_tensors(model).items()}
 
 
 def load_model(model: nn.Module, directory: Path) -> None:
     """Copy model.safetensors into the model's tensors, in place, so that what is tied stays tied."""
-    path = directory / MODEL
-    saved, own = _load_tensors(path), distinct_tensors(model)
+    files, own = TensorFiles(directory, MODEL), distinct_tensors(model)
+    path, saved = files.first, {name: files.shape(name) for name in files.names()}
     for name, _ in lora_layers(model):
         for added in ("lora_a", "lora_b"):  # the file holds the plain model
             del own[f"{name}.{added}"]
@@ -66,12 +79,11 @@ def load_model(model: nn.Module, directory: Path) -> None:
         )
     with torch.no_grad():
         for name, tensor in own.items():
-            if tensor.shape != saved[name].shape:
+            if tuple(tensor.shape) != saved[name]:
                 raise UserError(
-                    f"{path}: {name} has shape {tuple(saved[name].shape)}, "
-                    f"the model's has {tuple(tensor.shape)}"
+                    f"{path}: {name} has shape {saved[name]}, the model's has {tuple(tensor.shape)}"
                 )
-            put(tensor, saved[name])
+            read_into(tensor, files, name)
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -83,7 +95,7 @@ def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Rows]:
     """Copies, on the host, of the weights that training goes on with where model.safetensors holds others.
 
     `trained`: those in whose place the model holds averages just now.
@@ -94,21 +106,21 @@ def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str
         for own, tensor in layer.named_parameters()
         if own != "bias"
     } | dict(trained)
-    return {name: whole(tensor) for name, tensor in weights.items()}
+    return {name: rows_of(tensor) for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def load_trained_weights(model: nn.Module, directory: Path) -> None:
     """Put back what `trained_tensors` gave, if the checkpoint holds any."""
-    path = directory / TRAINED
-    if path.exists():
-        own = dict(model.named_parameters())
-        for name, tensor in _load_tensors(path).items():
-            if name not in own:
-                raise UserError(
-                    f"{path}: the file has a tensor {name!r} that the model has not; another model?"
-                )
-            put(own[name], tensor)
+    if not any(path.name.startswith(f"{TRAINED}") for path in directory.glob("*.safetensors")):
+        return
+    own, files = dict(model.named_parameters()), TensorFiles(directory, TRAINED)
+    for name in files.names():
+        if name not in own:
+            raise UserError(
+                f"{files.path(name)}: the file has a tensor {name!r} that the model has not; another model?"
+            )
+        read_into(own[name], files, name)
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -127,16 +139,17 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory: Path) -> dict[str, Any]:
     """Write optimizer.safetensors; returns the rest of the optimizer (numbers, groups) for state.json."""
     tensors, rest = optimizer_contents(optimizer, model)
-    save_file(tensors, directory / OPTIMIZER)
+    layout_of(OPTIMIZER, tensors).create(directory)
+    write_rows(OPTIMIZER, tensors, directory)
     return rest
 
 
 def optimizer_contents(
     optimizer: torch.optim.Optimizer, model: nn.Module
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Rows], dict[str, Any]]:
     """Copies, on the host, of the optimizer's tensors, and the rest of it (numbers, groups)."""
     names = parameter_names(model)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Rows] = {}
     values: dict[str, dict[str, Any]] = {}
     own: dict[str, Any] = {}
     for parameter, state in dict[Any, Any](optimizer.state).items():
@@ -146,7 +159,7 @@ def optimizer_contents(
         name = names[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}.{key}"] = whole(value)
+                tensors[f"{name}.{key}"] = rows_of(value)
             elif isinstance(value, bool | int | float | str | None):
                 values.setdefault(name, {})[key] = value
             else:
@@ -185,7 +198,8 @@ def load_optimizer(
 ) -> None:
     """Put back what `save_optimizer` wrote, with these of the groups' options (learning rate, betas and their
     like); None: with all."""
-    path = directory / OPTIMIZER
+    files = TensorFiles(directory, OPTIMIZER)
+    path = files.first
     kind = _kind(optimizer)
     if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
         raise UserError(
@@ -202,10 +216,9 @@ def load_optimizer(
         )
     states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["values"].items()}
     parameters = dict(model.named_parameters())
-    for full_name, tensor in _load_tensors(path).items():
+    for full_name in files.names():
         name, _, key = full_name.rpartition(".")
-        laid_out = part_like(parameters[name], tensor) if name in parameters else tensor
-        states.setdefault(name, {})[key] = laid_out
+        states.setdefault(name, {})[key] = read_like(parameters.get(name), files, full_name)
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
     unknown = sorted(states.keys() - numbers.keys())
     if unknown:
@@ -230,10 +243,3 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key != "params"}
     return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({in_words(error)})") from None

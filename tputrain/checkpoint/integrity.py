@@ -2,17 +2,21 @@
 
 `checksums.json` names every other file with its size and SHA-256; `COMPLETE`, written last, holds the SHA-256
 of `checksums.json`, and the SHA-256 of that line, so that it can be told which of the two is damaged. Each
-byte of each file is vouched for, and a directory without `COMPLETE` was never finished.
+byte of each file is vouched for, and a directory without `COMPLETE` was never finished. A file that several
+ranks wrote has a digest a part: each rank reads only what it wrote.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from tputrain.checkpoint.pace import no_rest
+from tputrain.checkpoint.tensor_files import Part
 from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 
@@ -26,16 +30,36 @@ class DamagedCheckpointError(Exception):
     """One line that names the file and what is wrong with it."""
 
 
-def seal(directory: Path, rest: Callable[[], None] = no_rest) -> None:
+class PartDigest(NamedTuple):
+    """Bytes of a file, and their SHA-256."""
+
+    offset: int
+    num_bytes: int
+    sha256: str
+
+
+PartDigests = Mapping[str, Sequence[PartDigest]]
+"""By file: digests of parts that make up the whole of it."""
+
+
+def seal(directory: Path, rest: Callable[[], None] = no_rest, parts: PartDigests | None = None) -> None:
     """Vouch for every file in `directory` (flat), and force everything to the disk; `rest` is called between
     pieces of that. Where a process was killed at it, another may do it again.
+
+    `parts`: of files that are on the disk, and not to be read again.
     """
+    parts = parts or {}
     names = sorted(path.name for path in directory.iterdir() if path.name not in _MARKS)
     for name in names:
         _sync(directory / name)
         rest()
     digests = {
-        name: {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name, rest)}
+        name: {"bytes": (directory / name).stat().st_size}
+        | (
+            {"parts": _in_order(directory / name, parts[name])}
+            if name in parts
+            else {"sha256": _sha256(directory / name, rest)}
+        )
         for name in names
     }
     _write_synced(directory / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
@@ -62,8 +86,36 @@ def verify(directory: Path, only: tuple[str, ...] = ()) -> None:
             found = (directory / name).stat().st_size
             if found != expected["bytes"]:
                 raise DamagedCheckpointError(f"{name}: {found} bytes, expected {expected['bytes']}")
-            if _sha256(directory / name) != expected["sha256"]:
+            if "parts" not in expected and _sha256(directory / name) != expected["sha256"]:
                 raise DamagedCheckpointError(f"{name}: damaged (its checksum differs)")
+            for offset, num_bytes, sha256 in expected.get("parts", ()):
+                if _sha256(directory / name, part=(offset, num_bytes)) != sha256:
+                    raise DamagedCheckpointError(
+                        f"{name}: damaged (the checksum of bytes {offset} to {offset + num_bytes} differs)"
+                    )
+
+
+def digests_of(
+    directory: Path, parts: Sequence[Part], rest: Callable[[], None] = no_rest
+) -> dict[str, list[PartDigest]]:
+    """Force files to the disk, and read the parts of them that this process has written."""
+    for name in sorted({part.file for part in parts}):
+        _sync(directory / name)
+        rest()
+    digests: dict[str, list[PartDigest]] = {}
+    for name, offset, num_bytes in parts:
+        digest = _sha256(directory / name, rest, (offset, num_bytes))
+        digests.setdefault(name, []).append(PartDigest(offset, num_bytes, digest))
+    return digests
+
+
+def _in_order(path: Path, parts: Sequence[PartDigest]) -> list[PartDigest]:
+    """The parts of a file, which must be all of it, each byte once."""
+    ordered = sorted(parts)
+    ends = [offset + num_bytes for offset, num_bytes, _ in ordered]
+    size = path.stat().st_size
+    assert [0, *ends] == [*(part.offset for part in ordered), size], f"{path}: {ordered} of {size} bytes"
+    return ordered
 
 
 def sync_directory(directory: Path) -> None:
@@ -97,11 +149,15 @@ def _vouch_for(checksums: bytes) -> str:
     return f"{digest}\n{hashlib.sha256(digest.encode()).hexdigest()}\n"
 
 
-def _sha256(path: Path, rest: Callable[[], None] = no_rest) -> str:
+def _sha256(path: Path, rest: Callable[[], None] = no_rest, part: tuple[int, int] = (0, sys.maxsize)) -> str:
+    """Of the file, or of a part of it: where it begins, and how many bytes it has."""
+    offset, left = part
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
+        file.seek(offset)
+        while piece := file.read(min(_PIECE, left)):
             digest.update(piece)
+            left -= len(piece)
             rest()
     return digest.hexdigest()
 

@@ -8,10 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from tputrain.checkpoint import contents
+from tputrain.checkpoint.configuration import write_configuration
+from tputrain.checkpoint.rows import Rows
+from tputrain.checkpoint.tensor_files import Layout, Part
 from tputrain.optim.evaluation_weights import EvaluationWeights
 
 
@@ -23,25 +25,44 @@ class Snapshot:
     model: nn.Module
     """Asked for its configuration files only."""
     tokenizer: Any
-    model_tensors: dict[str, Tensor]
-    trained_tensors: dict[str, Tensor]
+    model_tensors: dict[str, Rows]
+    trained_tensors: dict[str, Rows]
     """The weights that training goes on with where `model_tensors` are averages of them."""
-    optimizer_tensors: dict[str, Tensor]
+    optimizer_tensors: dict[str, Rows]
     state: str
 
     @property
     def num_bytes(self) -> int:
         """What the files will take, but for a few small ones."""
-        groups = (self.model_tensors, self.trained_tensors, self.optimizer_tensors)
-        return sum(tensor.nbytes for group in groups for tensor in group.values()) + len(self.state)
+        sizes = (size for layout in self._layouts() for size in layout.num_bytes.values())
+        return sum(sizes) + len(self.state)
 
     def fill(self, directory: Path) -> None:
         """Write the files into an empty directory, from whatever thread."""
-        contents.write_model(self.model_tensors, self.model, self.tokenizer, directory)
-        if self.trained_tensors:
-            save_file(self.trained_tensors, directory / contents.TRAINED)
-        save_file(self.optimizer_tensors, directory / contents.OPTIMIZER)
+        self.create(directory)
+        self.write_rows(directory)
+
+    def create(self, directory: Path) -> list[Part]:
+        """Make all files, those with tensors in their full size. Returns what is in these: headers."""
+        headers = [part for layout in self._layouts() for part in layout.create(directory)]
+        write_configuration(self.model, self.tokenizer, directory)
         contents.write_state(self.state, directory)
+        return headers
+
+    def write_rows(self, directory: Path) -> list[Part]:
+        """Write this rank's rows of all tensors to their places; returns which bytes that were."""
+        return [
+            part
+            for stem, tensors in self._tensors().items()
+            for part in contents.write_rows(stem, tensors, directory)
+        ]
+
+    def _tensors(self) -> dict[str, dict[str, Rows]]:
+        trained = {contents.TRAINED: self.trained_tensors} if self.trained_tensors else {}
+        return {contents.MODEL: self.model_tensors, **trained, contents.OPTIMIZER: self.optimizer_tensors}
+
+    def _layouts(self) -> list[Layout]:
+        return [contents.layout_of(stem, tensors) for stem, tensors in self._tensors().items()]
 
     @contextmanager
     def written_in(self, parent: Path) -> Iterator[Path]:

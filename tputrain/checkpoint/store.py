@@ -11,7 +11,13 @@ from pathlib import Path
 
 from tputrain.announce import announced, say, warn
 from tputrain.checkpoint import CHECKPOINTS
-from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, sync_directory, verify
+from tputrain.checkpoint.integrity import (
+    DamagedCheckpointError,
+    PartDigests,
+    seal,
+    sync_directory,
+    verify,
+)
 from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import no_rest
 from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
@@ -102,11 +108,13 @@ class CheckpointStore:
         num_bytes: int = 0,
         rest: Callable[[], None] = no_rest,
         written: Callable[[], None] | None = None,
+        parts: Callable[[Path], PartDigests] | None = None,
     ) -> Path:
         """Have `fill` write the files of `step` into an empty directory, then put that in place at once.
 
         `written` is called as soon as a SIGKILL of this process costs nothing any more: `take_over` would
-        finish the rest, between whose pieces `rest` is called.
+        finish the rest, between whose pieces `rest` is called. `parts` gives the digests of what several
+        processes have written; what it does not name is read here.
 
         Killed at any moment, the directory called `step-N` is the whole new checkpoint or what was there
         before, once `recover` has been called. Raises OSError where the disk fails, or has not `num_bytes`
@@ -116,7 +124,7 @@ class CheckpointStore:
         self.recover()
         self._remove_unfinished()
         self._check_room(num_bytes)
-        unfinished = self.directory / f"{_UNFINISHED}step-{step}"
+        unfinished = self.unfinished(step)
         unfinished.mkdir()
         try:
             fill(unfinished)
@@ -124,7 +132,7 @@ class CheckpointStore:
             if written is not None:
                 written()
             rest()
-            final = self._finish(unfinished, step, rest)
+            final = self._finish(unfinished, step, rest, {} if parts is None else parts(unfinished))
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)  # a disk that is full must not stay so
             with suppress(OSError):
@@ -134,9 +142,15 @@ class CheckpointStore:
         self._remove_old(step)
         return final
 
-    def _finish(self, unfinished: Path, step: int, rest: Callable[[], None]) -> Path:
+    def unfinished(self, step: int) -> Path:
+        """Where the files of `step` are while they are written."""
+        return self.directory / f"{_UNFINISHED}step-{step}"
+
+    def _finish(
+        self, unfinished: Path, step: int, rest: Callable[[], None], parts: PartDigests | None = None
+    ) -> Path:
         """Vouch for what is written, and put it in place."""
-        seal(unfinished, rest)
+        seal(unfinished, rest, parts)
         (unfinished / WRITTEN).unlink(missing_ok=True)
         final = self.path(step)
         if final.exists():

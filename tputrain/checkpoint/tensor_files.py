@@ -6,7 +6,6 @@ beside an index.
 The format: https://huggingface.co/docs/safetensors/index#format
 """
 
-import hashlib
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -64,20 +63,18 @@ class TensorSpec:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Part:
-    """Bytes of a file that one process has written, and their digest."""
+class Part(NamedTuple):
+    """Bytes of a file."""
 
     file: str
     offset: int
     num_bytes: int
-    sha256: str
 
 
 class Layout:
     """Where each of `tensors` lies in which file; the same in every process that knows the same tensors.
 
-    The large ones come first, in the order of alignment that safetensors asks for (widest dtype first).
+    Within a dtype the large ones come first: what is small lies together, and can be written at once.
     """
 
     def __init__(
@@ -106,13 +103,16 @@ class Layout:
             self.num_bytes[file] = len(header) + sum(self.tensors[name].num_bytes for name in group)
 
     def create(self, directory: Path) -> list[Part]:
-        """Make the files in their full size, with their headers, and the index; for one process."""
+        """Make the files in their full size, with their headers, and the index; for one process.
+
+        Returns the headers.
+        """
         parts = []
         for file, header in self._headers.items():
             with (directory / file).open("xb") as opened:
                 opened.write(header)
                 opened.truncate(self.num_bytes[file])
-            parts.append(Part(file, 0, len(header), hashlib.sha256(header).hexdigest()))
+            parts.append(Part(file, 0, len(header)))
         if self.index is not None:
             size = sum(spec.num_bytes for spec in self.tensors.values())
             files = {name: file for name, (file, _) in sorted(self._places.items())}
@@ -123,13 +123,12 @@ class Layout:
     def write(self, directory: Path, rows: Mapping[str, tuple[int, Tensor]]) -> list[Part]:
         """Write rows of tensors to their places: by name the first row and the rows, on the host.
 
-        Rows that follow each other in a file are one part. Raises OSError where the disk does not take them.
+        Returns which bytes that were. Raises OSError where the disk does not take them.
         """
         pieces = sorted((*self._place(name, first), name) for name, (first, _) in rows.items())
         parts: list[Part] = []
         opened: dict[str, int] = {}
         try:
-            digest = hashlib.sha256()
             for file, offset, name in pieces:
                 data = _bytes_of(rows[name][1])
                 if not data.nbytes:
@@ -137,14 +136,11 @@ class Layout:
                 if file not in opened:
                     opened[file] = os.open(directory / file, os.O_WRONLY)
                 _write_all(opened[file], data, offset)
-                last = parts[-1] if parts else None
-                if last is not None and last.file == file and last.offset + last.num_bytes == offset:
-                    offset, size = last.offset, last.num_bytes + data.nbytes
-                    parts.pop()
+                last = parts[-1] if parts else Part("", 0, 0)
+                if last.file == file and last.offset + last.num_bytes == offset:
+                    parts[-1] = Part(file, last.offset, last.num_bytes + data.nbytes)
                 else:
-                    digest, size = hashlib.sha256(), data.nbytes
-                digest.update(data)
-                parts.append(Part(file, offset, size, digest.hexdigest()))
+                    parts.append(Part(file, offset, data.nbytes))
         finally:
             for descriptor in opened.values():
                 os.close(descriptor)
@@ -163,6 +159,8 @@ class TensorFiles:
 
     def __init__(self, directory: Path, stem: str):
         self._directory = directory
+        self.first = weight_files(directory, stem)[0]
+        """The first of the files, which an error about all of them names."""
         self._files = _files_by_name(directory, stem)
         self._opened: dict[str, Any] = {}
 
@@ -234,7 +232,9 @@ def _by_file(tensors: Mapping[str, TensorSpec], bytes_a_file: int) -> Iterator[l
     """Names in the order of the files: the widest dtype first, so that every tensor is aligned."""
     group: list[str] = []
     size = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+    for name in sorted(
+        tensors, key=lambda name: (-tensors[name].dtype.itemsize, -tensors[name].num_bytes, name)
+    ):
         if group and size + tensors[name].num_bytes > bytes_a_file:
             yield group
             group, size = [], 0

@@ -6,20 +6,19 @@ from pathlib import Path
 
 from tputrain.announce import say
 from tputrain.checkpoint import CHECKPOINTS
-from tputrain.checkpoint.contents import TRAINING_ONLY
+from tputrain.checkpoint.contents import is_for_training_only
 from tputrain.checkpoint.integrity import COMPLETE
 from tputrain.checkpoint.state import STATE
 from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.data.pretrained_tokenizer import MARK
 from tputrain.errors import UserError
 
-_LEFT_OUT = {*TRAINING_ONLY, MARK}
-
 
 def export(target: str, out: str) -> int:
     """Copy weights, configuration and tokenizer of a checkpoint to the new directory `out`."""
     checkpoint = _checkpoint(Path(target))
-    names = sorted(path.name for path in checkpoint.iterdir() if path.name not in _LEFT_OUT)
+    names = sorted(path.name for path in checkpoint.iterdir())
+    names = [name for name in names if name != MARK and not is_for_training_only(name)]
     if "config.json" not in names:
         raise UserError(
             f"{checkpoint}: its model wrote no config.json, so it is no Hugging Face model; give the model a "

@@ -1,8 +1,11 @@
 """What the Trainer knows of the other ranks. Of one process, where every answer is the trivial one, too."""
 
 import os
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +58,9 @@ class World:
         """What each rank gives, in their order, by way of the hosts."""
         return [value]
 
+    def check_shared(self, directory: Path) -> None:
+        """Raise UserError where a rank does not see what the first one writes in `directory`."""
+
     def first(self, function: Callable[[], T]) -> T:
         """The result of `function` on the first rank; a UserError that it raises there is raised on all."""
         return function()
@@ -106,6 +112,17 @@ class Ranks(World):
         self._dist.all_gather_object(found, value)
         return found
 
+    def check_shared(self, directory: Path) -> None:
+        mark = self.first(lambda: _leave_mark(directory))
+        seen = self.of_all((socket.gethostname(), (directory / mark).exists()))
+        self.first(lambda: (directory / mark).unlink(missing_ok=True))
+        for rank, (host, is_seen) in enumerate(seen):
+            if not is_seen:
+                raise UserError(
+                    f"run_dir={directory}: rank {rank} on {host} does not see what rank 0 on {seen[0][0]} "
+                    "writes there: expected a directory that all ranks share"
+                )
+
     def first(self, function: Callable[[], T]) -> T:
         shared: list[Any] = [None, None]
         if self.is_first:
@@ -117,6 +134,15 @@ class Ranks(World):
         if shared[1] is not None:
             raise UserError(shared[1])
         return shared[0]
+
+
+def _leave_mark(directory: Path) -> str:
+    name = f".shared-{uuid4().hex}"
+    try:
+        (directory / name).touch()
+    except OSError as error:
+        raise UserError(f"run_dir={directory}: cannot write there ({error.strerror}); take another") from None
+    return name
 
 
 def is_launched() -> bool:

@@ -1,20 +1,27 @@
-"""Checkpoints of several ranks: the first one writes, and all know what became of it."""
+"""Checkpoints of several ranks: each writes its rows, and the first one puts them in place."""
 
 from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
 
 from tputrain.checkpoint.background import BackgroundWriter, Written
+from tputrain.checkpoint.integrity import PartDigests, digests_of
 from tputrain.checkpoint.pace import no_rest
 from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint.tensor_files import Part
+from tputrain.errors import in_words
+from tputrain.parallel.meeting import Meeting
 from tputrain.parallel.world import World
 
 
 class SharedWriter(BackgroundWriter):
-    """A BackgroundWriter whose `is_busy` and `finish` are the same on all ranks."""
+    """A BackgroundWriter of all ranks, whose `is_busy` and `finish` are the same on each."""
 
     def __init__(self, world: World):
         super().__init__()
         self._world, self._is_busy, self._has_ended = world, False, False
+        self._meeting: Meeting | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -26,8 +33,8 @@ class SharedWriter(BackgroundWriter):
 
     @property
     def has_ended_here(self) -> bool:
-        """Whether the write in flight is this rank's, and has ended."""
-        return super().has_ended
+        """Whether the write in flight has come to its end, as the first rank knows."""
+        return self._world.is_first and super().has_ended
 
     def agree(self, has_ended: bool) -> None:
         """Take what all ranks have agreed on."""
@@ -35,11 +42,81 @@ class SharedWriter(BackgroundWriter):
 
     def start(self, store: CheckpointStore, snapshot: Snapshot) -> None:
         self._is_busy, self._has_ended = True, False
-        if self._world.is_first:
-            super().start(store, snapshot)
+        # Of this write alone: what a process that was killed has left behind must not be taken for its.
+        name = self._world.first(lambda: f".unfinished-meeting-{uuid4().hex}")
+        self._meeting = Meeting(store.directory / name, self._world.rank, self._world.size)
+        super().start(store, snapshot)
 
     def finish(self, is_alive: Callable[[], None] = no_rest) -> Written:
         finish = super().finish
         written = self._world.first(lambda: finish(is_alive))
+        if not self._world.is_first:
+            self._end_here()
         self._is_busy = self._has_ended = False
         return written
+
+    def _end_here(self) -> None:
+        """On a rank that is not the first, which has told what became of the write."""
+        assert self._meeting is not None
+        self._meeting.is_over.set()
+        self.wait()
+        self._thread, self._written, bug, self._bug = None, None, self._bug, None
+        if bug is not None:
+            raise bug
+
+    def _copy_to_mirror(self, store: CheckpointStore, path: Path) -> str | None:
+        return super()._copy_to_mirror(store, path) if self._world.is_first else None
+
+    def _store(
+        self,
+        store: CheckpointStore,
+        snapshot: Snapshot,
+        rest: Callable[[], None],
+        written: Callable[[], None],
+    ) -> None:
+        meeting = self._meeting
+        assert meeting is not None
+        try:
+            if self._world.is_first:
+                self._store_all(store, snapshot, rest, written, meeting)
+            else:
+                _store_rows(store.unfinished(snapshot.step), snapshot, rest, written, meeting)
+        except Exception as error:
+            meeting.say_failed(in_words(error))
+            raise
+
+    def _store_all(
+        self,
+        store: CheckpointStore,
+        snapshot: Snapshot,
+        rest: Callable[[], None],
+        written: Callable[[], None],
+        meeting: Meeting,
+    ) -> None:
+        own: list[Part] = []
+
+        def fill(directory: Path) -> None:
+            own.extend(snapshot.create(directory))
+            meeting.begin()
+            own.extend(snapshot.write_rows(directory))
+            meeting.wait_for_written()
+
+        def parts(directory: Path) -> PartDigests:
+            return meeting.all_digests(digests_of(directory, own, rest))
+
+        store.write(snapshot.step, fill, snapshot.num_bytes, rest, written, parts)
+        meeting.end()
+
+
+def _store_rows(
+    directory: Path,
+    snapshot: Snapshot,
+    rest: Callable[[], None],
+    written: Callable[[], None],
+    meeting: Meeting,
+) -> None:
+    meeting.wait_for_begin()
+    own = snapshot.write_rows(directory)
+    meeting.say_written()
+    written()
+    meeting.say_digests(digests_of(directory, own, rest))

@@ -1,0 +1,156 @@
+"""One checkpoint that several ranks write, each its rows. Ranks are threads here, and their disk is one."""
+
+import errno
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tputrain.checkpoint.background import Written
+from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
+from tputrain.checkpoint.rows import Rows
+from tputrain.checkpoint.snapshot import Snapshot
+from tputrain.checkpoint.store import CheckpointStore
+from tputrain.checkpoint.tensor_files import TensorSpec
+from tputrain.parallel import meeting
+from tputrain.parallel.world import World
+from tputrain.parallel.writer import SharedWriter
+
+RANKS = 3
+
+
+class Thread(World):
+    """The world as one of three ranks sees it, each a thread."""
+
+    size = RANKS
+
+    def __init__(self, rank: int, heard: list["queue.Queue[Any]"]):
+        self.rank, self._heard = rank, heard
+
+    def first(self, function: Callable[[], Any]) -> Any:
+        if self.rank > 0:
+            return self._heard[self.rank].get(timeout=60)
+        value = function()
+        for each in self._heard[1:]:
+            each.put(value)
+        return value
+
+
+def tensors(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"wide": torch.randn(7, 5, generator=generator), "tall": torch.randn(2, 3, generator=generator)}
+
+
+def snapshot(step: int, rank: int) -> Snapshot:
+    def rows(tensor: Tensor) -> Rows:
+        band = -(-len(tensor) // RANKS)
+        part = tensor[rank * band : (rank + 1) * band]
+        return Rows(TensorSpec(tuple(tensor.shape), tensor.dtype), min(rank * band, len(tensor)), part)
+
+    model = {name: rows(tensor) for name, tensor in tensors(step).items()}
+    state = json.dumps({"step": step})
+    return Snapshot(step, nn.Linear(1, 1), None, model, {}, {"wide.moment": model["wide"]}, state)
+
+
+def write(directory: Path, step: int, ranks: range = range(RANKS)) -> list[Written]:
+    """What each rank is told of the write."""
+    told: dict[int, Any] = {}
+    heard: list[queue.Queue[Any]] = [queue.Queue() for _ in range(RANKS)]
+
+    def run(rank: int) -> None:
+        writer = SharedWriter(Thread(rank, heard))
+        writer.start(CheckpointStore(directory), snapshot(step, rank))
+        try:
+            told[rank] = writer.finish()
+        except BaseException as error:
+            told[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert all(isinstance(each, Written) for each in told.values()), told
+    return [told[rank] for rank in ranks]
+
+
+def test_each_rank_writes_its_rows_and_vouches_for_them(tmp_path: Path) -> None:
+    assert [each.error for each in write(tmp_path, 3)] == [None] * RANKS
+    checkpoint = tmp_path / "step-3"
+    verify(checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    found = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(3).items())
+    sums = json.loads((checkpoint / "checksums.json").read_text())
+    assert len(sums["model.safetensors"]["parts"]) > RANKS
+    assert "sha256" in sums["state.json"]
+
+
+def test_damage_to_any_rank_s_part_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    file = tmp_path / "step-3" / "model.safetensors"
+    whole = file.read_bytes()
+    for offset, num_bytes, _ in json.loads((file.parent / "checksums.json").read_text())[file.name]["parts"]:
+        at = offset + num_bytes // 2
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(
+            DamagedCheckpointError,
+            match=rf"model\.safetensors: damaged \(the checksum of bytes {offset} to {offset + num_bytes} ",
+        ):
+            verify(file.parent)
+    file.write_bytes(whole[:-1])
+    with pytest.raises(DamagedCheckpointError, match=rf"{len(whole) - 1} bytes, expected {len(whole)}"):
+        verify(file.parent)
+    file.unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors: missing"):
+        verify(file.parent)
+
+
+@pytest.mark.parametrize("failing", range(RANKS))
+def test_a_full_disk_of_one_rank_is_told_on_all_and_costs_nothing_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    write(tmp_path, 3)
+    write_rows = Snapshot.write_rows
+
+    def write_or_fail(self: Snapshot, directory: Path) -> Any:
+        if self.model_tensors["wide"].first // 3 == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_rows(self, directory)
+
+    monkeypatch.setattr(Snapshot, "write_rows", write_or_fail)
+    who = "" if failing == 0 else f"rank {failing}: "
+    assert [each.error for each in write(tmp_path, 4)] == [f"{who}No space left on device"] * RANKS
+    monkeypatch.setattr(Snapshot, "write_rows", write_rows)
+    assert CheckpointStore(tmp_path).steps() == [3]
+    verify(tmp_path / "step-3")
+    assert [each.error for each in write(tmp_path, 4)] == [None] * RANKS
+    verify(tmp_path / "step-4")
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_PATIENCE", 0.3)
+    written = write(tmp_path, 3, range(RANKS - 1))
+    assert [each.error for each in written] == ["rank 2 has not written its part after 0 s"] * 2
+    assert CheckpointStore(tmp_path).steps() == []
+
+
+def test_what_killed_ranks_have_left_is_not_taken_for_this_write(tmp_path: Path) -> None:
+    unfinished = tmp_path / ".unfinished-step-3"
+    unfinished.mkdir(parents=True)
+    (unfinished / "model.safetensors").write_bytes(b"of another time")
+    left = meeting.Meeting(tmp_path / ".unfinished-meeting-0", 0, RANKS)
+    left.begin()
+    left.say_written()
+    assert [each.error for each in write(tmp_path, 3)] == [None] * RANKS
+    verify(tmp_path / "step-3")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

@@ -1,0 +1,116 @@
+"""A rank's rows of a tensor, and the whole of which a checkpoint speaks.
+
+The only place that knows how the two belong together. One process has all rows of everything.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tputrain.checkpoint.tensor_files import TensorFiles, TensorSpec
+
+SMALLEST_PART = 1 << 20
+"""Bytes: where parts are smaller, the first rank writes all of a tensor; shared disks are slow with them."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What this rank writes of a tensor."""
+
+    whole: TensorSpec
+    first: int
+    """The row of the whole tensor that `tensor` begins with."""
+    tensor: Tensor | None
+    """On the host, in memory of its own: training goes on while it is written. None: others write all."""
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """This rank's rows, copied to the host. To be called by all ranks that have parts of the tensor.
+
+    What is divided otherwise than by rows (tensor parallelism) is exchanged between the ranks first.
+    """
+    tensor = tensor.detach()
+    whole = TensorSpec(tuple(tensor.shape), tensor.dtype)
+    if not is_distributed(tensor):
+        return Rows(whole, 0, _host_copy(tensor) if _is_first_rank() else None)
+    parts = _num_parts(tensor)
+    if whole.num_bytes < parts * SMALLEST_PART:
+        full = tensor.full_tensor()  # type: ignore[attr-defined]
+        return Rows(whole, 0, _host_copy(full) if _is_first_rank() else None)
+    tensor = _by_rows(tensor)
+    if not _is_first_replica(tensor):
+        return Rows(whole, 0, None)
+    local = tensor.to_local()  # type: ignore[attr-defined]
+    return Rows(whole, _region(tensor)[0].start, _host_copy(local))
+
+
+@torch.no_grad()
+def read_into(tensor: Tensor, files: TensorFiles, name: str) -> None:
+    """Copy a tensor of the files into `tensor`, in place; into a rank's part its part, and read no more."""
+    if is_distributed(tensor):
+        local = tensor.to_local()  # type: ignore[attr-defined]
+        if local.numel():
+            local.copy_(files.read(name, *_region(tensor)))
+    else:
+        tensor.copy_(files.read(name))
+
+
+def read_like(tensor: Tensor | None, files: TensorFiles, name: str) -> Tensor:
+    """A tensor of the files: if it has the shape of `tensor`, divided among the ranks alike; else whole."""
+    if tensor is None or not is_distributed(tensor) or files.shape(name) != tuple(tensor.shape):
+        return files.read(name)
+    from torch.distributed.tensor import DTensor
+
+    like: Any = tensor
+    local = files.read(name, *_region(tensor)).to(like.to_local().device)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ranks have parts of it: a DTensor, known by its methods."""
+    return hasattr(tensor, "full_tensor")
+
+
+def _by_rows(tensor: Any) -> Any:
+    """The same with every dimension of the mesh that divides it dividing its rows."""
+    if all(each.is_replicate() or each.is_shard(0) for each in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Shard
+
+    return tensor.redistribute(
+        placements=[each if each.is_replicate() else Shard(0) for each in tensor.placements]
+    )
+
+
+def _region(tensor: Any) -> tuple[slice, ...]:
+    """This rank's part of the whole, a slice a dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+
+
+def _num_parts(tensor: Any) -> int:
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    parts = 1
+    for size, placement in sizes:
+        parts *= 1 if placement.is_replicate() else size
+    return parts
+
+
+def _is_first_replica(tensor: Any) -> bool:
+    coordinates = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    return all(index == 0 for index, placement in coordinates if placement.is_replicate())
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
