@@ -1,11 +1,19 @@
-// Scaled dot-product attention: a composite, where the CPU has a fused kernel its results laid out as that one's. What
-// comes after it may be a view that only this layout allows: (B, H, L, E) back to (B, L, H * E) is one.
+// Scaled dot-product attention. Where the CPU has a fused kernel, it is recorded as one operation with a backward of
+// its own, under the name of CUDA's memory-efficient kernel: tensor and context parallelism know that one. All else
+// is PyTorch's composite, as on the CPU. Results are laid out as the CPU's. What comes after them may be a view that
+// only this layout allows: (B, H, L, E) back to (B, L, H * E) is one.
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
+#include <tuple>
+#include <vector>
 
 namespace tpu {
 namespace {
@@ -14,13 +22,34 @@ namespace {
 bool is_fused_on_cpu(const sdp::sdp_params& params) {
   constexpr bool debug = false; // tells nobody why not
   const auto &query = params.query, &key = params.key, &value = params.value;
-  return sdp::check_runtime_disabled_flash(params, debug) && sdp::check_for_dropout(params, debug) &&
-      sdp::check_tensor_shapes(params, debug) &&
+  return (sdp::check_runtime_disabled_flash(params, debug) ||
+          sdp::check_runtime_disabled_mem_efficient(params, debug)) &&
+      sdp::check_for_dropout(params, debug) && sdp::check_tensor_shapes(params, debug) &&
       sdp::check_batch_size_and_num_heads_dense</*supports_gqa=*/true, /*requires_same_num_heads=*/false>(
              params, debug) &&
       sdp::check_attn_mask_shape(params, debug) && query.sym_size(3) == key.sym_size(3) &&
       query.sym_size(3) == value.sym_size(3) && sdp::check_nonzero_sequence_lengths_dense(params, debug) &&
       query.sym_stride(3) == 1 && key.sym_stride(3) == 1 && value.sym_stride(3) == 1;
+}
+
+// Dtypes that do not go together are refused by PyTorch's composite.
+bool has_fitting_dtypes(const sdp::sdp_params& params) {
+  const auto dtype = params.query.scalar_type();
+  const auto& mask = params.attn_mask;
+  const bool fits = !mask || mask->scalar_type() == at::kBool || mask->scalar_type() == dtype ||
+      (mask->scalar_type() == at::kFloat && at::isReducedFloatingType(dtype));
+  return at::isFloatingType(dtype) && params.key.scalar_type() == dtype && params.value.scalar_type() == dtype && fits;
+}
+
+// Whether derivatives are asked for that the operation lacks: forward ones, those of torch.func and of its batches.
+bool is_transformed(const at::Tensor& tensor) {
+  return tensor.key_set().has_any(
+             c10::DispatchKeySet({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched})) ||
+      tensor._fw_grad(/*level=*/0).defined();
+}
+
+bool is_subclass(const at::Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 // (B, H, L, E) in the memory order of (B, L, H, E): all heads of a position beside each other.
@@ -39,25 +68,32 @@ at::Tensor with_such_gradient(const at::Tensor& tensor) {
   return same;
 }
 
-// What the CPU's fused kernel computes: it scales the scores, where PyTorch's composite scales query and key by the
-// square root each, with a rounding more in each factor.
-at::Tensor attend_as_fused(
+// What the operation computes, made of others that have all derivatives. It scales the scores, where PyTorch's
+// composite scales query and key by the square root each, with a rounding more in each factor.
+at::Tensor composite(
     const at::Tensor& query,
     const at::Tensor& key,
     const at::Tensor& value,
     const std::optional<at::Tensor>& mask,
     bool is_causal,
     std::optional<double> scale) {
-  auto scores = at::matmul(query, key.transpose(-2, -1)) * sdp::calculate_scale(query, scale);
+  const auto opmath = at::toOpMathType(query.scalar_type()); // 16 bit would round or overflow before it is scaled
+  const auto for_every_head = [&](const at::Tensor& tensor) {
+    const auto groups = query.sym_size(1) / tensor.sym_size(1);
+    return groups == 1 ? tensor.to(opmath) : tensor.to(opmath).repeat_interleave_symint(groups, 1);
+  };
+  auto scores =
+      at::matmul(query.to(opmath), for_every_head(key).transpose(-2, -1)) * sdp::calculate_scale(query, scale);
   const auto infinity = std::numeric_limits<double>::infinity();
   if (is_causal) {
     const auto is_seen =
         at::ones_symint({query.sym_size(-2), key.sym_size(-2)}, query.options().dtype(at::kBool)).tril();
     scores = scores.masked_fill(is_seen.logical_not(), -infinity);
-  } else if (mask) {
+  }
+  if (mask) {
     scores = mask->scalar_type() == at::kBool ? scores.masked_fill(mask->logical_not(), -infinity) : scores + *mask;
   }
-  return at::matmul(at::_safe_softmax(scores, -1), value);
+  return at::matmul(at::_safe_softmax(scores, -1), for_every_head(value)).to(query.scalar_type());
 }
 
 at::Tensor scaled_dot_product_attention(
@@ -69,33 +105,81 @@ at::Tensor scaled_dot_product_attention(
     bool is_causal,
     std::optional<double> scale,
     bool enable_gqa) {
-  if (!is_fused_on_cpu({query, key, value, mask, dropout, is_causal, enable_gqa})) {
-    return at::native::scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+  const sdp::sdp_params params{query, key, value, mask, dropout, is_causal, enable_gqa};
+  if (!is_fused_on_cpu(params)) {
+    return at::native::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
-  // In 16 bit the scores would be rounded, or overflow, before they are scaled. Dtypes that do not go together are
-  // refused by PyTorch's composite.
-  const auto dtype = query.scalar_type();
-  const bool scales_scores = (dtype == at::kFloat || dtype == at::kDouble) && key.scalar_type() == dtype &&
-      value.scalar_type() == dtype && (!mask || mask->scalar_type() == at::kBool || mask->scalar_type() == dtype);
-  const auto for_every_head = [&](const at::Tensor& tensor) {
-    const auto same = with_such_gradient(tensor);
-    return enable_gqa ? same.repeat_interleave_symint(query.sym_size(1) / tensor.sym_size(1), 1) : same;
+  const auto given = {query, key, value, mask.value_or(at::Tensor())};
+  if (!has_fitting_dtypes(params)) {
+    return at::native::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+  }
+  at::Tensor output;
+  if (std::any_of(
+          given.begin(), given.end(), [](const at::Tensor& each) { return each.defined() && is_transformed(each); })) {
+    output = composite(
+        with_such_gradient(query), with_such_gradient(key), with_such_gradient(value), mask, is_causal, scale);
+    const auto head = query.sym_stride(1), position = query.sym_stride(2);
+    return head > 0 && head < position ? with_heads_innermost(output) : output;
+  }
+  auto bias = mask;
+  if (bias && is_subclass(query)) { // DTensor splits it as the scores
+    bias = bias->expand_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2), key.sym_size(2)});
+  }
+  const bool has_gradient =
+      at::GradMode::is_enabled() && std::any_of(given.begin(), given.end(), [](const at::Tensor& each) {
+        return each.defined() && each.requires_grad();
+      });
+  return std::get<0>(at::_scaled_dot_product_efficient_attention(
+      query, key, value, bias, /*compute_log_sumexp=*/has_gradient, dropout, is_causal, scale));
+}
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// The backward's own autograd: where somebody may differentiate the gradients, they are those of the composite.
+Gradients backward_with_gradients(
+    const at::Tensor& grad_out,
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const at::Tensor& bias,
+    const at::Tensor& out,
+    const at::Tensor& logsumexp,
+    const at::Tensor& seed,
+    const at::Tensor& offset,
+    double dropout,
+    std::array<bool, 4> wanted,
+    bool is_causal,
+    std::optional<double> scale) {
+  const std::array<at::Tensor, 4> inputs{query, key, value, bias};
+  const auto has_gradient = [](const at::Tensor& each) {
+    return each.defined() && each.requires_grad();
   };
-  const auto output = scales_scores
-      ? attend_as_fused(
-            with_such_gradient(query), for_every_head(key), for_every_head(value), mask, is_causal, scale)
-      : at::native::scaled_dot_product_attention(
-            with_such_gradient(query),
-            with_such_gradient(key),
-            with_such_gradient(value),
-            mask,
-            dropout,
-            is_causal,
-            scale,
-            enable_gqa);
-  const auto head = query.sym_stride(1), position = query.sym_stride(2);
-  return head > 0 && head < position ? with_heads_innermost(output) : output;
+  if (!at::GradMode::is_enabled() ||
+      !(has_gradient(grad_out) || std::any_of(inputs.begin(), inputs.end(), has_gradient))) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return at::_scaled_dot_product_efficient_attention_backward(
+        grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout, wanted, is_causal, scale);
+  }
+  // Of a part of the keys (context parallelism) logsumexp knows more than can be computed here.
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !is_subclass(query) && !is_subclass(grad_out),
+      "scaled_dot_product_attention has no second derivatives of DTensors: differentiate without create_graph");
+  std::array<at::Tensor, 4> gradients;
+  std::vector<at::Tensor> sources;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (wanted[i]) {
+      sources.push_back(inputs[i]);
+    }
+  }
+  const auto mask = bias.defined() ? std::make_optional(bias) : std::nullopt;
+  const auto output = composite(query, key, value, mask, is_causal, scale);
+  const auto found = torch::autograd::grad({output}, sources, {grad_out}, /*retain_graph=*/true, /*create_graph=*/true);
+  for (size_t i = 0, next = 0; i < inputs.size(); ++i) {
+    if (wanted[i]) {
+      gradients[i] = found[next++];
+    }
+  }
+  return {gradients[0], gradients[1], gradients[2], gradients[3]};
 }
 
 } // namespace
@@ -105,6 +189,7 @@ namespace {
 // In inference mode there is no autograd key: the composite kernel is the same for both.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("scaled_dot_product_attention", &tpu::scaled_dot_product_attention);
+  m.impl("_scaled_dot_product_efficient_attention_backward", &tpu::backward_with_gradients);
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("scaled_dot_product_attention", &tpu::scaled_dot_product_attention);

@@ -451,6 +451,78 @@ def _grouped_mm(
     return mat_a.new_empty((*batch, rows, columns), dtype=out_dtype or mat_a.dtype)
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, None, None]:
+    """Results (B, H, L, E) that lie as the query does, log sums (B, H, L), and no state: nothing is drawn."""
+    shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
+    torch._check(
+        query.dim() == key.dim() == value.dim() == 4, lambda: f"attention: expected 4-d tensors, got {shapes}"
+    )
+    torch._check(
+        query.dtype == key.dtype == value.dtype and query.is_floating_point(),
+        lambda: f"attention: expected one dtype of floats, got {query.dtype}, {key.dtype} and {value.dtype}",
+    )
+    torch._check(
+        query.size(3) == key.size(3)
+        and key.size(2) == value.size(2)
+        and query.size(0) == key.size(0) == value.size(0)
+        and query.size(1) % key.size(1) == query.size(1) % value.size(1) == 0,
+        lambda: f"attention: query, key and value do not fit: {shapes}",
+    )
+    torch._check(dropout_p == 0, lambda: f"attention: dropout_p={dropout_p} is not part of this operator")
+    batch, heads, queries, _ = query.shape
+    heads_innermost = 0 < query.stride(1) < query.stride(2)
+    order = (0, 2, 1, 3) if heads_innermost else (0, 1, 2, 3)
+    output_shape = (batch, heads, queries, value.size(3))
+    return (
+        torch.empty_permuted(output_shape, order, dtype=query.dtype, device=query.device),
+        query.new_empty(
+            (batch, heads, queries if compute_log_sumexp else 0),
+            dtype=torch.promote_types(query.dtype, torch.float32),
+        ),
+        None,
+        None,
+    )
+
+
+def _attention_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor | None,
+    philox_offset: Tensor | None,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients, all heads of a position beside each other as in the CPU's."""
+
+    def gradient(tensor: Tensor, is_wanted: bool) -> Tensor | None:
+        if not is_wanted:
+            return None
+        return torch.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype, device=tensor.device)
+
+    of_bias = None
+    if attn_bias is not None and grad_input_mask[3]:
+        of_bias = attn_bias.new_empty(attn_bias.shape)
+    return *(gradient(*each) for each in zip((query, key, value), grad_input_mask)), of_bias
+
+
 # Where PyTorch's own meta kernel is wrong for this device.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     # It reads the device of a bias that may be None: nn.LSTM(bias=False) would fail.
@@ -468,4 +540,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"), _pow),
     # It knows bfloat16 alone, and strides of CUDA's kernel.
     "_grouped_mm": _grouped_mm,
+    # They say what CUDA's kernels do: float32 log sums of float64, padded to 32; a state of dropout.
+    "_scaled_dot_product_efficient_attention": _attention,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
 }

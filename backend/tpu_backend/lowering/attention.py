@@ -1,0 +1,93 @@
+"""Scaled dot-product attention: a softmax over all scores, and its gradients from the log of their sum.
+
+Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries, each
+for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both broadcast
+to (B, H, L, S). 16-bit tensors are computed in float32. (The registry gives
+parameters called `key` and `out` a meaning of their own; here they are `keys` and `output`.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from tpu_backend.lowering.matmul import batched_matmul
+from tpu_backend.lowering.normalization import safe_softmax
+from tpu_backend.lowering.registry import lowering
+
+
+def _grouped(tensor: jax.Array, num_heads: int) -> jax.Array:
+    """(B, H, L, E) as (B, num_heads, L * H / num_heads, E): what meets one head of keys is one matrix."""
+    batch, heads, length, features = tensor.shape
+    return tensor.reshape(batch, num_heads, length * heads // num_heads, features)
+
+
+def _transposed(tensor: jax.Array) -> jax.Array:
+    return jnp.swapaxes(tensor, -1, -2)
+
+
+def _factor(query: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype)
+
+
+def _scores(
+    query: jax.Array, key: jax.Array, bias: jax.Array | None, is_causal: bool, factor: jax.Array
+) -> jax.Array:
+    """(B, H, L, S), -inf where a query does not look."""
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    product = batched_matmul(_grouped(query, key.shape[1]), _transposed(key))
+    scores = product.reshape(batch, heads, queries, keys) * factor
+    if is_causal:
+        scores = jnp.where(jnp.tril(jnp.ones((queries, keys), jnp.bool_)), scores, -jnp.inf)
+    if bias is None:
+        return scores
+    return jnp.where(bias, scores, -jnp.inf) if bias.dtype == jnp.bool_ else scores + bias
+
+
+@lowering("_scaled_dot_product_efficient_attention", promote="opmath", runtime=("scale",))
+def attention(
+    query, keys, values, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):  # fmt: skip
+    """Results (B, H, L, E) and log sums (B, H, L), which are -inf where a query looks nowhere."""
+    scores = _scores(query, keys, attn_bias, is_causal, _factor(query, scale))
+    weights = safe_softmax(scores, -1)
+    output = batched_matmul(_grouped(weights, values.shape[1]), values)
+    log_sums = jax.nn.logsumexp(scores, -1) if compute_log_sumexp else jnp.zeros((*query.shape[:2], 0))
+    return output.reshape(*query.shape[:3], values.shape[3]), log_sums, None, None
+
+
+@lowering("_scaled_dot_product_efficient_attention_backward", promote="opmath", runtime=("scale",))
+def attention_backward(
+    grad_out_, query, keys, values, attn_bias, output, logsumexp, philox_seed, philox_offset,
+    dropout_p, grad_input_mask, is_causal=False, *, scale=None,
+):  # fmt: skip
+    """Of queries that look at more keys than these, if `output` and `logsumexp` are over all of them: context
+    parallelism gives the keys in parts. Algorithm 2 of FlashAttention-2 (Dao 2023), all at once.
+    """
+    factor = _factor(query, scale)
+    scores = _scores(query, keys, attn_bias, is_causal, factor)
+    looks_nowhere = (logsumexp == -jnp.inf)[..., None]
+    weights = jnp.where(looks_nowhere, 0, jnp.exp(scores - jnp.where(looks_nowhere, 0, logsumexp[..., None])))
+    grad_weights = batched_matmul(_grouped(grad_out_, values.shape[1]), _transposed(values))
+    expected = jnp.sum(grad_out_ * output, -1, keepdims=True)
+    grad_scores = weights * (grad_weights.reshape(weights.shape) - expected)
+    grad_product = _grouped(grad_scores, keys.shape[1])
+    grad_query = batched_matmul(grad_product, keys).reshape(query.shape) * factor
+    grad_key = batched_matmul(_transposed(grad_product), _grouped(query, keys.shape[1])) * factor
+    grad_value = batched_matmul(
+        _transposed(_grouped(weights, values.shape[1])), _grouped(grad_out_, values.shape[1])
+    )
+    gradients = (grad_query, grad_key, grad_value, _summed_to(grad_scores, attn_bias))
+    return tuple(each if is_wanted else None for each, is_wanted in zip(gradients, grad_input_mask))
+
+
+def _summed_to(gradient: jax.Array, bias: jax.Array | None) -> jax.Array | None:
+    """The gradient of what was broadcast."""
+    if bias is None:
+        return None
+    added = gradient.ndim - bias.ndim
+    gradient = jnp.sum(gradient, tuple(range(added)))
+    return jnp.sum(gradient, [dim for dim, size in enumerate(bias.shape) if size == 1], keepdims=True)
