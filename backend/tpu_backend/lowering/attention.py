@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from tpu_backend.lowering.matmul import batched_matmul
 from tpu_backend.lowering.normalization import safe_softmax
-from tpu_backend.lowering.registry import lowering
+from tpu_backend.lowering.registry import is_16_bit, lowering, opmath
 
 
 def _grouped(tensor: jax.Array, num_heads: int) -> jax.Array:
@@ -51,7 +51,8 @@ def _scores(
 def attention(
     query, keys, values, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):  # fmt: skip
-    """Results (B, H, L, E) and log sums (B, H, L), which are -inf where a query looks nowhere."""
+    """Results (B, H, L, E), log sums (B, H, L), which are -inf where a query looks nowhere, and a state of
+    dropout that is none."""
     scores = _scores(query, keys, attn_bias, is_causal, _factor(query, scale))
     weights = safe_softmax(scores, -1)
     output = batched_matmul(_grouped(weights, values.shape[1]), values)
@@ -59,27 +60,34 @@ def attention(
     return output.reshape(*query.shape[:3], values.shape[3]), log_sums, None, None
 
 
-@lowering("_scaled_dot_product_efficient_attention_backward", promote="opmath", runtime=("scale",))
+@lowering("_scaled_dot_product_efficient_attention_backward", runtime=("scale",))
 def attention_backward(
-    grad_out_, query, keys, values, attn_bias, output, logsumexp, philox_seed, philox_offset,
+    grad_out_, query, keys, values, attn_bias, output, logsumexp, _philox_seed, _philox_offset,
     dropout_p, grad_input_mask, is_causal=False, *, scale=None,
 ):  # fmt: skip
     """Of queries that look at more keys than these, if `output` and `logsumexp` are over all of them: context
     parallelism gives the keys in parts. Algorithm 2 of FlashAttention-2 (Dao 2023), all at once.
     """
+    is_rounded = is_16_bit(query.dtype)
+    grad_out_, query, keys, values, output = (
+        each.astype(opmath(each.dtype)) for each in (grad_out_, query, keys, values, output)
+    )
     factor = _factor(query, scale)
     scores = _scores(query, keys, attn_bias, is_causal, factor)
     looks_nowhere = (logsumexp == -jnp.inf)[..., None]
     weights = jnp.where(looks_nowhere, 0, jnp.exp(scores - jnp.where(looks_nowhere, 0, logsumexp[..., None])))
-    grad_weights = batched_matmul(_grouped(grad_out_, values.shape[1]), _transposed(values))
+    grad_heads = _grouped(grad_out_, values.shape[1])
+    grad_weights = batched_matmul(grad_heads, _transposed(values)).reshape(weights.shape)
     expected = jnp.sum(grad_out_ * output, -1, keepdims=True)
-    grad_scores = weights * (grad_weights.reshape(weights.shape) - expected)
+    if is_rounded:  # so is `output`: where these are all keys, to less than its rounding, better ask the weights
+        total = jnp.sum(weights, -1, keepdims=True)
+        mean = jnp.sum(weights * grad_weights, -1, keepdims=True) / total
+        expected = jnp.where(total > 1 - 2**-12, mean, expected)
+    grad_scores = weights * (grad_weights - expected)
     grad_product = _grouped(grad_scores, keys.shape[1])
     grad_query = batched_matmul(grad_product, keys).reshape(query.shape) * factor
     grad_key = batched_matmul(_transposed(grad_product), _grouped(query, keys.shape[1])) * factor
-    grad_value = batched_matmul(
-        _transposed(_grouped(weights, values.shape[1])), _grouped(grad_out_, values.shape[1])
-    )
+    grad_value = batched_matmul(_transposed(_grouped(weights, values.shape[1])), grad_heads)
     gradients = (grad_query, grad_key, grad_value, _summed_to(grad_scores, attn_bias))
     return tuple(each if is_wanted else None for each, is_wanted in zip(gradients, grad_input_mask))
 

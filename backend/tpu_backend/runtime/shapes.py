@@ -461,8 +461,11 @@ def _attention(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, None, None]:
-    """Results (B, H, L, E) that lie as the query does, log sums (B, H, L), and no state: nothing is drawn."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Results (B, H, L, E) that lie as the query does, log sums (B, H, L), and seed and offset of dropout.
+
+    There is none, but DTensor's rule for the backward counts them.
+    """
     shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
     torch._check(
         query.dim() == key.dim() == value.dim() == 4, lambda: f"attention: expected 4-d tensors, got {shapes}"
@@ -489,8 +492,8 @@ def _attention(
             (batch, heads, queries if compute_log_sumexp else 0),
             dtype=torch.promote_types(query.dtype, torch.float32),
         ),
-        None,
-        None,
+        query.new_empty((), dtype=torch.int64),
+        query.new_empty((), dtype=torch.int64),
     )
 
 
@@ -540,7 +543,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"), _pow),
     # It knows bfloat16 alone, and strides of CUDA's kernel.
     "_grouped_mm": _grouped_mm,
-    # They say what CUDA's kernels do: float32 log sums of float64, padded to 32; a state of dropout.
+    # They say what CUDA's kernels do: float32 log sums of float64, padded to 32.
     "_scaled_dot_product_efficient_attention": _attention,
     "_scaled_dot_product_efficient_attention_backward": _attention_backward,
 }
