@@ -1,9 +1,9 @@
 """Scaled dot-product attention: a softmax over all scores, and its gradients from the log of their sum.
 
-Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries, each
-for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both broadcast
-to (B, H, L, S). 16-bit tensors are computed in float32. (The registry gives
-parameters called `key` and `out` a meaning of their own; here they are `keys` and `output`.)
+Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries,
+each for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both
+broadcast to (B, H, L, S). 16-bit tensors are computed in float32. (The registry gives parameters called `key`
+and `out` a meaning of their own; here they are `keys` and `output`.)
 """
 
 from __future__ import annotations

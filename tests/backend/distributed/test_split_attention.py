@@ -45,7 +45,8 @@ CONTEXT = """
     ):
         _cp_options.enable_load_balance = is_balanced
         set_rotate_method(rotation)
-        assert_near(split(is_causal), attend(Q, K, V, G, is_causal=is_causal), (is_causal, is_balanced, rotation))
+        expected = attend(Q, K, V, G, is_causal=is_causal)
+        assert_near(split(is_causal), expected, (is_causal, is_balanced, rotation))
     assert torch.tpu.fallback_stats() == {}, torch.tpu.fallback_stats()
     dist.destroy_process_group()
 """
