@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tputrain.optim.groups import GroupConfig
     from tputrain.optim.optimizer import OptimConfig
     from tputrain.optim.schedule import ScheduleConfig
+    from tputrain.parallel.config import ParallelConfig
     from tputrain.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "LogConfig",
     "Logger",
     "OptimConfig",
+    "ParallelConfig",
     "ProfileSteps",
     "RunConfig",
     "RunFailedError",
@@ -58,6 +60,7 @@ _HOME = {
     "GroupConfig": "tputrain.optim.groups",
     "Logger": "tputrain.loggers.logger",
     "OptimConfig": "tputrain.optim.optimizer",
+    "ParallelConfig": "tputrain.parallel.config",
     "ProfileSteps": "tputrain.callbacks.profile_steps",
     "RunConfig": "tputrain.config",
     "RunFailedError": "tputrain.errors",

@@ -10,6 +10,15 @@ from contextlib import contextmanager, suppress
 _is_open = False  # a line that `announced` has begun, and is to complete
 
 
+_is_quiet = False
+
+
+def be_quiet() -> None:
+    """From here on nothing but `warn` is heard: another rank says the same on the same terminal."""
+    global _is_quiet
+    _is_quiet = True
+
+
 def say(line: str) -> None:
     """Print one line at once, also where standard output is a pipe."""
     _print(line, end="\n")
@@ -63,6 +72,8 @@ def _complete(what: str, end: str) -> None:
 
 def _print(text: str, end: str) -> None:
     global _is_open
+    if _is_quiet:
+        return
     beginning = "\n" if _is_open else ""
     _is_open = not end.endswith("\n")
     try:

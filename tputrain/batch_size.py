@@ -36,6 +36,17 @@ class BatchConfig:
         )
         return self.tokens // micro
 
+    def check_divides(self, ranks: int) -> None:
+        """Raise UserError where so many ranks cannot have equal parts of a batch."""
+        key, count = ("sequences", self.sequences) if self.samples is None else ("samples", self.samples)
+        nearest = max(1, round(count / ranks)) * ranks
+        expect(
+            count % ranks == 0,
+            f"batch.{key}",
+            count,
+            f"a multiple of {ranks}, the ranks that share a batch, such as {nearest}",
+        )
+
     def arithmetic(self, sequence_length: int) -> str:
         """The batch, factor by factor, as one line."""
         if self.samples is not None:

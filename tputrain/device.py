@@ -108,6 +108,13 @@ def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
     return jax_op(lambda *arrays: jax.lax.optimization_barrier(arrays), name="optimization_barrier")
 
 
+def failure_of_peers(seconds: float) -> str | None:
+    """Which rank failed, and why, as soon as the device knows it; None: it does not, after `seconds`."""
+    from tpu_backend.distributed.peers import failure_of_peers
+
+    return failure_of_peers(seconds)
+
+
 def flush(device: torch.device) -> None:
     """Dispatch everything recorded so far as one program, without waiting for it."""
     if device.type == "tpu":

@@ -43,6 +43,8 @@ class RecipeConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.batch.micro_batches(self.data.sequence_length)
+        if self.parallel.processes > 1:
+            self.batch.check_divides(self.parallel.data_ranks(self.parallel.processes))
         expect(
             self.trust_code or self.model.name != "import",
             "model.name",

@@ -44,6 +44,10 @@ def test_the_rest_is_worked_out(degrees: dict[str, int], world_size: int, expect
         (["parallel.shard=0"], "parallel.shard=0: expected 1 or more, or -1"),
         (["parallel.tensor=2"], "parallel.tensor=2: expected 1: no model has a plan"),
         (["parallel.context=2"], "parallel.context=2: expected 1: sequences are not cut yet"),
+        (
+            ["parallel.shard=3", "parallel.processes=3"],
+            "batch.sequences=8: expected a multiple of 3, the ranks that share a batch, such as 9",
+        ),
         (["parallel.shards=2"], "unknown key; nearest known key: parallel.shard"),
     ],
 )

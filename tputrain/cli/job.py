@@ -55,6 +55,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     """
     device = _device(cfg)  # a device that is not there is reported before the tokenizer is trained
     world = join(cfg.parallel, device)
+    cfg.batch.check_divides(world.data_size)
     tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
     if checkpoint is None:
         _check_model_path(cfg)

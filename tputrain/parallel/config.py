@@ -41,6 +41,11 @@ class ParallelConfig:
         if self.processes > 1:
             self.resolved(self.processes)
 
+    def data_ranks(self, world_size: int) -> int:
+        """Ranks that share a batch: each takes a part of it."""
+        degrees = self.resolved(world_size)
+        return degrees["replicate"] * degrees["shard"]
+
     def resolved(self, world_size: int) -> dict[str, int]:
         """The degrees, with -1 worked out. Raises UserError where they do not multiply to `world_size`."""
         given = {key: getattr(self, key) for key in DEGREES}

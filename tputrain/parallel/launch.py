@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tputrain.announce import say, warn
 from tputrain.errors import UserError
+from tputrain.parallel.world import RUN_ID
 
 LOGS = "ranks"
 """In the run directory: what each rank said, `rank-0.out` and `rank-0.err`."""
@@ -44,7 +45,7 @@ def launch(num_processes: int, run_dir: Path, arguments: Sequence[str]) -> int:
         nproc_per_node=num_processes,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        run_id="tputrain",
+        run_id=RUN_ID,
         max_restarts=0,
         logs_specs=logs,
         role="",

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -10,12 +11,17 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
+from tputrain.announce import be_quiet
 from tputrain.batches import Batch
-from tputrain.errors import UserError
+from tputrain.device import failure_of_peers
+from tputrain.errors import RunFailedError, UserError
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.slices import slices
 
 T = TypeVar("T")
+RUN_ID = "tputrain"
+"""Of our launcher, by which its processes know it."""
+_SECONDS_TO_HEAR = 5.0  # of why another rank has gone
 
 
 class World:
@@ -104,12 +110,14 @@ class Ranks(World):
 
     def largest(self, values: Sequence[int]) -> list[int]:
         largest = torch.tensor(values)
-        self._dist.all_reduce(largest, self._dist.ReduceOp.MAX)
+        with _naming_who_failed():
+            self._dist.all_reduce(largest, self._dist.ReduceOp.MAX)
         return largest.tolist()
 
     def of_all(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
-        self._dist.all_gather_object(found, value)
+        with _naming_who_failed():
+            self._dist.all_gather_object(found, value)
         return found
 
     def check_shared(self, directory: Path) -> None:
@@ -130,10 +138,23 @@ class Ranks(World):
                 shared[0] = function()
             except UserError as error:
                 shared[1] = str(error)
-        self._dist.broadcast_object_list(shared, src=0)
+        with _naming_who_failed():
+            self._dist.broadcast_object_list(shared, src=0)
         if shared[1] is not None:
             raise UserError(shared[1])
         return shared[0]
+
+
+@contextmanager
+def _naming_who_failed() -> Iterator[None]:
+    """An exchange between hosts knows only that a connection was closed; the device knows whose, and why."""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = failure_of_peers(_SECONDS_TO_HEAR)
+        if failure is None:
+            raise
+        raise RunFailedError(failure) from error
 
 
 def _leave_mark(directory: Path) -> str:
@@ -148,6 +169,11 @@ def _leave_mark(directory: Path) -> str:
 def is_launched() -> bool:
     """Whether a launcher, torchrun or our own, started this process as one of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_ours() -> bool:
+    """Whether our launcher started this process: it keeps what each rank says apart; torchrun prints it."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
 
 
 def join(cfg: ParallelConfig, device: torch.device) -> World:
@@ -165,4 +191,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> World:
 
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,tpu:tpu")
-    return Ranks(cfg)
+    ranks = Ranks(cfg)
+    if not (ranks.is_first or is_ours()):
+        be_quiet()
+    return ranks

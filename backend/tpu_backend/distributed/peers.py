@@ -181,5 +181,14 @@ class Peers:
                 self._failures.append((rank, text))
 
 
+def failure_of_peers(seconds: float) -> str | None:
+    """Which rank failed, and why, as soon as it is known; None: after `seconds` nothing is."""
+    if world is None:
+        return None
+    with world._changed:
+        world._changed.wait_for(lambda: world._failures, seconds)
+    return world.failure()
+
+
 world: Peers | None = None
 """Of this process, once it is one of many."""

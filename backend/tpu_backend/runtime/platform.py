@@ -94,7 +94,9 @@ def platform() -> Platform:
 
 
 def announce() -> None:
-    """One line on standard error: what "tpu" is here."""
+    """One line on standard error, by the first process of a machine: what "tpu" is here."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     chosen = platform()
     kind = chosen.devices[0].device_kind if chosen.name != "cpu" else "CPU"
     print(f"device tpu → XLA:{kind} ({chosen.reason})", file=sys.stderr, flush=True)
