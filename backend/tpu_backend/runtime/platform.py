@@ -95,8 +95,8 @@ def platform() -> Platform:
 
 def announce() -> None:
     """One line on standard error, by the first process of a machine: what "tpu" is here."""
+    chosen = platform()  # on each rank: those that open theirs wait for it
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    chosen = platform()
     kind = chosen.devices[0].device_kind if chosen.name != "cpu" else "CPU"
     print(f"device tpu → XLA:{kind} ({chosen.reason})", file=sys.stderr, flush=True)
