@@ -1,4 +1,4 @@
-"""2,000 configurations and checkpoints, mutated at random: each is accepted or refused in one line, and
+"""2,400 configurations and checkpoints, mutated at random: each is accepted or refused in one line, and
 nothing in one is ever run. Every day the first few hundred, all of them with `pytest -m sweep`.
 """
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_with_any_byte_changed_is_refused_in_one_line(copied, seeds
         assert path.name in said or CHECKSUMS in said
 
 
-@seeds(400)
+@seeds(800)
 def test_a_checkpoint_that_was_edited_and_sealed_anew_is_taken_or_refused_in_one_line(
     copied, tmp_path, seeds
 ):
@@ -279,8 +279,7 @@ def test_a_checkpoint_that_was_edited_and_sealed_anew_is_taken_or_refused_in_one
         seen.append(outcome(lambda: trainer(tmp_path).resume(), str(checkpoint)))
         outcome(lambda checkpoint=checkpoint: config_of(checkpoint), str(checkpoint))
         outcome(lambda: read_run(tmp_path), str(checkpoint))
-    # Of all 400 a fifth is harmless, of the first 50 a tenth.
-    assert 0.05 < seen.count("accepted") / len(seeds) < 0.9
+    assert 0.1 < seen.count("accepted") / len(seeds) < 0.9
 
 
 def config_of(checkpoint: Path) -> RecipeConfig:
