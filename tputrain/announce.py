@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _is_open = False  # a line that `announced` has begun, and is to complete
-
-
-_is_quiet = False
+_is_quiet = False  # another rank says it all
 
 
 def be_quiet() -> None:

@@ -22,7 +22,7 @@ from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
-from tputrain.checkpoint.tensor_files import Layout, Part, TensorFiles
+from tputrain.checkpoint.tensor_files import Layout, Part, TensorFiles, has_tensors
 from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
@@ -112,7 +112,7 @@ def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str
 @torch.no_grad()
 def load_trained_weights(model: nn.Module, directory: Path) -> None:
     """Put back what `trained_tensors` gave, if the checkpoint holds any."""
-    if not any(path.name.startswith(f"{TRAINED}") for path in directory.glob("*.safetensors")):
+    if not has_tensors(directory, TRAINED):
         return
     own, files = dict(model.named_parameters()), TensorFiles(directory, TRAINED)
     for name in files.names():

@@ -4,6 +4,7 @@ The only place that knows how the two belong together. One process has all rows 
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -97,10 +98,7 @@ def _region(tensor: Any) -> tuple[slice, ...]:
 
 def _num_parts(tensor: Any) -> int:
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    parts = 1
-    for size, placement in sizes:
-        parts *= 1 if placement.is_replicate() else size
-    return parts
+    return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def _is_first_replica(tensor: Any) -> bool:

@@ -190,6 +190,11 @@ class TensorFiles:
         return self._opened[file]
 
 
+def has_tensors(directory: Path, stem: str) -> bool:
+    """Whether there are files of `stem`."""
+    return any((directory / f"{stem}.safetensors{rest}").is_file() for rest in ("", ".index.json"))
+
+
 def weight_files(directory: Path, stem: str) -> list[Path]:
     """The files that hold the tensors of `stem`. Raises UserError where there are none."""
     single, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tputrain.checkpoint.integrity import PartDigest
 
-_PATIENCE = 600.0
-"""Seconds that a rank waits for the next word of another one."""
+_PATIENCE = 3600.0
+"""Seconds that a rank waits for the next word of another one, which may write hundreds of gigabytes."""
 _PATIENCE_AT_THE_END = 20.0
 """The same once the main thread has ended: the others may have died, and nobody waits for ever."""
 _BEGUN = "begun"

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -176,6 +177,12 @@ def is_ours() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
 
 
+@cache
+def _ranks(cfg: ParallelConfig, group: Any) -> Ranks:
+    """Of a group, made once: the command, the data and the Trainer all ask."""
+    return Ranks(cfg)
+
+
 def join(cfg: ParallelConfig, device: torch.device) -> World:
     """Take part in the run of all ranks that were started; alone in one of one process.
 
@@ -191,7 +198,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> World:
 
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,tpu:tpu")
-    ranks = Ranks(cfg)
+    ranks = _ranks(cfg, dist.group.WORLD)
     if not (ranks.is_first or is_ours()):
         be_quiet()
     return ranks

@@ -48,6 +48,12 @@ class Peers:
         """What came to light first: that a rank failed or has gone, or that ranks call different things."""
         return self._failures[0][1] if self._failures else None
 
+    def wait_for_failure(self, seconds: float) -> str | None:
+        """`failure()`, as soon as something comes to light; None after `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failures, seconds)
+        return self.failure()
+
     def raise_failure(self) -> None:
         """Raise RuntimeError if something has come to light."""
         if (failure := self.failure()) is not None:
@@ -183,11 +189,7 @@ class Peers:
 
 def failure_of_peers(seconds: float) -> str | None:
     """Which rank failed, and why, as soon as it is known; None: after `seconds` nothing is."""
-    if world is None:
-        return None
-    with world._changed:
-        world._changed.wait_for(lambda: world._failures, seconds)
-    return world.failure()
+    return None if world is None else world.wait_for_failure(seconds)
 
 
 world: Peers | None = None

@@ -79,9 +79,8 @@ def attention_backward(
     grad_heads = _grouped(grad_out_, values.shape[1])
     grad_weights = batched_matmul(grad_heads, _transposed(values)).reshape(weights.shape)
     expected = jnp.sum(grad_out_ * output, -1, keepdims=True)
-    if (
-        is_rounded
-    ):  # so is `output`: where these are all keys, to less than its rounding, better ask the weights
+    if is_rounded:
+        # So is `output`. Where these are all keys (to less than that rounding) the weights know it better.
         total = jnp.sum(weights, -1, keepdims=True)
         mean = jnp.sum(weights * grad_weights, -1, keepdims=True) / total
         expected = jnp.where(total > 1 - 2**-12, mean, expected)
