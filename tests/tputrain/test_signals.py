@@ -42,7 +42,7 @@ with SignalWatch() as watch:
         signal.signal(signal.SIGINT, lambda number, frame: os.write(writing, b"x"))
         os.write(writing, b"x")
         while True:
-            time.sleep(60)
+            time.sleep(0.01)  # a signal just before a long sleep would wait for its end
     os.read(reading, 1)
     for _ in range(3):
         os.kill(worker, signal.SIGINT)
