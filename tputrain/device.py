@@ -4,6 +4,7 @@ Everything that asks "is this tpu?" is here; on any other device the same calls 
 """
 
 import resource
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -129,6 +130,13 @@ def captured(function: Callable[..., Any], modules: Sequence[nn.Module], optimiz
 def region(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer: Optimizer) -> Any:
     """A step of these that is one program, with its collectives, and the same one on all ranks."""
     return torch.tpu.spmd(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
+
+
+def tell_ranks(error: BaseException) -> None:
+    """Tell the other ranks that this one ends, and of what."""
+    peers = sys.modules.get("tpu_backend.distributed.peers")  # not there in a process that is alone
+    if peers is not None and peers.world is not None:
+        peers.world.publish(f"{type(error).__name__}: {error}")
 
 
 def is_compiling_ahead(device: torch.device) -> bool:

@@ -18,15 +18,17 @@ WATCHED = (signal.SIGINT, signal.SIGTERM)
 T = TypeVar("T")
 _HANDS_OVER = ("torch.multiprocessing.reductions", "multiprocessing.resource_sharer")
 _END = 0  # no signal has this number
-_ECHO = 0.5
+ECHO = 0.5
 """Seconds in which a second signal is the first again: `timeout` sends it to a process, then to its group."""
 
 
 class Interrupted(SystemExit):
-    """Training ended by a signal after its checkpoint was written; exits with 128 + the signal's number."""
+    """Training ended by a signal after its checkpoint was written; exits with 128 + the signal's number
+    unless `code` is given.
+    """
 
-    def __init__(self, number: int):
-        super().__init__(128 + number)
+    def __init__(self, number: int, code: int | None = None):
+        super().__init__(128 + number if code is None else code)
         self.number = number
 
 
@@ -99,7 +101,7 @@ class SignalWatch:
         yield
         if self.received is not None:
             _end_quietly()
-            raise Interrupted(self.received)
+            raise Interrupted(self.received, self._exit_code(self.received))
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
@@ -149,6 +151,14 @@ class SignalWatch:
         if self.received is None:
             self.received = number
 
+    def _exit_code(self, number: int) -> int:
+        """Of the process, once all is saved."""
+        return 128 + number
+
+    def _what_follows(self) -> str:
+        """What is said after a first signal."""
+        return "saving after this step, then leaving" if self._saves else "leaving after this step"
+
     def _start_listening(self) -> None:
         global _open_pipe
         reading, self._pipe = os.pipe()
@@ -189,8 +199,7 @@ class SignalWatch:
                     warn(f"{name} again: leaving at once{cost}")
                     os._exit(128 + watched[0])
                 first = watched[0]
-                then = "saving after this step, then leaving" if self._saves else "leaving after this step"
-                warn(f"{name}: {then} (again: leave at once)")
+                warn(f"{name}: {self._what_follows()} (again: leave at once)")
                 has_ended = has_ended or self._let_pass(reading)
             if has_ended:
                 os.close(reading)
@@ -198,8 +207,8 @@ class SignalWatch:
 
     @staticmethod
     def _let_pass(reading: int) -> bool:
-        """Read what comes within `_ECHO`, also where this thread gets to it late; True at `_END`."""
-        until = time.monotonic() + _ECHO
+        """Read what comes within `ECHO`, also where this thread gets to it late; True at `_END`."""
+        until = time.monotonic() + ECHO
         while True:
             patience = until - time.monotonic()
             is_there = bool(select.select([reading], [], [], max(patience, 0.0))[0])

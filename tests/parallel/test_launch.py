@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import choice
 
 import pytest
 
@@ -96,7 +97,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_run_that_is_killed_and_stopped_has_the_bits_of_one_that_is_not(directory: Path):
+def test_a_rank_that_is_killed_costs_nothing(directory: Path):
+    """Also with a second and a last stop, each of which is asked for in another way."""
     undisturbed = Run(directory, "undisturbed")
     assert undisturbed.end() == 0, undisturbed.said
     assert "starting 2 ranks" in undisturbed.said
@@ -104,11 +106,16 @@ def test_a_run_that_is_killed_and_stopped_has_the_bits_of_one_that_is_not(direct
 
     disturbed = Run(directory, "disturbed")
     disturbed.until_step(35)
-    os.kill(disturbed.ranks()["1"], signal.SIGKILL)
-    assert disturbed.end() == 1, disturbed.said
-    assert "rank 1 failed first: Signal 9 (SIGKILL)" in disturbed.said
-
-    disturbed = Run(directory, "disturbed")
+    killed = choice("01")
+    os.kill(disturbed.ranks()[killed], signal.SIGKILL)
+    assert any("resumed from" in line for line in disturbed.lines()), disturbed.said
+    expected = (
+        rf"rank {killed} failed first: Signal 9 \(SIGKILL\).*start-1/rank-{killed}\.err; "
+        r"starting all ranks again from the checkpoint of step \d+ \(restart 1 of 3\)"
+    )
+    assert re.search(expected, disturbed.said), disturbed.said
+    earlier = (disturbed.run_dir / "ranks" / "start-1" / "rank-0.out").read_text()
+    assert "step 35/" in earlier
     disturbed.until_step(75)
     os.kill(disturbed.process.pid, signal.SIGINT)
     assert disturbed.end() == 130, disturbed.said
@@ -120,9 +127,12 @@ def test_a_run_that_is_killed_and_stopped_has_the_bits_of_one_that_is_not(direct
     disturbed.until_step(110)
     os.kill(disturbed.ranks()["1"], signal.SIGTERM)  # one rank alone is told to stop
     assert disturbed.end() == 143, disturbed.said
+    assert "starting all ranks again" not in disturbed.said
     assert (disturbed.run_dir / "checkpoints" / f"step-{len(disturbed.losses())}").is_dir()
 
     disturbed = Run(directory, "disturbed")
+    disturbed.until_step(len(undisturbed.losses()) - 20)
+    os.kill(disturbed.ranks()["0"], signal.SIGKILL)
     assert disturbed.end() == 0, disturbed.said
     assert disturbed.losses() == undisturbed.losses()
     assert len(disturbed.losses()) == 150

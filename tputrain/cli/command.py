@@ -21,6 +21,7 @@ from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.errors import RunFailedError, UserError, in_words
+from tputrain.parallel.launched import end_with_launcher, record_error
 from tputrain.shipped import find_recipe
 
 _TIDYING_SECONDS = 3.0
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_left = threading.Event()
     before = _leaving_until_training_begins(has_left)
     try:
+        end_with_launcher()
         return _dispatch(chosen)
     except UserError as error:
         return _report(chosen.debug, str(error), code=2)
@@ -163,8 +165,6 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
 def _report(debug: bool, message: str, code: int) -> int:
     error = sys.exception()
     if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ and "torch" in sys.modules:
-        from tputrain.parallel.launch import record_error
-
         record_error(error)  # for whoever started this process as one rank of many
     if debug:
         traceback.print_exc()

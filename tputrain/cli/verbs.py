@@ -78,9 +78,15 @@ def _world(cfg: RecipeConfig) -> World:
 
 
 def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
-    from tputrain.parallel.launch import launch  # only whoever starts ranks needs a launcher
+    from tputrain.parallel.launch import Launcher  # only whoever starts ranks needs one
 
-    return launch(cfg.parallel.processes, Path(str(cfg.run_dir)), arguments)
+    def newest_step() -> int:
+        checkpoint = _newest_to_go_on_from(cfg, only=(contents.STATE, Tokenizer.FILE))
+        return 0 if checkpoint is None else int(contents.load_state(checkpoint)["step"])
+
+    # Ranks that are started again go on, whatever was there when the command began.
+    again = [*arguments, "checkpoint.resume=auto"] if cfg.checkpoint.resume == "never" else arguments
+    return Launcher(cfg.parallel, Path(str(cfg.run_dir)), arguments, again, newest_step).run()
 
 
 def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> int:

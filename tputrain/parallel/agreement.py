@@ -4,8 +4,13 @@ On each rank somebody may wish something at any moment: a signal comes, a callba
 clock of its own. Nobody sees a wish before all ranks have agreed on it, at the same place of the loop.
 """
 
+import os
+
+from tputrain import device as devices
+from tputrain.announce import warn
 from tputrain.callbacks.callback import Control
 from tputrain.checkpoint.background import BackgroundWriter
+from tputrain.parallel.launched import exit_code_of_stop
 from tputrain.parallel.world import World
 from tputrain.parallel.writer import SharedWriter
 from tputrain.signals import SignalWatch
@@ -42,9 +47,13 @@ class AgreedControl(Control):
 class AgreedSignals(SignalWatch):
     """A SignalWatch whose `received` is the same on all ranks: None until `agree`.
 
-    So a signal breaks off no wait of one rank, which others would then wait for.
+    So a signal breaks off no wait of one rank, which others would then wait for. One that comes because
+    another rank has failed, as launchers send it to those that are left, saves nothing: there is nobody to
+    agree with. Wherever such a rank waits, it leaves.
     """
 
+    grace = 2.0
+    """Seconds in which the main thread, too, should notice that another rank has failed."""
     come = 0
     """The signal that this rank has got; 0: none."""
 
@@ -54,6 +63,18 @@ class AgreedSignals(SignalWatch):
     def agree(self, number: int) -> None:
         """Take the signal that all ranks have agreed on; 0: none."""
         self.received = self.received or number or None
+
+    def _exit_code(self, number: int) -> int:
+        return exit_code_of_stop(number)
+
+    def _what_follows(self) -> str:
+        failure = devices.failure_of_peers(0.0)
+        return super()._what_follows() if failure is None else f"{failure}: leaving without saving"
+
+    def _call_rescue(self, number: int) -> None:
+        if (failure := devices.failure_of_peers(0.0)) is not None:
+            warn(f"{failure}: leaving without saving")
+            os._exit(128 + number)
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(*details)  # type: ignore[arg-type]

@@ -22,6 +22,8 @@ class ParallelConfig:
     """Parts that a sequence is cut into. Only 1 so far."""
     processes: int = 1
     """Processes that `tputrain run` starts on this machine, one a device. A launcher's own number wins."""
+    restarts: int = 3
+    """How often `tputrain run` starts them again after one has failed. A launcher's own number wins."""
 
     def __post_init__(self) -> None:
         for key in DEGREES:
@@ -31,6 +33,7 @@ class ParallelConfig:
         if len(rest) > 1:
             expect(False, f"parallel.{rest[1]}", -1, f"a number: parallel.{rest[0]} is the rest already")
         expect_at_least("parallel.processes", self.processes, 1)
+        expect_at_least("parallel.restarts", self.restarts, 0)
         expect(
             self.tensor == 1,
             "parallel.tensor",

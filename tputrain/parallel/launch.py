@@ -1,83 +1,250 @@
-"""Starts the ranks of a run on this machine, and says how they ended."""
+"""Starts the ranks of a run on this machine, starts them again where one failed, and says how they ended."""
 
+import io
 import logging
 import os
 import re
+import shutil
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tputrain.announce import say, warn
 from tputrain.errors import UserError
+from tputrain.heartbeat import FAILED, read_heartbeat
+from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.launched import LAUNCHER, STOPPED_BY
 from tputrain.parallel.world import RUN_ID
+from tputrain.signals import ECHO, WATCHED
 
 LOGS = "ranks"
 """In the run directory: what each rank said, `rank-0.out` and `rank-0.err`."""
-_SECONDS_TO_SAVE = 120
+_EARLIER = "start-"
+"""In there: the same of ranks that were started again since."""
+_STOPPED = "stopped-by"
+_MISTAKE = 2  # the exit code of a UserError
+_STOPS = {128 + number: number for number in WATCHED} | {-number: number for number in WATCHED}
+"""By exit code of a rank: the signal that ended it before ranks could agree to stop."""
+_LOOK_EVERY = 0.1  # seconds
+_SECONDS_TO_GO = 5.0  # after SIGKILL
 
 
-def launch(num_processes: int, run_dir: Path, arguments: Sequence[str]) -> int:
-    """Run `tputrain ARGUMENTS` as each of `num_processes` ranks; returns the exit code of the command.
+class Launcher:
+    """The ranks of one command.
 
-    What the first rank says is shown here, too. The first error is told with its rank and line. After SIGINT
-    or SIGTERM all ranks save, together, and the code is 130 or 143.
+    `newest_step()` is the step of the checkpoint that a run goes on from, 0: there is none; it is asked while
+    no rank lives. `arguments_again` are those of ranks that are started again.
     """
-    for name in [*logging.root.manager.loggerDict]:
-        if name.startswith("torch.distributed."):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say is told here, in one line
-    try:
-        logs = _RankLogs(run_dir / LOGS)
-    except OSError as error:
-        raise UserError(f"run_dir={run_dir}: cannot write there ({error.strerror}); take another") from None
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=RUN_ID,
-        max_restarts=0,
-        logs_specs=logs,
-        role="",
-        log_line_prefix_template="${role_name}",
-        signals_to_handle="SIGTERM,SIGINT",
-        shutdown_timeout=_SECONDS_TO_SAVE,
-        local_addr="localhost",
-    )
-    say(f"starting {num_processes} ranks; what each says: {run_dir / LOGS}")
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", "tputrain", *arguments)
-    except ChildFailedError as error:
-        return _tell(*error.get_first_failure(), run_dir / LOGS)
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    return 0
+
+    def __init__(
+        self,
+        cfg: ParallelConfig,
+        run_dir: Path,
+        arguments: Sequence[str],
+        arguments_again: Sequence[str],
+        newest_step: Callable[[], int],
+    ):
+        self._cfg, self._run_dir, self._logs = cfg, run_dir, run_dir / LOGS
+        self._arguments, self._arguments_again = arguments, arguments_again
+        self._newest_step = newest_step
+
+    def run(self) -> int:
+        """Run the ranks to their end; returns the exit code of the command.
+
+        What the first rank says is shown here, too. A rank that fails has all of them started again from the
+        newest checkpoint. After SIGINT or SIGTERM all ranks save, together, and the code is 130 or 143.
+        """
+        for name in [*logging.root.manager.loggerDict]:
+            if name.startswith("torch.distributed."):
+                logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say is told here, in one line
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # what ranks say comes through a pipe, too
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for earlier in self._logs.glob(f"{_EARLIER}*"):
+                shutil.rmtree(earlier)  # of the command before
+        except OSError as error:
+            directory = f"run_dir={self._run_dir}"
+            raise UserError(f"{directory}: cannot write there ({error.strerror}); take another") from None
+        say(f"starting {self._cfg.processes} ranks; what each says: {self._logs}")
+        with _Signals() as signals:
+            return self._run(signals)
+
+    def _run(self, signals: "_Signals") -> int:
+        arguments, place_before = self._arguments, None
+        for number in range(self._cfg.restarts + 1):
+            failure, first_pid = self._run_ranks(arguments, signals)
+            code = 0 if failure is None else failure.exitcode
+            if signals.received is not None:
+                if failure is not None and code not in _STOPS and not signals.has_insisted:
+                    _tell(failure, self._logs)
+                return 128 + signals.received
+            if failure is None:
+                stopped_by = (self._logs / _STOPPED).read_text(encoding="ascii")
+                return 128 + int(stopped_by) if stopped_by else 0
+            if code in _STOPS:
+                return 128 + _STOPS[code]
+            if code == _MISTAKE or self._cfg.restarts == 0:
+                return _tell(failure, self._logs)
+            if number == self._cfg.restarts:
+                return _tell(failure, self._logs, f"; not started again: parallel.restarts={number}")
+            newest = self._newest_step()
+            place = newest, self._failed_at(first_pid)
+            if place == place_before:
+                where = "before its first step" if place[1] is None else f"after step {place[1]}"
+                return _tell(failure, self._logs, f"; not started again: it failed {where} the last time, too")
+            # A rank that was killed says nothing of its step. It may well be another one the next time.
+            place_before = None if place[1] == _UNKNOWN else place
+            logs = self._set_logs_aside(number + 1)
+            origin = f"the checkpoint of step {newest}" if newest else "the beginning"
+            count = f"restart {number + 1} of {self._cfg.restarts}"
+            _tell(failure, logs, f"; starting all ranks again from {origin} ({count})")
+            arguments = self._arguments_again
+        raise AssertionError("the last start returns")
+
+    def _run_ranks(
+        self, arguments: Sequence[str], signals: "_Signals"
+    ) -> tuple[ProcessFailure | None, int]:
+        """Start them and wait until all have ended; the first failure, if any, and the first rank's pid."""
+        (self._logs / _STOPPED).write_text("", encoding="ascii")
+        # Ranks meet in a store that outlives each of them.
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        ranks = range(self._cfg.processes)
+        # Signals are ours: PyTorch's handler raises wherever it is, and leaves what it was doing half done.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+        context = start_processes(
+            name="",
+            entrypoint=sys.executable,
+            args={rank: ("-u", "-m", "tputrain", *arguments) for rank in ranks},
+            envs={rank: self._environment(rank, store.port) for rank in ranks},
+            logs_specs=_RankLogs(self._logs),
+            log_line_prefixes=dict.fromkeys(ranks, ""),
+        )
+        pids = list(context.pids().values())
+        try:
+            signals.pass_on_to(pids)
+            while (result := context.wait(0)) is None:
+                time.sleep(_LOOK_EVERY)
+        finally:
+            signals.pass_on_to([])
+            _end_groups(pids)
+        # In the order in which they were seen to fail: those that fail because of it wait for that.
+        return next(iter(result.failures.values()), None), pids[0]
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        """What torchrun would say to the rank, and what only we do."""
+        size = str(self._cfg.processes)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": RUN_ID,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            LAUNCHER: str(os.getpid()),
+            STOPPED_BY: str((self._logs / _STOPPED).absolute()),
+        }
+
+    def _failed_at(self, first_pid: int) -> int | None:
+        """Steps done when a rank failed, as the first one says; None: it was not training yet."""
+        beat = read_heartbeat(self._run_dir)
+        if beat is None or beat["pid"] != first_pid:
+            return None
+        return int(beat["step"]) if beat["phase"] == FAILED else _UNKNOWN
+
+    def _set_logs_aside(self, number: int) -> Path:
+        earlier = self._logs / f"{_EARLIER}{number}"
+        earlier.mkdir()
+        for path in self._logs.glob("rank-*"):
+            path.rename(earlier / path.name)
+        return earlier
 
 
-def record_error(error: BaseException) -> None:
-    """In a rank: leave the error for whoever started it, ours or torchrun."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(error)
+_UNKNOWN = -1
+"""The step of a first rank that was killed in training."""
 
 
-def _tell(rank: int, failure: ProcessFailure, logs: Path) -> int:
-    code = failure.exitcode
-    if code in (130, 143):
-        return code
+class _Signals:
+    """Context that passes SIGINT and SIGTERM on to the ranks; a second one ends them, and all that they have
+    started, at once.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.has_insisted = False
+        """Whether a second one came."""
+        self._received_at = 0.0
+        self._pids: Sequence[int] = ()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        self._before = {number: signal.signal(number, self._handle) for number in WATCHED}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def pass_on_to(self, pids: Sequence[int]) -> None:
+        """To these ranks, from now on; also one that came while they were started."""
+        self._pids = pids
+        if self.received is not None:
+            _send(pids, signal.SIGKILL if self.has_insisted else self.received)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = number, now
+            _send(self._pids, number)
+        elif now - self._received_at >= ECHO and not self.has_insisted:
+            self.has_insisted = True
+            name = signal.Signals(number).name
+            warn(f"{name} again: leaving at once, what came after the last checkpoint is lost")
+            _send(self._pids, signal.SIGKILL)
+
+
+def _send(pids: Sequence[int], number: int) -> None:
+    """To each rank and what it has started, which is its process group."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, number)
+
+
+def _end_groups(pids: Sequence[int]) -> None:
+    """Have nothing stay of ranks that have ended: a loader's worker would hold the lock of the run."""
+    for pid in pids:
+        until = time.monotonic() + _SECONDS_TO_GO
+        with suppress(ProcessLookupError):
+            while time.monotonic() < until:
+                os.killpg(pid, signal.SIGKILL)
+                time.sleep(0.02)
+
+
+def _tell(failure: ProcessFailure, logs: Path, consequence: str = "") -> int:
+    """One line about the failure, and its exit code."""
+    rank, code = failure.local_rank, failure.exitcode
     message, callstack = _recorded(failure)
     lines = re.findall(r'File "([^"]+)", line (\d+)', callstack)
     place = f" at {lines[-1][0]}:{lines[-1][1]}" if lines and not _is_of_user(message) else ""
-    warn(f"tputrain: rank {rank} failed first: {message}{place}; what it said: {logs}/rank-{rank}.err")
+    warn(
+        f"tputrain: rank {rank} failed first: {message}{place}; what it said: {logs}/rank-{rank}.err"
+        f"{consequence}"
+    )
     return code if code > 0 else 1
 
 
@@ -88,6 +255,8 @@ def _recorded(failure: ProcessFailure) -> tuple[str, str]:
     if isinstance(message, dict):
         callstack = str(message.get("extraInfo", {}).get("py_callstack", ""))
         message = message.get("message", "")
+    elif failure.exitcode > 0:
+        message = f"exit code {failure.exitcode}"  # PyTorch's own words are of its decorator
     return " ".join(str(message).split()), callstack
 
 
@@ -100,7 +269,6 @@ class _RankLogs(LogsSpecs):
     """Each rank's output and errors in files of its own, the first one's also on the terminal."""
 
     def __init__(self, directory: Path):
-        directory.mkdir(parents=True, exist_ok=True)
         super().__init__(str(directory))
         self._directory = directory
 
