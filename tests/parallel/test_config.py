@@ -122,9 +122,9 @@ def test_what_failed_first_is_told_with_rank_and_line(tmp_path: Path, capfd: pyt
         path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
         return ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(path))
 
-    assert launch._tell(3, failure("ValueError: my own\nmistake", 31), tmp_path) == 1
+    assert launch._tell(failure("ValueError: my own\nmistake", 31), tmp_path) == 1
     assert (
         "tputrain: rank 3 failed first: ValueError: my own mistake at model.py:31; " in capfd.readouterr().err
     )
-    assert launch._tell(3, failure("UserError: lr=0: expected more", 31), tmp_path) == 1
+    assert launch._tell(failure("UserError: lr=0: expected more", 31), tmp_path) == 1
     assert "lr=0: expected more; what it said: " in capfd.readouterr().err

@@ -1,17 +1,26 @@
 """`tputrain run` with `parallel.processes`: ranks start, stop together, go on, and fail in one line."""
 
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import choice
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from tputrain.parallel import launch
+from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.launched import exit_code_of_stop
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -31,58 +40,72 @@ parallel: {shard: -1, processes: 2}
 class Run:
     """The command, in a directory of its own."""
 
-    def __init__(self, directory: Path, name: str, *overrides: str):
+    def __init__(self, directory: Path, name: str, *overrides: str, terminal: bool = False):
         self.run_dir = directory / "runs" / name
         self.name = f"run_dir=runs/{name}"
+        self.mark = f"TPU_CACHE_DIR={directory / 'programs'}"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TPU_")}
-        environment |= {
-            "PYTHONPATH": f"{ROOT / 'backend'}:{ROOT}",
-            "TPU_CACHE_DIR": str(directory / "programs"),
-        }
+        environment["PYTHONPATH"] = f"{ROOT / 'backend'}:{ROOT}"
+        environment["TPU_CACHE_DIR"] = self.mark.partition("=")[2]
+        # Ours and theirs; a terminal is written to as well.
+        self.keyboard, theirs = pty.openpty() if terminal else os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tputrain", "run", "small.yaml", self.name, *overrides],
             cwd=directory,
             env=environment,
-            stdout=subprocess.PIPE,
+            stdin=theirs if terminal else subprocess.DEVNULL,
+            stdout=theirs,
             stderr=subprocess.STDOUT,
-            text=True,
+            start_new_session=True,
+            preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if terminal else None,
         )
+        os.close(theirs)
+        self._output = os.fdopen(self.keyboard, errors="replace")
         self.said = ""
 
     def lines(self) -> Iterator[str]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said += line
-            yield line
+        with suppress(OSError):  # a terminal's end, when nobody has it open any more
+            for line in self._output:
+                self.said += line
+                yield line
 
     def until_step(self, step: int) -> None:
         assert any(f"step {step}/" in line for line in self.lines()), self.said
 
     def end(self) -> int:
-        """The exit code, once it has ended with all of its ranks."""
+        """The exit code, once it has ended with everything that it has started."""
         for _ in self.lines():
             pass
         code = self.process.wait(timeout=60)
-        deadline = time.monotonic() + 10
-        while left := self.ranks():
+        self.wait_for_the_rest()
+        return code
+
+    def wait_for_the_rest(self) -> None:
+        deadline = time.monotonic() + 30
+        while left := [*self._processes()]:
             assert time.monotonic() < deadline, f"left behind: {left}\n{self.said}"
             time.sleep(0.1)
-        return code
 
     def ranks(self) -> dict[str, int]:
         """Process ids of the ranks that live."""
         found = {}
+        for process, command, environment in self._processes():
+            if self.name in command and "RANK" in environment:
+                found[environment["RANK"]] = process
+        return found
+
+    def _processes(self) -> Iterator[tuple[int, list[str], dict[str, str]]]:
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 command = (process / "cmdline").read_text().split("\0")
-                environment = dict(
-                    each.partition("=")[::2] for each in (process / "environ").read_text().split("\0")
-                )
+                values = (process / "environ").read_text().split("\0")
             except OSError:
                 continue  # it has ended meanwhile
-            if self.name in command and "RANK" in environment:
-                found[environment["RANK"]] = int(process.name)
-        return found
+            if self.mark in values:
+                yield int(process.name), command, dict(each.partition("=")[::2] for each in values)
+
+    def newest(self) -> int:
+        return max(int(path.name[5:]) for path in (self.run_dir / "checkpoints").glob("step-*"))
 
     def losses(self) -> list[str]:
         lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
@@ -97,45 +120,144 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_rank_that_is_killed_costs_nothing(directory: Path):
-    """Also with a second and a last stop, each of which is asked for in another way."""
-    undisturbed = Run(directory, "undisturbed")
-    assert undisturbed.end() == 0, undisturbed.said
-    assert "starting 2 ranks" in undisturbed.said
-    assert " a chip)" in undisturbed.said
+@pytest.fixture(scope="module")
+def undisturbed(directory: Path) -> list[str]:
+    run = Run(directory, "undisturbed")
+    assert run.end() == 0, run.said
+    assert "starting 2 ranks" in run.said
+    assert " a chip)" in run.said
+    assert len(run.losses()) == 150
+    return run.losses()
 
-    disturbed = Run(directory, "disturbed")
-    disturbed.until_step(35)
+
+def test_a_rank_that_is_killed_has_all_started_again_and_costs_nothing(
+    directory: Path, undisturbed: list[str]
+):
+    run = Run(directory, "killed")
+    run.until_step(35)
     killed = choice("01")
-    os.kill(disturbed.ranks()[killed], signal.SIGKILL)
-    assert any("resumed from" in line for line in disturbed.lines()), disturbed.said
+    os.kill(run.ranks()[killed], signal.SIGKILL)
+    assert run.end() == 0, run.said
     expected = (
         rf"rank {killed} failed first: Signal 9 \(SIGKILL\).*start-1/rank-{killed}\.err; "
-        r"starting all ranks again from the checkpoint of step \d+ \(restart 1 of 3\)"
+        r"starting all ranks again from the checkpoint of step (\d+) \(restart 1 of 3\)"
     )
-    assert re.search(expected, disturbed.said), disturbed.said
-    earlier = (disturbed.run_dir / "ranks" / "start-1" / "rank-0.out").read_text()
-    assert "step 35/" in earlier
-    disturbed.until_step(75)
-    os.kill(disturbed.process.pid, signal.SIGINT)
-    assert disturbed.end() == 130, disturbed.said
-    stopped_at = len(disturbed.losses())
-    assert 75 <= stopped_at < 150
-    assert (disturbed.run_dir / "checkpoints" / f"step-{stopped_at}").is_dir()
+    found = re.search(expected, run.said)
+    assert found is not None, run.said
+    assert f"/step-{found[1]} at step {found[1]} " in run.said
+    assert "step 35/" in (run.run_dir / "ranks" / "start-1" / "rank-0.out").read_text()
+    # The one that was left was sent SIGTERM, and has not saved.
+    assert {int(step) % 10 for step in re.findall(r"saved \S+/step-(\d+)", run.said)} == {0}
+    assert run.losses() == undisturbed
 
-    disturbed = Run(directory, "disturbed")
-    disturbed.until_step(110)
-    os.kill(disturbed.ranks()["1"], signal.SIGTERM)  # one rank alone is told to stop
-    assert disturbed.end() == 143, disturbed.said
-    assert "starting all ranks again" not in disturbed.said
-    assert (disturbed.run_dir / "checkpoints" / f"step-{len(disturbed.losses())}").is_dir()
 
-    disturbed = Run(directory, "disturbed")
-    disturbed.until_step(len(undisturbed.losses()) - 20)
-    os.kill(disturbed.ranks()["0"], signal.SIGKILL)
-    assert disturbed.end() == 0, disturbed.said
-    assert disturbed.losses() == undisturbed.losses()
-    assert len(disturbed.losses()) == 150
+def test_all_ranks_stop_together_and_are_not_started_again(directory: Path, undisturbed: list[str]):
+    run = Run(directory, "stopped")
+    run.until_step(15)
+    os.kill(run.ranks()[choice("01")], signal.SIGTERM)  # one rank alone is told to stop
+    assert run.end() == 143, run.said
+    assert (run.run_dir / "ranks" / "stopped-by").read_text() == "15"  # and ended with 0
+    assert run.newest() == len(run.losses()) >= 15
+
+    run = Run(directory, "stopped", terminal=True)
+    run.until_step(40)
+    os.write(run.keyboard, b"\x03")
+    assert run.end() == 130, run.said
+    assert run.newest() == len(run.losses()) >= 40
+
+    run = Run(directory, "stopped")
+    run.until_step(65)
+    run.process.kill()  # the launcher: its ranks save, and leave by themselves
+    run.wait_for_the_rest()
+    assert run.newest() == len(run.losses()) >= 65
+
+    run = Run(directory, "stopped", terminal=True)
+    run.until_step(90)
+    for rank in run.ranks().values():
+        os.kill(rank, signal.SIGSTOP)  # they cannot even take the first one
+    os.write(run.keyboard, b"\x03")
+    time.sleep(0.7)  # sooner it would be the first one again
+    os.write(run.keyboard, b"\x03")
+    asked = time.monotonic()
+    assert run.end() == 130, run.said
+    assert time.monotonic() - asked < 10
+    assert "SIGINT again: leaving at once" in run.said
+    assert "failed first" not in run.said
+    losses = run.losses()
+    assert losses == undisturbed[: len(losses)]
+
+
+def test_a_sigterm_after_another_ranks_death_ends_a_rank_wherever_it_waits():
+    waits = """
+import os, signal, time
+from tputrain import device
+from tputrain.parallel.agreement import AgreedSignals
+device.failure_of_ranks = lambda: "rank 1 has ended"
+with AgreedSignals() as signals, signals.raised_at_the_end():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    began = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'backend'}:{ROOT}"}
+    ended = subprocess.run([sys.executable, "-c", waits], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 143
+    assert time.monotonic() - began < 50
+    assert "SIGTERM: rank 1 has ended: leaving without saving" in ended.stderr
+
+
+class Rehearsed(launch.Launcher):
+    """Ranks that end as they are told to: by exit code, and steps done."""
+
+    def __init__(self, directory: Path, *ends: tuple[int, int | None], restarts: int = 3):
+        super().__init__(
+            ParallelConfig(shard=2, processes=2, restarts=restarts), directory, [], [], self.saved
+        )
+        self.ends = list(ends)
+        self.num_started = 0
+
+    def saved(self) -> int:
+        return 10
+
+    def _run_ranks(self, arguments, signals):
+        code, self.step = self.ends[self.num_started]
+        self.num_started += 1
+        (self._logs / "stopped-by").write_text("15" if code == 0 and self.step == 7 else "")
+        return (ProcessFailure(1, 7, code, "") if code else None), 7
+
+    def _failed_at(self, first_pid):
+        return self.step
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "num_started", "said"),
+    [
+        ([(1, 12), (1, 13), (0, None)], 0, 3, "(restart 2 of 3)"),
+        ([(1, 12), (1, 13), (1, 14), (1, 15)], 1, 4, "not started again: parallel.restarts=3"),
+        ([(1, 12), (1, 12)], 1, 2, "not started again: it failed after step 12 the last time, too"),
+        ([(1, None), (1, None)], 1, 2, "not started again: it failed before its first step the last"),
+        ([(-9, -1), (-9, -1), (0, None)], 0, 3, "from the checkpoint of step 10 (restart 2 of 3)"),
+        ([(2, 12)], 2, 1, "rank 1 failed first: exit code 2; what it said: "),
+        ([(143, 12)], 143, 1, ""),
+        ([(-15, 12)], 143, 1, ""),
+        ([(0, 7)], 143, 1, ""),
+    ],
+)
+def test_restarts_are_bounded_and_some_failures_have_none(
+    tmp_path: Path, capfd, ends: list[tuple[int, int | None]], code: int, num_started: int, said: str
+):
+    launcher = Rehearsed(tmp_path, *ends)
+    assert launcher.run() == code
+    assert launcher.num_started == num_started
+    told = capfd.readouterr().err
+    assert said in told if said else not told
+
+
+def test_a_rank_ends_with_0_towards_an_agent_after_a_stop(monkeypatch):
+    for name in ("TORCHELASTIC_RUN_ID", "TPUTRAIN_STOPPED_BY"):
+        monkeypatch.delenv(name, raising=False)
+    assert exit_code_of_stop(signal.SIGTERM) == 143
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    assert exit_code_of_stop(signal.SIGTERM) == 0
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(directory: Path):

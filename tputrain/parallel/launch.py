@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -102,7 +102,9 @@ class Launcher:
             place = newest, self._failed_at(first_pid)
             if place == place_before:
                 where = "before its first step" if place[1] is None else f"after step {place[1]}"
-                return _tell(failure, self._logs, f"; not started again: it failed {where} the last time, too")
+                return _tell(
+                    failure, self._logs, f"; not started again: it failed {where} the last time, too"
+                )
             # A rank that was killed says nothing of its step. It may well be another one the next time.
             place_before = None if place[1] == _UNKNOWN else place
             logs = self._set_logs_aside(number + 1)
@@ -112,9 +114,7 @@ class Launcher:
             arguments = self._arguments_again
         raise AssertionError("the last start returns")
 
-    def _run_ranks(
-        self, arguments: Sequence[str], signals: "_Signals"
-    ) -> tuple[ProcessFailure | None, int]:
+    def _run_ranks(self, arguments: Sequence[str], signals: "_Signals") -> tuple[ProcessFailure | None, int]:
         """Start them and wait until all have ended; the first failure, if any, and the first rank's pid."""
         (self._logs / _STOPPED).write_text("", encoding="ascii")
         # Ranks meet in a store that outlives each of them.
@@ -125,7 +125,7 @@ class Launcher:
         context = start_processes(
             name="",
             entrypoint=sys.executable,
-            args={rank: ("-u", "-m", "tputrain", *arguments) for rank in ranks},
+            args=dict.fromkeys(ranks, ("-u", "-m", "tputrain", *arguments)),
             envs={rank: self._environment(rank, store.port) for rank in ranks},
             logs_specs=_RankLogs(self._logs),
             log_line_prefixes=dict.fromkeys(ranks, ""),
