@@ -192,7 +192,7 @@ def test_a_sigterm_after_another_ranks_death_ends_a_rank_wherever_it_waits():
 import os, signal, time
 from tputrain import device
 from tputrain.parallel.agreement import AgreedSignals
-device.failure_of_ranks = lambda: "rank 1 has ended"
+device.failure_of_peers = lambda seconds: "rank 1 has ended"
 with AgreedSignals() as signals, signals.raised_at_the_end():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
@@ -265,3 +265,4 @@ def test_a_mistake_is_one_line_and_exit_code_2(directory: Path):
     assert run.end() == 2, run.said
     expected = r"tputrain: rank [01] failed first: UserError: device=cpu: expected tpu with 2 processes"
     assert re.search(expected, run.said), run.said
+    assert "starting all ranks again" not in run.said
