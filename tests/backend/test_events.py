@@ -106,6 +106,25 @@ def test_an_event_outlives_the_tensors_it_stands_for():
     assert weight.sum().item() == pytest.approx(512, rel=1e-3)
 
 
+def test_asking_for_an_event_whose_results_are_gone_does_not_wait():
+    matrix = torch.full((768, 768), 1.0 / 768, device="tpu")
+    event = torch.tpu.Event()
+    for attempt in range(2):  # the first one compiles
+        result = matrix
+        for _ in range(60):
+            result = result @ matrix
+        event.record()
+        torch.tpu.flush()
+        del result
+        queried = event.query()
+        if attempt == 0:
+            event.synchronize()
+    assert not queried, "60 matrix products were done at once"
+    deadline = time.perf_counter() + 60
+    while not event.query():
+        assert time.perf_counter() < deadline
+
+
 ASKS = {
     "query": lambda event: event.query(),
     "synchronize": lambda event: event.synchronize(),

@@ -523,7 +523,10 @@ bool Stream::done(size_t num_launched) {
   for (const auto& launch : programs_.launched(num_launched)) {
     const ValuePtr value = launch.output.lock();
     if (!value) {
-      pybind11::handle(launch.token.get()).attr("block_until_ready")();
+      const auto waiter = pybind11::module_::import("tpu_backend.runtime.waiter");
+      if (!waiter.attr("is_done")(pybind11::handle(launch.token.get())).cast<bool>()) {
+        return false;
+      }
       continue;
     }
     if (value->array == nullptr) { // dropped, see Link: only asked for inside a turn
