@@ -305,14 +305,13 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     // Between collectives of their own ranks may run different programs.
     const bool is_alone = op.is_collective && !stream.sink()->joins_collectives();
     if (is_alone) {
-      stream.cut();
+      stream.cut_all(); // with nothing pending the lock is kept until the collective is detached
     }
     stream.append(*signature, call, {buffers.data(), buffers.size()}, std::move(place));
-    if (is_alone && !cuts_after_each_op()) {
-      stream.cut();
-    }
     if (cuts_after_each_op()) {
       stream.cut_after(*signature, {buffers.data(), buffers.size()});
+    } else if (is_alone) {
+      stream.cut();
     }
   }
   if (op.is_foreach) {
