@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from tpu_backend.lowering.collectives import NAMESPACE
 from tpu_backend.untraced import untraced
 
 
 @cache
 def register() -> Library:
     """Define them, for the life of the process.  Idempotent."""
-    library = Library("tpu_collective", "FRAGMENT")
+    library = Library(NAMESPACE, "FRAGMENT")
     for schema, infer in _OPERATORS.items():
         library.define(schema)
         library.impl(schema.partition("(")[0], untraced(infer), "Meta")

@@ -21,7 +21,7 @@ from jax._src.core import extend_axis_env_nd
 from tpu_backend.lowering.registry import lowering
 
 AXIS = "ranks"
-NAMESPACE = "tpu_collective::"
+NAMESPACE = "tpu_collective"
 
 
 @contextmanager
@@ -69,14 +69,14 @@ def _reduced(value: jax.Array, reduce: str, axis: Any) -> jax.Array:
     return functools.reduce(combiners[reduce], [every[rank] for rank in range(every.shape[0])])
 
 
-@lowering("tpu_collective::all_reduce")
+@lowering(f"{NAMESPACE}::all_reduce")
 def all_reduce(self, reduce, ranks):
     if self.dtype == jnp.bool_:  # as numbers, of which anything but 0 is true
         return _reduced(self.astype(jnp.int32), reduce, _axis(ranks)) != 0
     return _reduced(self, reduce, _axis(ranks))
 
 
-@lowering("tpu_collective::all_gather")
+@lowering(f"{NAMESPACE}::all_gather")
 def all_gather(self, ranks):
     if self.ndim == 0:
         self = self[None]
@@ -95,7 +95,7 @@ def _reduce_scatter_by_exchange(self, reduce, ranks):
     return combine(mine, 0)
 
 
-@lowering("tpu_collective::reduce_scatter", on={"cpu": _reduce_scatter_by_exchange})
+@lowering(f"{NAMESPACE}::reduce_scatter", on={"cpu": _reduce_scatter_by_exchange})
 def reduce_scatter(self, reduce, ranks):
     if reduce in ("sum", "avg"):
         result = lax.psum_scatter(self, _axis(ranks), tiled=True)
@@ -103,7 +103,7 @@ def reduce_scatter(self, reduce, ranks):
     return _reduce_scatter_by_exchange(self, reduce, ranks)
 
 
-@lowering("tpu_collective::all_to_all")
+@lowering(f"{NAMESPACE}::all_to_all")
 def all_to_all(self, ranks):
     return lax.all_to_all(self, _axis(ranks), 0, 0, tiled=True)
 
@@ -126,14 +126,14 @@ def _of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype)
 
 
-@lowering("tpu_collective::broadcast")
+@lowering(f"{NAMESPACE}::broadcast")
 def broadcast(self, root, ranks):
     """To the bit: -0.0 and a NaN's payload arrive as they are."""
     mine = jnp.where(lax.axis_index(_axis(ranks)) == root, _bits(self), 0)
     return _of_bits(lax.psum(mine, _axis(ranks)), self.dtype)
 
 
-@lowering("tpu_collective::send_receive")
+@lowering(f"{NAMESPACE}::send_receive")
 def send_receive(self, ranks):
     """From the first rank to the second, which gives a tensor of the same form."""
     return lax.ppermute(self, _axis(ranks), [(0, 1)])

@@ -18,6 +18,7 @@ with importing():
     from tpu_backend import _C, composite, data_dependent, environment
     from tpu_backend.distributed import ending, operators, peers, start, waiting
     from tpu_backend.lowering import names, registry
+    from tpu_backend.lowering.collectives import NAMESPACE
     from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
     from tpu_backend.runtime.debug import after_debug_op
     from tpu_backend.runtime.memory import describe_shortage
@@ -37,7 +38,7 @@ def lowered_ops() -> list[tuple[str, str, list[str], list[str], list[str], int, 
     """
     ops = []
     served = [(f"aten::{overload}", table_name) for overload, table_name in names.recordable_overloads()]
-    own = [(name, name) for name in registry.TABLE if name.startswith(("tpu::", "tpu_collective::"))]
+    own = [(name, name) for name in registry.TABLE if name.startswith(("tpu::", f"{NAMESPACE}::"))]
     for overload, table_name in [*served, *own]:
         if overload in _STORAGE_OPS or torch._C._dispatch_has_kernel_for_dispatch_key(
             overload, "PrivateUse1"
