@@ -235,10 +235,10 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def(
       "make_process_group",
-      [](int rank, std::vector<int64_t> ranks, std::string name, double seconds) {
+      [](int rank, std::vector<int64_t> ranks, double seconds) {
         const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
         return c10::intrusive_ptr<c10d::Backend>(
-            c10::make_intrusive<tpu::ProcessGroup>(rank, std::move(ranks), std::move(name), timeout));
+            c10::make_intrusive<tpu::ProcessGroup>(rank, std::move(ranks), timeout));
       });
   m.def("stop_launcher", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.stop_launcher(); });
@@ -250,6 +250,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("wait_for_launches", [](int device) { // and for nothing that is only recorded
     const auto index = static_cast<c10::DeviceIndex>(device);
     tpu::Device::get().wait(index, tpu::Device::get().stream(index).num_launched());
+  });
+  m.def("are_launches_done", [](int device) {
+    const auto index = static_cast<c10::DeviceIndex>(device);
+    return tpu::Device::get().done(index, tpu::Device::get().stream(index).num_launched());
   });
   m.def("describe_signature", [](uint32_t id) {
     return py::reinterpret_steal<py::object>(tpu::describe_signature(id));

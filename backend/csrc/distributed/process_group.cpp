@@ -28,32 +28,32 @@ namespace recorded {
 
 template <class Schema>
 auto find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
+  return c10::Dispatcher::singleton().findSchemaOrThrow(c10::str("tpu_collective::", name).c_str(), "").typed<Schema>();
 }
 
 at::Tensor all_reduce(const at::Tensor& self, c10::string_view reduce, at::IntArrayRef ranks) {
-  static const auto op = find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("tpu_collective::all_reduce");
+  static const auto op = find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("all_reduce");
   return op.call(self, reduce, ranks);
 }
 at::Tensor all_gather(const at::Tensor& self, at::IntArrayRef ranks) {
-  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("tpu_collective::all_gather");
+  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("all_gather");
   return op.call(self, ranks);
 }
 at::Tensor reduce_scatter(const at::Tensor& self, c10::string_view reduce, at::IntArrayRef ranks) {
   static const auto op =
-      find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("tpu_collective::reduce_scatter");
+      find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("reduce_scatter");
   return op.call(self, reduce, ranks);
 }
 at::Tensor all_to_all(const at::Tensor& self, at::IntArrayRef ranks) {
-  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("tpu_collective::all_to_all");
+  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("all_to_all");
   return op.call(self, ranks);
 }
 at::Tensor broadcast(const at::Tensor& self, int64_t root, at::IntArrayRef ranks) {
-  static const auto op = find<at::Tensor(const at::Tensor&, int64_t, at::IntArrayRef)>("tpu_collective::broadcast");
+  static const auto op = find<at::Tensor(const at::Tensor&, int64_t, at::IntArrayRef)>("broadcast");
   return op.call(self, root, ranks);
 }
 at::Tensor send_receive(const at::Tensor& self, at::IntArrayRef ranks) {
-  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("tpu_collective::send_receive");
+  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("send_receive");
   return op.call(self, ranks);
 }
 
@@ -124,32 +124,17 @@ at::Tensor padded(const at::Tensor& tensor, int64_t length) {
 
 } // namespace
 
-Work::Work(
-    c10d::OpType op,
-    int rank,
-    std::vector<at::Tensor> results,
-    std::string group,
-    uint64_t number,
-    bool waits,
-    std::chrono::milliseconds timeout)
-    : c10d::Work(rank, op), results_(std::move(results)), group_(std::move(group)), number_(number), waits_(waits), timeout_(timeout) {
-  auto& stream = Device::get().stream(Device::get().current());
-  StreamLock lock(stream.mutex());
-  if (!results_.empty()) {
-    value_ = buffer_of(results_.front())->value;
-  }
-  launch_ = stream.num_launched();
-}
+Work::Work(c10d::OpType op, int rank, std::vector<at::Tensor> results, Call call, bool waits, std::chrono::milliseconds timeout)
+    : c10d::Work(rank, op),
+      results_(std::move(results)),
+      call_(std::move(call)),
+      waits_(waits),
+      timeout_(timeout),
+      position_(Device::get().mark(Device::get().current(), /*is_timed=*/false)) {}
 
 bool Work::isCompleted() {
-  py::gil_scoped_acquire gil;
-  auto& stream = Device::get().stream(Device::get().current());
-  StreamLock lock(stream.mutex());
-  if (!value_ || value_->error != nullptr) {
-    return true;
-  }
-  const py::handle array(value_->array);
-  return array.ptr() != nullptr && (array.attr("is_deleted")().cast<bool>() || array.attr("is_ready")().cast<bool>());
+  const auto device = Device::get().current();
+  return Device::get().done(device, Device::get().dispatch(device, *position_));
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
@@ -157,20 +142,23 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     return true;
   }
   const auto limit = timeout == kNoTimeout ? timeout_ : timeout;
-  py::gil_scoped_acquire gil;
-  const auto token = [&] {
+  std::shared_ptr<PyObject> token;
+  {
     auto& stream = Device::get().stream(Device::get().current());
     StreamLock lock(stream.mutex());
-    return stream.token_of(launch_);
-  }();
-  const auto described = c10::str(c10d::opTypeToString(retrieveOpType()), " of ranks ", group_);
+    if (position_->is_pending && stream.sink()->joins_collectives()) {
+      return true; // nothing of a region is launched before its end
+    }
+    token = stream.token_of(stream.dispatch(*position_));
+  }
+  py::gil_scoped_acquire gil;
   py::module_::import("tpu_backend.distributed.waiting")
       .attr("wait_for_call")(
           token == nullptr ? py::none() : py::reinterpret_borrow<py::object>(token.get()),
           std::chrono::duration<double>(limit).count(),
-          described,
-          group_,
-          number_);
+          c10::str(call_.text, " of ranks ", call_.group),
+          call_.group,
+          call_.number);
   return true;
 }
 
@@ -186,36 +174,56 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   return future_;
 }
 
-ProcessGroup::ProcessGroup(int rank, std::vector<int64_t> ranks, std::string name, std::chrono::milliseconds timeout)
+ProcessGroup::ProcessGroup(int rank, std::vector<int64_t> ranks, std::chrono::milliseconds timeout)
     : Backend(rank, static_cast<int>(ranks.size())),
       ranks_(std::move(ranks)),
-      name_(std::move(name)),
       options_(c10::make_intrusive<Options>("tpu", timeout)),
-      group_(c10::str(c10::Join(",", ranks_))) {}
+      last_call_{.group = c10::str(c10::Join(",", ranks_))} {}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(
+    const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& options) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  if (mine == ranks.end()) {
+    return nullptr;
+  }
+  std::vector<int64_t> in_world;
+  for (const int rank : ranks) {
+    in_world.push_back(ranks_.at(rank));
+  }
+  return c10::make_intrusive<ProcessGroup>(static_cast<int>(mine - ranks.begin()), std::move(in_world), options->timeout);
+}
+
+void ProcessGroup::abort() {
+  py::gil_scoped_acquire gil;
+  py::module_::import("tpu_backend.distributed.waiting").attr("abort")(last_call_.group);
+}
 
 void ProcessGroup::agree(const char* name, const at::Tensor& tensor, c10::string_view reduce, int64_t root) {
   auto call = c10::str(name, "(", c10::toString(tensor.scalar_type()), tensor.sizes(), reduce.empty() ? "" : ", ", reduce);
   if (root >= 0) {
     call += c10::str(", root ", root);
   }
-  num_collectives_ = agree(ranks_, call + ")");
+  last_call_ = agree(ranks_, call + ")");
 }
 
-uint64_t ProcessGroup::agree(const std::vector<int64_t>& ranks, const std::string& call) {
+Call ProcessGroup::agree(const std::vector<int64_t>& ranks, std::string text) {
   py::gil_scoped_acquire gil;
-  return py::module_::import("tpu_backend.distributed.agreement").attr("call")(ranks, call, std::chrono::duration<double>(options_->timeout).count()).cast<uint64_t>();
+  Call call{.group = c10::str(c10::Join(",", ranks)), .text = std::move(text)};
+  call.number = py::module_::import("tpu_backend.distributed.agreement")
+                    .attr("call")(call.group, call.text, std::chrono::duration<double>(options_->timeout).count())
+                    .cast<uint64_t>();
+  return call;
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::done(
+WorkPtr ProcessGroup::done(
     c10d::OpType op, std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool waits) {
-  return c10::make_intrusive<Work>(
-      op,
-      getRank(),
-      std::move(results),
-      group_,
-      num_collectives_,
-      waits,
-      timeout == c10d::kUnsetTimeout ? options_->timeout : timeout);
+  return done(op, std::move(results), last_call_, timeout, waits);
+}
+
+WorkPtr ProcessGroup::done(
+    c10d::OpType op, std::vector<at::Tensor> results, Call call, std::chrono::milliseconds timeout, bool waits) {
+  const auto limit = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+  return c10::make_intrusive<Work>(op, getRank(), std::move(results), std::move(call), waits, limit);
 }
 
 void ProcessGroup::reduce_into(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) {
@@ -225,7 +233,7 @@ void ProcessGroup::reduce_into(const at::Tensor& output, const at::Tensor& input
   }
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
+WorkPtr ProcessGroup::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& tensor = only(tensors);
   if (tensor.numel() != 0) {
@@ -235,13 +243,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& 
   return done(c10d::OpType::BROADCAST, tensors, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+WorkPtr ProcessGroup::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   reduce_into(only(tensors), tensors.front(), options.reduceOp);
   return done(c10d::OpType::ALLREDUCE, tensors, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
+WorkPtr ProcessGroup::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   for (const at::Tensor& tensor : tensors) {
@@ -251,7 +259,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
   return done(c10d::OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+WorkPtr ProcessGroup::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& tensor = only(tensors);
   if (tensor.numel() != 0) {
@@ -300,7 +308,7 @@ std::vector<at::Tensor> ProcessGroup::gather_uneven(const at::Tensor& input, con
   return parts;
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather(
+WorkPtr ProcessGroup::allgather(
     std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& input = only(inputs);
@@ -322,14 +330,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather(
   return done(c10d::OpType::ALLGATHER, parts, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::_allgather_base(
+WorkPtr ProcessGroup::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   gather_into(output, input);
   return done(c10d::OpType::_ALLGATHER_BASE, {output}, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
+WorkPtr ProcessGroup::allgather_into_tensor_coalesced(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -338,7 +346,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
   return done(c10d::OpType::ALLGATHER_COALESCED, outputs, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::gather(
+WorkPtr ProcessGroup::gather(
     std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::GatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& input = only(inputs);
@@ -357,7 +365,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::gather(
   return done(c10d::OpType::GATHER, results, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::scatter(
+WorkPtr ProcessGroup::scatter(
     std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& output = only(outputs);
@@ -393,7 +401,7 @@ void ProcessGroup::reduce_scatter_into(const at::Tensor& output, const at::Tenso
   output.copy_(recorded::reduce_scatter(whole, name_of(op), ranks_).view(output.sizes()));
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(
+WorkPtr ProcessGroup::reduce_scatter(
     std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& output = only(outputs);
@@ -421,14 +429,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(
   return done(c10d::OpType::REDUCE_SCATTER, outputs, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::_reduce_scatter_base(
+WorkPtr ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   reduce_scatter_into(output, input, options.reduceOp);
   return done(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
+WorkPtr ProcessGroup::reduce_scatter_tensor_coalesced(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -462,7 +470,7 @@ void ProcessGroup::exchange(const std::vector<at::Tensor>& outputs, const std::v
   }
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(
+WorkPtr ProcessGroup::alltoall_base(
     at::Tensor& output,
     at::Tensor& input,
     std::vector<int64_t>& output_splits,
@@ -496,7 +504,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(
   return done(c10d::OpType::ALLTOALL_BASE, {output}, options.timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::alltoall(
+WorkPtr ProcessGroup::alltoall(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllToAllOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   TORCH_CHECK_VALUE(
@@ -510,54 +518,56 @@ void ProcessGroup::startCoalescing() {
   is_coalescing_ = true;
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
+WorkPtr ProcessGroup::endCoalescing() {
   const at::AutoDispatchBelowADInplaceOrView guard;
   is_coalescing_ = false;
   auto transfers = std::exchange(transfers_, {});
   std::stable_sort(transfers.begin(), transfers.end(), [](const Transfer& some, const Transfer& other) {
     return std::pair(some.source, some.destination) < std::pair(other.source, other.destination);
   });
+  Call last = last_call_;
   for (const auto& transfer : transfers) {
-    launch(transfer);
+    last = launch(transfer);
   }
-  return done(c10d::OpType::COALESCED, std::exchange(coalesced_, {}), c10d::kUnsetTimeout);
+  return done(c10d::OpType::COALESCED, std::exchange(coalesced_, {}), std::move(last), c10d::kUnsetTimeout);
 }
 
-void ProcessGroup::launch(const Transfer& transfer) {
+Call ProcessGroup::launch(const Transfer& transfer) {
   if (transfer.tensor.numel() == 0) {
-    return;
+    return last_call_;
   }
   const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
   const at::Tensor& tensor = transfer.tensor;
-  agree(ends, c10::str("send_receive(", c10::toString(tensor.scalar_type()), tensor.sizes(), ")"));
+  auto call = agree(
+      ends, c10::str("send(", c10::toString(tensor.scalar_type()), tensor.sizes(), ", from rank ", ends[0], " to rank ", ends[1], ")"));
   const at::Tensor arrived = recorded::send_receive(transfer.tensor, ends);
   if (getRank() == transfer.destination) {
     transfer.tensor.copy_(arrived);
   }
+  return call;
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::transfer(Transfer transfer, c10d::OpType op) {
+WorkPtr ProcessGroup::transfer(Transfer transfer, c10d::OpType op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   TORCH_CHECK_VALUE(transfer.source != transfer.destination, "a rank cannot send to itself");
   const std::vector<at::Tensor> results{transfer.tensor};
-  if (is_coalescing_) {
-    coalesced_.push_back(transfer.tensor);
-    transfers_.push_back(std::move(transfer));
-  } else {
-    launch(transfer);
+  if (!is_coalescing_) {
+    return done(op, results, launch(transfer), c10d::kUnsetTimeout);
   }
-  return done(op, results, c10d::kUnsetTimeout);
+  coalesced_.push_back(transfer.tensor);
+  transfers_.push_back(std::move(transfer));
+  return done(op, results, c10d::kUnsetTimeout); // of no call yet: whoever coalesces waits for the end of it
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination, int) {
+WorkPtr ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination, int) {
   return transfer({only(tensors), getRank(), destination}, c10d::OpType::SEND);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source, int) {
+WorkPtr ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source, int) {
   return transfer({only(tensors), source, getRank()}, c10d::OpType::RECV);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {
+WorkPtr ProcessGroup::barrier(const c10d::BarrierOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor token = at::ones({1}, at::TensorOptions().device(at::Device(kDeviceType, Device::get().current())).dtype(at::kInt));
   reduce_into(token, token, c10d::ReduceOp::SUM);

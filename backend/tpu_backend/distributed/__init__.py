@@ -58,4 +58,4 @@ def _make_group(options: Any, backend_options: Any) -> Any:
     if not ranks:
         ranks = list(range(options.group_size))
         start.start(options.store, options.group_rank, options.group_size, seconds)
-    return _C.make_process_group(options.group_rank, ranks, options.group_id, seconds)
+    return _C.make_process_group(options.group_rank, ranks, seconds)

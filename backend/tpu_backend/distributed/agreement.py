@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 
 from tpu_backend.distributed import peers
 from tpu_backend.runtime.user_line import user_line
@@ -17,16 +16,16 @@ _numbers: Counter[str] = Counter()  # of calls, by group
 _last: dict[str, str] = {}  # call, by group
 
 
-def call(ranks: Sequence[int], text: str, seconds: float) -> int:
-    """This rank is about to make the next call of a group: `text` says op, dtype and shape. Its number.
+def call(group: str, text: str, seconds: float) -> int:
+    """This rank is about to make the next call of a group, "0,1,2": `text` says op, dtype and shape. Its
+    number.
 
     It waits for all ranks of the group where this call has not followed the last one before: a step that
     repeats waits for nobody. Raises RuntimeError as `Peers.agree` does.
     """
     world = peers.world
     assert world is not None
-    world.raise_failure()
-    group = ",".join(map(str, ranks))
+    world.raise_failure(group)
     _numbers[group] += 1
     step = group, _last.get(group, ""), text
     _last[group] = text

@@ -34,6 +34,7 @@ class Peers:
         self._changed = threading.Condition()
         self._known: dict[int, dict[str, Any]] = {}  # by rank: process and host
         self._failures: list[tuple[int | None, str]] = []  # the rank, if it is one rank's
+        self._aborted: dict[str, str] = {}  # by group: where this rank has aborted it
         self._left: set[int] = set()  # ranks whose process has ended
         self._agreed: dict[str, int] = {}  # by group: the last call that all its ranks are known to have made
         self._missing: dict[tuple[str, int], list[str]] = {}
@@ -54,11 +55,27 @@ class Peers:
             self._changed.wait_for(lambda: self._failures, seconds)
         return self.failure()
 
-    def raise_failure(self) -> None:
-        """Raise RuntimeError if something has come to light."""
+    def raise_failure(self, group: str) -> None:
+        """Raise RuntimeError if something has come to light, or this rank has aborted the group."""
         if (failure := self.failure()) is not None:
             self.has_raised = True
             raise RuntimeError(failure)
+        if (aborted := self._aborted.get(group)) is not None:
+            raise RuntimeError(aborted)
+
+    def abort(self, group: str, where: str) -> str:
+        """Refuse all calls of a group from here on, and end the waits for it; what they raise."""
+        with self._changed:
+            text = f"the group of ranks {group} was aborted by this rank, at {where}"
+            text = self._aborted.setdefault(group, text)
+            self._changed.notify_all()
+        with self._telling:
+            self._unconfirmed.pop(group, None)
+        return text
+
+    def aborted(self) -> str | None:
+        """What this rank has aborted last."""
+        return next(reversed(self._aborted.values()), None)
 
     def call(self, group: str, number: int, digest: str) -> None:
         """Tell of a collective that this group has called before; to be compared with the others'."""
@@ -96,11 +113,14 @@ class Peers:
 
     def _wait_until_agreed(self, group: str, number: int, what: str, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._agreed.get(group, 0) >= number or self._failures, seconds)
-        if self._agreed.get(group, 0) >= number and not self._failures:
-            return
-        self.has_raised = True
-        raise RuntimeError(self.failure() or f"{what}: {self.why_late(group, number, seconds)}")
+            is_over = self._changed.wait_for(
+                lambda: self._agreed.get(group, 0) >= number or self._failures or group in self._aborted,
+                seconds,
+            )
+        self.raise_failure(group)
+        if not is_over:
+            self.has_raised = True
+            raise RuntimeError(f"{what}: {self.why_late(group, number, seconds)}")
 
     def why_late(self, group: str, number: int, seconds: float) -> str:
         """Which ranks have not made this call."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, NoReturn
 
 import jax
 
+from tpu_backend import _C
 from tpu_backend.distributed import peers
+from tpu_backend.runtime import waiter
+from tpu_backend.runtime.user_line import user_line
 
 _LOOK = 0.05  # seconds between two looks at the other ranks
 _READ = "waiting for the device"
+_STUCK = 4.0  # seconds after an abort in which launches end, or the process does
 _GRACE = 1.0  # seconds in which a program that a peer has left ends by itself, or its cause comes to light
 
 
@@ -31,34 +38,25 @@ def wait_for_call(token: Any, seconds: float, description: str, group: str, numb
 
 
 def _watched(act: Callable[[], Any], seconds: float, what: str, why_late: Callable[[], str]) -> Any:
-    """What `act` gives, which a thread waits for: if it never comes, that thread is left behind."""
-    outcome: list[Any] = []
-    errors: list[Exception] = []
-    is_done = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.append(act())
-        except Exception as error:
-            errors.append(error)
-        is_done.set()
-
-    threading.Thread(target=run, name="tpu_wait", daemon=True).start()
+    """What `act` gives, which the waiter's thread calls."""
+    world = peers.world
+    assert world is not None
+    future = waiter.begin(act)
     begin, failed_at = time.monotonic(), 0.0
-    while not is_done.wait(_LOOK):
+    aborted_before = world.aborted()
+    while not wait([future], _LOOK).done:
         now = time.monotonic()
-        failure = None if peers.world is None else peers.world.failure()
-        if failure is not None:
+        failure, aborted = world.failure(), world.aborted()
+        if failure is not None or aborted != aborted_before:
             failed_at = failed_at or now
             if now - failed_at > _GRACE:
-                _fail("", failure)
+                _fail("", failure or str(aborted))
         if now - begin > seconds:
             _fail(what, why_late())
-    if errors and isinstance(errors[0], jax.errors.JaxRuntimeError):
-        _explain(errors[0], what)
-    if errors:
-        raise errors[0]
-    return outcome[0]
+    error = future.exception()
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        _explain(error, what)
+    return future.result()
 
 
 def _explain(error: Exception, what: str) -> NoReturn:
@@ -78,20 +76,42 @@ def _fail(what: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise RuntimeError(f"{what}: {why}" if what else why) from cause
 
 
-def watched(wait: Callable[..., Any]) -> Callable[..., Any]:
+def watched(act: Callable[..., Any]) -> Callable[..., Any]:
     """A wait for the device that also watches the other ranks, where there are any."""
 
     def waiting(*args: Any) -> Any:
         world = peers.world
         if world is None:
-            return wait(*args)
+            return act(*args)
+        world.confirm(world.timeout)
+        if isinstance(args[0], jax.Array) and args[0].is_ready():
+            return act(*args)
 
         def why_late() -> str:
             if world.last_call is None:
                 return f"not done after {world.timeout:.0f} s"
             return world.why_late(*world.last_call, world.timeout)
 
-        world.confirm(world.timeout)
-        return _watched(lambda: wait(*args), world.timeout, _READ, why_late)
+        return _watched(lambda: act(*args), world.timeout, _READ, why_late)
 
     return waiting
+
+
+def abort(group: str) -> None:
+    """Fail a group: who waits for the device hears so, and new calls are refused. If launches do not end
+    then, nothing else can stop them: the process ends.
+    """
+    assert peers.world is not None
+    text = peers.world.abort(group, user_line())
+
+    def end_if_stuck() -> None:
+        deadline = time.monotonic() + _STUCK
+        while not _C.are_launches_done(0):
+            if time.monotonic() > deadline:
+                print(f"tpu: this rank ends with 1: {text}, and the device is stuck", file=sys.stderr)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+            time.sleep(_LOOK)
+
+    threading.Thread(target=end_if_stuck, name="tpu_abort", daemon=True).start()

@@ -145,6 +145,46 @@ COLLECTIVES = """
             t = torch.full((2,), float(rank), device="tpu")
             dist.all_reduce(t, group=group)
             assert t.tolist() == [float(sum(members))] * 2
+    dist.group.WORLD.bound_device_id = torch.device("tpu", 0)
+    pair = dist.split_group(split_ranks=[[0, 1]])
+    if rank < 2:
+        t = torch.full((2,), float(rank + 1), device="tpu")
+        dist.all_reduce(t, group=pair)
+        assert t.tolist() == [3.0] * 2
+        assert (dist.get_rank(pair), dist.get_world_size(pair)) == (rank, 2)
+    else:
+        assert pair is None
+
+    a, b = torch.full((2,), 1.0, device="tpu"), torch.full((3, 2), float(rank), device="tpu")
+    with dist._coalescing_manager(device=torch.device("tpu")):
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    assert (a.tolist(), b.tolist()) == ([world] * 2, [[sum(range(world))] * 2] * 3)
+    dist.all_reduce_coalesced([a, b], ReduceOp.MAX)
+    assert a.tolist() == [world] * 2
+
+    import torch.distributed._functional_collectives as functional
+    everybody = dist.group.WORLD
+    def functionals(t):
+        rows = t.repeat(world, 1)
+        listed = [t, t + 1]
+        return [
+            functional.all_reduce(t, "sum", everybody),
+            functional.all_gather_tensor(t, 0, everybody),
+            functional.reduce_scatter_tensor(rows, "sum", 0, everybody),
+            functional.all_to_all_single(rows, None, None, everybody),
+            functional.broadcast(t, 1, everybody),
+            *functional.all_reduce_coalesced(listed, "max", everybody),
+            *functional.all_gather_into_tensor_coalesced(listed, everybody),
+        ]
+    same("functional collectives", functionals, random(2, 3))
+    rows = torch.full((2 * world, 3), float(rank), device="tpu")
+    mean = functional.reduce_scatter_tensor(rows, "avg", 0, everybody)
+    assert mean.tolist() == [[(world - 1) / 2] * 3] * 2
+    rows = torch.ones(world, device="tpu")
+    (part,) = functional.reduce_scatter_tensor_coalesced([rows], "sum", [0], everybody)
+    assert part.tolist() == [world]
+
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": each} for each in range(world)]
