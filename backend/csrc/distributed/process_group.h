@@ -16,7 +16,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 struct Call {
   std::string group; // its ranks: "0,1,2"
   uint64_t number{0}; // of the calls of these ranks
-  std::string text; // op, dtype, shape
+  std::string text{}; // op, dtype, shape
 };
 
 // A collective that was recorded.  Waiting for it orders the stream, as NCCL's does: what is recorded later comes later, and the
