@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup
+from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from tpu_backend.after_import import after_import
 from tpu_backend.distributed import grids, launched
@@ -29,6 +29,8 @@ def _register(c10d: ModuleType) -> None:
     if "tpu" in c10d.Backend.backend_list:
         return
     c10d.Backend.register_backend("tpu", _make_group, extended_api=True, devices=["tpu"])
+    if not hasattr(Backend, "options"):  # which split_group copies; None: the parent's own
+        Backend.options = None  # type: ignore[method-assign, assignment]
     c10d._new_process_group_helper = _with_default(c10d._new_process_group_helper)  # type: ignore[attr-defined]
 
 
