@@ -31,7 +31,7 @@ from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.padded import serving
 from tpu_backend.padded.executable import Plan, Resized
 from tpu_backend.padded.family import Lengthening
-from tpu_backend.runtime import ahead, compile_log, known_forms
+from tpu_backend.runtime import ahead, compile_log, described, known_forms
 from tpu_backend.runtime.causes import Cause, causes_of, remember
 from tpu_backend.runtime.chain import Chain, Link, planned, whole_link
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
@@ -207,6 +207,8 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
     Raises TimeoutError if `description` says that it may, and a thread compiles the program for longer than
     `_LONGEST_WAIT` after the first of these calls: the steps go on in parts.
     """
+    if described.here is not None:
+        return [whole_link(description, described.describe(description), "memory")]
     if description["in_parts"]:
         return _compile_chain(description)
     if description["may_time_out"]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from tpu_backend.distributed import grids
 from tpu_backend.lowering.collectives import AXIS, NAMESPACE
 from tpu_backend.lowering.platforms import lowered_for
+from tpu_backend.runtime import described
 from tpu_backend.runtime.platform import platform
 from tpu_backend.runtime.signature import summaries
 
@@ -53,31 +54,42 @@ class Target:
 
 @cache
 def target_of(index: int) -> Target:
-    """The device of this process with this index."""
+    """The device of this process with this index, or the chip that this process stands for."""
+    if described.here is not None:
+        return Target("tpu", described.here.devices[described.here.rank])
     chosen = platform()
     return Target(chosen.name, chosen.devices[index])
 
 
-def target_for(description: dict[str, Any]) -> Target:
-    """What a segment is compiled for: its device, or the mesh of the group of its collectives.
+def target_for(description: dict[str, Any], devices: tuple[Any, ...] | None = None) -> Target:
+    """What a segment is compiled for: its device, or the mesh of the group of its collectives. Of these
+    devices, one a rank, where they are given.
 
     Raises RuntimeError where it has collectives of groups that are not of one mesh.
     """
-    target = target_of(description["device"])
+    target, rank = target_of(description["device"]), 0
+    if described.here is not None:
+        rank = described.here.rank
+        devices = described.here.devices if devices is None else devices
+        target = replace(target, device=devices[rank])
     names = (entry for entry, _, _ in summaries(description["tape"]) if entry.name.startswith(NAMESPACE))
     groups = {tuple(entry.signature.ranks or ()) for entry in names}
     if not groups:
         return target
-    return _of_groups(target, frozenset(groups))
+    if devices is None:
+        rank = target.device.process_index
+        devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))  # each process has one
+    return _of_groups(target, frozenset(groups), rank, devices)
 
 
 @cache
-def _of_groups(target: Target, groups: frozenset[tuple[int, ...]]) -> Target:
-    by_rank = {device.process_index: device for device in jax.devices()}  # each process has one
+def _of_groups(
+    target: Target, groups: frozenset[tuple[int, ...]], own: int, by_rank: tuple[Any, ...]
+) -> Target:
     if len(groups) == 1:
         (ranks,) = groups
         return replace(target, mesh=Mesh(np.array([by_rank[rank] for rank in ranks]), (AXIS,)))
-    found = grids.grid_of(groups, target.device.process_index)
+    found = grids.grid_of(groups, own)
     if found is None:
         raise RuntimeError(
             f"a region has collectives of the groups {sorted(groups)}, and no single DeviceMesh contains "
