@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from tpu_backend import _C
 
@@ -53,7 +54,7 @@ def start(topology: str, rank: int = 0) -> None:
         raise ValueError(f"rank={rank}: {topology} has the ranks 0 to {len(devices) - 1}")
     described.here = described.Slice(topology, devices, rank)
     world.peers = AbsentPeers(rank, len(devices))  # type: ignore[assignment]
-    dist.init_process_group("tpu", store=dist.HashStore(), rank=rank, world_size=len(devices))
+    dist.init_process_group("tpu", store=HashStore(), rank=rank, world_size=len(devices))
 
 
 def recorded() -> list[dict[str, Any]]:

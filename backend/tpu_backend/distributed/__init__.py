@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from tpu_backend.after_import import after_import
-from tpu_backend.distributed import grids, launched
+from tpu_backend.distributed import fsdp, grids, launched
 
 
 def install() -> None:
@@ -23,6 +23,7 @@ def install() -> None:
     launched.mark()
     after_import("torch.distributed.distributed_c10d", _register)
     after_import("torch.distributed.device_mesh", grids.watch)
+    after_import("torch.distributed.fsdp._fully_shard._fsdp_collectives", fsdp.install)
 
 
 def _register(c10d: ModuleType) -> None:

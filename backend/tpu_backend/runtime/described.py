@@ -48,8 +48,8 @@ class NoArray:
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"a {self.dtype}{list(self.shape)} has no value here: programs are compiled ahead of time and not "
-            "run; leave out item(), print and what else reads a tensor"
+            f"a {self.dtype}{list(self.shape)} has no value here: programs are compiled ahead of time and "
+            "not run; leave out item(), print and what else reads a tensor"
         )
 
 

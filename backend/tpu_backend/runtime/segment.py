@@ -6,7 +6,7 @@ This is the cold path: it runs on a program-cache miss only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from tpu_backend.lowering.collectives import axis_of
 from tpu_backend.lowering.few_numbers import finds_few
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
-from tpu_backend.runtime import known_forms
+from tpu_backend.runtime import known_forms, packed
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 from tpu_backend.runtime.known_forms import Answer
 from tpu_backend.runtime.lists import list_length, with_unlike_elements
@@ -87,8 +87,8 @@ def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
 
 
 def replay(
-    entry: Signature, links: Iterator[int], values: dict[int, jax.Array], numbers: Numbers
-) -> list[jax.Array]:
+    entry: Signature, links: Iterator[int], values: Mapping[int, packed.Value], numbers: Numbers
+) -> list[packed.Value]:
     """Run one entry on the values so far; returns the new value of each output that is not skipped."""
     written_views: dict[tuple[int, int], tuple[views.Geometry, Any]] = {}
 
@@ -107,16 +107,17 @@ def replay(
             written_views[position, element] = (geometry, traced)
         if not value.reads:
             return None
-        base = values[next(links)]
-        array = base if geometry is None else views.read(base, geometry, traced)
-        return decode(array, TORCH_DTYPES[value.dtype])
+        array = packed.read(values[next(links)], geometry, traced)
+        if isinstance(array, packed.Packed) and array.is_of(value.dtype):
+            return array  # nothing is encoded
+        return decode(packed.whole(array), TORCH_DTYPES[value.dtype])
 
     evaluated = [(argument, evaluate(argument.value, i)) for i, argument in enumerate(entry.arguments)]
     first = entry.outputs[0]
     if entry.overload == "zeros":
-        return [jnp.zeros(first.layout_dims, stored_dtype(first.layout_dtype))]
+        return [packed.zeros(first.layout_dims, stored_dtype(first.layout_dtype))]
     if entry.overload == "resize":
-        return [_resize(evaluated[0][1], first.layout_dims[0])]
+        return [_resize(packed.whole(evaluated[0][1]), first.layout_dims[0])]
 
     args = [value for argument, value in evaluated if not argument.is_out and not argument.kwarg_only]
     kwargs = {
@@ -124,6 +125,14 @@ def replay(
         for argument, value in evaluated
         if not argument.is_out and argument.kwarg_only and argument.name not in _DROPPED
     }
+    if (of_parts := packed.apply(entry, args, kwargs)) is not None:
+        if not first.partial:
+            return [of_parts]
+        base = values[next(links)]
+        geometry, traced = written_views[first.written_arg, first.element]
+        return [packed.write(base, geometry, of_parts, traced)]
+    args = packed.whole(args)
+    kwargs = {name: packed.whole(value) for name, value in kwargs.items()}
     lowering, key = registry.TABLE[entry.name], None
     if entry.random:
         seed, offset = numbers.integer(), numbers.integer()
@@ -133,7 +142,7 @@ def replay(
     results = registry.apply(
         lowering, args, kwargs, tuple(o.computed for o in entry.outputs), entry.compute_dtype, key
     )
-    new_values = []
+    new_values: list[packed.Value] = []
     for output, result in zip(entry.outputs, results, strict=True):
         if output.skip or result is None:
             continue
@@ -143,7 +152,7 @@ def replay(
         if output.partial:
             base = values[next(links)]
             geometry, traced = written_views[output.written_arg, output.element]
-            new_values.append(views.write(base, geometry, value, traced))
+            new_values.append(packed.write(base, geometry, value, traced))
             continue
         order = views.memory_order(output.sizes, output.strides)
         assert order is not None
@@ -220,7 +229,7 @@ def trace_entry(
         with collect_bounds_checks() as collected:
             results = replay(entry, iter(range(len(bases))), values, given)
         bounds_checks[:] = collected.made
-        return [*results, *collected.out_of_range]
+        return [*packed.whole(results), *collected.out_of_range]
 
     ranks = entry.ranks
     in_group = nullcontext() if ranks is None else axis_of(ranks)
@@ -368,7 +377,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
     has_integers = num_integers > 0 or any(offset_is_input)
 
     def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        values = dict(zip(inputs, arguments))
+        values: dict[int, packed.Value] = dict(zip(inputs, arguments))
         rest = iter(arguments[len(inputs) :])
         floats = next(rest) if packs[0] else None
         doubles = next(rest) if packs[1] else None
@@ -390,7 +399,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
                     for value in replay(entry, iter(links), values, numbers):
                         values[next(fresh)] = value
         bounds_checks[:] = collected.made
-        results = tuple(values[output] for output in outputs)
+        results = tuple(packed.whole(values[output]) for output in outputs)
         return (*results, jnp.stack(collected.out_of_range)) if bounds_checks else results
 
     return run

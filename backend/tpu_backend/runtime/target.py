@@ -78,7 +78,9 @@ def target_for(description: dict[str, Any], devices: tuple[Any, ...] | None = No
         return target
     if devices is None:
         rank = target.device.process_index
-        devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))  # each process has one
+        devices = tuple(
+            sorted(jax.devices(), key=lambda device: device.process_index)
+        )  # each process has one
     return _of_groups(target, frozenset(groups), rank, devices)
 
 
