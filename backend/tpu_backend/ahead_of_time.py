@@ -40,7 +40,7 @@ def start(topology: str, rank: int = 0) -> None:
     Raises RuntimeError if the device or a process group was used before, or if libtpu is not installed;
     ValueError for an unknown topology, or a rank outside it.
     """
-    from tpu_backend.distributed import start as world
+    from tpu_backend.distributed import peers
     from tpu_backend.distributed.absent import AbsentPeers
     from tpu_backend.runtime import described
 
@@ -53,7 +53,7 @@ def start(topology: str, rank: int = 0) -> None:
     if not 0 <= rank < len(devices):
         raise ValueError(f"rank={rank}: {topology} has the ranks 0 to {len(devices) - 1}")
     described.here = described.Slice(topology, devices, rank)
-    world.peers = AbsentPeers(rank, len(devices))  # type: ignore[assignment]
+    peers.world = AbsentPeers(rank, len(devices))  # type: ignore[assignment]
     dist.init_process_group("tpu", store=HashStore(), rank=rank, world_size=len(devices))
 
 
@@ -71,7 +71,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def compile_for(topology: str, segment: dict[str, Any], options: Mapping[str, Any] | None = None) -> Any:
-    """A recorded segment, compiled for the chips of a topology: a `jax.stages.Compiled`, which cannot run here.
+    """A recorded segment for the chips of a topology: a `jax.stages.Compiled`, which cannot run here.
 
     `options` are the compiler's, by name. Raises ValueError if the topology has another number of chips than
     the one that it was recorded for, and what JAX raises if it does not compile.

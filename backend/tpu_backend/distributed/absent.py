@@ -8,13 +8,22 @@ class AbsentPeers:
 
     timeout = 60.0
     last_call: tuple[str, int] | None = None
-    has_failed = False
+    has_raised = has_failed = False
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
 
     def failure(self) -> None:
         return None
+
+    def raise_failure(self) -> None:
+        pass
+
+    def publish(self, error: str) -> None:
+        pass
+
+    def say_farewell(self) -> None:
+        pass
 
     def call(self, group: str, number: int, digest: str) -> None:
         pass
