@@ -703,7 +703,7 @@ class Trainer:
             )
         if not self.resume():
             torch.manual_seed(self.cfg.seed)
-            rng.seed_rank(self.device, self.cfg.seed, self.world.rank)
+            rng.seed_rank(self.device, self.cfg.seed, self.world.data_rank)
             if self.step == 0:
                 self.evaluation_weights.begin(0)
         self._is_of_run = True
@@ -717,7 +717,7 @@ class Trainer:
                 f"note: the checkpoint was made by {len(states)} rank{'s' * (len(states) > 1)} and is loaded "
                 f"by {self.world.size}: random numbers on the devices (dropout) go on otherwise"
             )
-            rng.seed_rank(self.device, self.cfg.seed + self.step + 1, self.world.rank)
+            rng.seed_rank(self.device, self.cfg.seed + self.step + 1, self.world.data_rank)
 
     def _go_on_here(self, store: CheckpointStore) -> None:
         """Have the run directory go on from this Trainer's state: what was saved after it is set aside."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tputrain import RunConfig, Trainer, TrainerConfig
 from tputrain.batches import IGNORED_LABEL
@@ -55,10 +56,11 @@ def begin_from(source: Path, run_dir: Path) -> None:
     shutil.rmtree(run_dir / "checkpoints" / "step-20")
 
 
-def train(run_dir: Path | str, device: str, **parallel: int) -> Trainer:
+def train(run_dir: Path | str, device: str, model: nn.Module | None = None, **parallel: Any) -> Trainer:
     """Twenty steps, with checkpoints and evaluations in the beginning, the middle and the end."""
-    model = Llama(SHAPE)
-    initialize(model, 0)
+    if model is None:
+        model = Llama(SHAPE)
+        initialize(model, 0)
     cfg = RunConfig(
         device=device,
         run_dir=str(run_dir),

@@ -79,7 +79,8 @@ def is_distributed(tensor: Tensor) -> bool:
 
 def _by_rows(tensor: Any) -> Any:
     """The same with every dimension of the mesh that divides it dividing its rows."""
-    if all(each.is_replicate() or each.is_shard(0) for each in tensor.placements):
+    # FSDP's cut of rows that tensor parallelism has cut is no `Shard`, but it has its `dim`.
+    if all(each.is_replicate() or each.dim == 0 for each in tensor.placements):
         return tensor
     from torch.distributed.tensor import Shard
 
@@ -102,6 +103,9 @@ def _num_parts(tensor: Any) -> int:
 
 
 def _is_first_replica(tensor: Any) -> bool:
+    # A part of the ranks may have all of the tensor, and each other part of them, too (tensor parallelism).
+    if not (tensor.device_mesh.mesh == 0).any():
+        return False
     coordinates = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     return all(index == 0 for index, placement in coordinates if placement.is_replicate())
 

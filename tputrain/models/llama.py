@@ -156,11 +156,24 @@ class Llama(nn.Module):
         to earlier ones with its own `document_ids` (default: to all earlier ones).
         """
         hidden = self.model(input_ids, position_ids, document_ids)
-        logits = F.linear(hidden, self.output_weight)
+        logits = F.linear(hidden, self.output_weight) if self.lm_head is None else self.lm_head(hidden)
         if labels is None:
             return logits
         loss = next_token_loss(logits, labels)
         return {"loss": loss, "logits": logits} if self.gives_logits_with_loss else loss
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism cuts the modules, by patterns of their names (parallel.tensor)."""
+        layers = {
+            **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+            **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise"),
+        }
+        plan = {f"model.layers.*.{name}": style for name, style in layers.items()}
+        if self.lm_head is not None:
+            plan |= {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+        return plan
 
     @property
     def output_weight(self) -> Tensor:
@@ -263,7 +276,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.num_groups, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = _linear(config.hidden_size, query_size)
@@ -273,10 +286,12 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
         B, S, _ = hidden.shape
-        K, D = self.num_groups, self.head_dim
+        D = self.head_dim
+        # H and K are what a rank has: with tensor parallelism a part of the model's.
         query = self.q_proj(hidden).view(B, S, -1, D).transpose(1, 2)  # (B, H, S, D)
-        key = self.k_proj(hidden).view(B, S, K, D).transpose(1, 2)  # (B, K, S, D)
-        value = self.v_proj(hidden).view(B, S, K, D).transpose(1, 2)
+        key = self.k_proj(hidden).view(B, S, -1, D).transpose(1, 2)  # (B, K, S, D)
+        value = self.v_proj(hidden).view(B, S, -1, D).transpose(1, 2)
+        K = key.shape[1]
         query, key = rotate(query, rotation), rotate(key, rotation)
         # The G query heads of a group share its keys: laid under each other as rows of one matrix they need
         # no copies of the keys.

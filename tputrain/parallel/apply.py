@@ -1,22 +1,32 @@
 """How a model is laid out over ranks. It knows no model by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Lay out `model` over `mesh` (replicate, shard), in place: its parameters become DTensors.
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> None:
+    """Lay out `model` over `mesh` (replicate, shard, and tensor if there is more than one), in place.
 
-    Tensor parallelism would come first, on the whole matrices. Activation checkpointing is the model's own
-    (model.activation_checkpointing) and is inside a block already.
+    Its parameters become DTensors. `plan`: ParallelConfig.plan.
     """
+    # 1. Tensor parallelism, on the whole matrices.
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        from tputrain.parallel.tensor_plan import parallelise_layers
+
+        parallelise_layers(model, mesh["tensor"], plan)
+    # 2. Activation checkpointing is the model's own (model.activation_checkpointing), inside a block already.
+    # 3. A block is compiled by nobody: execution.train=compile is refused, and a step is one program anyway.
+    # 4. FSDP, of what a tensor rank has. Also among one data rank: there, too, it brings gradients into the
+    # layout of their parameters.
+    data = mesh["replicate", "shard"]
     for block in blocks(model):
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=data)
     # Resharded after the forward pass, too: outside of a pass the parameters are always the sharded ones.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=data, reshard_after_forward=True)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:

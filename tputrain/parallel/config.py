@@ -1,11 +1,64 @@
 """How a run is laid out over many devices."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any, NamedTuple
 
-from tputrain.config_checks import expect, expect_at_least, spelled
+from tputrain.config_checks import expect, expect_at_least, nearest, spelled
 
 DEGREES = ("replicate", "shard", "tensor", "context")
+
+
+class TensorRule(NamedTuple):
+    """How tensor parallelism treats a module: what it takes, computes with, and gives."""
+
+    style: str
+    """colwise: cut by outputs; rowwise: by inputs (an embedding: by entries); sequence: whole parameters on
+    a part of the sequence; parts: whole parameters on whatever part a rank has; whole: not at all."""
+    input: str | None = None
+    """Layout of the input: replicate, sequence, features; None: the style's own."""
+    output: str | None = None
+
+    @classmethod
+    def of(cls, pattern: str, value: Any, source: str = "parallel.plan") -> "TensorRule":
+        """A rule as it is written: a style's name, or {style, input, output}."""
+        key = f"{source}.{pattern}"
+        if isinstance(value, str) and value in _RULES:
+            return _RULES[value]
+        styles = f"one of {', '.join(_RULES)}"
+        if not isinstance(value, Mapping):
+            hint = nearest(str(value), _RULES)
+            expect(False, key, value, f"{styles}{f'; did you mean {hint}?' if hint else ''}")
+        expect("style" in value and set(value) <= set(cls._fields), key, value, "{style, input, output}")
+        rule = cls(**value)
+        expect(rule.style in _RULES, f"{key}.style", rule.style, styles)
+        rule = _RULES[rule.style]._replace(**{name: each for name, each in value.items() if name != "style"})
+        for name in ("input", "output"):
+            layout = getattr(rule, name)
+            expect(layout is None or layout in _LAYOUTS, f"{key}.{name}", layout, f"one of {', '.join(_LAYOUTS)}")
+        takes_layouts = rule.style in ("colwise", "rowwise", "sequence") or rule[1:] == (None, None)
+        expect(takes_layouts, key, value, f"no input and no output with the style {rule.style}")
+        return rule
+
+
+_LAYOUTS = ("replicate", "sequence", "features")
+# The names of torch.distributed.tensor.parallel's styles in short, and what transformers calls them.
+_RULES = {
+    "colwise": TensorRule("colwise"),
+    "rowwise": TensorRule("rowwise"),
+    "sequence": TensorRule("sequence"),
+    "parts": TensorRule("parts"),
+    "whole": TensorRule("whole"),
+    "colwise_gather_output": TensorRule("colwise", output="replicate"),
+    "colwise_rep": TensorRule("colwise", output="replicate"),
+    "rowwise_split_input": TensorRule("rowwise", input="replicate"),
+    "rowwise_rep": TensorRule("rowwise", input="replicate"),
+    "embedding_rowwise": TensorRule("rowwise"),
+    "embedding_colwise": TensorRule("colwise", output="replicate"),
+    "replicated_with_grad_allreduce": TensorRule("parts"),
+    "replicate": TensorRule("whole"),
+}
 
 
 @dataclass(frozen=True)
@@ -17,13 +70,16 @@ class ParallelConfig:
     shard: int = 1
     """Parts of weights, gradients and optimizer state (FSDP); each rank takes a part of the batch."""
     tensor: int = 1
-    """Parts that a layer's matrices are cut into. Only 1 so far."""
+    """Parts that a layer's matrices are cut into, by `plan`; ranks that share a layer share a batch."""
     context: int = 1
     """Parts that a sequence is cut into. Only 1 so far."""
     processes: int = 1
     """Processes that `tputrain run` starts on this machine, one a device. A launcher's own number wins."""
     restarts: int = 3
     """How often `tputrain run` starts them again after one has failed. A launcher's own number wins."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """With tensor: by patterns of module names, a style (colwise, rowwise, sequence, parts, whole) or
+    {style, input, output}. Empty: the model's own, its attribute tp_plan."""
 
     def __post_init__(self) -> None:
         for key in DEGREES:
@@ -34,12 +90,8 @@ class ParallelConfig:
             expect(False, f"parallel.{rest[1]}", -1, f"a number: parallel.{rest[0]} is the rest already")
         expect_at_least("parallel.processes", self.processes, 1)
         expect_at_least("parallel.restarts", self.restarts, 0)
-        expect(
-            self.tensor == 1,
-            "parallel.tensor",
-            self.tensor,
-            "1: no model has a plan for cutting its layers yet; parallel.shard cuts the weights of any",
-        )
+        for pattern, rule in self.plan.items():
+            TensorRule.of(pattern, rule)
         expect(self.context == 1, "parallel.context", self.context, "1: sequences are not cut yet")
         if self.processes > 1:
             self.resolved(self.processes)

@@ -54,7 +54,7 @@ class World:
         return value
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a tensor on the device over all ranks. Nothing is read."""
+        """The sum of a tensor on the device over the parts of a batch. Nothing is read."""
         return value
 
     def largest(self, values: Sequence[int]) -> list[int]:
@@ -86,10 +86,12 @@ class Ranks(World):
         self._dist = dist
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         degrees = cfg.resolved(self.size)
-        names = ("replicate", "shard")
-        self._mesh = init_device_mesh("tpu", (degrees["replicate"], degrees["shard"]), mesh_dim_names=names)
-        # Without tensor and context parallelism each rank has a part of the batch of its own.
-        self.data_rank, self.data_size = self.rank, self.size
+        names = ("replicate", "shard", "tensor") if degrees["tensor"] > 1 else ("replicate", "shard")
+        sizes = tuple(degrees[name] for name in names)
+        self._mesh = init_device_mesh("tpu", sizes, mesh_dim_names=names)
+        self._plan = cfg.plan
+        # Ranks that share layers follow each other, and share their part of the batch.
+        self.data_rank, self.data_size = self.rank // degrees["tensor"], self.size // degrees["tensor"]
 
     def slices(self, batch: Batch, equal: bool) -> list[Batch]:
         return slices(batch, self.data_size, equal)
@@ -97,7 +99,7 @@ class Ranks(World):
     def parallelise(self, model: nn.Module) -> None:
         from tputrain.parallel.apply import apply_plan
 
-        apply_plan(model, self._mesh)
+        apply_plan(model, self._mesh, self._plan)
 
     def mean(self, value: Tensor) -> Tensor:
         mean = value.detach().clone()
@@ -106,7 +108,8 @@ class Ranks(World):
 
     def total(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
-        self._dist.all_reduce(total)
+        for name in ("replicate", "shard"):  # what tensor ranks have is one part of the batch
+            self._dist.all_reduce(total, group=self._mesh.get_group(name))
         return total
 
     def largest(self, values: Sequence[int]) -> list[int]:
