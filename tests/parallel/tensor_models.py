@@ -13,6 +13,7 @@ from tputrain.models.llama import Llama
 SHAPE = replace(
     small_run.SHAPE,
     vocab_size=62,
+    num_hidden_layers=1,
     num_attention_heads=4,
     num_key_value_heads=2,
     tie_word_embeddings=False,
@@ -42,7 +43,7 @@ def build(name: str) -> nn.Module:
             "vocab_size": 62,
             "hidden_size": 20,
             "intermediate_size": 30,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 6,

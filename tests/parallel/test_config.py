@@ -42,7 +42,13 @@ def test_the_rest_is_worked_out(degrees: dict[str, int], world_size: int, expect
         (["parallel.shard=-1", "parallel.replicate=-1"], "parallel.shard=-1: expected a number"),
         (["parallel.replicate=3", "parallel.shard=-1", "parallel.processes=4"], "replicate 3 x shard -1"),
         (["parallel.shard=0"], "parallel.shard=0: expected 1 or more, or -1"),
-        (["parallel.tensor=2"], "parallel.tensor=2: expected 1: no model has a plan"),
+        (["parallel.plan={'*.q_proj': colwize}"], "parallel.plan.*.q_proj=colwize: expected one of colwise"),
+        (
+            ["parallel.plan={'*.o_proj': {style: rowwise, output: heads}}"],
+            "parallel.plan.*.o_proj.output=heads: expected one of replicate, sequence, features",
+        ),
+        (["parallel.plan={'*.o_proj': {output: sequence}}"], "expected {style, input, output}"),
+        (["parallel.plan={'*.o_proj': {style: whole, output: sequence}}"], "no output with the style whole"),
         (["parallel.context=2"], "parallel.context=2: expected 1: sequences are not cut yet"),
         (
             ["parallel.shard=3", "parallel.processes=3"],

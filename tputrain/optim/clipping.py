@@ -33,7 +33,9 @@ def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
         gradients = [p.grad for p in alike if p.grad is not None]
         norm = nn.utils.get_total_norm([g.float() if g.dtype.itemsize == 2 else g for g in gradients])
         # Of parameters that ranks have parts of, each knows the norm of its own: this adds them up.
-        norms.append(norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm)
+        norms.append(
+            norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm
+        )
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

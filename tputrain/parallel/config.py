@@ -36,7 +36,9 @@ class TensorRule(NamedTuple):
         rule = _RULES[rule.style]._replace(**{name: each for name, each in value.items() if name != "style"})
         for name in ("input", "output"):
             layout = getattr(rule, name)
-            expect(layout is None or layout in _LAYOUTS, f"{key}.{name}", layout, f"one of {', '.join(_LAYOUTS)}")
+            expect(
+                layout is None or layout in _LAYOUTS, f"{key}.{name}", layout, f"one of {', '.join(_LAYOUTS)}"
+            )
         takes_layouts = rule.style in ("colwise", "rowwise", "sequence") or rule[1:] == (None, None)
         expect(takes_layouts, key, value, f"no input and no output with the style {rule.style}")
         return rule

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -61,8 +60,8 @@ def _rules(model: nn.Module, plan: Mapping[str, Any], degree: int) -> tuple[str,
     own = getattr(model, "tp_plan", None)
     if not own:
         raise UserError(
-            f"parallel.tensor={degree}: {type(model).__name__} has no plan for cutting its layers: expected an "
-            "attribute tp_plan, or parallel.plan, such as {'layers.*.q_proj': colwise, 'layers.*.o_proj': "
+            f"parallel.tensor={degree}: {type(model).__name__} has no plan for cutting its layers: expected "
+            "an attribute tp_plan, or parallel.plan, such as {'layers.*.q_proj': colwise, 'layers.*.o_proj': "
             "rowwise}; parallel.shard cuts the weights of any model"
         )
     source = f"the tp_plan of {type(model).__name__}"
@@ -90,13 +89,9 @@ def _check_divides(model: nn.Module, name: str, module: nn.Module, rule: TensorR
     expected = f"parallel.tensor={degree}: {name}"
     is_colwise = rule.style == "colwise"
     if isinstance(module, nn.Linear):
-        size, what = (
-            (module.out_features, "outputs") if is_colwise else (module.in_features, "inputs")
-        )
+        size, what = (module.out_features, "outputs") if is_colwise else (module.in_features, "inputs")
     elif isinstance(module, nn.Embedding):
-        size, what = (
-            (module.embedding_dim, "features") if is_colwise else (module.num_embeddings, "entries")
-        )
+        size, what = (module.embedding_dim, "features") if is_colwise else (module.num_embeddings, "entries")
     else:
         raise UserError(
             f"{expected} is a {type(module).__name__}: expected a Linear or an Embedding for the style "
@@ -106,9 +101,10 @@ def _check_divides(model: nn.Module, name: str, module: nn.Module, rule: TensorR
     if isinstance(module, nn.Linear) and isinstance(head_dim, int) and size % head_dim == 0:
         size, what = size // head_dim, f"heads of {head_dim}"
     if size % degree:
+        count = f"{size} {what}" if size > 1 else f"1 {what.replace('heads', 'head')}"
         raise UserError(
-            f"{expected} has {size} {what if size > 1 else what.replace('heads', 'head')}: expected a number that "
-            f"{degree} divides, another parallel.tensor, or a parallel.plan that leaves the module whole"
+            f"{expected} has {count}: expected a number that {degree} divides, "
+            "another parallel.tensor, or a parallel.plan that leaves the module whole"
         )
 
 
@@ -215,8 +211,8 @@ def _tie_again(owners: list[tuple[str, nn.Module, str]]) -> None:
     if any(each != layouts[0] for each in layouts):
         names = " and ".join(path for path, _, _ in owners)
         raise UserError(
-            f"parallel.plan: {names} share one weight, which their rules cut differently: expected rowwise for "
-            "an embedding with colwise for the output layer, or a rule for neither"
+            f"parallel.plan: {names} share one weight, which their rules cut differently: expected rowwise "
+            "for an embedding with colwise for the output layer, or a rule for neither"
         )
     for _, module, name in owners:
         module.register_parameter(name, first)
