@@ -56,7 +56,9 @@ def begin_from(source: Path, run_dir: Path) -> None:
     shutil.rmtree(run_dir / "checkpoints" / "step-20")
 
 
-def train(run_dir: Path | str, device: str, model: nn.Module | None = None, **parallel: Any) -> Trainer:
+def train(
+    run_dir: Path | str, device: str, model: nn.Module | None = None, accumulate: int = 2, **parallel: Any
+) -> Trainer:
     """Twenty steps, with checkpoints and evaluations in the beginning, the middle and the end."""
     if model is None:
         model = Llama(SHAPE)
@@ -65,7 +67,7 @@ def train(run_dir: Path | str, device: str, model: nn.Module | None = None, **pa
         device=device,
         run_dir=str(run_dir),
         trainer=TrainerConfig(
-            steps=20, accumulate=2, evaluate_every=10, max_grad_norm=0.5, metrics=["accuracy"]
+            steps=20, accumulate=accumulate, evaluate_every=10, max_grad_norm=0.5, metrics=["accuracy"]
         ),
         optim=OptimConfig(learning_rate=3e-3),
         checkpoint=CheckpointConfig(every=10, keep_last=9),
