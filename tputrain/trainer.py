@@ -43,6 +43,7 @@ from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
+from tputrain.models.meta import allocate, move
 from tputrain.next_batches import NextBatches, StepBatches
 from tputrain.nonfinite import BadSteps
 from tputrain.optim.clipping import clip_gradients
@@ -78,6 +79,10 @@ class Trainer:
     an `lr_scheduler` too; else both come from `cfg.optim` and `cfg.schedule`. `metrics` maps names to
     functions of (output, target), averaged over evaluations, beside those that `cfg.trainer.metrics` names.
     `tokenizer.save(directory)`, or `save_pretrained`, is called for every checkpoint.
+
+    The parameters of `model` may be on the meta device (`tputrain.models.parameters_on_meta`). Then each rank
+    holds no more than its part of them: `initialize(model)` gives them values in place, after they were
+    divided, and only if no checkpoint does.
 
     Raises UserError, one line, for what the caller can mend.
     """
@@ -118,19 +123,23 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger] = (),
         tokenizer: Any = None,
+        initialize: Callable[[nn.Module], None] | None = None,
     ):
-        check_arguments(model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers)
+        check_arguments(model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers, initialize)
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
         check_limits(self.world, cfg, model, optimizer)
         is_alone = self.world.size == 1
-        self.model = model.to(self.device)
+        self.model = model
+        move(model, self.device)
         self.execution = Execution(
             self.model, self.device, cfg.execution, lambda: self.step, cfg.trainer.steps
         )
         freeze(self.model, cfg.optim.freeze)
         self.world.parallelise(self.model)
+        allocate(self.model, self.device)
+        self._initialize = initialize  # until the model has values
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
         self.val_loader = val_loader
@@ -449,6 +458,7 @@ class Trainer:
         """Evaluate the model as it is: loss, metrics, seconds; of text, perplexity and bits per byte."""
         if self.val_loader is None:
             raise UserError("validate: the Trainer was given no val_loader")
+        self._give_values()
         result = self._evaluator.measure()
         assert result is not None, "only fit() watches for signals"
         return result
@@ -464,6 +474,7 @@ class Trainer:
         """
         if self.store is None:
             raise UserError("save: no run_dir was given, so there is nowhere to save to")
+        self._give_values()
         with ExitStack() as stack:
             if not self._owns_run:
                 stack.enter_context(self._owning_run())
@@ -621,6 +632,7 @@ class Trainer:
         """Take everything from the checkpoint at `path`, found whole, which people know by `name`."""
         state = contents.load_state(path)
         contents.load_model(self.model, path)
+        self._initialize = None
         self.evaluation_weights.begin(state["step"])
         contents.load_trained_weights(self.model, path)
         options = None if self._optimizer_is_given else progress_options(self.optimizer)
@@ -702,11 +714,19 @@ class Trainer:
                 "checkpoint.resume=auto to go on"
             )
         if not self.resume():
+            self._give_values()
             torch.manual_seed(self.cfg.seed)
             rng.seed_rank(self.device, self.cfg.seed, self.world.data_rank)
             if self.step == 0:
                 self.evaluation_weights.begin(0)
         self._is_of_run = True
+
+    def _give_values(self) -> None:
+        """Initial ones, where the model has none yet."""
+        if self._initialize is not None:
+            with announced("making initial values"):
+                self._initialize(self.model)
+            self._initialize = None
 
     def _take_own_rng(self, states: list[str | None]) -> None:
         """Each rank draws on its device from random numbers of its own; the host's are alike."""

@@ -15,6 +15,7 @@ from tputrain.config_checks import nearest
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Logger
 from tputrain.metrics.evaluation import MEASURED
+from tputrain.models.meta import is_on_meta
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
@@ -28,6 +29,7 @@ def check_arguments(
     metrics: Any,
     callbacks: Any,
     loggers: Any,
+    initialize: Any,
 ) -> None:
     """Raise UserError, one line, for the first of the Trainer's arguments that is of another kind."""
     _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
@@ -38,6 +40,15 @@ def check_arguments(
         "the module that was given to torch.compile, as checkpoints have its names; "
         "RunConfig(execution=ExecutionConfig(train='compile')) compiles it",
     )
+    if is_on_meta(model):
+        _expect(
+            callable(initialize),
+            "initialize",
+            initialize,
+            "a function that gives the model, whose parameters are on the meta device, values in place",
+        )
+    else:
+        _expect(initialize is None, "initialize", initialize, "None: the model has its values")
     _expect(
         isinstance(cfg, RunConfig),
         "cfg",

@@ -22,7 +22,7 @@ from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
-from tputrain.checkpoint.tensor_files import Layout, Part, TensorFiles, has_tensors
+from tputrain.checkpoint.tensor_files import Layout, Part, TensorFiles, TensorSpec, has_tensors
 from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
@@ -215,14 +215,19 @@ def load_optimizer(
             "resume with the optimizer the run was started with"
         )
     states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["values"].items()}
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+    unknown = sorted({*states, *(name.rpartition(".")[0] for name in files.names())} - numbers.keys())
+    if unknown:
+        raise UserError(f"{path}: it holds state of {unknown[0]!r}, which this optimizer does not train")
     parameters = dict(model.named_parameters())
     for full_name in files.names():
         name, _, key = full_name.rpartition(".")
-        states.setdefault(name, {})[key] = read_like(parameters.get(name), files, full_name)
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
-    unknown = sorted(states.keys() - numbers.keys())
-    if unknown:
-        raise UserError(f"{path}: it holds state of {unknown[0]!r}, which this optimizer does not train")
+        own = optimizer.state.get(parameters[name], {}).get(key)
+        if isinstance(own, Tensor) and files.spec(full_name) == TensorSpec(tuple(own.shape), own.dtype):
+            read_into(own, files, full_name)  # no second copy of all state, however short-lived
+        else:
+            own = read_like(parameters[name], files, full_name)
+        states.setdefault(name, {})[key] = own
     described = optimizer.state_dict()
     for group, saved in zip(described["param_groups"], rest["groups"], strict=True):
         group.update({k: v for k, v in saved["options"].items() if options is None or k in options})

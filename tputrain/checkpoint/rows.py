@@ -51,12 +51,11 @@ def rows_of(tensor: Tensor) -> Rows:
 @torch.no_grad()
 def read_into(tensor: Tensor, files: TensorFiles, name: str) -> None:
     """Copy a tensor of the files into `tensor`, in place; into a rank's part its part, and read no more."""
-    if is_distributed(tensor):
-        local = tensor.to_local()  # type: ignore[attr-defined]
-        if local.numel():
-            local.copy_(files.read(name, *_region(tensor)))
-    else:
-        tensor.copy_(files.read(name))
+    own, region = own_part(tensor)
+    if not is_distributed(tensor):
+        own.copy_(files.read(name))
+    elif own.numel():
+        own.copy_(files.read(name, *region))
 
 
 def read_like(tensor: Tensor | None, files: TensorFiles, name: str) -> Tensor:
@@ -70,6 +69,13 @@ def read_like(tensor: Tensor | None, files: TensorFiles, name: str) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This rank's part of a tensor, sharing its memory, and where in the whole it is, a slice a dimension."""
+    if is_distributed(tensor):
+        return tensor.to_local(), _region(tensor)  # type: ignore[attr-defined]
+    return tensor, tuple(slice(0, size) for size in tensor.shape)
 
 
 def is_distributed(tensor: Tensor) -> bool:

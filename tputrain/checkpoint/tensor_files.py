@@ -44,6 +44,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,6 @@ class TensorFiles:
         self.first = weight_files(directory, stem)[0]
         """The first of the files, which an error about all of them names."""
         self._files = _files_by_name(directory, stem)
-        self._opened: dict[str, Any] = {}
 
     def names(self) -> list[str]:
         return list(self._files)
@@ -172,22 +172,28 @@ class TensorFiles:
         with _reading(self.path(name)):
             return tuple(self._open(name).get_slice(name).get_shape())
 
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of the whole tensor."""
+        with _reading(self.path(name)):
+            described = self._open(name).get_slice(name)
+            return TensorSpec(tuple(described.get_shape()), _DTYPES_BY_NAME[described.get_dtype()])
+
     def read(self, name: str, *region: slice) -> Tensor:
-        """The tensor, or a region of it (a slice a dimension, from the first); nothing else is read."""
+        """The tensor, or a region of it (a slice a dimension, from the first); nothing else is read.
+
+        It may keep the file mapped: copy it to where it belongs, and let go of it.
+        """
         with _reading(self.path(name)):
             file = self._open(name)
-            # A copy: what safetensors gives keeps the whole file mapped.
-            return file.get_slice(name)[region].clone() if region else file.get_tensor(name)
+            return file.get_slice(name)[region] if region else file.get_tensor(name)
 
     def path(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._directory / self._files[name]
 
     def _open(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._opened:
-            self._opened[file] = safe_open(self._directory / file, framework="pt")
-        return self._opened[file]
+        # Each time anew: an open file stays mapped, and all that was read of it would count as our memory.
+        return safe_open(self.path(name), framework="pt")
 
 
 def has_tensors(directory: Path, stem: str) -> bool:

@@ -1,6 +1,8 @@
 """From a recipe's configuration to the objects it names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,15 @@ from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.hub import is_path
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
-from tputrain.models import Llama, add_lora, build_initialized
+from tputrain.models import Llama, add_lora, build_initialized, build_model, initialize, parameters_on_meta
 from tputrain.models.hf_llama import load_weights
 from tputrain.parallel.config import ParallelConfig
-from tputrain.parallel.world import join
+from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
 
 Data = TextData | StreamedText | ImageData
+Initialize = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     world.first(lambda: found.append(_build_data(cfg, tokenizer, fingerprint)))
     data = found[0] if found else _build_data(cfg, tokenizer, fingerprint)
     with announced(f"building {cfg.model.name} and its optimizer"):
-        trainer = _build_trainer(cfg, data, checkpoint)
+        trainer = _build_trainer(cfg, data, checkpoint, world)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     description = [
         *data.describe(),
@@ -147,6 +150,29 @@ def _build_model(cfg: RecipeConfig, checkpoint: Path | None) -> nn.Module:
     return model
 
 
+def _build_divisible(cfg: RecipeConfig, checkpoint: Path | None) -> tuple[nn.Module, Initialize | None]:
+    """The model of a recipe for one of several ranks, and what gives it values once it is divided.
+
+    Models of transformers that begin anew, and those that the user's code makes, have their values at once.
+    """
+    name = cfg.model.name
+    if name == "import" or (name == "huggingface" and checkpoint is None):
+        return _build_model(cfg, checkpoint), None
+    model: nn.Module
+    with parameters_on_meta():
+        if checkpoint is not None and name == "huggingface":
+            model = _build_shape(cfg, checkpoint)
+        else:
+            model = build_model(cfg.model)
+        if cfg.lora.rank > 0:
+            add_lora(model, cfg.lora, cfg.seed)
+    if checkpoint is not None:
+        return model, partial(contents.load_model, directory=checkpoint)
+    if isinstance(model, Llama) and cfg.model.path is not None and cfg.model.init == "weights":
+        return model, partial(_load_llama, path=cfg.model.path)
+    return model, partial(initialize, seed=cfg.seed)
+
+
 def _build_shape(cfg: RecipeConfig, checkpoint: Path) -> nn.Module:
     """A model for the weights of `checkpoint`; what it began with need not be there any more."""
     model = cfg.model
@@ -177,12 +203,16 @@ def _load_llama(model: Llama, path: str) -> None:
     load_weights(model, directory)
 
 
-def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None) -> Trainer:
+def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world: World) -> Trainer:
     tokenizer = None if isinstance(data, ImageData) else data.tokenizer
     vocab_size = cfg.model.limits()[1]
     if tokenizer is not None and vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-    model = _build_model(cfg, checkpoint)
+    give_values: Initialize | None = None
+    if world.size == 1:
+        model = _build_model(cfg, checkpoint)
+    else:
+        model, give_values = _build_divisible(cfg, checkpoint)
     callbacks = []
     if tokenizer is not None and cfg.sample.max_new_tokens > 0:
         callbacks.append(SampleText(tokenizer, cfg.sample, cfg.data.sequence_length))
@@ -193,6 +223,7 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None) -> Tr
         val_loader=_validation_batches(cfg, data),
         callbacks=callbacks,
         tokenizer=tokenizer,
+        initialize=give_values,
     )
 
 

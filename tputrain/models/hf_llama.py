@@ -5,10 +5,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from tputrain.checkpoint.contents import distinct_tensors
+from tputrain.checkpoint.rows import read_into
 from tputrain.checkpoint.tensor_files import TensorFiles
 from tputrain.errors import UserError
 from tputrain.models.config import ModelConfig
@@ -56,7 +56,10 @@ def model_config_of(directory: Path) -> ModelConfig:
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
-    """Copy the `*.safetensors` into the model, in its dtype. Raises UserError where one does not fit."""
+    """Copy the `*.safetensors` into the model, in its dtype; a rank reads its part alone.
+
+    Raises UserError where one does not fit.
+    """
     own = distinct_tensors(model)
     files = TensorFiles(directory, "model")
     for name in files.names():
@@ -67,8 +70,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         shape, expected = files.shape(name), tuple(own[name].shape)
         if shape != expected:
             raise UserError(f"{path}: {name} has shape {shape}, config.json asks for {expected}")
-        with torch.no_grad():
-            own[name].copy_(files.read(name))
+        read_into(own[name], files, name)
     if left := own.keys() - set(files.names()):
         raise UserError(f"{directory}: the weights lack {sorted(left)[0]} ({len(left)} tensors are missing)")
 

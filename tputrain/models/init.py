@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tputrain.checkpoint.rows import own_part
+
 _VALUES_A_BLOCK = 2  # Philox gives four 64-bit words for each value of its counter, a normal number takes two
 _CHUNK = 1 << 20  # values made at a time: bounds the memory
 
@@ -31,7 +33,8 @@ class Initializable(Protocol):
 def initialize(model: Initializable, seed: int) -> None:
     """Write every parameter's initial value, whatever its device and dtype (rounded to that last).
 
-    Parameters on `meta` must have been given memory first (`model.to_empty(device=...)`).
+    Of a parameter that is divided among ranks, each makes its own part. Parameters on `meta` must have been
+    given memory first (`model.to_empty(device=...)`).
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -39,7 +42,10 @@ def initialize(model: Initializable, seed: int) -> None:
                 f"{name} is on the meta device: call model.to_empty(device=...) before initialize()"
             )
         std = model.initial_std(name)
-        parameter.copy_(initial_value(seed, name, tuple(parameter.shape), std).to(parameter.dtype))
+        own, region = own_part(parameter)
+        if own.numel():
+            rows = initial_value(seed, name, tuple(parameter.shape), std, region[0])
+            own.copy_(rows[:, *region[1:]].to(own.dtype))
 
 
 def initial_value(

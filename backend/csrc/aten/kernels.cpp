@@ -190,6 +190,7 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
   PyObject* array = nullptr;
   {
     py::gil_scoped_acquire gil;
+    drain_released_references(); // else filling a model would keep all that it replaces up to the next launch
     auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(host));
     array = PyObject_CallFunction(runtime().put, "Oi", tensor.ptr(), static_cast<int>(buffer->device));
     if (array == nullptr) {
