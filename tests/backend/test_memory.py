@@ -2,6 +2,7 @@
 
 import gc
 
+import jax
 import pytest
 import torch
 
@@ -125,3 +126,17 @@ def test_a_small_part_of_a_large_tensor_is_read_by_itself():
     large = torch.arange(2**20, device="tpu").reshape(1024, 1024).t()
     assert large[3, 5].item() == 5 * 1024 + 3
     assert large[:2, 7:10].tolist() == [[7168, 8192, 9216], [7169, 8193, 9217]]
+
+
+def test_what_copies_from_the_host_replace_is_freed_at_once(baseline):
+    def held() -> int:
+        return sum(array.nbytes for array in jax.live_arrays() if array.nbytes == 64 * KIB)
+
+    tensors = [torch.ones(16 * KIB, device="tpu") for _ in range(8)]
+    torch.tpu.synchronize()
+    before = held()
+    assert before >= 8 * 64 * KIB
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(torch.full((16 * KIB,), float(number)))
+    assert held() <= before + 64 * KIB  # the last one replaced goes with the next
+    assert [tensor[0].item() for tensor in tensors] == list(range(8))
