@@ -3,8 +3,8 @@
 `python -m tests.benchmarks.rank_memory`. What is allowed: the shard (parameters and optimizer state) and the
 largest parameter; while saving one copy of the shard on the host beside it. The device "CPU" has its bytes on
 the host, so that there what is allowed on the host is that of both. An idle rank has trained a tiny model:
-it has all libraries, and XLA's compiler. What a process has freed is not to count: glibc would keep hundreds of
-MB of the temporaries of XLA's steps on a CPU, so here it gives each large block back.
+it has all libraries, and XLA's compiler. What a process has freed is not to count: glibc would keep hundreds
+of MB of the temporaries of XLA's steps on a CPU, so here it gives each large block back.
 """
 
 import os
