@@ -53,7 +53,7 @@ def start(topology: str, rank: int = 0) -> None:
     if not 0 <= rank < len(devices):
         raise ValueError(f"rank={rank}: {topology} has the ranks 0 to {len(devices) - 1}")
     described.here = described.Slice(topology, devices, rank)
-    peers.world = AbsentPeers(rank, len(devices))  # type: ignore[assignment]
+    peers.world = AbsentPeers(rank, len(devices))
     dist.init_process_group("tpu", store=HashStore(), rank=rank, world_size=len(devices))
 
 

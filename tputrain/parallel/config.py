@@ -79,7 +79,7 @@ class ParallelConfig:
     """Processes that `tputrain run` starts on this machine, one a device. A launcher's own number wins."""
     restarts: int = 3
     """How often `tputrain run` starts them again after one has failed. A launcher's own number wins."""
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict, hash=False)
     """With tensor: by patterns of module names, a style (colwise, rowwise, sequence, parts, whole) or
     {style, input, output}. Empty: the model's own, its attribute tp_plan."""
 

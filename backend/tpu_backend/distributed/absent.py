@@ -16,7 +16,22 @@ class AbsentPeers:
     def failure(self) -> None:
         return None
 
-    def raise_failure(self) -> None:
+    def wait_for_failure(self, seconds: float) -> None:
+        return None
+
+    def raise_failure(self, group: str) -> None:
+        pass
+
+    def abort(self, group: str, where: str) -> str:
+        return f"the group of ranks {group} was aborted by this rank, at {where}"
+
+    def aborted(self) -> None:
+        return None
+
+    def why_late(self, group: str, number: int, seconds: float) -> str:
+        return f"not done after {seconds:.0f} s"
+
+    def let_first_end(self, seconds: float) -> None:
         pass
 
     def publish(self, error: str) -> None:

@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from tpu_backend.distributed.absent import AbsentPeers
+
 _RULE = "All ranks of a group must make the same calls in the same order"
 _PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
 
@@ -212,5 +214,5 @@ def failure_of_peers(seconds: float) -> str | None:
     return None if world is None else world.wait_for_failure(seconds)
 
 
-world: Peers | None = None
+world: Peers | AbsentPeers | None = None
 """Of this process, once it is one of many."""
