@@ -30,8 +30,10 @@ def _register(c10d: ModuleType) -> None:
     if "tpu" in c10d.Backend.backend_list:
         return
     c10d.Backend.register_backend("tpu", _make_group, extended_api=True, devices=["tpu"])
-    if not hasattr(Backend, "options"):  # which split_group copies; None: the parent's own
-        Backend.options = None  # type: ignore[method-assign, assignment]
+    # What PyTorch asks of a backend that can be split, and what its class for those in C++ does not have.
+    for name, value in (("options", None), ("perform_nocolor_split", lambda self, device: None)):
+        if not hasattr(Backend, name):
+            setattr(Backend, name, value)
     c10d._new_process_group_helper = _with_default(c10d._new_process_group_helper)  # type: ignore[attr-defined]
 
 

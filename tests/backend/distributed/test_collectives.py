@@ -138,13 +138,7 @@ COLLECTIVES = """
         same(f"all_reduce of {shape}", dist.all_reduce, random(*shape))
         same(f"broadcast of {shape}", lambda t: dist.broadcast(t, 0), random(*shape))
 
-    some = dist.new_group([0, 1])
-    others = dist.new_group([1, world - 1]) if world > 2 else None
-    for group, members in ((some, [0, 1]), (others, [1, world - 1])):
-        if group is not None and rank in members:
-            t = torch.full((2,), float(rank), device="tpu")
-            dist.all_reduce(t, group=group)
-            assert t.tolist() == [float(sum(members))] * 2
+    # First: PyTorch names a split by how many groups its rank has, which must be equally many.
     dist.group.WORLD.bound_device_id = torch.device("tpu", 0)
     pair = dist.split_group(split_ranks=[[0, 1]])
     if rank < 2:
@@ -154,6 +148,14 @@ COLLECTIVES = """
         assert (dist.get_rank(pair), dist.get_world_size(pair)) == (rank, 2)
     else:
         assert pair is None
+
+    some = dist.new_group([0, 1])
+    others = dist.new_group([1, world - 1]) if world > 2 else None
+    for group, members in ((some, [0, 1]), (others, [1, world - 1])):
+        if group is not None and rank in members:
+            t = torch.full((2,), float(rank), device="tpu")
+            dist.all_reduce(t, group=group)
+            assert t.tolist() == [float(sum(members))] * 2
 
     a, b = torch.full((2,), 1.0, device="tpu"), torch.full((3, 2), float(rank), device="tpu")
     with dist._coalescing_manager(device=torch.device("tpu")):
