@@ -69,6 +69,42 @@ def test_a_number_that_is_written_nowhere_need_not_fit():
             call()
 
 
+@pytest.mark.parametrize("fill", [torch.Tensor.masked_fill, torch.Tensor.masked_fill_])
+def test_a_number_in_a_tensor_of_the_devices_must_fit(fill):
+    def outcome(place, dtype, number):
+        x = torch.zeros(3, dtype=dtype, device=place)
+        mask = torch.tensor([True, False, False], device=place)
+        try:
+            return fill(x, mask, torch.tensor(number, device=place)).tolist()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
+    refused = 0
+    for dtype in (torch.uint8, torch.int8, torch.float16):
+        for number in (256.0, -1, -1.0, 300, -300, 7e4, INF):
+            ours, theirs = outcome("tpu", dtype, number), outcome("cpu", dtype, number)
+            assert ours == theirs, (dtype, number)
+            refused += isinstance(theirs, str)
+    assert refused == 12
+
+
+def test_a_number_in_a_tensor_of_the_devices_that_fills_by_index_must_fit():
+    x, index = torch.zeros(3, dtype=torch.int8, device="tpu"), torch.tensor([1], device="tpu")
+    assert x.index_fill(0, index, torch.tensor(100.0, device="tpu")).tolist() == [0, 100, 0]
+    with pytest.raises(RuntimeError, match="int8_t without overflow"):
+        x.index_fill(0, index, torch.tensor(128.0, device="tpu")).tolist()
+    with pytest.raises(RuntimeError, match="complex Scalar to non-complex"):
+        x.index_fill(0, index, torch.tensor(2j, device="tpu"))
+
+
+@pytest.mark.parametrize("scan", [torch.cumsum, torch.cumprod])
+def test_a_running_result_of_truth_values_is_refused(scan):
+    x = torch.tensor([True, False, True], device="tpu")
+    with pytest.raises(NotImplementedError, match="not implemented for 'Bool'"):
+        scan(x, 0, out=torch.empty_like(x))
+    assert scan(x, 0).tolist() == ([1, 1, 2] if scan is torch.cumsum else [1, 0, 0])
+
+
 def test_the_check_is_of_each_call_and_makes_no_programs():
     """The value is no part of the signature: a first call that fits says nothing of the next."""
     x = torch.zeros(3, dtype=torch.int8, device="tpu")

@@ -101,6 +101,49 @@ def require_all(holds: jax.Array, error: type[Exception], text: str) -> None:
     require_in_range(holds.astype(jnp.int32), 1, 2, error, text)
 
 
+_IN_C = {
+    "int8": "int8_t",
+    "uint8": "uint8_t",
+    "int16": "int16_t",
+    "int32": "int",
+    "int64": "int64_t",
+    "float16": "c10::Half",
+    "bfloat16": "c10::BFloat16",
+    "float32": "float",
+    "float64": "double",
+    "complex64": "c10::complex<float>",
+}
+
+
+def require_fits(number: jax.Array, dtype: jnp.dtype) -> None:
+    """BoundsCheck of a number in a tensor that becomes one of `dtype`, in the words of PyTorch's conversion.
+
+    Of numbers in Python the recorder looks itself (``fits=`` of a lowering).
+    """
+    number = jnp.asarray(number)
+    if str(dtype) not in _IN_C or number.dtype in (dtype, jnp.bool_):
+        return
+    parts = [number]
+    fits = jnp.asarray(True)
+    if jnp.iscomplexobj(number):
+        parts = [number.real, number.imag]
+        if not jnp.issubdtype(dtype, jnp.complexfloating):
+            parts, fits = parts[:1], number.imag == 0
+    for part in parts:
+        fits &= _part_fits(part, dtype)
+    require_all(fits, RuntimeError, f"value cannot be converted to type {_IN_C[str(dtype)]} without overflow")
+
+
+def _part_fits(part: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    is_integer = jnp.issubdtype(part.dtype, jnp.integer)
+    wide = part.astype(jnp.int64 if is_integer else jnp.float64)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return ~jnp.isfinite(wide) | (jnp.abs(wide) <= float(jnp.finfo(dtype).max))
+    limits = jnp.iinfo(dtype)
+    wraps = is_integer and limits.min == 0  # numbers below 0 do, into unsigned ones; floats do not
+    return (wide >= (-int(limits.max) if wraps else limits.min)) & (wide <= limits.max)
+
+
 def nonzero_divisor(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
     """The integer array that divides, with 1 in place of 0; checks that none is 0, in the CPU's words.
 

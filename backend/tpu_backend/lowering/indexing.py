@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.lowering.bounds import require_in_range
+from tpu_backend.lowering.bounds import require_fits, require_in_range
 from tpu_backend.lowering.data_dependent import true_positions
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
 from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
@@ -325,7 +325,17 @@ def index_copy(self, dim, index, source):
     return _write(base, _rows(base, dim, index))("set", at_least_1d(source)).reshape(self.shape)
 
 
-@lowering("index_fill.int_Scalar", "index_fill.int_Tensor", fits={"value": "result"})
+@lowering("index_fill.int_Tensor", fits={"value": "result"})
+def index_fill_of_tensor(self, dim, index, value):
+    if jnp.iscomplexobj(value) and not jnp.iscomplexobj(self):
+        raise NotLoweredError(
+            "a complex number into real ones: PyTorch refuses it, in its own words on the CPU"
+        )
+    require_fits(value, self.dtype)
+    return index_fill(self, dim, index, value)
+
+
+@lowering("index_fill.int_Scalar", fits={"value": "result"})
 def index_fill(self, dim, index, value):
     base, axis = at_least_1d(self), wrap_dim(dim, self.ndim)
     _require_either_end(index, axis, base.shape[axis])
@@ -489,7 +499,13 @@ def where(condition, self, other, out=None):
     return jnp.where(condition.astype(bool), self.astype(dtype), other.astype(dtype))
 
 
-@lowering("masked_fill.Scalar", "masked_fill.Tensor", fits={"value": "result"})
+@lowering("masked_fill.Tensor", fits={"value": "result"})
+def masked_fill_of_tensor(self, mask, value):
+    require_fits(value, self.dtype)
+    return masked_fill(self, mask, value)
+
+
+@lowering("masked_fill.Scalar", fits={"value": "result"})
 def masked_fill(self, mask, value):
     return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)
 

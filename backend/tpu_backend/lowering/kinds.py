@@ -32,9 +32,10 @@ Kind = Literal[
 _OPERATORS: dict[Kind, str] = {
     # Every dtype but bool.
     "numbers": """
-        abs addbmm addcmul addmm addmv baddbmm bmm convolution dot index_reduce kthvalue linalg_cross mm mv
-        neg pow.Scalar pow.Tensor_Tensor reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
-        replication_pad2d replication_pad3d searchsorted.Scalar searchsorted.Tensor trace vdot
+        abs addbmm addcmul addmm addmv baddbmm bmm convolution cumprod cumsum dot index_reduce kthvalue
+        linalg_cross mm mv neg pow.Scalar pow.Tensor_Tensor reflection_pad1d reflection_pad2d reflection_pad3d
+        replication_pad1d replication_pad2d replication_pad3d searchsorted.Scalar searchsorted.Tensor trace
+        vdot
     """,
     # No argument may be bool, not even a number.
     "nowhere bool": "sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar _foreach_sub.Scalar",
