@@ -4,10 +4,14 @@ More: python -m tests.operators.fuzz --programs 20000
 """
 
 import os
+import re
 import subprocess
 import sys
 
+import torch
+
 from tests.operators.fuzz.__main__ import program_of
+from tests.operators.fuzz.calls import CALLS
 from tests.operators.fuzz.check import check
 from tests.operators.fuzz.minimise import minimised
 from tests.operators.fuzz.program import Line, Program
@@ -30,6 +34,20 @@ def test_a_program_is_made_of_its_seed_and_number() -> None:
         program_of(3, number).script() for number in range(8)
     ]
     assert program_of(3, 0).script() != program_of(4, 0).script()
+
+
+def test_the_script_of_a_failure_runs_on_both_devices(capsys) -> None:
+    program = Program(_lines("t0 = torch.ones(2, device=device)"), mode="strict")
+    with torch.tpu.eager_mode(torch.tpu.get_eager_mode()):  # the script sets another
+        exec(program.script(), {})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["cpu", "tpu"]
+
+
+def test_what_jumps_takes_no_rounded_tensor() -> None:
+    # logaddexp2(-1, -1) is 0, or a last digit beside it: is it true?
+    of_truth = [call for call in CALLS if re.search(r"logical_|\.sgn", call.template)]
+    assert len(of_truth) > 8
+    assert all(call.jumps for call in of_truth)
 
 
 def _lines(*texts: str) -> list[Line]:

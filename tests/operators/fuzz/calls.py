@@ -35,17 +35,17 @@ def _each(template: str, names: str, **kinds: bool) -> list[Call]:
     return [Call(template.replace("NAME", name), **kinds) for name in names.split()]
 
 
-_EXACT_UNARY = """abs neg positive square isnan isinf isfinite logical_not bitwise_not conj conj_physical
-nan_to_num real"""
+_EXACT_UNARY = "abs neg positive square isnan isinf isfinite bitwise_not conj conj_physical nan_to_num real"
 _JUMPS_UNARY = "sgn sign ceil floor trunc round frac signbit isposinf isneginf logical_not"
 _ROUNDS_UNARY = """exp log sqrt rsqrt sin cos tanh sigmoid erf erfc log1p expm1 log2 log10 exp2 atan asinh
 sinh cosh acos asin acosh atanh tan lgamma digamma i0 sinc deg2rad rad2deg reciprocal erfinv angle"""
 _ACTIVATIONS = "relu relu6 hardtanh leaky_relu softsign hardshrink softshrink"
 _SMOOTH = "elu selu celu gelu silu mish softplus logsigmoid hardswish hardsigmoid tanhshrink"
 _SPECIAL_FUNCTIONS = "entr ndtr log_ndtr i0e i1 i1e erfcx bessel_j0 bessel_j1"
-_ARITHMETIC = "add sub mul maximum minimum fmax fmin logical_and logical_or logical_xor"
+_ARITHMETIC = "add sub mul maximum minimum fmax fmin"
 _DIVIDING = "div true_divide"
-_JUMPS_BINARY = "eq ne lt le gt ge floor_divide remainder fmod copysign nextafter heaviside"
+_JUMPS_BINARY = """eq ne lt le gt ge floor_divide remainder fmod copysign nextafter heaviside
+logical_and logical_or logical_xor"""
 _BITS = "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm"
 _ROUNDS_BINARY = "atan2 hypot xlogy logaddexp logaddexp2 pow float_power"
 
@@ -56,7 +56,8 @@ CALLS: list[Call] = [
     *_each("F.NAME({x})", _ACTIVATIONS),
     *_each("F.NAME({x})", _SMOOTH, rounds=True),
     *_each("torch.special.NAME({x})", _SPECIAL_FUNCTIONS, rounds=True),
-    *_each("torch.NAME({x}, {o})", "add sub mul logical_and"),
+    *_each("torch.NAME({x}, {o})", "add sub mul"),
+    *_each("torch.NAME({x}, {o})", "logical_and", jumps=True),
     *_each("torch.NAME({x}, {y})", _ARITHMETIC),
     *_each("torch.NAME({x}, {o})", _DIVIDING),
     *_each("torch.NAME({x}, {y})", _JUMPS_BINARY, jumps=True),
@@ -386,11 +387,11 @@ CALLS: list[Call] = [
     """),
     # ---- writes
     *_each("{x}.NAME_({o})", "add sub mul div", writes=True),
-    *_each("{x}.NAME_({y})", "add mul copy logical_and", writes=True),
-    *_each("{x}.NAME_()", "neg abs zero square sgn logical_not", writes=True),
-    *_each("{x}.NAME_()", "ceil floor round trunc frac", writes=True, jumps=True),
+    *_each("{x}.NAME_({y})", "add mul copy", writes=True),
+    *_each("{x}.NAME_()", "neg abs zero square", writes=True),
+    *_each("{x}.NAME_()", "ceil floor round trunc frac sgn logical_not", writes=True, jumps=True),
     *_each("{x}.NAME_()", "exp sqrt sigmoid tanh log reciprocal", writes=True, rounds=True),
-    *_each("{x}.NAME_({y})", "eq lt ge remainder floor_divide fmod", writes=True, jumps=True),
+    *_each("{x}.NAME_({y})", "eq lt ge remainder floor_divide fmod logical_and", writes=True, jumps=True),
     *_each("{n}.NAME_({y})", "bitwise_and bitwise_or bitwise_xor", writes=True),
     *_calls(
         """
@@ -447,9 +448,15 @@ CALLS: list[Call] = [
         rounds=True,
     ),
     # ---- out=
-    *_each("torch.NAME({y}, {v}, out={x})", "add mul sub div maximum logical_and", writes=True),
-    *_each("torch.NAME({y}, {v}, out={x})", "eq lt ge floor_divide remainder fmod", writes=True, jumps=True),
-    *_each("torch.NAME({y}, out={x})", "neg abs logical_not sgn", writes=True),
+    *_each("torch.NAME({y}, {v}, out={x})", "add mul sub div maximum", writes=True),
+    *_each(
+        "torch.NAME({y}, {v}, out={x})",
+        "eq lt ge floor_divide remainder fmod logical_and",
+        writes=True,
+        jumps=True,
+    ),
+    *_each("torch.NAME({y}, out={x})", "neg abs", writes=True),
+    *_each("torch.NAME({y}, out={x})", "logical_not sgn", writes=True, jumps=True),
     *_each("torch.NAME({y}, out={x})", "exp sqrt sin log sigmoid", writes=True, rounds=True),
     *_calls(
         """

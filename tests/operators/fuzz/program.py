@@ -42,7 +42,7 @@ class Program:
         names = ", ".join(dict.fromkeys(line.target for line in self.lines))
         return (
             "import torch\nimport torch.nn.functional as F\nfrom math import inf, nan\n\n"
-            f'torch.tpu.set_eager_mode("{self.mode}")\n'
+            f'torch.tpu.eager_mode("{self.mode}")\n'
             f'for device in ("cpu", "tpu"):\n    try:\n{body}\n        print(device, {names})\n'
             "    except Exception as error:\n        print(device, type(error).__name__, error)\n"
         )

@@ -39,6 +39,10 @@ def before(text: str, inputs: Sequence[torch.Tensor]) -> bool:
     if "out=" in text and _NOT_POINTWISE.search(text):
         # These kernels write while they read; the device refuses, or computes first.
         return _share_memory(inputs)
+    if "out=" in text and any(
+        tensor.numel() > inputs[-1].numel() and _share_memory([tensor, inputs[-1]]) for tensor in inputs
+    ):
+        return True  # a result that grows into what is still to be read, which the CPU does not see
     if _DIVISIONS.search(text):
         # The least integer by -1: the CPU traps, or wraps.
         return any(
