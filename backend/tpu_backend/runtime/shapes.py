@@ -42,6 +42,12 @@ def register_meta_kernels() -> Library:
     return library
 
 
+def _check(holds: bool | torch.SymBool, message: Callable[[], str] | None = None) -> None:
+    """`torch._check` without its import of sympy, half a second of a script's start."""
+    if not holds:
+        raise RuntimeError("arguments that do not fit together" if message is None else message())
+
+
 def _infer_under_torch_compile(name: str, kernel: Callable[..., Any]) -> None:
     """Have `kernel` say what comes out of fake tensors of this device, too: tracing prefers PyTorch's meta
     kernels in Python to the dispatcher's.
@@ -107,7 +113,7 @@ def _max_unpool2d(self: Tensor, indices: Tensor, output_size: list[int]) -> Tens
 
 def _fft_r2c(self: Tensor, dim: list[int], normalization: int, onesided: bool) -> Tensor:
     """Half of the last transformed dim where onesided, n // 2 + 1; dims lie as MKL leaves them."""
-    torch._check(self.is_floating_point())
+    _check(self.is_floating_point())
     sizes = list(self.shape)
     if onesided:
         sizes[dim[-1]] = sizes[dim[-1]] // 2 + 1
@@ -117,7 +123,7 @@ def _fft_r2c(self: Tensor, dim: list[int], normalization: int, onesided: bool) -
 
 def _fft_c2r(self: Tensor, dim: list[int], normalization: int, last_dim_size: int) -> Tensor:
     """``last_dim_size`` long in the last transformed dim, which comes after all others."""
-    torch._check(self.is_complex())
+    _check(self.is_complex())
     if dim[:-1]:
         others = _sort_dims(self, dim[:-1])
         self = _exec_fft(self.new_empty(self.shape), self, self.shape, others, forward=False)
@@ -173,7 +179,7 @@ def _gru_cell_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of both gates (B, 3H), of hx (B, H) and of both biases (3H,), None without biases."""
     batch, hidden = grad_hy.shape
-    torch._check(
+    _check(
         workspace.shape == (batch, 5 * hidden),
         lambda: (
             f"GRU cell backward: expected a workspace of {(batch, 5 * hidden)}, got {tuple(workspace.shape)}"
@@ -199,23 +205,23 @@ def _check_gates(
     hidden_bias: Tensor | None,
 ) -> None:
     """RuntimeError unless state (B, H), gates (B, num_gates * H) and biases, if any, fit together."""
-    torch._check(state.dim() == 2, lambda: f"{cell} cell: expected a 2-d state, got {tuple(state.shape)}")
+    _check(state.dim() == 2, lambda: f"{cell} cell: expected a 2-d state, got {tuple(state.shape)}")
     batch, hidden = state.shape
     expected = (batch, num_gates * hidden)
     for name, gates in (("input", input_gates), ("hidden", hidden_gates)):
-        torch._check(
+        _check(
             gates.shape == expected,
             lambda name=name, gates=gates: (
                 f"{cell} cell: a state of {(batch, hidden)} needs {name} gates of {expected}, "
                 f"got {tuple(gates.shape)}"
             ),
         )
-    torch._check(
+    _check(
         (input_bias is None) == (hidden_bias is None),
         lambda: f"{cell} cell: give both biases or neither",
     )
     for name, bias in (("input", input_bias), ("hidden", hidden_bias)):
-        torch._check(
+        _check(
             bias is None or bias.shape == expected[1:],
             lambda name=name, bias=bias: (
                 f"{cell} cell: expected {name} bias of shape {expected[1:]}, got {tuple(bias.shape)}"
@@ -421,18 +427,16 @@ def _grouped_mm(
 ) -> Tensor:
     """The shapes of a product in groups that end at `offs` (G,): see the lowering in lowering/matmul.py."""
     shapes = f"{tuple(mat_a.shape)} and {tuple(mat_b.shape)}"
-    torch._check(
+    _check(
         mat_a.dim() in (2, 3) and mat_b.dim() in (2, 3),
         lambda: f"grouped_mm: expected 2-d or 3-d matrices, got {shapes}",
     )
-    torch._check(
-        mat_a.dtype == mat_b.dtype, lambda: f"grouped_mm: got matrices of {mat_a.dtype} and {mat_b.dtype}"
-    )
-    torch._check(
+    _check(mat_a.dtype == mat_b.dtype, lambda: f"grouped_mm: got matrices of {mat_a.dtype} and {mat_b.dtype}")
+    _check(
         mat_a.size(-1) == mat_b.size(-2), lambda: f"grouped_mm: {shapes} do not fit: the inner sizes differ"
     )
     both_batched = mat_a.dim() == mat_b.dim() == 3
-    torch._check(
+    _check(
         (offs is None) == both_batched,
         lambda: (
             f"grouped_mm: {shapes} {'take no offs' if both_batched else 'need offs, the end of each group'}"
@@ -440,12 +444,12 @@ def _grouped_mm(
     )
     batches = {matrix.size(0) for matrix in (mat_a, mat_b) if matrix.dim() == 3}
     if offs is not None:
-        torch._check(
+        _check(
             offs.dim() == 1 and offs.dtype == torch.int32,
             lambda: f"grouped_mm: expected 1-d offs of torch.int32, got {offs.dim()}-d of {offs.dtype}",
         )
         batches.add(offs.size(0))
-    torch._check(len(batches) == 1, lambda: f"grouped_mm: {shapes} and offs disagree: {batches} groups")
+    _check(len(batches) == 1, lambda: f"grouped_mm: {shapes} and offs disagree: {batches} groups")
     rows, columns = mat_a.size(-2), mat_b.size(-1)
     batch = () if mat_a.dim() != mat_b.dim() else tuple(batches)
     return mat_a.new_empty((*batch, rows, columns), dtype=out_dtype or mat_a.dtype)
@@ -467,21 +471,21 @@ def _attention(
     There is none, but DTensor's rule for the backward counts them.
     """
     shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
-    torch._check(
+    _check(
         query.dim() == key.dim() == value.dim() == 4, lambda: f"attention: expected 4-d tensors, got {shapes}"
     )
-    torch._check(
+    _check(
         query.dtype == key.dtype == value.dtype and query.is_floating_point(),
         lambda: f"attention: expected one dtype of floats, got {query.dtype}, {key.dtype} and {value.dtype}",
     )
-    torch._check(
+    _check(
         query.size(3) == key.size(3)
         and key.size(2) == value.size(2)
         and query.size(0) == key.size(0) == value.size(0)
         and query.size(1) % key.size(1) == query.size(1) % value.size(1) == 0,
         lambda: f"attention: query, key and value do not fit: {shapes}",
     )
-    torch._check(dropout_p == 0, lambda: f"attention: dropout_p={dropout_p} is not part of this operator")
+    _check(dropout_p == 0, lambda: f"attention: dropout_p={dropout_p} is not part of this operator")
     batch, heads, queries, _ = query.shape
     heads_innermost = 0 < query.stride(1) < query.stride(2)
     order = (0, 2, 1, 3) if heads_innermost else (0, 1, 2, 3)
