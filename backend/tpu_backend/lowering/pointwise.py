@@ -446,7 +446,10 @@ def ldexp(self, other, *, out):
             and not jnp.issubdtype(self.dtype, jnp.inexact)
         ):
             raise NotLoweredError("PyTorch's CPU has another dtype than its meta kernel")
-        return converted(self, dtype) * stored(jnp.exp2(converted(other, dtype)), out[0].dtype)
+        # A power of a real number is real: exp2 of a complex infinity is NaN.
+        is_real = not jnp.iscomplexobj(other) and jnp.issubdtype(dtype, jnp.complexfloating)
+        power = jnp.exp2(converted(other, jnp.finfo(dtype).dtype if is_real else dtype))
+        return converted(self, dtype) * stored(power, out[0].dtype)
     if is_floating(self):
         return _times_power_of_two(self.astype(dtype), other)
     # PyTorch's is mul(self, pow(2, other)): an infinite power of 2 stays infinite.

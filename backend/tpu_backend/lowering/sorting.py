@@ -38,7 +38,9 @@ def sort(self, dim=-1, descending=False):
 def topk(self, k, dim=-1, largest=True, sorted=True):
     axis = wrap_dim(dim, self.ndim)
     if largest and jnp.issubdtype(self.dtype, jnp.floating) and self.ndim:
-        values, positions = lax.top_k(jnp.moveaxis(self, axis, -1), k)
+        # A NaN with its sign bit set is the least of all for XLA: inf - inf on a CPU is one.
+        ranked = jnp.where(jnp.isnan(self), jnp.nan, self)
+        values, positions = lax.top_k(jnp.moveaxis(ranked, axis, -1), k)
         return jnp.moveaxis(values, -1, axis), jnp.moveaxis(positions, -1, axis)
     values, positions = _sorted(at_least_1d(self), axis, descending=largest)
     cut = (slice(None),) * axis + (slice(k),)

@@ -11,7 +11,7 @@ import torch
 # Where a float becomes an integer: C++ says nothing of what is out of range.
 _CONVERSIONS = re.compile(
     r"\.to\(|\.type\(|\.long\(|copy_\(|__setitem__|dtype=|set_\(|fill_\(|\.view\(torch"
-    r"|(slice|select|diagonal)_scatter|cum(sum|prod)\(.*out="
+    r"|(slice|select|diagonal)_scatter|(sum|prod)\(.*out="
 )
 _IN_PLACE = re.compile(r"^t\d+\.\w*[a-z0-9]_\(")
 _SHIFTS = re.compile(r"_shift|__ilshift__")
