@@ -42,7 +42,7 @@ def register_meta_kernels() -> Library:
     return library
 
 
-def _check(holds: bool | torch.SymBool, message: Callable[[], str] | None = None) -> None:
+def _check(holds: bool | torch.SymBool, message: Callable[..., str] | None = None) -> None:
     """`torch._check` without its import of sympy, half a second of a script's start."""
     if not holds:
         raise RuntimeError("arguments that do not fit together" if message is None else message())
