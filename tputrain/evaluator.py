@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import announced, say
@@ -16,6 +15,8 @@ from tputrain.batches import Batch
 from tputrain.feed import generators_of
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
 from tputrain.metrics.named import PERPLEXITY
+from tputrain.parallel.agreement import Agreement
+from tputrain.parallel.same_batches import given_alike
 from tputrain.signals import SignalWatch
 from tputrain.watchdog import EVALUATING, Watchdog
 
@@ -40,8 +41,9 @@ class Evaluator:
     buffers, no position, and no random number that training draws.
     """
 
-    def __init__(self, trainer: "Trainer", signals: SignalWatch, watchdog: Watchdog):
+    def __init__(self, trainer: "Trainer", signals: SignalWatch, agreement: Agreement, watchdog: Watchdog):
         self.trainer, self._signals, self._watchdog = trainer, signals, watchdog
+        self._agreement = agreement
 
     def measure(self) -> dict[str, float] | None:
         """The results of all evaluation sets as one; None where a signal came in between."""
@@ -60,30 +62,33 @@ class Evaluator:
         """Means over the batches of one set; None where a signal came in between."""
         means, cfg = WeightedMeans(getattr(loader, "bytes_of", None)), self.trainer.cfg.trainer
         said_at = time.monotonic()
-        for done, batch in enumerate(islice(self._signals.until_received(loader), cfg.evaluate_batches)):
+        most = islice(self._signals.until_received(loader), cfg.evaluate_batches)
+        for done, batch in enumerate(given_alike(self.trainer.world, "val_loader", most)):
             self._watchdog.go_on()
             if time.monotonic() - said_at > _SECONDS_BETWEEN_NEWS:
                 said_at = time.monotonic()
                 say(f"evaluating: {done:,} {_of(loader, cfg.evaluate_batches)}batches done")
             self._add(means, batch)
+            self._agreement.reach()
         if self._signals.received is not None:
             return None
         return means.result(PERPLEXITY in cfg.metrics, self.trainer.world.total)
 
     def _add(self, means: WeightedMeans, batch: Batch) -> None:
-        """Count a batch, of which each rank runs its slice."""
+        """Count a batch, of which each rank runs its samples."""
         world, weigh = self.trainer.world, self.trainer.label_weights.of_one
-        slices = world.slices(batch, equal=False)
-        weights = [weigh(each) if batch_of.num_samples(each) else 0 for each in slices]
-        if sum(weights) == 0:
-            return
-        own = weights[world.data_rank]
-        # All ranks run the model equally often: one with nothing to count runs what another counts.
-        taken = slices[world.data_rank if own else next(n for n, weight in enumerate(weights) if weight)]
-        loss, output, target = self.trainer.forward(taken)
-        values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
-        means.add({"loss": loss} | values, own, sum(weights), batch)
-        devices.flush(self.trainer.device)
+        means.count(batch)
+        for slices in world.rounds(batch):
+            weights = [0 if each is None else weigh(each) for each in slices]
+            if sum(weights) == 0:
+                continue
+            own = weights[world.data_rank]
+            # All ranks make equal calls: one with nothing to count runs what another counts.
+            taken = slices[world.data_rank if own else next(n for n, weight in enumerate(weights) if weight)]
+            loss, output, target = self.trainer.forward(taken)
+            values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
+            means.add({"loss": loss} | values, own, sum(weights))
+            devices.flush(self.trainer.device)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

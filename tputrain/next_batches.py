@@ -13,6 +13,7 @@ from tputrain import rng
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.feed import Feed
+from tputrain.parallel.same_batches import drawn_alike
 from tputrain.parallel.world import ALONE, World
 
 
@@ -74,7 +75,15 @@ class NextBatches:
                 self._failure = error  # told when their step has come: those before it are good
 
     def draw(self, step: int) -> StepBatches:
-        """The batches of `step` (from 0), not taken yet. A signal may break this off at any line."""
+        """The batches of `step` (from 0), not taken yet. A signal may break this off at any line.
+
+        Raises UserError on all ranks where one of them is given other batches than the others, or none.
+        """
+        return drawn_alike(
+            self._world, "train_loader", lambda: self._draw_once(step), lambda drawn: drawn.host
+        )
+
+    def _draw_once(self, step: int) -> StepBatches:
         if self._failure is not None:
             error, self._failure = self._failure, None
             raise error
@@ -95,7 +104,7 @@ class NextBatches:
                 generators = self._before.generators
         self._before = _Before(self._feed.state(), generators)
         host = self._feed.batches(step, self._count)
-        slices = [self._world.slices(batch, equal=True) for batch in host]
+        slices = [self._world.slices(batch) for batch in host]
         rank = self._world.data_rank
         copies = [batch_of.to_device(parts[rank], self._device) for parts in slices]
         weights = [[batch_of.weight(part) for part in parts] for parts in slices]

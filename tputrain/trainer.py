@@ -39,6 +39,7 @@ from tputrain.label_weights import LabelWeights
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loss import LossFunction, loss_of
+from tputrain.metrics.evaluation import evaluation_sets
 from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
@@ -55,6 +56,7 @@ from tputrain.optim.schedule import LearningRate, jump
 from tputrain.optim.schedule_free import progress_options
 from tputrain.parallel.agreement import AgreedControl, AgreedSignals, Agreement
 from tputrain.parallel.limits import check_limits
+from tputrain.parallel.same_batches import check_loader
 from tputrain.parallel.world import World, join
 from tputrain.parallel.writer import SharedWriter
 from tputrain.run_lock import RunLock, is_locked
@@ -142,6 +144,8 @@ class Trainer:
         self._initialize = initialize  # until the model has values
         self.loss_fn = loss_fn
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
+        for name, loader in evaluation_sets(val_loader).items():
+            check_loader(loader, f"val_loader{name and f' {name}'}", self.world, equal=False)
         self.val_loader = val_loader
         self.tokenizer = tokenizer
         budget = RecompileBudget(cfg.trainer.recompile_budget)
@@ -163,6 +167,7 @@ class Trainer:
 
         self._data: NextBatches | None = None
         if train_loader is not None:
+            check_loader(train_loader, "train_loader", self.world, equal=True)
             feed = feed_of(train_loader, self.device)
             self._data = NextBatches(feed, self.device, cfg.trainer.accumulate, self.world)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
@@ -196,7 +201,7 @@ class Trainer:
         self._agreement = Agreement(self.world, self.control, self._signals, self._writer)
         self._watchdog = Watchdog(cfg.watchdog, self._written_dir, self.device, lambda: self.step)
         self.label_weights = LabelWeights(self)
-        self._evaluator = Evaluator(self, self._signals, self._watchdog)
+        self._evaluator = Evaluator(self, self._signals, self._agreement, self._watchdog)
 
     # -- the loop --------------------------------------------------------------------------------------------
 

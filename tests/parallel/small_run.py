@@ -39,11 +39,18 @@ def batch(seed: int, sequences: int, unlabelled: int = 0) -> dict[str, torch.Ten
 
 
 class Batches:
-    """By step. The first rank's rows of each third micro-batch have nothing to learn from."""
+    """By step: eight sequences, in micro-batches of so many.
+
+    Of four ranks and of two, the first rank's rows of each third four have nothing to learn from.
+    """
+
+    def __init__(self, sequences: int):
+        self.sequences = sequences
 
     def batch_at(self, step: int, micro: int) -> dict[str, torch.Tensor]:
-        number = 2 * step + micro
-        return batch(number, 4, unlabelled=2 if number % 3 == 0 else 0)
+        fours = [batch(n, 4, unlabelled=2 if n % 3 == 0 else 0) for n in (2 * step, 2 * step + 1)]
+        rows = slice(micro * self.sequences, (micro + 1) * self.sequences)
+        return {name: torch.cat([each[name] for each in fours])[rows] for name in fours[0]}
 
 
 # Five samples and three for four ranks: each is to count once.
@@ -57,7 +64,12 @@ def begin_from(source: Path, run_dir: Path) -> None:
 
 
 def train(
-    run_dir: Path | str, device: str, model: nn.Module | None = None, accumulate: int = 2, **parallel: Any
+    run_dir: Path | str,
+    device: str,
+    model: nn.Module | None = None,
+    accumulate: int = 2,
+    sequences: int = 4,
+    **parallel: Any,
 ) -> Trainer:
     """Twenty steps, with checkpoints and evaluations in the beginning, the middle and the end."""
     if model is None:
@@ -74,7 +86,7 @@ def train(
         log=LogConfig(every=5, progress="none"),
         parallel=ParallelConfig(**parallel),
     )
-    loaders: dict[str, Any] = {"train_loader": Batches(), "val_loader": EVALUATION}
+    loaders: dict[str, Any] = {"train_loader": Batches(sequences), "val_loader": EVALUATION}
     trainer = Trainer(model, cfg, **loaders)
     trainer.fit()
     return trainer

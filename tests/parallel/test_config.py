@@ -16,7 +16,7 @@ from tputrain.errors import UserError
 from tputrain.parallel import launch
 from tputrain.parallel.apply import blocks
 from tputrain.parallel.config import ParallelConfig
-from tputrain.parallel.slices import slices
+from tputrain.parallel.slices import rounds, slices
 from tputrain.recipe import load_recipe
 from tputrain.shipped import find_recipe
 
@@ -77,18 +77,22 @@ def test_ranks_on_another_device_than_tpu_are_refused(monkeypatch: pytest.Monkey
 
 
 @given(samples=st.integers(1, 20), count=st.integers(1, 6))
-def test_slices_hold_each_sample_once_in_order(samples: int, count: int):
+def test_rounds_hold_each_sample_once_and_slices_of_one_length(samples: int, count: int):
     batch = {
         "x": torch.arange(samples),
         "pair": [torch.arange(samples) * 2, "text"],
         "scalar": torch.tensor(3),
     }
-    parts = slices(batch, count, equal=False)
+    found = rounds(batch, count)
+    assert all(len(each) == count for each in found)
+    parts = [part for each in found for part in each if part is not None]
     assert torch.cat([part["x"] for part in parts]).tolist() == list(range(samples))
     assert torch.cat([part["pair"][0] for part in parts]).tolist() == [2 * n for n in range(samples)]
     assert all(part["scalar"].item() == 3 for part in parts)
-    assert len(parts) == count
-    assert max(len(part["x"]) for part in parts) - min(len(part["x"]) for part in parts) <= 1
+    assert all(len({len(part["x"]) for part in each if part is not None}) == 1 for each in found)
+    assert len(found) == (samples >= count) + (samples % count > 0)
+    if samples % count == 0:
+        assert [part["x"].tolist() for part in slices(batch, count)] == [part["x"].tolist() for part in parts]
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -108,7 +112,7 @@ def test_factors_of_ranks_make_the_mean_over_all_labels(weights: list[list[int]]
 
 def test_a_tensor_that_is_not_by_sample_is_refused():
     with pytest.raises(UserError, match=r"a batch of 4 samples holds a tensor of shape \(3, 2\)"):
-        slices([torch.zeros(4), torch.zeros(3, 2)], 2, equal=True)
+        slices([torch.zeros(4), torch.zeros(3, 2)], 2)
 
 
 def test_the_elements_of_outer_module_lists_are_the_blocks():

@@ -23,11 +23,13 @@ SCRIPT = """
         rows.SMALLEST_PART = 0  # each rank writes its rows of everything
     runs = Path(os.environ["RUNS"])
     for job in os.environ["JOBS"].split():
-        name, source, replicate, shard = job.split(":")
+        name, source, replicate, shard, *sequences = job.split(":")
+        sequences = int(*sequences or "4")
         if source and rank == 0:
             small_run.begin_from(runs / source, runs / name)
         dist.barrier()
-        trainer = small_run.train(runs / name, "tpu", replicate=int(replicate), shard=int(shard))
+        layout = {"replicate": int(replicate), "shard": int(shard)}
+        trainer = small_run.train(runs / name, "tpu", None, 8 // sequences, sequences, **layout)
         assert trainer.world.size == world and trainer.world.rank == rank
         if int(shard) > 1:
             whole = sum(p.numel() for p in trainer.model.parameters())
@@ -79,10 +81,19 @@ def bits(runs: Path, name: str) -> list[str]:
 
 def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_checkpoints(runs: Path):
     run_jobs(2, "shard::1:2 replicate::2:1 from-1-to-2:alone:1:2 again:shard:1:2", runs)
-    run_jobs(4, "both::2:2 from-2-to-4:shard:2:2", runs)
-    for source, name in (("shard", "from-2-to-1"), ("both", "from-4-to-1")):
+    run_jobs(4, "both::2:2 from-2-to-4:shard:2:2:8", runs)  # in larger micro-batches
+    for source, name, sequences in (("shard", "from-2-to-1", 4), ("both", "from-4-to-1", 2)):
         small_run.begin_from(runs / source, runs / name)
-        small_run.train(runs / name, "cpu")
+        small_run.train(runs / name, "cpu", None, 8 // sequences, sequences)
     for name in ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-1"):
         assert_as_alone(runs, name)
     assert bits(runs, "again") == bits(runs, "shard")
+
+
+@pytest.mark.sweep
+def test_from_four_ranks_a_run_goes_on_at_eight_and_at_two(runs: Path):
+    run_jobs(4, "four::1:4", runs)
+    run_jobs(8, "from-4-to-8:four:2:4:8", runs)
+    run_jobs(2, "from-4-to-2:four:1:2 from-8-to-2:from-4-to-8:1:2:2", runs)
+    for name in ("four", "from-4-to-8", "from-4-to-2", "from-8-to-2"):
+        assert_as_alone(runs, name)

@@ -122,12 +122,14 @@ def test_the_order_of_an_epoch_is_pinned():
     assert order.tolist() == [7, 1, 6, 4, 3, 5, 9, 0, 2, 8]
 
 
-def test_evaluation_is_the_same_for_every_seed_in_full_batches_without_repeats():
+def test_evaluation_is_the_same_for_every_seed_in_full_batches_and_counts_each_sequence_once():
     batches = [list(pack((43,), seed=seed).eval_batches(4)) for seed in (0, 5)]
-    assert len(batches[0]) == 2
+    assert len(batches[0]) == 3
     for first, second in zip(*batches):
         assert torch.equal(first["input_ids"], second["input_ids"])
-    assert len({token for batch in batches[0] for token in batch["input_ids"][:, 0].tolist()}) == 8
+        assert first["input_ids"].shape == (4, 4)
+    ids, labels = (torch.cat([batch[name] for batch in batches[0]]) for name in ("input_ids", "labels"))
+    assert sorted(ids[(labels != -100).any(1)][:, 0].tolist()) == [4 * number for number in range(10)]
     assert len(list(pack((43,)).eval_batches(4, max_batches=1))) == 1
 
 

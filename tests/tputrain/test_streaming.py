@@ -89,10 +89,11 @@ def test_a_stream_is_the_documents_to_train_on_end_to_end_epoch_after_epoch_shuf
     for batch in batches:
         assert set(batch) == {"input_ids", "labels", "position_ids", "document_ids"}
         assert batch["input_ids"].shape == (3, 16)
-    num_tokens = 4 * 3 * 16  # of a block: 10 sequences, in whole batches
-    assert 60 // 4 * num_tokens > len(epoch) + num_tokens
-    for block in range(60 // 4):
-        rows = torch.cat([batch["input_ids"] for batch in batches[4 * block : 4 * block + 4]]).tolist()
+    sequences = torch.cat([batch["input_ids"] for batch in batches]).tolist()
+    num_tokens = 10 * 16  # of a block, whatever the size of a batch
+    assert 18 * num_tokens > len(epoch) + num_tokens
+    for block in range(18):
+        rows = sequences[10 * block : 10 * block + 10]
         tokens = (epoch * 3)[block * num_tokens : (block + 1) * num_tokens]
         expected = [tokens[first : first + 16] for first in range(0, num_tokens, 16)]
         assert rows != expected
@@ -145,6 +146,13 @@ def test_a_stream_of_other_text_is_not_gone_on_with(directory):
         DataError, match=r"data.files='rows-\*.jsonl': the text there is not what this run was"
     ):
         build_stream(text.cfg, 7, lambda line: None, tokenizer=text.tokenizer, expected=text.fingerprint)
+
+
+def test_a_position_of_an_earlier_tputrain_is_one_clear_line():
+    loader = stream().training_batches(2, 1)
+    old = {name: value for name, value in loader.state_dict().items() if name != "sequences"}
+    with pytest.raises(DataError, match="counted it in batches: go on with that one, or begin anew"):
+        loader.load_state_dict(old | {"batches": 3})
 
 
 def test_a_stream_without_anything_held_out_is_one_clear_line():

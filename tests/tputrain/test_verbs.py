@@ -189,7 +189,6 @@ def test_resume_of_a_finished_run_leaves_it_alone(capsys):
         ("data.vocab_size=290", "280"),
         ("data.files=other.txt", "text.txt"),
         ("data.validation_fraction=0.2", "0.05"),
-        ("batch.sequences=8", "4"),
         ("batch.tokens=256", "128"),
         ("seed=3", "0"),
         ("optim.name=sgd", "adamw"),
@@ -205,6 +204,19 @@ def test_resume_refuses_what_would_make_it_another_run(capsys, override, was):
         "or choose another run_dir\n"
     )
     assert not Path("runs/tiny/checkpoints/step-6").exists()
+
+
+def test_a_run_goes_on_in_micro_batches_of_another_size_with_the_same_samples(capsys):
+    shutil.copytree("runs/tiny", "runs/same")
+    losses = {}
+    for name, sequences in (("same", 4), ("tiny", 2)):
+        settings = ["trainer.steps=8", "trainer.evaluate_batches=null", f"batch.sequences={sequences}"]
+        assert main(["resume", f"runs/{name}", *settings]) == 0
+        records = read_jsonl(f"runs/{name}/metrics.jsonl") + read_jsonl(f"runs/{name}/evaluations.jsonl")
+        losses[name] = [record["loss"] for record in records]
+    assert "note: batch.sequences is 2 from here on, it was 4" in capsys.readouterr().out
+    assert losses["tiny"] != losses["same"]  # in the last digits
+    assert losses["tiny"] == pytest.approx(losses["same"], rel=1e-5)
 
 
 def test_resume_does_not_take_another_directory(capsys):

@@ -29,7 +29,13 @@ _FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "optim.master_weig
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
 _FIXED_AT_IMPORT = ("model.", "data.vocab_size", "seed")
 """What an imported run keeps: there are weights and a tokenizer, and nothing has been trained on."""
-_FREE = ("data.cache_dir", "data.prefetch", "data.workers", "model.activation_checkpointing")
+_FREE = (
+    "batch.sequences",
+    "data.cache_dir",
+    "data.prefetch",
+    "data.workers",
+    "model.activation_checkpointing",
+)
 """What is below those and changes nothing."""
 
 

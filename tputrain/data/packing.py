@@ -72,19 +72,15 @@ class PackedSequences:
     def eval_batches(self, sequences: int, max_batches: int | None = None) -> Iterator[Batch]:
         """Batches of exactly `sequences`, always the same ones in the same order, whatever the seed.
 
-        The order is shuffled, so that the first few are a fair sample. What does not fill a batch is left
-        out; where there is not even one, the only batch is filled up with sequences whose labels are all
-        -100.
+        The order is shuffled, so that the first few are a fair sample. Each sequence is in one batch; the
+        last one is filled up with sequences whose labels are all -100.
         """
         order = epoch_order(0, 0, self.num_sequences)
-        if self.num_sequences < sequences:
-            batch = self.batch_of(np.resize(order, sequences))
-            batch["labels"][self.num_sequences :] = IGNORED_LABEL
+        for first in range(0, self.num_sequences, sequences)[:max_batches]:
+            chosen = order[first : first + sequences]
+            batch = self.batch_of(np.resize(chosen, sequences))
+            batch["labels"][len(chosen) :] = IGNORED_LABEL
             yield batch
-            return
-        full = self.num_sequences // sequences
-        for number in range(full if max_batches is None else min(full, max_batches)):
-            yield self.batch_of(order[number * sequences : (number + 1) * sequences])
 
     def batch_of(self, indices: np.ndarray) -> Batch:
         """The sequences numbered `indices` (int64, below `num_sequences`), as a batch."""

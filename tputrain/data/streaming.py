@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.conversations import encode_conversations, spoken
@@ -126,8 +127,9 @@ class StreamedBatches:
 
     Documents are read until they fill `data.shuffle_block` sequences, whose order then is shuffled, as (seed,
     number of the block) says. So the position is where the dataset stood before a block (its `state_dict`),
-    and how many batches of that block were given: few numbers, and after a resume the batches are the same
-    to the bit. Held-out documents are passed over. An epoch follows the other within a block.
+    and how many sequences of that block were given: few numbers, and after a resume the sequences are the
+    same to the bit, in batches of any size. A batch may hold the end of one block and the start of the next.
+    Held-out documents are passed over. An epoch follows the other within a block.
     """
 
     can_read_ahead = True
@@ -146,8 +148,7 @@ class StreamedBatches:
         self.fingerprint = fingerprint
         self._rows, self._cfg, self._tokenizer, self._seed = rows, cfg, tokenizer, seed
         self._batch_size, self._ahead = batch_size, ahead
-        self._num_block_batches = -(-cfg.shuffle_block // batch_size)
-        self._place: dict[str, Any] = {"block": 0, "batches": 0, "epoch": 0, "dataset": None, "used": 0}
+        self._place: dict[str, Any] = {"block": 0, "sequences": 0, "epoch": 0, "dataset": None, "used": 0}
         self._prefetched: Prefetched[tuple[Batch, dict[str, Any]]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,6 +157,11 @@ class StreamedBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that `state_dict` gave, with the next `iter`; the one before gives no more."""
+        if state.keys() != self._place.keys():
+            raise DataError(
+                "the position of the stream was saved by an earlier tputrain, which counted it in batches: "
+                "go on with that one, or begin anew in another run_dir"
+            )
         self._stop_reading()
         self._place = copy.deepcopy(state)
 
@@ -178,8 +184,25 @@ class StreamedBatches:
 
     def _walk(self, place: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Batches from `place` on, each with the position after it."""
+        begun: list[Batch] = []
+        missing = self._batch_size
+        for packed, start, following in self._blocks(place):
+            order, first = epoch_order(self._seed, start["block"], packed.num_sequences), start["sequences"]
+            while first < len(order):
+                chosen = order[first : first + missing]
+                begun.append(packed.batch_of(chosen))
+                first, missing = first + len(chosen), missing - len(chosen)
+                if missing == 0:
+                    after = following if first == len(order) else start | {"sequences": first}
+                    yield {name: torch.cat([each[name] for each in begun]) for name in begun[0]}, after
+                    begun, missing = [], self._batch_size
+
+    def _blocks(
+        self, place: dict[str, Any]
+    ) -> Iterator[tuple[PackedSequences, dict[str, Any], dict[str, Any]]]:
+        """The sequences of each block from that of `place` on, the position in it, and that of the next."""
         documents = self._documents(place["epoch"], place["dataset"])
-        size = self._num_block_batches * self._batch_size * self._cfg.sequence_length
+        size = self._cfg.shuffle_block * self._cfg.sequence_length
         pending: list[_Document] = []
         while True:
             # One token more than the block has: the label of its last.
@@ -189,13 +212,8 @@ class StreamedBatches:
                 missing -= len(pending[-1].ids)
             packed = _packed(pending, self._cfg, place["used"], size + 1, self._seed)
             after, pending = _rest(pending, place["used"] + size)
-            following = {"block": place["block"] + 1, "batches": 0, **after}
-            count = packed.num_sequences // self._batch_size
-            order = epoch_order(self._seed, place["block"], packed.num_sequences)
-            for number in range(place["batches"], count):
-                chosen = order[number * self._batch_size : (number + 1) * self._batch_size]
-                done = number + 1
-                yield packed.batch_of(chosen), following if done == count else place | {"batches": done}
+            following = {"block": place["block"] + 1, "sequences": 0, **after}
+            yield packed, place, following
             place = following
 
     def _documents(self, epoch: int, before: dict[str, Any] | None) -> Iterator[_Document]:

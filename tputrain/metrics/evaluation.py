@@ -28,12 +28,15 @@ class WeightedMeans:
         self._is_text = False
         self.weight = 0
 
-    def add(self, values: Mapping[str, Tensor], weight: int, of_all: int, batch: Batch) -> None:
-        """Count scalar tensors, the means of this rank's slice of `batch`, `weight` times; `of_all`: the
-        weights of all ranks.
-        """
+    def count(self, batch: Batch) -> None:
+        """Count what is known of a whole batch on the host; its values are added in one or more parts."""
         self._is_text = batch_of.is_text(batch)
         self._num_bytes += self._bytes_of(batch) if self._bytes_of is not None else 0
+
+    def add(self, values: Mapping[str, Tensor], weight: int, of_all: int) -> None:
+        """Count scalar tensors, means over this rank's samples, `weight` times; `of_all`: the weights of
+        all ranks.
+        """
         for name, value in values.items():
             weighted = value.detach().float() * weight
             self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted

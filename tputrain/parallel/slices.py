@@ -1,7 +1,6 @@
-"""The part of a batch that each rank takes: rows, in the order of the ranks."""
+"""The part of a batch that each rank takes: rows, in the order of the ranks, equally many on each."""
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -11,19 +10,40 @@ from tputrain.batches import Batch
 from tputrain.errors import UserError
 
 
-def slices(batch: Batch, count: int, equal: bool) -> list[Batch]:
-    """`count` slices of a batch on the host, in order; one may be empty unless they are to be `equal`.
+def slices(batch: Batch, count: int) -> list[Batch]:
+    """`count` slices of one length of a batch on the host, in order.
 
-    Raises UserError where they are to be, and the samples do not divide.
+    Raises UserError where its samples do not divide.
     """
     samples = batch_of.num_samples(batch)
-    if equal and samples % count:
+    if samples % count:
         raise UserError(
             f"a batch of {samples} samples does not divide among {count} ranks: expected a multiple of "
             f"{count} (batch.sequences in a recipe; a DataLoader drops a smaller one with drop_last=True)"
         )
-    borders = [rank * samples // count for rank in range(count + 1)]
-    return [_rows(batch, first, last, samples) for first, last in pairwise(borders)]
+    return _consecutive(batch, 0, samples // count, count, samples)
+
+
+def rounds(batch: Batch, count: int) -> list[list[Batch | None]]:
+    """A batch on the host as rounds, in each of which `count` ranks have slices of one length.
+
+    As few rounds as there can be: what does not divide is a second one, of a sample a rank. None: there are
+    no samples left for that rank.
+    """
+    samples = batch_of.num_samples(batch)
+    length, rest = divmod(samples, count)
+    found: list[list[Batch | None]] = []
+    if length:
+        found.append([*_consecutive(batch, 0, length, count, samples)])
+    if rest:
+        single = _consecutive(batch, samples - rest, 1, rest, samples)
+        found.append([*single, *[None] * (count - rest)])
+    return found
+
+
+def _consecutive(batch: Batch, first: int, length: int, count: int, samples: int) -> list[Batch]:
+    starts = range(first, first + length * count, length)
+    return [_rows(batch, start, start + length, samples) for start in starts]
 
 
 def _rows(value: Any, first: int, last: int, samples: int) -> Any:

@@ -17,7 +17,7 @@ from tputrain.batches import Batch
 from tputrain.device import failure_of_peers
 from tputrain.errors import RunFailedError, UserError
 from tputrain.parallel.config import ParallelConfig
-from tputrain.parallel.slices import slices
+from tputrain.parallel.slices import rounds, slices
 
 T = TypeVar("T")
 RUN_ID = "tputrain"
@@ -42,9 +42,13 @@ class World:
         """Whether this rank is the one that writes and speaks."""
         return self.rank == 0
 
-    def slices(self, batch: Batch, equal: bool) -> list[Batch]:
-        """The batch (on the host) as one slice a rank, which `equal` wants equally long."""
+    def slices(self, batch: Batch) -> list[Batch]:
+        """The batch (on the host) as one slice a rank, all of one length."""
         return [batch]
+
+    def rounds(self, batch: Batch) -> list[list[Batch | None]]:
+        """The same of a batch that need not divide: in each round slices of one length (None: no samples)."""
+        return [[batch]]
 
     def parallelise(self, model: nn.Module) -> None:
         """Lay the model, which is on its device, out over the ranks, in place."""
@@ -93,8 +97,11 @@ class Ranks(World):
         # Ranks that share layers follow each other, and share their part of the batch.
         self.data_rank, self.data_size = self.rank // degrees["tensor"], self.size // degrees["tensor"]
 
-    def slices(self, batch: Batch, equal: bool) -> list[Batch]:
-        return slices(batch, self.data_size, equal)
+    def slices(self, batch: Batch) -> list[Batch]:
+        return slices(batch, self.data_size)
+
+    def rounds(self, batch: Batch) -> list[list[Batch | None]]:
+        return rounds(batch, self.data_size)
 
     def parallelise(self, model: nn.Module) -> None:
         from tputrain.parallel.apply import apply_plan
