@@ -81,7 +81,7 @@ def bits(runs: Path, name: str) -> list[str]:
 
 def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_checkpoints(runs: Path):
     run_jobs(2, "shard::1:2 replicate::2:1 from-1-to-2:alone:1:2 again:shard:1:2", runs)
-    run_jobs(4, "both::2:2 from-2-to-4:shard:2:2:8", runs)  # in larger micro-batches
+    run_jobs(4, "both::2:2:8 from-2-to-4:shard:2:2:8", runs)  # in larger micro-batches
     for source, name, sequences in (("shard", "from-2-to-1", 4), ("both", "from-4-to-1", 2)):
         small_run.begin_from(runs / source, runs / name)
         small_run.train(runs / name, "cpu", None, 8 // sequences, sequences)

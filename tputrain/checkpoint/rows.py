@@ -5,13 +5,16 @@ The only place that knows how the two belong together. One process has all rows 
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tputrain.checkpoint.tensor_files import TensorFiles, TensorSpec
+
+if TYPE_CHECKING:
+    from tputrain.checkpoint.dcp_files import DcpFiles
 
 SMALLEST_PART = 1 << 20
 """Bytes: where parts are smaller, the first rank writes all of a tensor; shared disks are slow with them."""
@@ -49,7 +52,7 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 @torch.no_grad()
-def read_into(tensor: Tensor, files: TensorFiles, name: str) -> None:
+def read_into(tensor: Tensor, files: "TensorFiles | DcpFiles", name: str) -> None:
     """Copy a tensor of the files into `tensor`, in place; into a rank's part its part, and read no more."""
     own, region = own_part(tensor)
     if not is_distributed(tensor):

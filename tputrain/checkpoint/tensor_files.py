@@ -24,6 +24,9 @@ from tputrain.errors import UserError, in_words
 BYTES_A_FILE = 5 * 10**9
 """The most that a file holds, but for one tensor that is larger; what transformers takes as well."""
 
+DCP_INDEX = ".metadata"
+"""The file by which a directory of torch.distributed.checkpoint is known."""
+
 _ALIGNMENT = 8  # bytes: of the data, after the header
 _LARGEST_WRITE = 1 << 30  # Linux takes no more than 2 GiB at once
 _DTYPES = {

@@ -141,10 +141,12 @@ def _exported(parser: argparse.ArgumentParser) -> None:
     help = "a run directory, of which the newest whole checkpoint is taken, or a checkpoint"
     _completed(parser.add_argument("target", metavar="RUN_DIR|CHECKPOINT", help=help), shtab.DIRECTORY)
     _new_directory(parser)
+    help = "hf: Hugging Face's; dcp: weights and optimizer for torch.distributed.checkpoint (default: hf)"
+    parser.add_argument("--format", choices=("hf", "dcp"), default="hf", help=help)
 
 
 def _imported(parser: argparse.ArgumentParser) -> None:
-    help = "a Hugging Face directory: config.json, *.safetensors, tokenizer.json"
+    help = "a Hugging Face directory: config.json, *.safetensors (or what dcp.save wrote), tokenizer.json"
     _completed(parser.add_argument("target", metavar="HF_DIR", help=help), shtab.DIRECTORY)
     _new_directory(parser)
 
@@ -236,9 +238,10 @@ tputrain cp llama my.yaml && tputrain run my.yaml""",
     ),
     Verb(
         "export",
-        "write a checkpoint as a Hugging Face directory",
+        "write a checkpoint as a Hugging Face directory, or for torch.distributed.checkpoint",
         """tputrain export runs/llama exported                             the newest whole checkpoint
 tputrain export runs/llama/checkpoints/step-400 exported
+tputrain export runs/llama exported --format dcp
 python -c 'from transformers import AutoModelForCausalLM as M; M.from_pretrained("exported")'""",
         _exported,
     ),

@@ -115,7 +115,7 @@ def _dispatch(chosen: argparse.Namespace) -> int:
         case "export":
             from tputrain.cli.hf_directory import export
 
-            return export(chosen.target, chosen.out)
+            return export(chosen.target, chosen.out, chosen.format)
         case "sample":
             # Standard output is the text alone, for a pipe or a file; whoever waits for it reads the rest.
             output = sys.stdout

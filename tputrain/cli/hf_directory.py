@@ -1,4 +1,4 @@
-"""`tputrain export`: the part of a checkpoint that is a Hugging Face directory."""
+"""`tputrain export`: a checkpoint as a Hugging Face directory, or as one of torch.distributed.checkpoint."""
 
 import os
 import shutil
@@ -14,12 +14,17 @@ from tputrain.data.pretrained_tokenizer import MARK
 from tputrain.errors import UserError
 
 
-def export(target: str, out: str) -> int:
-    """Copy weights, configuration and tokenizer of a checkpoint to the new directory `out`."""
+def export(target: str, out: str, form: str) -> int:
+    """Copy weights, configuration and tokenizer of a checkpoint to the new directory `out`.
+
+    `form`: hf; or dcp, in which torch.distributed.checkpoint loads weights and optimizer.
+    """
     checkpoint = _checkpoint(Path(target))
     names = sorted(path.name for path in checkpoint.iterdir())
     names = [name for name in names if name != MARK and not is_for_training_only(name)]
-    if "config.json" not in names:
+    if form == "dcp":
+        names = [name for name in names if ".safetensors" not in name]
+    elif "config.json" not in names:
         raise UserError(
             f"{checkpoint}: its model wrote no config.json, so it is no Hugging Face model; give the model a "
             "save_config(directory), or read model.safetensors itself"
@@ -31,11 +36,18 @@ def export(target: str, out: str) -> int:
         unfinished.mkdir(parents=True)
         for name in names:
             shutil.copyfile(checkpoint / name, unfinished / name)
+        if form == "dcp":
+            from tputrain.cli.dcp_directory import write_dcp
+
+            write_dcp(checkpoint, unfinished)
         os.rename(unfinished, directory)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise UserError(f"{directory}: cannot be written ({error.strerror}); choose another place") from None
-    say(f"{directory}: {checkpoint} as a Hugging Face directory: {', '.join(names)}")
+    if form == "dcp":
+        say(f"{directory}: {checkpoint} for torch.distributed.checkpoint.load")
+    else:
+        say(f"{directory}: {checkpoint} as a Hugging Face directory: {', '.join(names)}")
     return 0
 
 

@@ -3,16 +3,19 @@
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tputrain.checkpoint.contents import distinct_tensors
 from tputrain.checkpoint.rows import read_into
-from tputrain.checkpoint.tensor_files import TensorFiles
+from tputrain.checkpoint.tensor_files import DCP_INDEX, TensorFiles
 from tputrain.errors import UserError
 from tputrain.models.config import ModelConfig
 from tputrain.models.llama import LLAMA_CONFIGS, RopeScaling
+
+if TYPE_CHECKING:
+    from tputrain.checkpoint.dcp_files import DcpFiles
 
 CONFIG = "config.json"
 _SIZES = (
@@ -56,12 +59,12 @@ def model_config_of(directory: Path) -> ModelConfig:
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
-    """Copy the `*.safetensors` into the model, in its dtype; a rank reads its part alone.
+    """Copy the `*.safetensors`, or what dcp.save wrote, into the model, in its dtype; a rank reads its part.
 
     Raises UserError where one does not fit.
     """
     own = distinct_tensors(model)
-    files = TensorFiles(directory, "model")
+    files = _weights_in(directory)
     for name in files.names():
         path = files.path(name)
         if name not in own:
@@ -73,6 +76,14 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         read_into(own[name], files, name)
     if left := own.keys() - set(files.names()):
         raise UserError(f"{directory}: the weights lack {sorted(left)[0]} ({len(left)} tensors are missing)")
+
+
+def _weights_in(directory: Path) -> "TensorFiles | DcpFiles":
+    if not (directory / DCP_INDEX).is_file():
+        return TensorFiles(directory, "model")
+    from tputrain.checkpoint.dcp_files import DcpFiles  # few need it, and it imports much
+
+    return DcpFiles(directory)
 
 
 def _check_needless(name: str, model: nn.Module, path: Path) -> None:
