@@ -6,6 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tputrain.parallel.launched import is_launched, speak_in_one_line
+
 if TYPE_CHECKING:
     from tputrain.callbacks.best_checkpoint import BestCheckpoint
     from tputrain.callbacks.callback import Callback
@@ -70,6 +72,10 @@ _HOME = {
     "TrainerConfig": "tputrain.config",
     "UserError": "tputrain.errors",
 }
+
+
+if is_launched():
+    speak_in_one_line()
 
 
 def __getattr__(name: str) -> Any:

@@ -132,11 +132,16 @@ def region(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer
     return torch.tpu.spmd(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
 
 
+def peers() -> Any:
+    """What this rank knows of the others (`Peers` of the device); None in a process that is alone."""
+    module = sys.modules.get("tpu_backend.distributed.peers")
+    return None if module is None else module.world
+
+
 def tell_ranks(error: BaseException) -> None:
     """Tell the other ranks that this one ends, and of what."""
-    peers = sys.modules.get("tpu_backend.distributed.peers")  # not there in a process that is alone
-    if peers is not None and peers.world is not None:
-        peers.world.publish(f"{type(error).__name__}: {error}")
+    if (world := peers()) is not None:
+        world.publish(f"{type(error).__name__}: {error}")
 
 
 def is_compiling_ahead(device: torch.device) -> bool:

@@ -14,21 +14,23 @@ from tputrain.announce import warn
 _PATIENCE = 5.0  # seconds; the counters of a device may be behind a lock that the hanging thread holds
 
 
-def report_hang(run_dir: Path | None, device: torch.device, reason: str) -> None:
+def report_hang(run_dir: Path | None, device: torch.device, reason: str, rank: int | None = None) -> str:
     """Every thread's stack, the device's last operations and its counters, to `run_dir/hang-<time>.txt`, or
-    to standard error where there is no file.
+    to standard error where there is no file. Of a `rank` the file is `hang-<time>-rank-N.txt`.
+
+    Returns the reason, and where the stacks are.
     """
     if run_dir is not None:
-        path = run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
+        of_rank = "" if rank is None else f"-rank-{rank}"
+        path = run_dir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}{of_rank}.txt"
         try:
             _write_file(path, reason, device)
         except OSError as error:
             warn(f"{path}: the stacks cannot be written there ({error.strerror}); they follow")
         else:
-            warn(f"{reason}; every thread's stack is in {path}")
-            return
-    warn(reason)
+            return f"{reason}; every thread's stack is in {path}"
     _write(2, reason, device)
+    return reason
 
 
 def _write_file(path: Path, reason: str, device: torch.device) -> None:

@@ -199,7 +199,8 @@ class Trainer:
         self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter() if is_alone else SharedWriter(self.world)
         self._agreement = Agreement(self.world, self.control, self._signals, self._writer)
-        self._watchdog = Watchdog(cfg.watchdog, self._written_dir, self.device, lambda: self.step)
+        rank = None if is_alone else self.world.rank
+        self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step, rank)
         self.label_weights = LabelWeights(self)
         self._evaluator = Evaluator(self, self._signals, self._agreement, self._watchdog)
 

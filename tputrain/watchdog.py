@@ -14,16 +14,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tputrain import device as devices
 from tputrain.announce import warn
 from tputrain.config_checks import expect_above
+from tputrain.errors import RunFailedError
 from tputrain.hang_report import report_hang
 from tputrain.heartbeat import ENDED, FAILED, write_heartbeat
 from tputrain.loggers.logger import Record
+from tputrain.parallel.launched import record_error, speaks
 from tputrain.signals import Interrupted
 
 SETTING_UP = "setting up"
@@ -36,6 +38,8 @@ SAVING = "saving"
 
 HANG_EXIT_CODE = 1
 _SILENCE = 10.0  # seconds after which is said what goes on
+_BEATS = 3  # so many that do not come make a rank silent
+_OTHERS_WRITE = 3.0  # seconds in which the other ranks write their reports, too
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy")
 
 
@@ -74,13 +78,22 @@ class Watchdog:
     Where the hanging thread holds Python's global lock, no Python thread runs, this one included. For that
     case the interpreter's own C timer is kept wound up (`faulthandler.dump_traceback_later`): it writes the
     stacks to standard error and ends the process `wait_seconds` later than the limit.
+
+    Each of several ranks has one. A rank that waits for another one, which is alive, leaves that one to its
+    own watchdog. When a rank finds that the run hangs, all ranks write their reports, and one line says whom
+    all wait for.
     """
 
     def __init__(
-        self, cfg: WatchdogConfig, run_dir: Path | None, device: torch.device, step: Callable[[], int]
+        self,
+        cfg: WatchdogConfig,
+        run_dir: Path | None,
+        device: torch.device,
+        step: Callable[[], int],
+        rank: int | None = None,
     ):
-        """`step()` is asked for the number of optimizer steps done."""
-        self.cfg, self.run_dir, self.device, self.step = cfg, run_dir, device, step
+        """`step()` is asked for the number of optimizer steps done. `rank`: None in a run of one process."""
+        self.cfg, self.run_dir, self.device, self.step, self.rank = cfg, run_dir, device, step, rank
         self._phase = _Phase(SETTING_UP, 0.0)
         self._clock = 0.0  # seconds in which this process ran, counted by the thread
         self._tick = min(1.0, cfg.step_seconds / 4, cfg.heartbeat_seconds)
@@ -89,6 +102,7 @@ class Watchdog:
         self._read_up_to = 0  # the step whose values were read last
         self._beat_in, self._beat_at = SETTING_UP, 0.0
         self._told: _Phase | None = None
+        self._has_reported = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -151,13 +165,15 @@ class Watchdog:
         phase = self._phase
         if phase.name != self._beat_in or self._clock - self._beat_at >= self.cfg.heartbeat_seconds:
             self._beat()
-        self._tell_of_silence(phase)
+        if not self.rank:  # one speaks for all
+            self._tell_of_silence(phase)
         if not self.cfg.enabled:
             return
+        self._report_as_others_do(phase.name)
         taken, limit = self._clock - phase.since, self.limit(phase.name)
         if taken > limit and devices.is_compiling(self.device):
             limit = max(limit, self.cfg.setup_seconds)
-        if taken > limit and not _is_debugged():
+        if taken > limit and not (_is_debugged() or self._waits_for_the_living()):
             self._end_the_process(phase.name, taken, limit)
         spare = max(limit - taken, 0.0) + self.cfg.wait_seconds
         faulthandler.dump_traceback_later(spare, exit=True, file=2)
@@ -166,19 +182,75 @@ class Watchdog:
         """Once, of a wait or a step that is longer than any before; other phases are announced."""
         taken = self._clock - phase.since
         expected = max(_SILENCE, 2 * self._longest.get(phase.name, 0.0))
-        if phase.name in (DATA, STEP) and taken >= expected and phase is not self._told:
+        told = (DATA, STEP) if self.rank is None else (DATA, STEP, READING)
+        if phase.name in told and taken >= expected and phase is not self._told:
             self._told = phase
             what = "compiling" if devices.is_compiling(self.device) else phase.name
-            warn(f"step {self.step() + 1}: {what}, {taken:.0f} s so far")
+            warn(f"step {self.step() + 1}: {what}, {taken:.0f} s so far{self._awaited()}")
+
+    def _awaited(self) -> str:
+        """Whom all ranks wait for, to be added to a line."""
+        if (world := self._others) is None:
+            return ""
+        if (awaited := world.awaited()) is None:
+            return "; the process that carries word between the ranks does not answer"
+        if not awaited:
+            return "; no rank waits for another one"
+        return f"; everybody waits for {'; and for '.join(map(self._described, awaited))}"
+
+    def _described(self, awaited: Any) -> str:
+        silent = f"last heard of {awaited.silent:.0f} s ago"
+        parts = [awaited.name, silent if self._is_silent(awaited.silent) else "alive"]
+        if awaited.beat:
+            parts.append(f"in phase {awaited.beat!r}")
+        if awaited.call:
+            parts.append(f"last in {awaited.call}")
+        return ", ".join(parts)
+
+    @property
+    def _others(self) -> Any:
+        """What is known of the other ranks (`Peers` of the device); None: there are none."""
+        return None if self.rank is None else devices.peers()
+
+    def _is_silent(self, seconds: float) -> bool:
+        return seconds > _BEATS * (self.cfg.heartbeat_seconds + self._tick)
+
+    def _waits_for_the_living(self) -> bool:
+        """Whether all that this rank waits for is other ranks that are alive: their watchdogs watch them."""
+        if (world := self._others) is None:
+            return False
+        awaited = world.awaited()
+        return bool(awaited) and all(
+            each.rank != self.rank and not self._is_silent(each.silent) for each in awaited
+        )
+
+    def _report_as_others_do(self, name: str) -> None:
+        """Where another rank has found that the run hangs: the stacks of this one, once."""
+        world = self._others
+        if world is not None and world.hangs and not self._has_reported:
+            self._has_reported = True
+            report_hang(
+                self.run_dir,
+                self.device,
+                f"another rank hangs; this one is at step {self.step()} in phase {name!r}",
+                self.rank,
+            )
 
     def _end_the_process(self, name: str, taken: float, limit: float) -> None:
         reason = (
-            f"tputrain: hangs at step {self.step()} in phase {name!r}: {taken:.1f} s, expected at most "
-            f"{limit:.1f} s (watchdog.* sets that); it is ended: run again, it goes on from the newest "
-            "checkpoint, if there is one"
+            f"hangs at step {self.step()} in phase {name!r}: {taken:.1f} s, expected at most "
+            f"{limit:.1f} s (watchdog.* sets that){self._awaited()}; it is ended: run again, it goes on from "
+            "the newest checkpoint, if there is one"
         )
         try:
-            report_hang(self.run_dir, self.device, reason)
+            world = self._others
+            is_first = world is None or world.declare_hang()
+            told = report_hang(self.run_dir, self.device, reason, self.rank)
+            if is_first and world is not None:
+                time.sleep(_OTHERS_WRITE)
+                record_error(RunFailedError(told))
+            if is_first and speaks(told):
+                warn(f"tputrain: {told}")
         finally:
             # Not sys.exit: the training thread would have to agree.
             os._exit(HANG_EXIT_CODE)
@@ -197,9 +269,12 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._beat_in, self._beat_at = self._phase.name, self._clock
+        if (world := self._others) is not None:
+            world.beat(self._phase.name)
         if self.run_dir is not None:
+            seconds = self._clock - self._phase.since
             with suppress(OSError):  # a full disk is no reason to end a run
-                write_heartbeat(self.run_dir, self.step(), self._phase.name, self._clock - self._phase.since)
+                write_heartbeat(self.run_dir, self.step(), self._phase.name, seconds, self.rank or 0)
 
 
 def _is_debugged() -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from tests.tputrain.hanging_run import HANGS_AT
 from tests.tputrain.resumable_run import STEPS, build
+from tpu_backend.distributed.peers import Awaited
 from tputrain import RunConfig, UserError
 from tputrain import device as devices
 from tputrain.callbacks.callback import Callback
@@ -58,10 +59,9 @@ def test_on_a_full_disk_the_stacks_of_a_hang_go_to_standard_error(tmp_path, monk
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    report_hang(tmp_path, torch.device("cpu"), "it hangs")
+    assert report_hang(tmp_path, torch.device("cpu"), "it hangs") == "it hangs"
     said = capfd.readouterr().err
     assert "the stacks cannot be written there (No space left on device); they follow\n" in said
-    assert "it hangs\n" in said
     assert " in test_on_a_full_disk" in said
 
 
@@ -222,6 +222,81 @@ def test_a_heartbeat_that_cannot_be_written_ends_no_run(watchdog, tmp_path):
     watchdog.run_dir = tmp_path / "gone"
     watchdog.look(100.0)
     assert read_heartbeat(tmp_path / "gone") is None
+
+
+class OtherRanks:
+    """What rank 0 knows of the others: they wait for `rank`, which was heard of `silent` seconds ago."""
+
+    def __init__(self, rank: int, silent: float):
+        self.silent, self.rank = silent, rank
+        self.beats: list[str] = []
+        self.hangs = False
+
+    def beat(self, doing: str) -> None:
+        self.beats.append(doing)
+
+    def awaited(self) -> list[Awaited]:
+        name = f"rank {self.rank} (process 7 on host)"
+        return [Awaited(self.rank, name, "an exchange", "waiting for data", self.silent)]
+
+    def declare_hang(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def ranked(watchdog, monkeypatch) -> Watchdog:
+    """The watchdog of rank 0 of several."""
+    monkeypatch.setattr("tputrain.watchdog._OTHERS_WRITE", 0.0)
+    watchdog.rank = 0
+    watchdog.learn(records(20, 2.0))
+    return watchdog
+
+
+def test_a_rank_that_waits_for_a_living_one_leaves_it_to_that_ones_watchdog(ranked, monkeypatch, tmp_path):
+    others = OtherRanks(rank=2, silent=1.0)
+    monkeypatch.setattr(devices, "peers", lambda: others)
+    with ranked.phase(READING):
+        ranked.look(1000.0)
+        others.silent = 30.0
+        with pytest.raises(Ended):
+            ranked.look(1.0)
+    assert READING in others.beats
+
+
+def test_a_hang_is_told_in_one_line_that_names_the_rank_that_all_wait_for(
+    ranked, monkeypatch, capfd, tmp_path
+):
+    monkeypatch.setattr(devices, "peers", lambda: OtherRanks(rank=2, silent=30.0))
+    with ranked.phase(READING), pytest.raises(Ended):
+        ranked.look(65.0)
+    said = capfd.readouterr().err
+    assert said.count("\ntputrain: ") == 1
+    assert (
+        "everybody waits for rank 2 (process 7 on host), last heard of 30 s ago, "
+        "in phase 'waiting for data', last in an exchange" in said
+    )
+    (report,) = tmp_path.glob("hang-*-rank-0.txt")
+    assert str(report) in said
+
+
+def test_a_rank_that_is_itself_awaited_is_ended_by_its_own_watchdog(ranked, monkeypatch):
+    monkeypatch.setattr(devices, "peers", lambda: OtherRanks(rank=0, silent=1.0))
+    with ranked.phase(STEP), pytest.raises(Ended):
+        ranked.look(65.0)
+
+
+def test_a_hang_that_another_rank_has_found_is_reported_once(watchdog, monkeypatch, tmp_path, capfd):
+    others = OtherRanks(rank=0, silent=1.0)
+    others.hangs = True
+    monkeypatch.setattr(devices, "peers", lambda: others)
+    watchdog.rank = 3
+    for _ in range(2):
+        watchdog.look(6.0)
+    (report,) = tmp_path.glob("hang-*-rank-3.txt")
+    assert "another rank hangs" in report.read_text()
+    assert capfd.readouterr().err == ""
+    assert read_heartbeat(tmp_path, rank=3)["phase"] == "setting up"
+    assert read_heartbeat(tmp_path) is None
 
 
 @pytest.mark.parametrize("key", ["step_seconds", "wait_seconds", "setup_seconds", "heartbeat_seconds"])

@@ -21,7 +21,7 @@ from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.errors import RunFailedError, UserError, in_words
-from tputrain.parallel.launched import end_with_launcher, record_error
+from tputrain.parallel.launched import end_with_launcher, record_error, speaks
 from tputrain.shipped import find_recipe
 
 _TIDYING_SECONDS = 3.0
@@ -164,11 +164,12 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
 
 def _report(debug: bool, message: str, code: int) -> int:
     error = sys.exception()
-    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ and "torch" in sys.modules:
-        record_error(error)  # for whoever started this process as one rank of many
+    assert error is not None, "called while it is handled"
     if debug:
         traceback.print_exc()
-    print(f"tputrain: {message}", file=sys.stderr, flush=True)
+    record_error(error)  # for whoever started this process as one rank of many
+    if speaks(message):
+        print(f"tputrain: {message}", file=sys.stderr, flush=True)
     return code
 
 

@@ -17,7 +17,8 @@ from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
-from tputrain.parallel.world import World, is_launched, join
+from tputrain.parallel.launched import is_launched
+from tputrain.parallel.world import World, join
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock

@@ -21,17 +21,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tputrain.announce import say, warn
 from tputrain.errors import UserError
-from tputrain.heartbeat import FAILED, read_heartbeat
+from tputrain.heartbeat import FAILED, RANKS, read_heartbeat
 from tputrain.parallel.config import ParallelConfig
-from tputrain.parallel.launched import LAUNCHER, STOPPED_BY
-from tputrain.parallel.world import RUN_ID
+from tputrain.parallel.launched import LAUNCHER, RUN_ID, STOPPED_BY
 from tputrain.signals import ECHO, WATCHED
 
-LOGS = "ranks"
-"""In the run directory: what each rank said, `rank-0.out` and `rank-0.err`."""
 _EARLIER = "start-"
-"""In there: the same of ranks that were started again since."""
+"""Beside what each rank said (`rank-0.out`, `rank-0.err`): the same of ranks that were started again."""
 _STOPPED = "stopped-by"
+_USER_ERROR = "UserError: "
 _MISTAKE = 2  # the exit code of a UserError
 _STOPS = {128 + number: number for number in WATCHED} | {-number: number for number in WATCHED}
 """By exit code of a rank: the signal that ended it before ranks could agree to stop."""
@@ -54,7 +52,7 @@ class Launcher:
         arguments_again: Sequence[str],
         newest_step: Callable[[], int],
     ):
-        self._cfg, self._run_dir, self._logs = cfg, run_dir, run_dir / LOGS
+        self._cfg, self._run_dir, self._logs = cfg, run_dir, run_dir / RANKS
         self._arguments, self._arguments_again = arguments, arguments_again
         self._newest_step = newest_step
 
@@ -90,8 +88,8 @@ class Launcher:
                     _tell(failure, self._logs)
                 return 128 + signals.received
             if failure is None:
-                stopped_by = (self._logs / _STOPPED).read_text(encoding="ascii")
-                return 128 + int(stopped_by) if stopped_by else 0
+                stopped_by = int((self._logs / _STOPPED).read_text(encoding="ascii"))
+                return 128 + stopped_by if stopped_by else 0
             if code in _STOPS:
                 return 128 + _STOPS[code]
             if code == _MISTAKE or self._cfg.restarts == 0:
@@ -116,7 +114,7 @@ class Launcher:
 
     def _run_ranks(self, arguments: Sequence[str], signals: "_Signals") -> tuple[ProcessFailure | None, int]:
         """Start them and wait until all have ended; the first failure, if any, and the first rank's pid."""
-        (self._logs / _STOPPED).write_text("", encoding="ascii")
+        (self._logs / _STOPPED).write_text("00", encoding="ascii")
         # Ranks meet in a store that outlives each of them.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks = range(self._cfg.processes)
@@ -239,6 +237,9 @@ def _tell(failure: ProcessFailure, logs: Path, consequence: str = "") -> int:
     """One line about the failure, and its exit code."""
     rank, code = failure.local_rank, failure.exitcode
     message, callstack = _recorded(failure)
+    if code == _MISTAKE and message.startswith(_USER_ERROR):
+        warn(f"tputrain: {message.removeprefix(_USER_ERROR)}")  # as one process says it
+        return code
     lines = re.findall(r'File "([^"]+)", line (\d+)', callstack)
     place = f" at {lines[-1][0]}:{lines[-1][1]}" if lines and not _is_of_user(message) else ""
     warn(

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from tputrain.announce import be_quiet
 from tputrain.batches import Batch
-from tputrain.device import failure_of_peers
+from tputrain.device import failure_of_peers, peers
 from tputrain.errors import RunFailedError, UserError
 from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.launched import is_launched, is_ours
 from tputrain.parallel.slices import rounds, slices
 
 T = TypeVar("T")
-RUN_ID = "tputrain"
-"""Of our launcher, by which its processes know it."""
 _SECONDS_TO_HEAR = 5.0  # of why another rank has gone
 
 
@@ -121,13 +120,13 @@ class Ranks(World):
 
     def largest(self, values: Sequence[int]) -> list[int]:
         largest = torch.tensor(values)
-        with _naming_who_failed():
+        with _exchanging("the largest of all ranks"):
             self._dist.all_reduce(largest, self._dist.ReduceOp.MAX)
         return largest.tolist()
 
     def of_all(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
-        with _naming_who_failed():
+        with _exchanging("what each rank has"):
             self._dist.all_gather_object(found, value)
         return found
 
@@ -149,7 +148,7 @@ class Ranks(World):
                 shared[0] = function()
             except UserError as error:
                 shared[1] = str(error)
-        with _naming_who_failed():
+        with _exchanging("what the first rank has"):
             self._dist.broadcast_object_list(shared, src=0)
         if shared[1] is not None:
             raise UserError(shared[1])
@@ -157,8 +156,11 @@ class Ranks(World):
 
 
 @contextmanager
-def _naming_who_failed() -> Iterator[None]:
-    """An exchange between hosts knows only that a connection was closed; the device knows whose, and why."""
+def _exchanging(what: str) -> Iterator[None]:
+    """An exchange between the hosts of all ranks. It knows neither who is late nor whose end has closed a
+    connection, and why; the device does.
+    """
+    peers().exchange(f"an exchange of {what}")
     try:
         yield
     except RuntimeError as error:
@@ -175,16 +177,6 @@ def _leave_mark(directory: Path) -> str:
     except OSError as error:
         raise UserError(f"run_dir={directory}: cannot write there ({error.strerror}); take another") from None
     return name
-
-
-def is_launched() -> bool:
-    """Whether a launcher, torchrun or our own, started this process as one of several."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def is_ours() -> bool:
-    """Whether our launcher started this process: it keeps what each rank says apart; torchrun prints it."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
 
 
 @cache

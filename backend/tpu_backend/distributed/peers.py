@@ -8,14 +8,29 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpu_backend.distributed.absent import AbsentPeers
 
 _RULE = "All ranks of a group must make the same calls in the same order"
 _PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
 
+_ANSWER = 5.0  # seconds that the service has to answer
 _LAUNCHERS_LOOK = 0.3  # seconds; torchrun looks ten times a second at its processes
+
+
+class Awaited(NamedTuple):
+    """A rank that others wait for, and that waits for nobody."""
+
+    rank: int
+    name: str
+    """With its process and host."""
+    call: str
+    """Its last one; "": it has made none."""
+    beat: str
+    """What it said last that it does; "": nothing."""
+    silent: float
+    """Seconds since it said anything."""
 
 
 class Peers:
@@ -40,6 +55,9 @@ class Peers:
         self._left: set[int] = set()  # ranks whose process has ended
         self._agreed: dict[str, int] = {}  # by group: the last call that all its ranks are known to have made
         self._missing: dict[tuple[str, int], list[str]] = {}
+        self._awaited: list[Awaited] | None = None  # the service's last answer
+        self._hang: int | None = None  # the rank that said first that the run hangs
+        self._num_exchanges = 0
         self._calls: list[tuple[str, int, str, bool]] = []
         self._texts: dict[str, str] = {}
         self._has_calls = threading.Event()
@@ -85,6 +103,15 @@ class Peers:
             self.has_raised = False
             self._unconfirmed[group] = number
             self._calls.append((group, number, digest, False))
+        self._has_calls.set()
+
+    def exchange(self, text: str) -> None:
+        """Tell of an exchange between the hosts of all ranks, about to begin: it shows who is late."""
+        group = f"hosts:{','.join(map(str, range(self.world_size)))}"
+        with self._telling:
+            self._num_exchanges += 1
+            self._texts[text] = text
+            self._calls.append((group, self._num_exchanges, text, False))
         self._has_calls.set()
 
     def agree(self, group: str, number: int, digest: str, text: str, seconds: float) -> None:
@@ -134,6 +161,33 @@ class Peers:
         late = "; ".join(missing) or "all ranks have called it, and it does not end"
         return f"not done after {seconds:.0f} s: {late}"
 
+    def beat(self, doing: str) -> None:
+        """Tell that this rank lives, and what it does."""
+        self._say({"beat": doing})
+
+    def awaited(self) -> list[Awaited] | None:
+        """The ranks that all others wait for; None: the service does not answer."""
+        self._flush()
+        with self._changed:
+            self._awaited = None
+            self._say({"awaited": True})
+            self._changed.wait_for(lambda: self._awaited is not None, _ANSWER)
+            return self._awaited
+
+    def declare_hang(self) -> bool:
+        """Tell all ranks that the run hangs; whether this one is the first to say so, and no service knows
+        better.
+        """
+        self._say({"hang": True})
+        with self._changed:
+            self._changed.wait_for(lambda: self._hang is not None, _ANSWER)
+        return self._hang in (None, self.rank)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a rank has said that the run hangs."""
+        return self._hang is not None
+
     def publish(self, error: str) -> None:
         """Tell the others that this rank fails, and of what."""
         self._is_first = not self._failures
@@ -158,6 +212,8 @@ class Peers:
 
     def _named(self, rank: int) -> str:
         known = self._known.get(rank)
+        if rank == self.rank:
+            known = {"pid": os.getpid(), "host": socket.gethostname()}
         return f"rank {rank}" if known is None else f"rank {rank} (process {known['pid']} on {known['host']})"
 
     def _say(self, message: dict[str, Any]) -> None:
@@ -194,6 +250,10 @@ class Peers:
             self._agreed[group] = max(number, self._agreed.get(group, 0))
         elif "missing" in message:
             self._missing[tuple(message["of"])] = message["missing"]
+        elif "awaited" in message:
+            self._awaited = [Awaited(each[0], self._named(each[0]), *each[1:]) for each in message["awaited"]]
+        elif "hang" in message:
+            self._hang = message["hang"]
         elif "failure" in message:
             self._failures.append((message.get("by"), f"{message['failure']}. {_RULE}"))
         elif "pid" in message:

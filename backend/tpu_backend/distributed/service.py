@@ -11,11 +11,15 @@ Ranks hold a connection to it and send lines of JSON:
     {"calls": [[GROUP, NUMBER, DIGEST, ASKS], ...], "texts": {...}}  collectives, about to be launched
     {"ask": [GROUP, NUMBER]}                                         tell when all have made this call
     {"who": [GROUP, NUMBER]}                                         who has not made this call?
+    {"beat": "..."}                                                  it lives, and does that
+    {"awaited": true}                                                whom do all wait for?
+    {"hang": true}                                                   it says that the run hangs
     {"error": "..."}, {"bye": true}                                  it fails, it ends
 
 and are told `agreed` (all of a group made the call, where one asked), `failure` (of the whole group),
-`missing`, and of each rank that came, failed or `left`: its process ended, `regular` after a farewell. A
-group is its ranks, as "0,1,2". Imports neither torch nor jax.
+`missing`, `awaited`, `hang`: the rank that said so first, and of each rank that came, failed or `left`: its
+process ended, `regular` after a farewell. A group is its ranks, as "0,1,2"; a name and a colon may stand
+before. Imports neither torch nor jax.
 """
 
 import asyncio
@@ -23,16 +27,25 @@ import json
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 _FIRST_RANK = 600.0  # seconds until somebody must have come
+# A host that is cut off ends no connection: it is asked after 30 s of silence, and given up 30 s later.
+_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),  # milliseconds, of what was sent
+)
 
 
 class Calls:
     """The collectives that the ranks of one group have called, by number."""
 
     def __init__(self, group: str):
-        self.ranks = [int(rank) for rank in group.split(",")]
+        self.ranks = [int(rank) for rank in group.rpartition(":")[2].split(",")]
         self.open: dict[int, dict[int, str]] = {}  # by number: digests by rank
         self.asked: set[int] = set()
         self.last: dict[int, tuple[int, str]] = {}  # by rank: number and digest
@@ -77,14 +90,22 @@ class Service:
         self.calls: dict[str, Calls] = {}  # by group
         self.texts: dict[str, str] = {}  # by digest: the call and its Python line
         self.ended: set[int] = set()
+        self.heard: dict[int, float] = {}  # by rank: when it said something last
+        self.beats: dict[int, str] = {}  # by rank: what it does
+        self.last: dict[int, str] = {}  # by rank: the digest of its last call
+        self.hang: int | None = None  # the rank that said so first
         self.all_gone = asyncio.Event()
         self.somebody_came = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank, regular = -1, False
+        connection = writer.get_extra_info("socket")
+        for level, option, value in _ALIVE:
+            connection.setsockopt(level, option, value)
         try:
             while line := await reader.readline():
                 message = json.loads(line)
+                self.heard[message.get("rank", rank)] = time.monotonic()
                 if rank < 0:
                     rank = message["rank"]
                     self.writers[rank] = writer
@@ -100,6 +121,14 @@ class Service:
                     self.asked(writer, *message["ask"])
                 elif "who" in message:
                     self.tell(writer, {"missing": self.missing(*message["who"]), "of": message["who"]})
+                elif "beat" in message:
+                    self.beats[rank] = message["beat"]
+                elif "awaited" in message:
+                    self.tell(writer, {"awaited": self.awaited()})
+                elif "hang" in message:
+                    if self.hang is None:
+                        self.hang = rank
+                        self.tell_group([*self.writers], {"hang": rank})
                 elif "error" in message:
                     self.tell_others(rank, {**message, "rank": rank})
                 else:
@@ -120,6 +149,7 @@ class Service:
 
     def called(self, rank: int, group: str, number: int, digest: str, asks: bool) -> None:
         calls = self.calls.setdefault(group, Calls(group))
+        self.last[rank] = digest
         other = calls.add(rank, number, digest, asks)
         if other is not None:
             text = f"rank {rank} calls {self.texts[digest]}; rank {other[0]} calls {self.texts[other[1]]}"
@@ -155,6 +185,27 @@ class Service:
             elif last[0] < number:
                 found.append(f"rank {rank} has not called it; its last was {self.texts[last[1]]}")
         return found
+
+    def awaited(self) -> list[tuple[int, str, str, float]]:
+        """The ranks that others wait for, and that wait for nobody: each with its last call, what it does,
+        and the seconds since it said something.
+        """
+        waiting: set[int] = set()
+        missing: set[int] = set()
+        for calls in self.calls.values():
+            for made in calls.open.values():
+                waiting.update(made)
+                missing.update(each for each in calls.ranks if each not in made)
+        now = time.monotonic()
+        return [
+            (
+                rank,
+                self.texts.get(self.last.get(rank, ""), ""),
+                self.beats.get(rank, ""),
+                now - self.heard.get(rank, now),
+            )
+            for rank in sorted(missing - waiting or missing)
+        ]
 
     def tell_others(self, rank: int, message: dict[str, Any]) -> None:
         self.said.append((json.dumps(message) + "\n").encode())
