@@ -40,6 +40,7 @@ HANG_EXIT_CODE = 1
 _SILENCE = 10.0  # seconds after which is said what goes on
 _BEATS = 3  # so many that do not come make a rank silent
 _OTHERS_WRITE = 3.0  # seconds in which the other ranks write their reports, too
+_OTHERS_LEAVE = 15.0  # seconds after that in which they end in their own way
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy")
 
 
@@ -102,7 +103,7 @@ class Watchdog:
         self._read_up_to = 0  # the step whose values were read last
         self._beat_in, self._beat_at = SETTING_UP, 0.0
         self._told: _Phase | None = None
-        self._has_reported = False
+        self._leaves_at: float | None = None  # after another rank has found that the run hangs
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -169,7 +170,9 @@ class Watchdog:
             self._tell_of_silence(phase)
         if not self.cfg.enabled:
             return
-        self._report_as_others_do(phase.name)
+        if self._others is not None and self._others.hangs:
+            self._end_with_the_others(phase.name)
+            return
         taken, limit = self._clock - phase.since, self.limit(phase.name)
         if taken > limit and devices.is_compiling(self.device):
             limit = max(limit, self.cfg.setup_seconds)
@@ -224,17 +227,14 @@ class Watchdog:
             each.rank != self.rank and not self._is_silent(each.silent) for each in awaited
         )
 
-    def _report_as_others_do(self, name: str) -> None:
-        """Where another rank has found that the run hangs: the stacks of this one, once."""
-        world = self._others
-        if world is not None and world.hangs and not self._has_reported:
-            self._has_reported = True
-            report_hang(
-                self.run_dir,
-                self.device,
-                f"another rank hangs; this one is at step {self.step()} in phase {name!r}",
-                self.rank,
-            )
+    def _end_with_the_others(self, name: str) -> None:
+        """Another rank has found that the run hangs: the stacks of this one, and its end at last."""
+        if self._leaves_at is None:
+            self._leaves_at = self._clock + _OTHERS_WRITE + _OTHERS_LEAVE
+            reason = f"another rank hangs; this one is at step {self.step()} in phase {name!r}"
+            report_hang(self.run_dir, self.device, reason, self.rank)
+        elif self._clock > self._leaves_at:
+            os._exit(HANG_EXIT_CODE)
 
     def _end_the_process(self, name: str, taken: float, limit: float) -> None:
         reason = (
@@ -242,14 +242,15 @@ class Watchdog:
             f"{limit:.1f} s (watchdog.* sets that){self._awaited()}; it is ended: run again, it goes on from "
             "the newest checkpoint, if there is one"
         )
+        world = self._others
+        if world is not None and not world.declare_hang():
+            return  # another rank was faster
         try:
-            world = self._others
-            is_first = world is None or world.declare_hang()
             told = report_hang(self.run_dir, self.device, reason, self.rank)
-            if is_first and world is not None:
+            if world is not None:
                 time.sleep(_OTHERS_WRITE)
                 record_error(RunFailedError(told))
-            if is_first and speaks(told):
+            if speaks(told):
                 warn(f"tputrain: {told}")
         finally:
             # Not sys.exit: the training thread would have to agree.

@@ -86,9 +86,16 @@ class Command:
         """Process ids by rank."""
         found = {}
         for process, environment, command in self.processes():
-            if "RANK" in environment and "tputrain" in command and "service.py" not in command:
+            if "RANK" in environment and " run " in command and "service.py" not in command:
                 found[int(environment["RANK"])] = process
         return found
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """A signal to one rank."""
+        process = self.ranks().get(rank)
+        if process is None:
+            raise FaultError(f"rank {rank} is not there to be sent {number.name}; {self.process.last_line()}")
+        os.kill(process, number)
 
     def processes(self) -> Iterator[tuple[int, dict[str, str], str]]:
         """All that live: their ids, environments and command lines."""
@@ -273,7 +280,7 @@ def rank_killed(which: int | None, moment: str) -> Inflict:
                 where += ", in a save"
         before = {process for process, _, _ in command.processes()}
         rank = scene.any_rank() if which is None else which
-        os.kill(command.ranks()[rank], signal.SIGKILL)
+        command.send(rank, signal.SIGKILL)
         struck = ranks_start_again(scene, command, before, f"rank {rank}, {where}")
         if f"rank {rank} failed first: Signal 9" not in struck.said:
             struck.problems.append(f"rank {rank} is not named")
@@ -288,7 +295,7 @@ def rank_stopped(scene: Scene) -> Struck:
     step = scene.wait_for_some_step(command, nearest=10)  # the time of a step must have been learnt
     before = {process for process, _, _ in command.processes()}
     rank = scene.any_rank()
-    os.kill(command.ranks()[rank], signal.SIGSTOP)
+    command.send(rank, signal.SIGSTOP)
     struck = ranks_start_again(
         scene, command, before, f"rank {rank}, step {step}", LONGEST_RECOVERY + LONGEST_HANG
     )
@@ -321,7 +328,7 @@ def rank_terminated(scene: Scene) -> Struck:
     command = scene.training()
     step = scene.wait_for_some_step(command)
     rank = scene.any_rank()
-    os.kill(command.ranks()[rank], signal.SIGTERM)
+    command.send(rank, signal.SIGTERM)
     struck = command_ends(scene, command, f"rank {rank}, step {step}", 128 + signal.SIGTERM)
     struck.may_lose = 0
     return struck

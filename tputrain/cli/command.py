@@ -21,6 +21,7 @@ from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.errors import RunFailedError, UserError, in_words
+from tputrain.parallel.cluster import join_slurm_step
 from tputrain.parallel.launched import end_with_launcher, record_error, speaks
 from tputrain.shipped import find_recipe
 
@@ -133,6 +134,8 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
     say(f"tputrain {chosen.verb} {chosen.target}")
     if chosen.verb in ("run", "lr-find"):
         find_recipe(chosen.target)  # before the seconds that the next line takes
+    if chosen.verb in ("run", "resume"):
+        join_slurm_step()
     with announced("loading PyTorch"), _leaving_at_once(chosen.verb):
         import torch  # noqa: F401
 

@@ -17,6 +17,7 @@ from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
+from tputrain.parallel.cluster import hosts
 from tputrain.parallel.launched import is_launched
 from tputrain.parallel.world import World, join
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
@@ -76,7 +77,7 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
 
 def _is_launcher(cfg: RecipeConfig) -> bool:
     """Whether this process is to start the ranks, and is none itself."""
-    return cfg.parallel.processes > 1 and not is_launched()
+    return cfg.parallel.processes * hosts().size > 1 and not is_launched()
 
 
 def _world(cfg: RecipeConfig) -> World:

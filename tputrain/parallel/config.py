@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tputrain.config_checks import expect, expect_at_least, nearest, spelled
+from tputrain.parallel.cluster import hosts
 
 DEGREES = ("replicate", "shard", "tensor", "context")
 
@@ -96,7 +97,7 @@ class ParallelConfig:
             TensorRule.of(pattern, rule)
         expect(self.context == 1, "parallel.context", self.context, "1: sequences are not cut yet")
         if self.processes > 1:
-            self.resolved(self.processes)
+            self.resolved(self.processes * hosts().size)
 
     def data_ranks(self, world_size: int) -> int:
         """Ranks that share a batch: each takes a part of it."""

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tputrain.announce import say, warn
 from tputrain.errors import UserError
 from tputrain.heartbeat import FAILED, RANKS, read_heartbeat
+from tputrain.parallel.cluster import hosts
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.launched import LAUNCHER, RUN_ID, STOPPED_BY
 from tputrain.signals import ECHO, WATCHED
@@ -42,6 +43,8 @@ class Launcher:
 
     `newest_step()` is the step of the checkpoint that a run goes on from, 0: there is none; it is asked while
     no rank lives. `arguments_again` are those of ranks that are started again.
+
+    On each of several hosts there is one. They do not start ranks again: whoever started them does.
     """
 
     def __init__(
@@ -53,6 +56,12 @@ class Launcher:
         newest_step: Callable[[], int],
     ):
         self._cfg, self._run_dir, self._logs = cfg, run_dir, run_dir / RANKS
+        self._hosts = hosts()
+        self._restarts = cfg.restarts if self._hosts.size == 1 else 0
+        self._first_rank = self._hosts.index * cfg.processes
+        self._stopped_by = self._logs / (
+            _STOPPED if self._first_rank == 0 else f"{_STOPPED}-{self._first_rank}"
+        )
         self._arguments, self._arguments_again = arguments, arguments_again
         self._newest_step = newest_step
 
@@ -69,54 +78,57 @@ class Launcher:
             sys.stdout.reconfigure(line_buffering=True)  # what ranks say comes through a pipe, too
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
-            for earlier in self._logs.glob(f"{_EARLIER}*"):
+            for earlier in self._logs.glob(f"{_EARLIER}*") if self._first_rank == 0 else ():
                 shutil.rmtree(earlier)  # of the command before
         except OSError as error:
             directory = f"run_dir={self._run_dir}"
             raise UserError(f"{directory}: cannot write there ({error.strerror}); take another") from None
-        say(f"starting {self._cfg.processes} ranks; what each says: {self._logs}")
+        where = f" on host {self._hosts.index} of {self._hosts.size}" if self._hosts.size > 1 else ""
+        number = self._cfg.processes
+        say(f"starting {number} rank{'s' * (number > 1)}{where}; what each says: {self._logs}")
         with _Signals() as signals:
             return self._run(signals)
 
     def _run(self, signals: "_Signals") -> int:
         arguments, place_before = self._arguments, None
-        for number in range(self._cfg.restarts + 1):
+        for number in range(self._restarts + 1):
             failure, first_pid = self._run_ranks(arguments, signals)
             code = 0 if failure is None else failure.exitcode
             if signals.received is not None:
                 if failure is not None and code not in _STOPS and not signals.has_insisted:
-                    _tell(failure, self._logs)
+                    self._tell(failure)
                 return 128 + signals.received
             if failure is None:
-                stopped_by = int((self._logs / _STOPPED).read_text(encoding="ascii"))
+                stopped_by = int(self._stopped_by.read_text(encoding="ascii"))
                 return 128 + stopped_by if stopped_by else 0
             if code in _STOPS:
                 return 128 + _STOPS[code]
-            if code == _MISTAKE or self._cfg.restarts == 0:
-                return _tell(failure, self._logs)
-            if number == self._cfg.restarts:
-                return _tell(failure, self._logs, f"; not started again: parallel.restarts={number}")
+            if code == _MISTAKE or self._restarts == 0:
+                return self._tell(failure)
+            if number == self._restarts:
+                return self._tell(failure, f"; not started again: parallel.restarts={number}")
             newest = self._newest_step()
             place = newest, self._failed_at(first_pid)
             if place == place_before:
                 where = "before its first step" if place[1] is None else f"after step {place[1]}"
-                return _tell(
-                    failure, self._logs, f"; not started again: it failed {where} the last time, too"
-                )
+                return self._tell(failure, f"; not started again: it failed {where} the last time, too")
             # A rank that was killed says nothing of its step. It may well be another one the next time.
             place_before = None if place[1] == _UNKNOWN else place
             logs = self._set_logs_aside(number + 1)
             origin = f"the checkpoint of step {newest}" if newest else "the beginning"
-            count = f"restart {number + 1} of {self._cfg.restarts}"
-            _tell(failure, logs, f"; starting all ranks again from {origin} ({count})")
+            count = f"restart {number + 1} of {self._restarts}"
+            self._tell(failure, f"; starting all ranks again from {origin} ({count})", logs)
             arguments = self._arguments_again
         raise AssertionError("the last start returns")
 
     def _run_ranks(self, arguments: Sequence[str], signals: "_Signals") -> tuple[ProcessFailure | None, int]:
         """Start them and wait until all have ended; the first failure, if any, and the first rank's pid."""
-        (self._logs / _STOPPED).write_text("00", encoding="ascii")
-        # Ranks meet in a store that outlives each of them.
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._stopped_by.write_text("00", encoding="ascii")
+        port = self._hosts.port
+        if self._hosts.index == 0:
+            # Ranks meet in a store that outlives each of them.
+            store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+            port = store.port
         ranks = range(self._cfg.processes)
         # Signals are ours: PyTorch's handler raises wherever it is, and leaves what it was doing half done.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
@@ -124,8 +136,8 @@ class Launcher:
             name="",
             entrypoint=sys.executable,
             args=dict.fromkeys(ranks, ("-u", "-m", "tputrain", *arguments)),
-            envs={rank: self._environment(rank, store.port) for rank in ranks},
-            logs_specs=_RankLogs(self._logs),
+            envs={rank: self._environment(rank, port) for rank in ranks},
+            logs_specs=_RankLogs(self._logs, self._first_rank),
             log_line_prefixes=dict.fromkeys(ranks, ""),
         )
         pids = list(context.pids().values())
@@ -139,23 +151,23 @@ class Launcher:
         # In the order in which they were seen to fail: those that fail because of it wait for that.
         return next(iter(result.failures.values()), None), pids[0]
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, local_rank: int, port: int) -> dict[str, str]:
         """What torchrun would say to the rank, and what only we do."""
-        size = str(self._cfg.processes)
+        number, hosts = self._cfg.processes, self._hosts
         return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": "localhost",
+            "RANK": str(self._first_rank + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(number * hosts.size),
+            "LOCAL_WORLD_SIZE": str(number),
+            "GROUP_RANK": str(hosts.index),
+            "GROUP_WORLD_SIZE": str(hosts.size),
+            "MASTER_ADDR": hosts.address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": RUN_ID,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHER: str(os.getpid()),
-            STOPPED_BY: str((self._logs / _STOPPED).absolute()),
+            STOPPED_BY: str(self._stopped_by.absolute()),
         }
 
     def _failed_at(self, first_pid: int) -> int | None:
@@ -164,6 +176,19 @@ class Launcher:
         if beat is None or beat["pid"] != first_pid:
             return None
         return int(beat["step"]) if beat["phase"] == FAILED else _UNKNOWN
+
+    def _tell(self, failure: ProcessFailure, consequence: str = "", logs: Path | None = None) -> int:
+        """One line about the failure, and its exit code. `logs`: where they are, if set aside."""
+        rank, code = self._first_rank + failure.local_rank, failure.exitcode
+        message, callstack = _recorded(failure)
+        if code == _MISTAKE and message.startswith(_USER_ERROR):
+            warn(f"tputrain: {message.removeprefix(_USER_ERROR)}")  # as one process says it
+            return code
+        lines = re.findall(r'File "([^"]+)", line (\d+)', callstack)
+        place = f" at {lines[-1][0]}:{lines[-1][1]}" if lines and not _is_of_user(message) else ""
+        said = f"what it said: {logs or self._logs}/rank-{rank}.err"
+        warn(f"tputrain: rank {rank} failed first: {message}{place}; {said}{consequence}")
+        return code if code > 0 else 1
 
     def _set_logs_aside(self, number: int) -> Path:
         earlier = self._logs / f"{_EARLIER}{number}"
@@ -233,22 +258,6 @@ def _end_groups(pids: Sequence[int]) -> None:
                 time.sleep(0.02)
 
 
-def _tell(failure: ProcessFailure, logs: Path, consequence: str = "") -> int:
-    """One line about the failure, and its exit code."""
-    rank, code = failure.local_rank, failure.exitcode
-    message, callstack = _recorded(failure)
-    if code == _MISTAKE and message.startswith(_USER_ERROR):
-        warn(f"tputrain: {message.removeprefix(_USER_ERROR)}")  # as one process says it
-        return code
-    lines = re.findall(r'File "([^"]+)", line (\d+)', callstack)
-    place = f" at {lines[-1][0]}:{lines[-1][1]}" if lines and not _is_of_user(message) else ""
-    warn(
-        f"tputrain: rank {rank} failed first: {message}{place}; what it said: {logs}/rank-{rank}.err"
-        f"{consequence}"
-    )
-    return code if code > 0 else 1
-
-
 def _recorded(failure: ProcessFailure) -> tuple[str, str]:
     """What the rank left of its error, and where that was; or what the system said of its end."""
     message: Any = failure.message
@@ -269,9 +278,9 @@ def _is_of_user(message: str) -> bool:
 class _RankLogs(LogsSpecs):
     """Each rank's output and errors in files of its own, the first one's also on the terminal."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, first_rank: int):
         super().__init__(str(directory))
-        self._directory = directory
+        self._directory, self._first_rank = directory, first_rank
 
     @property
     def root_log_dir(self) -> str:
@@ -279,12 +288,13 @@ class _RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         def paths(kind: str, ranks: Sequence[int] = tuple(envs)) -> dict[int, str]:
-            return {rank: str(self._directory / f"rank-{rank}.{kind}") for rank in ranks}
+            return {rank: str(self._directory / f"rank-{self._first_rank + rank}.{kind}") for rank in ranks}
 
         errors = paths("error.json")
         for rank, path in errors.items():
             Path(path).unlink(missing_ok=True)
             envs[rank]["TORCHELASTIC_ERROR_FILE"] = path
-        tees = paths("out", (0,)), paths("err", (0,))
+        shown = (0,) if self._first_rank == 0 else ()
+        tees = paths("out", shown), paths("err", shown)
         nowhere = os.devnull
         return LogsDest(paths("out"), paths("err"), *tees, errors, nowhere, nowhere)
