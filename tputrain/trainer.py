@@ -139,6 +139,8 @@ class Trainer:
             self.model, self.device, cfg.execution, lambda: self.step, cfg.trainer.steps
         )
         freeze(self.model, cfg.optim.freeze)
+        self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
+        self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn, not is_alone)
         self.world.parallelise(self.model)
         allocate(self.model, self.device)
         self._initialize = initialize  # until the model has values
@@ -191,14 +193,14 @@ class Trainer:
         self._is_warm = False
         self._saved_at: int | None = None
         self._beginning: Snapshot | None = None  # until there is a checkpoint
-        self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
-        self._flops = None if self._peak_flops is None or not is_alone else FlopCount(self.model, loss_fn)
         self._step_log = self._new_step_log()
         saves = self.store is not None
         self._signals = SignalWatch(saves) if is_alone else AgreedSignals(saves)
         self._bad_steps = BadSteps(self)
         self._writer = BackgroundWriter() if is_alone else SharedWriter(self.world)
-        self._agreement = Agreement(self.world, self.control, self._signals, self._writer)
+        self._agreement = Agreement(
+            self.world, self.control, self._signals, self._writer, lambda: self._step_log.host_seconds
+        )
         rank = None if is_alone else self.world.rank
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step, rank)
         self.label_weights = LabelWeights(self)
@@ -428,7 +430,7 @@ class Trainer:
 
     def _log(self) -> None:
         with self._watchdog.phase(READING):
-            records = self._step_log.drain(self.unit)
+            records = self._step_log.drain(self.unit, self._agreement.slowest)
         if records:
             self._watchdog.learn(records)
             for logger in self.loggers:

@@ -1,6 +1,7 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
 #include "distributed/leave.h"
 #include "distributed/process_group.h"
+#include "distributed/quiet.h"
 #include "launch/recorded_step.h"
 #include "launch/region.h"
 #include "record/rehearsal.h"
@@ -181,6 +182,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_initialized", [] { return tpu::Device::get().initialized(); });
   m.def("is_forked", [] { return tpu::forked(); });
   m.def("leave", &tpu::leave);
+  m.def("silence_gloo", &tpu::silence_gloo);
   m.def("ensure_initialized", [] { tpu::Device::get().ensure_initialized(); });
   m.def("device_count", [] { return static_cast<int>(tpu::Device::get().count()); });
   m.def("current_device", [] { return static_cast<int>(tpu::Device::get().current()); });

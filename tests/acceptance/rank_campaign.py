@@ -62,7 +62,7 @@ trainer: {{steps: {STEPS}, evaluate_every: 50, evaluate_batches: 2}}
 checkpoint: {{every: {INTERVAL}, keep_last: 3}}
 log: {{every: 3, progress: plain}}
 sample: {{max_new_tokens: 0}}
-watchdog: {{step_seconds: 10, heartbeat_seconds: 1}}
+watchdog: {{step_seconds: 10, wait_seconds: 30, heartbeat_seconds: 1}}
 parallel: {{replicate: 2, shard: 2, processes: {NUM_RANKS}, restarts: 100}}
 """
 

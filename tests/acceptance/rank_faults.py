@@ -21,7 +21,7 @@ INTERVAL = 20  # steps between checkpoints
 FURTHEST = 30  # steps from a checkpoint to the fault, at most
 LONGEST_START = 240.0  # seconds, on a machine that others use too
 LONGEST_RECOVERY = 180.0  # from the fault until all ranks train again, a start and all
-LONGEST_HANG = 60.0  # more than that, until a rank that does not answer is noticed and ended
+LONGEST_HANG = 90.0  # more than that, until a rank that does not answer is noticed and ended
 LONGEST_EXIT = 60.0  # until a command that was told to stop has ended
 LONGEST_TIDYING = 15.0  # until nothing is left of a command or of ranks that have ended
 MARK = "RANK_CAMPAIGN"
@@ -378,7 +378,8 @@ def rank_finds_no_room(scene: Scene) -> Struck:
     """One rank cannot write its part of a checkpoint: none is made, the next one is."""
     rank = scene.any_rank()
     command, _, step = faulty(scene, "full", rank)
-    return saved_later(scene, command, f"rank {rank}, from step {step}", f"rank {rank}: ")
+    said = f"rank {rank}: " if rank else "No space left"  # the first rank tells of itself
+    return saved_later(scene, command, f"rank {rank}, from step {step}", said)
 
 
 def disk_full(scene: Scene) -> Struck:

@@ -1,6 +1,7 @@
 """Two hosts on this machine: network namespaces with a wire between them, which can be cut."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import TracebackType
 
 _ADDRESSES = ("10.213.7.1", "10.213.7.2")
 _PORT = 29517
+_NAMESPACES = Path("/etc/netns")
 
 
 class TwoHosts:
@@ -27,7 +29,12 @@ class TwoHosts:
         return (done.stderr.strip() or f"ip ended with {done.returncode}") if done.returncode else None
 
     def __enter__(self) -> "TwoHosts":
+        named = [f"{address} {name}" for address, name in zip(_ADDRESSES, self._names, strict=True)]
         for name in self._names:
+            # What stands there is /etc/hosts in the namespace: a rank finds its own address by its name.
+            directory = _NAMESPACES / name
+            directory.mkdir(parents=True)
+            (directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", *named, ""]))
             _ip("netns", "add", name)
         one, other = self._names
         _ip("-n", one, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", other)
@@ -40,6 +47,7 @@ class TwoHosts:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for name in self._names:
             _ip("netns", "delete", name)
+            shutil.rmtree(_NAMESPACES / name)
 
     def torchrun(self, host: int, num_ranks: int) -> tuple[str, ...]:
         """The program that starts the ranks of one host; as `RecipeRun.start` takes it."""

@@ -83,7 +83,7 @@ def train(
         ),
         optim=OptimConfig(learning_rate=3e-3),
         checkpoint=CheckpointConfig(every=10, keep_last=9),
-        log=LogConfig(every=5, progress="none"),
+        log=LogConfig(every=5, progress="none", peak_flops=1e9),
         parallel=ParallelConfig(**parallel),
     )
     loaders: dict[str, Any] = {"train_loader": Batches(sequences), "val_loader": EVALUATION}

@@ -74,6 +74,11 @@ def assert_as_alone(runs: Path, name: str) -> None:
             assert [each[key] for each in found] == pytest.approx([each[key] for each in expected], rel=1e-5)
 
 
+def flops_of_steps(runs: Path, name: str, chips: int) -> list[float]:
+    records = map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
+    return [each["mfu"] * each["step_seconds"] * 1e9 * chips for each in records]
+
+
 def bits(runs: Path, name: str) -> list[str]:
     lines = (runs / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss_hex"] for line in lines]
@@ -88,6 +93,10 @@ def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_chec
     for name in ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-1"):
         assert_as_alone(runs, name)
     assert bits(runs, "again") == bits(runs, "shard")
+    assert flops_of_steps(runs, "both", chips=4) == pytest.approx(flops_of_steps(runs, "alone", chips=1))
+    last = json.loads((runs / "both" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["slowest_rank"] in range(4)
+    assert last["slowest_rank_seconds"] > 0
 
 
 @pytest.mark.sweep

@@ -62,10 +62,8 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
     tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
     if checkpoint is None:
         _check_model_path(cfg)
-    found: list[Data] = []
-    # By one rank, which leaves the text and the tokenizer in the cache for the others.
-    world.first(lambda: found.append(_build_data(cfg, tokenizer, fingerprint)))
-    data = found[0] if found else _build_data(cfg, tokenizer, fingerprint)
+    data = _build_data(cfg, tokenizer, fingerprint)  # one process of a host makes what is not there yet
+    world.meet("reading the data")
     with announced(f"building {cfg.model.name} and its optimizer"):
         trainer = _build_trainer(cfg, data, checkpoint, world)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -213,6 +211,7 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world
         model = _build_model(cfg, checkpoint)
     else:
         model, give_values = _build_divisible(cfg, checkpoint)
+    world.meet("making the model")
     callbacks = []
     if tokenizer is not None and cfg.sample.max_new_tokens > 0:
         callbacks.append(SampleText(tokenizer, cfg.sample, cfg.data.sequence_length))

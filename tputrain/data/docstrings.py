@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from tputrain.announce import announced
+from tputrain.announce import announced, say
+from tputrain.data.built_once import built_once
 from tputrain.data.config import DataError
 from tputrain.data.rows import conversation
 
@@ -25,26 +26,34 @@ def docstring_conversations(sources: list[tuple[str, str]], digest: str, cache_d
     `cache_dir`.
     """
     path = Path(cache_dir).expanduser() / f"docstrings-{_FORMAT}-{digest}.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        pass  # not made yet, or damaged: made now
-    with announced("questions: reading docstrings, once"):
-        made = [
-            conversation(question, answer)
-            for name, text in sources
-            for question, answer in questions_of(name, text)
-        ]
+    if (kept := _kept(path)) is not None:
+        return kept
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(made), encoding="utf-8")
-        unfinished.rename(path)
+        with built_once(path, "questions", say):
+            if (kept := _kept(path)) is not None:
+                return kept
+            with announced("questions: reading docstrings, once"):
+                made = [
+                    conversation(question, answer)
+                    for name, text in sources
+                    for question, answer in questions_of(name, text)
+                ]
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(made), encoding="utf-8")
+            unfinished.rename(path)
     except OSError as error:
         raise DataError(
             f"data.cache_dir={cache_dir}: cannot write there ({error.strerror}): name another directory"
         ) from None
     return made
+
+
+def _kept(path: Path) -> list[str] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # not made yet, or damaged
 
 
 def questions_of(path: str, text: str) -> Iterator[tuple[str, str]]:

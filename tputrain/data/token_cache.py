@@ -12,6 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
+from tputrain.data.built_once import built_once
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.pretrained_tokenizer import load_tokenizer
@@ -47,8 +48,7 @@ def tokenise(
 ) -> TokenisedCorpus:
     """The corpus as tokens of `tokenizer` (None: one that is trained on it), from the cache if it is there.
 
-    Processes may do this at the same time: each builds a directory of its own, and the first one renamed
-    stays.
+    Of the processes that do this at the same time one builds; the others wait for it.
     """
     cache = Path(cfg.cache_dir).expanduser()
     entry = cache / text_fingerprint(corpus, cfg)
@@ -61,16 +61,24 @@ def tokenise(
         return cached
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as workspace:
-            built = Path(workspace) / entry.name
-            built.mkdir()
-            _build(corpus, cfg, built, announce, tokenizer)
-            _publish(built, entry)
+        with built_once(entry, "tokenizer and tokens", announce):
+            if not entry.exists():
+                _build_in_place(corpus, cfg, entry, announce, tokenizer)
     except OSError as error:
         raise DataError(
             f"data.cache_dir={cfg.cache_dir}: cannot write there ({error.strerror}): name another directory"
         ) from error
     return _load(entry)
+
+
+def _build_in_place(
+    corpus: Corpus, cfg: DataConfig, entry: Path, announce: Callable[[str], None], tokenizer: Tokenizer | None
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="building-", dir=entry.parent) as workspace:
+        built = Path(workspace) / entry.name
+        built.mkdir()
+        _build(corpus, cfg, built, announce, tokenizer)
+        _publish(built, entry)
 
 
 def text_fingerprint(corpus: Corpus, cfg: DataConfig) -> str:

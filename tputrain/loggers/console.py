@@ -103,5 +103,7 @@ def _describe_step(record: Record) -> str:
     return (
         f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  grad norm {record['grad_norm']:.2f}  "
         f"{record[f'{unit}_per_second']:,.0f} {unit}/s{a_chip}  {record['step_seconds']:.3f} s/step  "
-        f"data wait {record['data_wait']:.0%}" + (f"  mfu {record['mfu']:.1%}" if "mfu" in record else "")
+        f"data wait {record['data_wait']:.0%}"
+        + (f"  mfu {record['mfu']:.1%}" if "mfu" in record else "")
+        + (f"  slowest rank {record['slowest_rank']}" if "slowest_rank" in record else "")
     )

@@ -8,6 +8,7 @@ again is not counted; frozen parameters, which need less, count less.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ _META = torch.device("meta")
 class FlopCount:
     """FLOPs of training on a batch, counted when its shapes are first seen."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None):
-        self.model, self.loss_fn = model, loss_fn
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, keeps_shape: bool = False):
+        """`keeps_shape`: count for the model as it is now, also once it is laid out over ranks."""
+        self.model, self.loss_fn = _shape_of(model) if keeps_shape else model, loss_fn
         self.problem: str | None = None
         """Why this model cannot be counted, in one line."""
         self._known: dict[Any, int] = {}
@@ -49,6 +51,18 @@ class FlopCount:
             self._known[key] = count_flops(self.model, batch, self.loss_fn)
         except Exception as error:
             self.problem = (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _shape_of(model: nn.Module) -> nn.Module:
+    """A copy without values."""
+    tensors = [*model.parameters(), *model.buffers()]
+    without_values: dict[int, Any] = {}
+    for tensor in tensors:
+        empty = torch.empty_like(tensor, device=_META)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        without_values[id(tensor)] = empty
+    return deepcopy(model, without_values)
 
 
 def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFunction | None = None) -> int:

@@ -39,7 +39,9 @@ class StepLog:
     For the percentiles (`step_seconds_p50`, `_p90`, `_p99`) a step took its own time on the host and an equal
     share of the waits for the device. They are of the last 1,000 steps of this process that compiled nothing
     and loaded nothing from the executable cache; where there is none yet, they are not given. `mfu` is the
-    share of `peak_flops` (FLOP/s) that the model's own operations come to.
+    share of `peak_flops` (FLOP/s of a chip) that the model's own operations come to. `slowest_rank_seconds`
+    are those of a step that the slowest rank's host needs for its data and to dispatch it: ranks wait for
+    each other on the device, which takes equally long on all.
     """
 
     def __init__(self, device: torch.device, peak_flops: float | None = None, num_chips: int = 1):
@@ -91,6 +93,11 @@ class StepLog:
         record = host | counted
         self._pending.append(_Step(step, loss, grad_norm, record, num_done, num_flops))
 
+    @property
+    def host_seconds(self) -> float:
+        """What this host took for the steps that were not drained yet: their data, and to dispatch them."""
+        return sum(step.host["host_seconds"] for step in self._pending)
+
     def wait(self) -> None:
         """Wait for the last step; its values stay to be drained."""
         if self._pending:
@@ -98,8 +105,9 @@ class StepLog:
             self._pending[-1].loss.item()
             self._device_seconds += time.perf_counter() - began_at  # time of the steps, as that of the read
 
-    def drain(self, unit: str) -> list[Record]:
-        """Read every pending step: one record each. `unit`: tokens or samples.
+    def drain(self, unit: str, slowest: tuple[int, float] | None = None) -> list[Record]:
+        """Read every pending step: one record each. `unit`: tokens or samples; `slowest`: the rank with the
+        largest `host_seconds`, and these.
 
         Only the first read waits; the rest, two small ones a step, find their values ready.
         """
@@ -121,6 +129,9 @@ class StepLog:
         }
         if self.num_chips > 1:
             shared[f"{unit}_per_second_per_chip"] = shared[f"{unit}_per_second"] / self.num_chips
+        if slowest is not None:
+            shared["slowest_rank"] = slowest[0]
+            shared["slowest_rank_seconds"] = slowest[1] / max(1, len(self._pending))
         shared |= self._percentiles() | self._mfu(seconds)
         records = [
             {"step": step.step, "loss": loss, "loss_hex": loss.hex(), "grad_norm": norm} | step.host | shared
@@ -140,4 +151,4 @@ class StepLog:
         flops = [step.num_flops for step in self._pending if step.num_flops is not None]
         if self.peak_flops is None or not flops or len(flops) < len(self._pending):
             return {}
-        return {"mfu": sum(flops) / max(seconds, 1e-9) / self.peak_flops}
+        return {"mfu": sum(flops) / max(seconds, 1e-9) / (self.peak_flops * self.num_chips)}

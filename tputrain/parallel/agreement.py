@@ -5,6 +5,7 @@ clock of its own. Nobody sees a wish before all ranks have agreed on it, at the 
 """
 
 import os
+from collections.abc import Callable
 
 from tputrain import device as devices
 from tputrain.announce import warn
@@ -82,18 +83,36 @@ class AgreedSignals(SignalWatch):
 
 
 class Agreement:
-    """Brings control, signals and the background writer of all ranks to one state, with one exchange."""
+    """Brings control, signals and the background writer of all ranks to one state, with one exchange.
 
-    def __init__(self, world: World, control: Control, signals: SignalWatch, writer: BackgroundWriter):
+    With it goes what `host_seconds()` gives on each rank.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        control: Control,
+        signals: SignalWatch,
+        writer: BackgroundWriter,
+        host_seconds: Callable[[], float],
+    ):
         self._world, self._control, self._signals, self._writer = world, control, signals, writer
+        self._host_seconds = host_seconds
+        self.slowest: tuple[int, float] | None = None
+        """The rank with the largest `host_seconds()`, and these; None: there is one, or nothing was done."""
 
     def reach(self) -> None:
         """Agree, where there is anybody to agree with."""
         control, signals, writer = self._control, self._signals, self._writer
         if isinstance(control, AgreedControl) and isinstance(signals, AgreedSignals):
             assert isinstance(writer, SharedWriter)
+            size = self._world.size
+            microseconds = int(self._host_seconds() * 1e6)
             own = [signals.come, *control.wishes, int(writer.has_ended_here)]
-            signal, *wishes, has_ended = self._world.largest(own)
+            signal, *wishes, has_ended, slowest = self._world.largest(
+                [*own, microseconds * size + self._world.rank]
+            )
+            self.slowest = (slowest % size, slowest // size / 1e6) if slowest >= size else None
             signals.agree(signal)
             control.agree(wishes)
             writer.agree(bool(has_ended))

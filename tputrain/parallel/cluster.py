@@ -42,7 +42,7 @@ def hosts() -> Hosts:
     expect(
         index.isdigit() and int(index) < len(names), _WORKER, index, f"0 to {len(names) - 1} ({_HOSTNAMES})"
     )
-    return Hosts(len(names), int(index), names[0], _PORT)
+    return Hosts(len(names), int(index), names[0], int(os.environ.get("MASTER_PORT", _PORT)))
 
 
 def join_slurm_step() -> None:

@@ -71,6 +71,9 @@ class World:
     def check_shared(self, directory: Path) -> None:
         """Raise UserError where a rank does not see what the first one writes in `directory`."""
 
+    def meet(self, what: str) -> None:
+        """Return when all ranks have done `what`, which may take hours: no timeout counts."""
+
     def first(self, function: Callable[[], T]) -> T:
         """The result of `function` on the first rank; a UserError that it raises there is raised on all."""
         return function()
@@ -129,6 +132,12 @@ class Ranks(World):
         with _exchanging("what each rank has"):
             self._dist.all_gather_object(found, value)
         return found
+
+    def meet(self, what: str) -> None:
+        try:
+            peers().meet(what)
+        except RuntimeError as error:
+            raise RunFailedError(str(error)) from error
 
     def check_shared(self, directory: Path) -> None:
         mark = self.first(lambda: _leave_mark(directory))

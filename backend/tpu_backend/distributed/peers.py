@@ -15,6 +15,7 @@ from tpu_backend.distributed.absent import AbsentPeers
 _RULE = "All ranks of a group must make the same calls in the same order"
 _PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
 
+_FOR_EVER = 10.0**7  # seconds
 _ANSWER = 5.0  # seconds that the service has to answer
 _LAUNCHERS_LOOK = 0.3  # seconds; torchrun looks ten times a second at its processes
 
@@ -57,6 +58,7 @@ class Peers:
         self._missing: dict[tuple[str, int], list[str]] = {}
         self._awaited: list[Awaited] | None = None  # the service's last answer
         self._hang: int | None = None  # the rank that said first that the run hangs
+        self._hosts = f"hosts:{','.join(map(str, range(world_size)))}"  # the group of exchanges
         self._num_exchanges = 0
         self._calls: list[tuple[str, int, str, bool]] = []
         self._texts: dict[str, str] = {}
@@ -107,12 +109,20 @@ class Peers:
 
     def exchange(self, text: str) -> None:
         """Tell of an exchange between the hosts of all ranks, about to begin: it shows who is late."""
-        group = f"hosts:{','.join(map(str, range(self.world_size)))}"
         with self._telling:
             self._num_exchanges += 1
             self._texts[text] = text
-            self._calls.append((group, self._num_exchanges, text, False))
+            self._calls.append((self._hosts, self._num_exchanges, text, False))
         self._has_calls.set()
+
+    def meet(self, text: str) -> None:
+        """Return when all ranks have come to this, however long that takes. Raises RuntimeError when one has
+        failed.
+        """
+        with self._telling:
+            self._num_exchanges += 1
+            number = self._num_exchanges
+        self.agree(self._hosts, number, text, text, _FOR_EVER)
 
     def agree(self, group: str, number: int, digest: str, text: str, seconds: float) -> None:
         """The same, of one that is new: returns when all of the group have called it.

@@ -215,3 +215,4 @@ def _connect(address: dict[str, Any], rank: int, world_size: int, timeout: float
     state = distributed.global_state
     state.client, state.process_id, state.num_processes = client, rank, world_size
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    _C.silence_gloo()
