@@ -7,5 +7,5 @@
 exec torchrun \
   --nnodes "${HOSTS:-1}" --node-rank "${HOST:-0}" --nproc-per-node "${DEVICES:-4}" \
   --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
-  --max-restarts 3 --shutdown-timeout 300 \
+  --max-restarts "${RESTARTS:-3}" --shutdown-timeout 300 \
   -m tputrain run "$@"

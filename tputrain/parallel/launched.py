@@ -68,6 +68,9 @@ def record_error(error: BaseException) -> None:
 
     from tputrain import device as devices
 
+    if isinstance(error, UserError | RunFailedError):
+        error = error.with_traceback(None)  # torchrun would print where in our code it was found
+        error.__cause__, error.__suppress_context__ = None, True
     if _ERROR_FILE in os.environ:
         with suppress(OSError):  # it may be on the disk whose end this is
             get_error_handler().record_exception(error)
