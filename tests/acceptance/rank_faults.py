@@ -125,9 +125,9 @@ class Command:
         except subprocess.TimeoutExpired:
             raise FaultError(f"did not end within {seconds:.0f} s; {self.process.last_line()}") from None
 
-    def gone(self, processes: set[int]) -> list[str]:
+    def gone(self, processes: set[int], seconds: float = LONGEST_TIDYING) -> list[str]:
         """Which of these are left after a while, by their command lines."""
-        until = time.monotonic() + LONGEST_TIDYING
+        until = time.monotonic() + seconds
         while left := [(pid, command) for pid, _, command in self.processes() if pid in processes]:
             if time.monotonic() > until:
                 return [f"{pid}: {command[-60:]}" for pid, command in left]
@@ -460,7 +460,8 @@ def network_cut(scene: Scene) -> Struck:
                 each.wait_for_end(LONGEST_HANG + LONGEST_EXIT)
                 if each.code == 0:
                     problems.append("a launcher ended with 0")
-                if left := each.gone({pid for pid, _, _ in each.processes()}):
+                # The service gives up ranks that it cannot reach after a minute.
+                if left := each.gone({pid for pid, _, _ in each.processes()}, 90.0):
                     problems.append(f"left behind: {', '.join(left)}")
             took = time.monotonic() - began
         finally:

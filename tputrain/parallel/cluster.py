@@ -25,7 +25,7 @@ class Hosts(NamedTuple):
     """The hosts on each of which `tputrain run` starts the local ranks."""
 
     size: int = 1
-    index: int = 0
+    number: int = 0
     """Of this one."""
     address: str = "localhost"
     """Of the first one, where ranks meet."""

@@ -58,7 +58,7 @@ class Launcher:
         self._cfg, self._run_dir, self._logs = cfg, run_dir, run_dir / RANKS
         self._hosts = hosts()
         self._restarts = cfg.restarts if self._hosts.size == 1 else 0
-        self._first_rank = self._hosts.index * cfg.processes
+        self._first_rank = self._hosts.number * cfg.processes
         self._stopped_by = self._logs / (
             _STOPPED if self._first_rank == 0 else f"{_STOPPED}-{self._first_rank}"
         )
@@ -83,7 +83,7 @@ class Launcher:
         except OSError as error:
             directory = f"run_dir={self._run_dir}"
             raise UserError(f"{directory}: cannot write there ({error.strerror}); take another") from None
-        where = f" on host {self._hosts.index} of {self._hosts.size}" if self._hosts.size > 1 else ""
+        where = f" on host {self._hosts.number} of {self._hosts.size}" if self._hosts.size > 1 else ""
         number = self._cfg.processes
         say(f"starting {number} rank{'s' * (number > 1)}{where}; what each says: {self._logs}")
         with _Signals() as signals:
@@ -125,7 +125,7 @@ class Launcher:
         """Start them and wait until all have ended; the first failure, if any, and the first rank's pid."""
         self._stopped_by.write_text("00", encoding="ascii")
         port = self._hosts.port
-        if self._hosts.index == 0:
+        if self._hosts.number == 0:
             # Ranks meet in a store that outlives each of them.
             store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
             port = store.port
@@ -159,7 +159,7 @@ class Launcher:
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(number * hosts.size),
             "LOCAL_WORLD_SIZE": str(number),
-            "GROUP_RANK": str(hosts.index),
+            "GROUP_RANK": str(hosts.number),
             "GROUP_WORLD_SIZE": str(hosts.size),
             "MASTER_ADDR": hosts.address,
             "MASTER_PORT": str(port),
