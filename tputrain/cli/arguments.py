@@ -94,6 +94,13 @@ def _swept(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=100, help="training steps (default: 100)")
 
 
+def _planned(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    help = "where it is to run: v6e:16x16, v5p-128 (128 cores), '2x v5e:16x16' (two slices)"
+    parser.add_argument("--topology", metavar="SLICE", required=True, help=help)
+    parser.add_argument("--json", action="store_true", help="every candidate with its figures, as JSON")
+
+
 def _run_dir(parser: argparse.ArgumentParser) -> None:
     help = "a run directory, such as runs/llama"
     _completed(parser.add_argument("target", metavar="RUN_DIR", help=help), shtab.DIRECTORY)
@@ -213,6 +220,15 @@ tputrain sample runs/llama --prompt "class " --temperature 0 --max-new-tokens 20
 tputrain lr-find my.yaml optim.name=muon --steps 200
 tputrain lr-find llama --lowest 1e-4 --highest 0.1     closer""",
         _swept,
+        takes_overrides=True,
+    ),
+    Verb(
+        "plan",
+        "say whether a recipe fits a TPU slice, how it is laid out there, and how fast a step is",
+        """tputrain plan my.yaml --topology v6e:16x16
+tputrain plan my.yaml --topology '2x v5e:16x16'    two slices, over the data center's network
+tputrain plan my.yaml --topology v5p-128 --json    every candidate, and why it was not taken""",
+        _planned,
         takes_overrides=True,
     ),
     Verb(

@@ -122,6 +122,11 @@ def _dispatch(chosen: argparse.Namespace) -> int:
             output = sys.stdout
             with redirect_stdout(sys.stderr):
                 return _with_torch(chosen, output)
+        case "plan" if chosen.json:
+            # Standard output is the JSON alone.
+            output = sys.stdout
+            with redirect_stdout(sys.stderr):
+                return _with_torch(chosen, output)
         case "doctor":
             from tputrain.cli.doctor import doctor
 
@@ -132,7 +137,7 @@ def _dispatch(chosen: argparse.Namespace) -> int:
 
 def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
     say(f"tputrain {chosen.verb} {chosen.target}")
-    if chosen.verb in ("run", "lr-find"):
+    if chosen.verb in ("run", "lr-find", "plan"):
         find_recipe(chosen.target)  # before the seconds that the next line takes
     if chosen.verb in ("run", "resume"):
         join_slurm_step()
@@ -154,6 +159,10 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
 
             sweep = SweepConfig(chosen.lowest, chosen.highest, chosen.steps)
             return lr_find(chosen.target, chosen.overrides, sweep)
+        case "plan":
+            from tputrain.cli.plan import plan
+
+            return plan(chosen.target, chosen.overrides, chosen.topology, output if chosen.json else None)
         case "import":
             from tputrain.cli.hf_import import import_directory
 

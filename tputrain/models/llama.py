@@ -84,7 +84,7 @@ class LlamaConfig:
             )
 
 
-# What the three Llama 3 models below share.
+# What the Llama 3 models below share.
 _LLAMA_3 = partial(
     LlamaConfig,
     vocab_size=128_256,
@@ -121,6 +121,24 @@ LLAMA_CONFIGS: dict[str, LlamaConfig] = {
         intermediate_size=14_336,
         num_hidden_layers=32,
         num_attention_heads=32,
+        head_dim=128,
+        rope_scaling=RopeScaling(factor=8.0),
+        tie_word_embeddings=False,
+    ),
+    "llama-70b": _LLAMA_3(  # Llama-3.1-70B
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        head_dim=128,
+        rope_scaling=RopeScaling(factor=8.0),
+        tie_word_embeddings=False,
+    ),
+    "llama-405b": _LLAMA_3(  # Llama-3.1-405B
+        hidden_size=16_384,
+        intermediate_size=53_248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
         head_dim=128,
         rope_scaling=RopeScaling(factor=8.0),
         tie_word_embeddings=False,

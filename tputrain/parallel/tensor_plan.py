@@ -38,10 +38,7 @@ def parallelise_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
     The parameters of a module that a rule matches become DTensors. All others stay whole on each rank, and
     a line lists them. Raises UserError where there is no plan, or a layer does not divide.
     """
-    source, rules = _rules(model, plan, mesh.size())
-    chosen, unused = _matched(model, rules)
-    for name, (module, rule) in chosen.items():
-        _check_divides(model, name, module, rule, mesh.size())
+    source, chosen, unused = _chosen(model, plan, mesh.size())
     tied = _tied(model)
     for module, rule in chosen.values():
         if rule.output == "sequence" and rule.style != "sequence":
@@ -51,6 +48,27 @@ def parallelise_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
     for owners in tied:
         _tie_again(owners)
     _list_what_is_left(model, source, unused)
+
+
+def matched_rules(
+    model: nn.Module, plan: Mapping[str, Any], degree: int = 1
+) -> dict[str, tuple[nn.Module, TensorRule]]:
+    """The modules that tensor parallelism cuts, by name, and how: by `plan`, or else by the model's own.
+
+    Raises UserError where there is no plan, or a layer does not divide into `degree` parts.
+    """
+    return _chosen(model, plan, degree)[1]
+
+
+def _chosen(
+    model: nn.Module, plan: Mapping[str, Any], degree: int
+) -> tuple[str, dict[str, tuple[nn.Module, TensorRule]], list[str]]:
+    """Where the plan comes from, what it cuts, and its rules that match nothing."""
+    source, rules = _rules(model, plan, degree)
+    chosen, unused = _matched(model, rules)
+    for name, (module, rule) in chosen.items():
+        _check_divides(model, name, module, rule, degree)
+    return source, chosen, unused
 
 
 def _rules(model: nn.Module, plan: Mapping[str, Any], degree: int) -> tuple[str, dict[str, TensorRule]]:

@@ -1,0 +1,91 @@
+"""`tputrain plan`: whether a recipe fits a slice, how it is laid out there, and how fast a step is."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TextIO
+
+import torch
+from torch import Tensor, nn
+
+from tputrain.announce import announced, say
+from tputrain.config_checks import expect
+from tputrain.models import build_initialized, build_model
+from tputrain.optim.groups import freeze
+from tputrain.parallel.memory_model import RUNGS, Precision
+from tputrain.parallel.plan import Task, make_plan, refuse
+from tputrain.parallel.plan_report import lines
+from tputrain.parallel.topology import Topology
+from tputrain.parallel.workload import Workload, workload_of
+from tputrain.recipe import RecipeConfig, load_recipe
+from tputrain.shipped import find_recipe
+
+_STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree": 8.0}
+"""Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone; muon one momentum."""
+
+
+def plan(recipe: str, overrides: Sequence[str], topology: str, output: TextIO | None = None) -> int:
+    """Plan the recipe for the topology; 2 where it does not fit. `output`: where JSON goes, if it is wanted."""
+    found = Topology.parse(topology)
+    cfg = load_recipe(find_recipe(recipe), overrides)
+    task = task_of(cfg, found)
+    made = make_plan(task)
+    if output is not None:
+        print(json.dumps(made.as_json(), indent=1), file=output, flush=True)
+        return 0 if made.chosen is not None else 2
+    refuse(made)
+    for line in lines(made):
+        say(line)
+    return 0
+
+
+def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
+    """What a recipe asks of a topology."""
+    expect(cfg.lora.rank == 0, "lora.rank", cfg.lora.rank, "0: LoRA is not planned yet")
+    with announced(f"running {cfg.model.name} without values"):
+        workload = _workload(cfg)
+    samples = cfg.batch.samples
+    rows = samples if samples is not None else cfg.batch.tokens // cfg.data.sequence_length
+    state = _STATE[cfg.optim.name] + (4.0 if cfg.optim.ema_decay is not None else 0.0)
+    can_recompute = cfg.model.name == "huggingface" or hasattr(build_config(cfg), "activation_checkpointing")
+    return Task(
+        workload,
+        topology,
+        rows,
+        micro_rows=samples,
+        precision=Precision(optimizer=state),
+        rungs=RUNGS,
+        built_rungs=("none", "layers") if can_recompute else ("none",),
+    )
+
+
+def build_config(cfg: RecipeConfig) -> object:
+    """The shape of a model of this library; None of another one."""
+    return None if cfg.model.is_elsewhere else cfg.model.resolve()
+
+
+def _workload(cfg: RecipeConfig) -> Workload:
+    model_cfg = replace(cfg.model, activation_checkpointing=None)
+    with torch.device("meta"):
+        model: nn.Module = (
+            build_initialized(model_cfg, cfg.seed) if cfg.model.is_elsewhere else build_model(model_cfg)
+        )
+    freeze(model, cfg.optim.freeze)
+    return workload_of(
+        model,
+        lambda rows: _batch(cfg, model, rows),
+        name=cfg.model.path or cfg.model.name,
+        autocast=cfg.execution.autocast,
+        plan=cfg.parallel.plan,
+    )
+
+
+def _batch(cfg: RecipeConfig, model: nn.Module, rows: int) -> dict[str, Tensor]:
+    """A batch as the recipe's data gives it."""
+    if cfg.data.is_images:
+        shape = (rows, 1, 8, 8)  # digits
+        images = torch.empty(shape, device="meta")
+        return {"pixel_values": images, "labels": torch.empty(rows, dtype=torch.int64, device="meta")}
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    size = (rows, cfg.data.sequence_length)
+    return {name: torch.empty(size, dtype=torch.int64, device="meta") for name in names}

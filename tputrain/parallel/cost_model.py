@@ -1,0 +1,282 @@
+"""Predicts the seconds of a step: products on the matrix unit, memory traffic beside them, collectives.
+
+A step is micro-batches x (compute + tensor-parallel collectives + what of the other collectives compute does
+not hide) + the optimizer + the exchange between slices. Collectives follow the scaling book: bytes over the
+bandwidth of the torus axes that a group has, and 1 us a hop.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+
+from tputrain.parallel.layout import Group, Layout
+from tputrain.parallel.memory_model import Precision
+from tputrain.parallel.topology import Topology
+from tputrain.parallel.workload import Part, Work, Workload
+
+# Where a constant comes from stands beside it. None belongs to a model.
+MXU_SHARE = {"v4": 0.90, "v5e": 0.88, "v5p": 0.90, "v6e": 0.92, "tpu7x": 0.80, "cpu": 0.5}
+"""Of the peak that well-shaped products reach: the TPU compiler's own estimates (v5e, v5p: one of 8192^3; v6e:
+those of a Llama step; tpu7x: one of 8192^3 on a core); v4 is taken for a v5p."""
+ATTENTION_SHARE = (0.5, 0.8)
+"""Of the same, of an attention kernel in the forward and backward pass: schedules of splash attention on v6e."""
+HBM_SHARE = 0.8
+"""Of the memory's bandwidth that elementwise operations reach. Assumed."""
+HIDDEN_SHARE = 0.9
+"""Of compute, how much has collectives of FSDP beside it. Fitted."""
+_PASSES = 6  # over bfloat16 parts for a product of float32 (torch's matmul precision "highest")
+_SUBLANES = 8
+_CORNER = 0.5  # of the products of a causal attention that a kernel computes, and its diagonal's waste
+_DIAGONAL = 0.06
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a step, by what the time goes into."""
+
+    products: float
+    attention: float
+    traffic: float
+    recomputed: float
+    tensor: float
+    """All-reduces among tensor ranks, and exchanges among context ranks: compute waits for them."""
+    exposed: float
+    """Collectives of FSDP that compute does not hide."""
+    optimizer: float
+    dcn: float
+    host: float
+    """Offloading that compute does not hide."""
+    collectives: float = 0.0
+    """All of FSDP's, hidden or not; not in the sum."""
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.attention + self.traffic + self.recomputed
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor + self.exposed + self.optimizer + self.dcn + self.host
+
+    @property
+    def bound(self) -> str:
+        """What takes most, in a word for people."""
+        hidden_by_nothing = {
+            "the matrix units": self.products + self.attention,
+            "memory bandwidth": self.traffic + self.optimizer,
+            "computing activations again": self.recomputed,
+            "collectives of tensor and context parallelism": self.tensor,
+            "collectives of FSDP": self.exposed,
+            "the network between slices": self.dcn,
+            "transfers to the host": self.host,
+        }
+        return max(hidden_by_nothing, key=hidden_by_nothing.__getitem__)
+
+
+@dataclass(frozen=True)
+class LayoutBytes:
+    """Bytes that a device takes in from others in a step."""
+
+    shard: float
+    replicate: float
+    tensor: float
+    context: float
+    dcn: float
+
+
+class CostModel:
+    """Of a workload on a topology; what does not depend on the layout is worked out once."""
+
+    def __init__(self, workload: Workload, topology: Topology, precision: Precision):
+        self._workload, self._topology, self._precision = workload, topology, precision
+        self._known: dict[tuple[float, int], dict[int, _PartSeconds]] = {}
+
+    def seconds(self, layout: Layout, rows: float, micro_batches: int, rung: str) -> Seconds:
+        """Of a step of so many micro-batches, each of `rows` rows a device."""
+        topology, degrees = self._topology, layout.degrees
+        tensor = degrees["tensor"]
+        parts = self._parts(rows, tensor)
+        products = attention = traffic = recomputed = collectives = waiting = offloaded = 0.0
+        shard = layout.groups["shard"].joined(layout.groups["context"])
+        replicate = layout.groups["replicate"]
+        for index, part in enumerate(self._workload.parts):
+            found, count = parts[index], part.count
+            is_layer = index < len(self._workload.parts) - 1
+            products += count * found.products
+            attention += count * found.attention
+            traffic += count * found.traffic
+            if is_layer and rung != "none":
+                again = found.forward_attention + found.forward_traffic
+                recomputed += count * (again if rung == "products" else found.forward)
+            collectives += count * self._fsdp(part, shard, replicate, tensor)
+            reductions = part.forward_reductions.at(rows, tensor) + part.backward_reductions.at(rows, tensor)
+            if is_layer and rung not in ("none", "products"):
+                reductions += part.forward_reductions.at(rows, tensor)
+            group = layout.groups["tensor"]
+            waiting += count * (
+                2 * group.gather_seconds(reductions) + 2 * part.num_reductions * group.latency
+            )
+            waiting += count * self._context(part, layout.groups["context"], rows, tensor, is_layer)
+            if is_layer and rung == "offload":
+                offloaded += count * 2 * part.input.at(rows, tensor) / topology.pcie_bandwidth
+        compute = products + attention + traffic + recomputed
+        exposed = max(0.0, collectives - HIDDEN_SHARE * compute)
+        unhidden = max(0.0, offloaded - HIDDEN_SHARE * compute)
+        times = micro_batches
+        return Seconds(
+            products=times * products,
+            attention=times * attention,
+            traffic=times * traffic,
+            recomputed=times * recomputed,
+            tensor=times * waiting,
+            exposed=times * exposed,
+            optimizer=self._optimizer(shard.size, tensor),
+            dcn=self._dcn(layout, shard.size, replicate, tensor),
+            host=times * unhidden,
+            collectives=times * collectives,
+        )
+
+    def bytes(self, layout: Layout, rows: float, micro_batches: int) -> LayoutBytes:
+        """What each axis of the mesh carries in a step."""
+        tensor = layout.degrees["tensor"]
+        shards = layout.groups["shard"].size * layout.groups["context"].size
+        gathered = scattered = reduced = 0.0
+        for part in self._workload.parts:
+            gathered += part.count * part.parameters.count(tensor) * self._gathered(part) * 2
+            scattered += part.count * part.parameters.trained(tensor) * part.parameters.itemsize
+            reduced += part.count * (
+                part.forward_reductions.at(rows, tensor) + part.backward_reductions.at(rows, tensor)
+            )
+        replicas = layout.groups["replicate"].size
+
+        def share(size: int) -> float:
+            return (size - 1) / size
+
+        return LayoutBytes(
+            shard=micro_batches * (gathered + scattered) * share(shards),
+            replicate=micro_batches * 2 * scattered / shards * share(replicas),
+            tensor=micro_batches * 2 * reduced * share(tensor),
+            context=0.0,
+            dcn=2 * scattered / shards * share(self._topology.slices),
+        )
+
+    # -- one device
+
+    def _parts(self, rows: float, tensor: int) -> "dict[int, _PartSeconds]":
+        found = self._known.get((rows, tensor))
+        if found is None:
+            found = {index: self._part(part, rows, tensor) for index, part in enumerate(self._workload.parts)}
+            self._known[rows, tensor] = found
+        return found
+
+    def _part(self, part: Part, rows: float, tensor: int) -> "_PartSeconds":
+        bandwidth = self._topology.hbm_bandwidth * HBM_SHARE
+        forward = self._products(part.forward, rows, tensor, False)
+        backward = self._products(part.backward, rows, tensor, True)
+        attention = self._attention(part.forward, rows, tensor, False)
+        attention_backward = self._attention(part.backward, rows, tensor, True)
+        forward_traffic = part.forward_traffic.at(rows, tensor) / bandwidth
+        traffic = forward_traffic + part.backward_traffic.at(rows, tensor) / bandwidth
+        return _PartSeconds(
+            products=forward + backward,
+            attention=attention + attention_backward,
+            traffic=traffic,
+            forward=forward + attention + forward_traffic,
+            forward_attention=attention,
+            forward_traffic=forward_traffic,
+        )
+
+    def _products(self, works: Iterable[Work], rows: float, tensor: int, is_backward: bool) -> float:
+        return sum(self.product_seconds(work, rows, tensor) for work in works if not self._is_attention(work))
+
+    def _attention(self, works: Iterable[Work], rows: float, tensor: int, is_backward: bool) -> float:
+        share = ATTENTION_SHARE[is_backward]
+        seconds = 0.0
+        for work in works:
+            if self._is_attention(work):
+                own = self.product_seconds(work, rows, tensor)
+                if work.product.is_attention:  # a kernel
+                    own /= share
+                    if work.product.is_causal:
+                        own *= _CORNER + _DIAGONAL
+                seconds += own
+        return seconds
+
+    @staticmethod
+    def _is_attention(work: Work) -> bool:
+        """A product of values with values, of each row and head."""
+        return work.product.batch > 1 and not work.product.has_parameter
+
+    def product_seconds(self, work: Work, rows: float, tensor: int) -> float:
+        """On a device: limited by the matrix unit, or by reading and writing."""
+        batch, m, k, n = work.sizes(rows, tensor)
+        itemsize = work.product.itemsize
+        passes = _PASSES if itemsize >= 4 and self._topology.chip.name != "cpu" else 1
+        peak = self._topology.peak_flops * MXU_SHARE[self._topology.chip.name]
+        compute = 2 * batch * m * k * n * passes / (peak * fill(m, k, n, self._topology.chip.mxu))
+        moved = batch * (m * k + k * n + m * n) * itemsize
+        if work.product.is_attention:
+            moved = 0.0
+        return work.count * max(compute, moved / self._topology.hbm_bandwidth)
+
+    def _optimizer(self, shards: int, tensor: int) -> float:
+        """Parameters, gradients and state are read, and all but the gradients written."""
+        trained = sum(part.count * part.parameters.trained(tensor) for part in self._workload.parts)
+        itemsize = self._workload.parts[-1].parameters.itemsize
+        moved = trained / shards * (2 * self._precision.optimizer + 3 * itemsize)
+        return moved / (self._topology.hbm_bandwidth * HBM_SHARE)
+
+    # -- between devices
+
+    def _gathered(self, part: Part) -> float:
+        return self._precision.gathered or part.parameters.itemsize
+
+    def _fsdp(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
+        """Parameters are gathered for the forward and the backward pass, gradients scattered."""
+        gathered = part.parameters.count(tensor) * self._gathered(part)
+        gradients = part.parameters.trained(tensor) * self._gathered(part)
+        seconds = 2 * shard.gather_seconds(gathered) + shard.gather_seconds(gradients)
+        return seconds + 2 * replicate.gather_seconds(gradients / shard.size)
+
+    def _context(self, part: Part, group: Group, rows: float, tensor: int, is_layer: bool) -> float:
+        """Keys and values of all the sequence, gathered forward and backward, and their gradients."""
+        if group.size == 1 or not is_layer:
+            return 0.0
+        # They are at most as large as the layer's input.
+        return 3 * group.gather_seconds(2 * part.input.at(rows, tensor) * group.size / tensor)
+
+    def _dcn(self, layout: Layout, shards: int, replicate: Group, tensor: int) -> float:
+        """Slices exchange the shards of gradients, once a step."""
+        if replicate.slices == 1:
+            return 0.0
+        gradients = sum(
+            part.count * part.parameters.trained(tensor) * part.parameters.itemsize
+            for part in self._workload.parts
+        )
+        share = 2 * (replicate.slices - 1) / replicate.slices
+        return gradients / shards / replicate.size * share / self._topology.dcn_bandwidth
+
+
+@dataclass(frozen=True)
+class _PartSeconds:
+    """One layer, forward and backward, and of that the forward pass."""
+
+    products: float
+    attention: float
+    traffic: float
+    forward: float
+    forward_attention: float
+    forward_traffic: float
+
+
+def fill(m: float, k: float, n: float, mxu: int) -> float:
+    """The share of a matrix unit that a product's sizes use, whichever factor stays in the unit.
+
+    The dimension that is summed over, and one other, are padded to the unit's size; the third one to 8.
+    """
+    by_n = _used(n, mxu) * _used(m, _SUBLANES)
+    by_m = _used(m, mxu) * _used(n, _SUBLANES)
+    return _used(k, mxu) * max(by_n, by_m)
+
+
+def _used(size: float, tile: int) -> float:
+    return size / (ceil(size / tile - 1e-9) * tile)

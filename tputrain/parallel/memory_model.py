@@ -1,0 +1,132 @@
+"""Predicts the memory of a device: arguments of the step's program, and its temporaries.
+
+Arguments are there for the whole run: parameters, the optimizer's state, and gradients where micro-batches add
+up. Temporaries are what is in memory at the step's worst moment, which is one of three:
+
+- loss: everything kept for the backward pass, the logits, and the output layer gathered;
+- layer: everything kept, one layer's own values and gradients, two layers gathered (one ahead);
+- update: all gradients.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tputrain.parallel.workload import Amount, Part, Workload
+
+RUNGS = ("none", "products", "layers", "offload")
+"""Activation checkpointing, from the fastest to the smallest. Kept for the backward pass are: all it needs; the
+results of products with parameters; each layer's input; that, in the host's memory."""
+_GATHERED = 2  # layers: the current one, and the next one while it computes
+_ON_DEVICE = 2  # layers whose offloaded inputs are on their way
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element."""
+
+    optimizer: float = 8.0
+    """Of all state of the optimizer: two float32 moments for AdamW."""
+    gathered: float | None = None
+    """Of a parameter on its way to those that compute with it. None: as it is stored."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    kept: float
+    working: float
+    """At the worst moment: the values and gradients of one layer, or the logits."""
+    gathered: float
+    """Whole parameters, and gradients that are not divided yet, at the worst moment."""
+    is_accumulated: bool
+    moment: str
+    """loss, layer or update"""
+    host: float = 0.0
+    """Offloaded to the host."""
+
+    @cached_property
+    def arguments(self) -> float:
+        return self.parameters + self.optimizer + (self.gradients if self.is_accumulated else 0.0)
+
+    @cached_property
+    def temporaries(self) -> float:
+        own = 0.0 if self.is_accumulated else self.gradients
+        return own + self.kept + self.working + self.gathered
+
+    @property
+    def total(self) -> float:
+        return self.arguments + self.temporaries
+
+
+def memory(
+    workload: Workload,
+    *,
+    shards: int,
+    tensor: int,
+    rows: float,
+    rung: str,
+    is_accumulated: bool,
+    precision: Precision,
+) -> Memory:
+    """Of a device with `rows` rows of a micro-batch. `shards`: devices that share parameters and state."""
+    *layers, rest = workload.parts
+    parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in workload.parts)
+    trained = sum(each.count * each.parameters.trained(tensor) for each in workload.parts)
+    gradients = sum(each.count * each.parameters.trained(tensor) * _itemsize(each) for each in workload.parts)
+    all_kept = sum(each.count * _kept(each, rung).at(rows, tensor) for each in layers)
+    held_by_host = 0.0
+    if rung == "offload":
+        held_by_host = all_kept
+        all_kept = max((_ON_DEVICE * each.input.at(rows, tensor) for each in layers), default=0.0)
+
+    def whole(part: Part, times: int) -> float:
+        """Gathered parameters, and the gradients of one such part."""
+        if shards == 1:
+            return 0.0
+        itemsize = precision.gathered or _itemsize(part)
+        count, trained = part.parameters.count(tensor), part.parameters.trained(tensor)
+        if part is rest:  # an embedding and an output layer are not used at the same time
+            share = part.parameters.largest / max(part.parameters.whole + part.parameters.cut, 1)
+            count, trained = count * share, trained * share
+        return count * itemsize * times + trained * _itemsize(part)
+
+    of_rest = rest.parameters.trained(tensor) * _itemsize(rest) / shards
+    moments = [
+        ("loss", 0.0, all_kept, rest.backward_peak.at(rows, tensor), whole(rest, 1)),
+        ("update", gradients / shards, 0.0, 0.0, 0.0),
+    ]
+    for each in layers:
+        own = each.backward_peak.at(rows, tensor)
+        if rung == "none":
+            own -= each.kept.at(rows, tensor)
+        gathered = whole(each, _GATHERED)
+        moments.append(("layer", of_rest, all_kept, own, gathered))
+        last = _kept(each, rung).at(rows, tensor)
+        moments.append(("layer", gradients / shards, last, own, gathered))
+    moment, so_far, kept, working, gathered = max(moments, key=lambda each: sum(each[1:]))
+    return Memory(
+        parameters=parameters / shards,
+        optimizer=trained * precision.optimizer / shards,
+        gradients=gradients / shards if is_accumulated else so_far,
+        kept=kept,
+        working=working,
+        gathered=gathered,
+        is_accumulated=is_accumulated,
+        moment=moment,
+        host=held_by_host,
+    )
+
+
+def _itemsize(part: Part) -> int:
+    return part.parameters.itemsize
+
+
+def _kept(part: Part, rung: str) -> Amount:
+    """Of one layer."""
+    if rung == "none":
+        return part.kept.plus(part.input)
+    return part.products_kept.plus(part.input) if rung == "products" else part.input

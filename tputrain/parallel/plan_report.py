@@ -1,0 +1,170 @@
+"""A plan for people: a table, a picture of the torus with the axes of the mesh on it, and why."""
+
+from collections.abc import Iterator
+
+from tputrain.parallel.advice import advice
+from tputrain.parallel.config import DEGREES
+from tputrain.parallel.layout import INNERMOST_FIRST, Layout
+from tputrain.parallel.plan import USABLE, Candidate, Plan
+from tputrain.parallel.topology import GIB
+
+_DRAWN = (8, 4)  # devices of an axis in the picture, across and down
+_OTHERS = 4  # further plans in the table
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """All that there is to say of a plan that fits."""
+    chosen, task = plan.chosen, plan.task
+    assert chosen is not None
+    assert chosen.memory is not None
+    assert chosen.seconds is not None
+    topology, workload = task.topology, task.workload
+    yield (
+        f"{workload.name}, {workload.num_parameters:,} parameters, on {topology.name}: "
+        f"{topology.num_chips:,} chips, {topology.chips_per_host} a host"
+    )
+    tokens = f" x {workload.sequence:,} tokens" if workload.sequence else ""
+    yield f"a step: {task.rows:,} rows{tokens}"
+    yield ""
+    yield from _table(plan, chosen)
+    yield ""
+    yield from picture(chosen.layout)
+    yield ""
+    memory, seconds = chosen.memory, chosen.seconds
+    most = topology.hbm * USABLE / GIB
+    yield f"memory  {memory.total / GIB:.1f} of {most:.1f} GiB a device (predicted), worst at the {memory.moment}"
+    yield f"        arguments {memory.arguments / GIB:.2f}: {_parts(memory, _ARGUMENTS)}"
+    yield f"        temporaries {memory.temporaries / GIB:.2f}: {_parts(memory, _TEMPORARIES)}"
+    if memory.host:
+        yield f"        in the host's memory {memory.host / GIB:.1f} a device"
+    speed = task.rows * (workload.sequence or 1) / seconds.total / topology.num_chips
+    unit = "tokens" if workload.sequence else "rows"
+    yield (
+        f"step    {_seconds(seconds.total)} (predicted), MFU {chosen.mfu:.1%}, "
+        f"{speed:,.0f} {unit}/s a chip; bound by {seconds.bound}"
+    )
+    yield f"        {_times(chosen)}"
+    for number, reason in enumerate(plan.why):
+        yield f"{'why' if number == 0 else '':7} {reason}"
+    for number, change in enumerate([*plan.changes, *advice(plan)]):
+        yield f"{'change' if number == 0 else '':7} {change}"
+
+
+_ARGUMENTS = (("parameters", "parameters"), ("optimizer", "optimizer state"))
+_TEMPORARIES = (
+    ("kept", "kept for the backward pass"),
+    ("working", "of the current layer"),
+    ("gathered", "gathered"),
+    ("gradients", "gradients"),
+)
+
+
+def _parts(memory: object, names: tuple[tuple[str, str], ...]) -> str:
+    values = [(getattr(memory, name) / GIB, said) for name, said in names]
+    return ", ".join(f"{said} {value:.2f}" for value, said in values if value >= 0.005)
+
+
+def _times(chosen: Candidate) -> str:
+    seconds = chosen.seconds
+    assert seconds is not None
+    named = {
+        "products": seconds.products,
+        "attention": seconds.attention,
+        "memory traffic": seconds.traffic,
+        "computed again": seconds.recomputed,
+        "tensor parallelism": seconds.tensor,
+        "FSDP not hidden": seconds.exposed,
+        "optimizer": seconds.optimizer,
+        "between slices": seconds.dcn,
+        "host": seconds.host,
+    }
+    shares = sorted(((value / seconds.total, name) for name, value in named.items()), reverse=True)
+    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _table(plan: Plan, chosen: Candidate) -> Iterator[str]:
+    """The plan, and the best ones that differ from it in more than where they lie."""
+    rows = [("plan", chosen)]
+    seen = {_kind(chosen)}
+    others = sorted(
+        (each for each in plan.candidates if each.code in ("slower", "not_built")),
+        key=lambda each: each.seconds.total if each.seconds else 0.0,
+    )
+    for each in others:
+        if _kind(each) not in seen and len(rows) <= _OTHERS:
+            seen.add(_kind(each))
+            rows.append(("not built" if each.code == "not_built" else "", each))
+    header = ("", *DEGREES, "checkpointing", "rows", "micro-batches", "GiB", "step", "MFU")
+    cells: list[tuple[str, ...]] = [header]
+    for what, each in rows:
+        assert each.memory is not None
+        assert each.seconds is not None
+        cells.append(
+            (
+                what,
+                *(str(each.layout.degrees[name]) for name in DEGREES),
+                each.rung,
+                str(each.rows),
+                str(each.micro_batches),
+                f"{each.memory.total / GIB:.1f}",
+                _seconds(each.seconds.total),
+                f"{each.mfu:.1%}",
+            )
+        )
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    degrees = candidate.layout.degrees
+    return degrees["tensor"], degrees["context"], degrees["replicate"] > 1, candidate.rung
+
+
+def picture(layout: Layout) -> list[str]:
+    """One plane of a slice. Devices with the same letter are of one replica; a line joins tensor ranks."""
+    axes, splits = layout.topology.axes, layout.splits
+    drawn = [index for index, axis in enumerate(axes) if axis.size > 1][-2:] or [len(axes) - 1]
+    across, down = drawn[-1], drawn[0] if len(drawn) > 1 else None
+    columns = min(axes[across].size, _DRAWN[0])
+    rows = 1 if down is None else min(axes[down].size, _DRAWN[1])
+    found = []
+    for row in range(rows):
+        line = ""
+        for column in range(columns):
+            place = [0] * len(axes)
+            place[across] = column
+            if down is not None:
+                place[down] = row
+            line += _letter(layout, place)
+            is_joined = (column + 1) % splits[across][0] != 0 and column + 1 < columns
+            line += "-" if is_joined else " "
+        found.append(f"    {line}{'...' if axes[across].size > columns else ''}".rstrip())
+    if down is not None and axes[down].size > rows:
+        found.append("    ...")
+    legend = []
+    for index, axis in enumerate(axes):
+        if axis.size == 1:
+            continue
+        arrow = "→" if index == across else "↓" if index == down else " "
+        kind = "a ring" if axis.wraps else "a line"
+        names = [
+            f"{name} {size}" for name, size in zip(INNERMOST_FIRST, splits[index], strict=True) if size > 1
+        ]
+        legend.append(f"{arrow} {axis.name} {axis.size}, {kind}: {' x '.join(reversed(names))}")
+    if layout.topology.slices > 1:
+        legend.append(f"  {layout.topology.slices} such slices, over DCN: replicate")
+    return [*legend, *found]
+
+
+def _letter(layout: Layout, place: list[int]) -> str:
+    """Of the replica, in this slice, that a device belongs to."""
+    number = 0
+    for coordinate, split in zip(place, layout.splits, strict=True):
+        inner = split[0] * split[1] * split[2]
+        number = number * split[3] + coordinate // inner
+    return chr(ord("A") + number % 26)

@@ -1,0 +1,411 @@
+"""What a piece of a model does, found by running it once forward and backward on tensors without values.
+
+A compiler that sees a whole step writes few of its values to memory. So a value is one of two kinds:
+
+- *stored*: results of matrix products, gathers, sorts, random numbers and reductions.
+- *fused*: results of elementwise operations. They are computed where they are used, from the stored values
+  that they come from. A fused value is written to memory if a product reads it.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+aten = torch.ops.aten
+
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # and the place of the first factor
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+_STORED = {
+    *("embedding", "embedding_dense_backward", "index", "index_put", "index_select", "index_add", "gather"),
+    *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "cumsum", "native_dropout", "bernoulli"),
+    *("rand", "randn", "rand_like", "randn_like", "randint", "uniform", "normal", "max_pool2d_with_indices"),
+    *("upsample_nearest2d", "upsample_bilinear2d", "_fft_r2c", "_fft_c2c"),
+}
+_ATTENTION = "_scaled_dot_product"
+_IS_REDUCED = 4  # a result that is smaller than the largest input by this factor is one of a reduction
+
+
+class Cut(Enum):
+    """The dimension of a product that tensor parallelism divides."""
+
+    NOT = ""
+    BATCH = "batch"
+    M = "m"
+    K = "k"
+    N = "n"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of (batch) matrices, m x k by k x n."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+    cut: Cut = Cut.NOT
+    has_parameter: bool = False
+    itemsize: int = 4
+    is_attention: bool = False
+    """Part of one attention operation: its scores need not be in memory."""
+    is_causal: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.k * self.n
+
+
+@dataclass
+class Bytes:
+    """On a device that has everything, and of that what tensor parallelism divides."""
+
+    whole: float = 0.0
+    cut: float = 0.0
+
+    def add(self, num_bytes: float, is_cut: bool) -> None:
+        if is_cut:
+            self.cut += num_bytes
+        else:
+            self.whole += num_bytes
+
+    @property
+    def total(self) -> float:
+        return self.whole + self.cut
+
+
+@dataclass
+class Trace:
+    """What was found."""
+
+    forward: list[Product] = field(default_factory=list)
+    backward: list[Product] = field(default_factory=list)
+    forward_traffic: Bytes = field(default_factory=Bytes)
+    """Bytes that operations other than products read and write."""
+    backward_traffic: Bytes = field(default_factory=Bytes)
+    kept: Bytes = field(default_factory=Bytes)
+    """What the backward pass needs of the forward pass, beside inputs and parameters."""
+    products_kept: Bytes = field(default_factory=Bytes)
+    """The results of products with parameters: what is kept if all else is computed again."""
+    attention_kept: Bytes = field(default_factory=Bytes)
+    """Of `kept`, what attention alone asks for (its scores)."""
+    forward_peak: Bytes = field(default_factory=Bytes)
+    backward_peak: Bytes = field(default_factory=Bytes)
+    """The most that is in memory at a time, `kept` included; without inputs and gradients of parameters."""
+    forward_reductions: list[int] = field(default_factory=list)
+    """Bytes of each all-reduce among tensor ranks."""
+    backward_reductions: list[int] = field(default_factory=list)
+
+
+class _Value:
+    """The contents of one storage."""
+
+    def __init__(self, num_bytes: int, made_at: int, is_cut: bool):
+        self.num_bytes = num_bytes
+        self.made_at = made_at
+        self.gone_at: int | None = None
+        self.is_cut = is_cut
+        self.is_stored = False
+        self.is_external = False
+        self.is_parameter = False
+        self.is_constant = True  # made of nothing but parameters and constants
+        self.is_product = False  # of a product with a parameter
+        self.is_gradient = False  # of a parameter: it leaves at once
+        self.written: dict[bool, int] = {}  # in the forward (False) and backward pass: when first
+        self.sources: set[_Value] = set()
+
+    def as_sources(self) -> "set[_Value]":
+        return {self} if self.is_stored or self.is_external else self.sources
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations; tensors are expected to be fake."""
+
+    def __init__(self, has_attention_kernel: bool = True):
+        super().__init__()
+        self.trace = Trace()
+        self.is_paused = False
+        self._has_kernel = has_attention_kernel
+        self._values: dict[int, _Value] = {}
+        self._all: list[_Value] = []
+        self._watched: list[Any] = []
+        self._time = 0
+        self._is_backward = False
+        self._scratch: list[tuple[int, float, bool]] = []  # at a time: bytes of a moment
+        self._reduced: set[int] = set()
+
+    # -- what the caller says
+
+    def external(self, tensor: Tensor, is_cut: bool = False, is_parameter: bool = False) -> None:
+        """A tensor that is there anyway."""
+        value = self._value(tensor)
+        value.is_external = True
+        value.is_cut, value.is_parameter, value.is_constant = is_cut, is_parameter, is_parameter
+
+    def make_whole(self, tensor: Tensor) -> None:
+        """From here on each tensor rank has all of it."""
+        self._value(tensor).is_cut = False
+
+    def reduce(self, tensor: Tensor) -> None:
+        """It is summed over the tensor ranks."""
+        reductions = self.trace.backward_reductions if self._is_backward else self.trace.forward_reductions
+        reductions.append(_bytes(tensor))
+
+    def reduce_gradient(self, tensor: Tensor) -> None:
+        """Its gradient is summed over the tensor ranks, once however many modules it goes into."""
+        key = id(self._value(tensor))
+        if key not in self._reduced:
+            self._reduced.add(key)
+            self.trace.backward_reductions.append(_bytes(tensor))
+
+    def run(
+        self,
+        forward: Callable[[], Any],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> Any:
+        """Run `forward` and the backward pass of its outputs, and work out the trace."""
+        with self:
+            outputs = forward()
+            tensors = [each for each in tree_iter(outputs) if isinstance(each, Tensor)]
+            differentiable = [each for each in tensors if each.requires_grad]
+            output_values = [self._value(each) for each in tensors]
+            for value in output_values:
+                self._write(value)
+            boundary = self._time
+            kept = [
+                value
+                for value in self._all
+                if value.gone_at is None and not value.is_external and value not in output_values
+            ]
+            self._is_backward = True
+            wanted = [each for each in (*inputs, *parameters) if each.requires_grad]
+            if differentiable and wanted:
+                self.is_paused = True
+                gradients = [torch.empty_like(each) for each in differentiable]
+                for each in gradients:
+                    self.external(each)
+                self.is_paused = False
+                found = torch.autograd.grad(differentiable, wanted, gradients, allow_unused=True)
+                first = sum(each.requires_grad for each in inputs)
+                for gradient in found[first:]:
+                    if gradient is not None:
+                        for value in {self._value(gradient)} | self._value(gradient).sources:
+                            value.is_gradient |= value.made_at > boundary
+        self._work_out(kept, boundary)
+        return outputs
+
+    # -- recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.is_paused:
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        self._time += 1
+        inputs = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        outputs = [each for each in tree_iter(result) if isinstance(each, Tensor)]
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        read = [self._value(each) for each in inputs]
+        products = self._products(name, args, read, outputs)
+        is_cut = any(value.is_cut for value in read)
+        if products:
+            (self.trace.backward if self._is_backward else self.trace.forward).extend(products)
+            is_cut = products[0].cut not in (Cut.NOT, Cut.K)
+        is_stored = bool(products) or name in _STORED
+        largest = max(map(_bytes, inputs), default=0)
+        fresh = []
+        for each in outputs:
+            if self._key(each) in self._values:
+                continue  # a view, or written in place
+            value = self._value(each)
+            value.is_cut = is_cut
+            value.is_constant = all(other.is_constant for other in read) and not is_stored
+            value.is_product = any(product.has_parameter for product in products)
+            is_reduced = bool(inputs) and _bytes(each) * _IS_REDUCED <= largest
+            value.is_stored = is_stored or (is_reduced and not value.is_constant)
+            if not value.is_stored:
+                for other in read:
+                    value.sources |= other.as_sources()
+            fresh.append((value, is_reduced))
+        if not fresh:
+            return
+        if is_stored:
+            for value in read:
+                self._write(value)
+            if not products:
+                self._count(sum(value.num_bytes for value, _ in fresh) * 2, is_cut)
+        elif any(is_reduced for _, is_reduced in fresh):
+            for value in {source for other in read for source in other.as_sources()}:
+                self._count(value.num_bytes, value.is_cut)  # read once more
+
+    def _products(
+        self, name: str, args: tuple[Any, ...], read: list[_Value], outputs: list[Tensor]
+    ) -> list[Product]:
+        if name in _PRODUCTS:
+            first = _PRODUCTS[name]
+            left, right = args[first], args[first + 1]
+            a, b = self._value(left), self._value(right)
+            *batch, m, k = left.shape
+            if batch:
+                cut = Cut.BATCH if a.is_cut or b.is_cut else Cut.NOT
+            elif a.is_cut and b.is_cut:
+                cut = Cut.K
+            else:
+                cut = Cut.M if a.is_cut else Cut.N if b.is_cut else Cut.NOT
+            has_parameter = self._is_of_parameter(a) or self._is_of_parameter(b)
+            n = right.shape[-1]
+            return [Product(prod(batch), m, k, n, cut, has_parameter, left.element_size())]
+        if name in _CONVOLUTIONS:
+            return self._convolution(name, args, outputs)
+        if name.startswith(_ATTENTION):
+            return self._attention(name, args)
+        return []
+
+    def _is_of_parameter(self, value: _Value) -> bool:
+        return value.is_constant and (value.is_parameter or any(each.is_parameter for each in value.sources))
+
+    def _convolution(self, name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> list[Product]:
+        if name == "convolution":
+            weight, result = args[1], outputs[0]
+            times = 1
+        else:
+            weight, result = args[2], args[0]
+            times = sum(bool(each) for each in args[10][:2])
+        groups = args[8] if name == "convolution" else args[9]
+        pixels = result.shape[0] * prod(result.shape[2:])
+        k = prod(weight.shape[1:])
+        one = Product(
+            groups, pixels, k, weight.shape[0] // groups, has_parameter=True, itemsize=weight.element_size()
+        )
+        return [one] * times
+
+    def _attention(self, name: str, args: tuple[Any, ...]) -> list[Product]:
+        is_backward = name.endswith("backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        batch, heads, length, features = query.shape
+        is_cut = any(self._value(each).is_cut for each in (query, key, value))
+        is_causal = any(each is True for each in args)
+        cut, size, keys = Cut.BATCH if is_cut else Cut.NOT, batch * heads, key.shape[2]
+        scores = Product(size, length, features, keys, cut, False, query.element_size(), True, is_causal)
+        mixed = Product(size, length, keys, value.shape[3], cut, False, query.element_size(), True, is_causal)
+        if not self._has_kernel:  # the scores are values like any other: float32, and as many again
+            count = 3 if is_backward else 2
+            self._scratch.append((self._time, 4.0 * count * size * length * keys, is_cut))
+            self._count(4.0 * (2 * count + 1) * size * length * keys, is_cut)
+        return [scores, scores, mixed, mixed, mixed] if is_backward else [scores, mixed]
+
+    def _write(self, value: _Value) -> None:
+        """A product reads this value: it is in memory from here on."""
+        is_there = value.is_stored or value.is_external or value.is_constant
+        if is_there or self._is_backward in value.written:
+            return
+        value.written[self._is_backward] = self._time
+        self._count(value.num_bytes, value.is_cut)
+        for source in value.sources:
+            self._count(source.num_bytes, source.is_cut)
+
+    def _count(self, num_bytes: float, is_cut: bool) -> None:
+        (self.trace.backward_traffic if self._is_backward else self.trace.forward_traffic).add(
+            num_bytes, is_cut
+        )
+
+    def _key(self, tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    def _value(self, tensor: Tensor) -> _Value:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._values.get(key)
+        if found is None:
+            found = _Value(_bytes(tensor), self._time, False)
+            self._values[key] = found
+            self._all.append(found)
+
+            def forget(_: Any, value: _Value = found, key: int = key) -> None:
+                value.gone_at = self._time
+                if self._values.get(key) is value:
+                    del self._values[key]
+
+            self._watched.append(weakref.ref(storage, forget))
+        return found
+
+    # -- what follows from it
+
+    def _work_out(self, alive: list[_Value], boundary: int) -> None:
+        chosen = _kept(alive)
+        for value in chosen:
+            self.trace.kept.add(value.num_bytes, value.is_cut)
+        for value in self._all:
+            if value.is_product and value.made_at <= boundary:
+                self.trace.products_kept.add(value.num_bytes, value.is_cut)
+        changes: list[tuple[int, float, bool]] = []
+
+        def occupy(value: _Value, first: int, last: int) -> None:
+            changes.append((first, value.num_bytes, value.is_cut))
+            changes.append((last, -value.num_bytes, value.is_cut))
+
+        end = self._time + 1
+        for value in self._all:
+            if value.is_external or value.is_gradient:
+                continue
+            gone = end if value.gone_at is None else value.gone_at
+            if value in chosen:
+                begins = value.made_at if value.is_stored else value.written.get(False, boundary)
+                occupy(value, begins, max(gone, boundary + 1))
+            elif value.is_stored:
+                occupy(value, value.made_at, gone)
+            else:  # written where a product reads it, in each pass anew
+                for is_backward, begins in value.written.items():
+                    occupy(value, begins, gone if is_backward else min(gone, boundary))
+        for moment, num_bytes, is_cut in self._scratch:
+            changes.append((moment, num_bytes, is_cut))
+            changes.append((moment + 1, -num_bytes, is_cut))
+        self.trace.forward_peak = _peak(changes, 0, boundary)
+        self.trace.backward_peak = _peak(changes, boundary, end)
+
+
+def _kept(alive: list[_Value]) -> set[_Value]:
+    """What has to stay so that all of `alive` is there, or can be computed, in the backward pass."""
+    chosen = {value for value in alive if value.is_stored}
+    for value in alive:
+        if value.is_stored or value.is_constant:
+            continue
+        missing = {source for source in value.sources if not source.is_external} - chosen
+        if sum(source.num_bytes for source in missing) < value.num_bytes:
+            chosen |= missing
+        else:
+            chosen.add(value)
+            # What is computed from it later can be computed from it again.
+            for other in alive:
+                if other is not value and value.sources and value.sources < other.sources:
+                    other.sources = (other.sources - value.sources) | {value}
+    return chosen
+
+
+def _peak(changes: list[tuple[int, float, bool]], first: int, last: int) -> Bytes:
+    """The most bytes at a time from `first` to before `last`."""
+    now, most = Bytes(), Bytes()
+    # At one moment what comes is there before what goes.
+    for moment, num_bytes, is_cut in sorted(changes, key=lambda each: (each[0], each[1] < 0)):
+        if moment >= last:
+            break
+        now.add(num_bytes, is_cut)
+        if moment >= first and now.total > most.total:
+            most = Bytes(now.whole, now.cut)
+    return most
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

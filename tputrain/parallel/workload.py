@@ -1,0 +1,619 @@
+"""What a training step of a model asks for: products, bytes kept, parameters; by part of the model.
+
+A part is a repeated layer (the elements of a ModuleList that are alike count as one, which is run once), or
+the rest. It is run on tensors without values, for two sizes of batch: all else follows on a straight line.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tputrain import batches as batch_of
+from tputrain.batches import Batch
+from tputrain.errors import UserError
+from tputrain.loss import LossFunction, loss_of
+from tputrain.parallel.apply import blocks
+from tputrain.parallel.tensor_plan import matched_rules
+from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
+
+ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
+_DEVICE = torch.device("tpu", 0)  # of tensors without values: PyTorch treats them as those of a run
+_NUMBERS_OF_A_LAYER = ("layer_idx", "layer_id", "layer_index", "layer_number")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Bytes on a device, as they follow from its rows of the batch and from tensor parallelism."""
+
+    fixed: float = 0.0
+    fixed_cut: float = 0.0
+    row: float = 0.0
+    row_cut: float = 0.0
+
+    def at(self, rows: float, tensor: int) -> float:
+        return self.fixed + self.fixed_cut / tensor + rows * (self.row + self.row_cut / tensor)
+
+    def plus(self, other: "Amount") -> "Amount":
+        return Amount(
+            self.fixed + other.fixed,
+            self.fixed_cut + other.fixed_cut,
+            self.row + other.row,
+            self.row_cut + other.row_cut,
+        )
+
+    @classmethod
+    def through(cls, few: Bytes, many: Bytes) -> "Amount":
+        """The line through what was found with ROWS."""
+        span = ROWS[1] - ROWS[0]
+        row, row_cut = (many.whole - few.whole) / span, (many.cut - few.cut) / span
+        fixed, fixed_cut = few.whole - ROWS[0] * row, few.cut - ROWS[0] * row_cut
+        return cls(max(fixed, 0.0), max(fixed_cut, 0.0), row, row_cut)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Products of one shape, with one row of the batch."""
+
+    product: Product
+    count: int
+    scales: str
+    """The dimension that is as many times larger with more rows: batch, m, k, n, or none."""
+
+    def sizes(self, rows: float, tensor: int) -> tuple[float, float, float, float]:
+        """batch, m, k, n on a device."""
+        product = self.product
+        found: dict[str, float] = {
+            "batch": product.batch,
+            "m": product.m,
+            "k": product.k,
+            "n": product.n,
+        }
+        if self.scales:
+            found[self.scales] *= rows
+        if product.cut is not Cut.NOT:
+            found[product.cut.value] /= tensor
+        return found["batch"], found["m"], found["k"], found["n"]
+
+    def flops(self, rows: float) -> float:
+        """Of all devices that share the rows."""
+        return self.product.flops * self.count * (rows if self.scales else 1)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a part, once. Numbers of elements."""
+
+    whole: int = 0
+    cut: int = 0
+    trained_whole: int = 0
+    trained_cut: int = 0
+    largest: int = 0
+    """Elements of the largest one."""
+    itemsize: int = 4
+
+    def count(self, tensor: int) -> float:
+        return self.whole + self.cut / tensor
+
+    def trained(self, tensor: int) -> float:
+        return self.trained_whole + self.trained_cut / tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A repeated layer, or (count 1) what is in none."""
+
+    name: str
+    count: int
+    parameters: Parameters
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    forward_traffic: Amount
+    backward_traffic: Amount
+    input: Amount
+    kept: Amount
+    products_kept: Amount
+    forward_peak: Amount
+    backward_peak: Amount
+    forward_reductions: Amount
+    """Bytes that are all-reduced among tensor ranks."""
+    backward_reductions: Amount
+    num_reductions: int
+    linears: tuple[tuple[str, int, int], ...]
+    """Names of its Linear modules, with their inputs and outputs."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its batch."""
+
+    name: str
+    parts: tuple[Part, ...]
+    """Layers, and last the rest."""
+    sequence: int | None
+    """Tokens of a row, where rows are text."""
+    tensor_degrees: tuple[int, ...]
+    """Degrees that divide the layers; (1,) without a plan for cutting them."""
+    why_not_tensor: str = ""
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(part.count * (part.parameters.whole + part.parameters.cut) for part in self.parts)
+
+    def model_flops(self, rows: float) -> float:
+        """FLOPs that the model asks for, as `tputrain.metrics.flops` counts: attention in full, and nothing
+        that is computed again."""
+        total = 0.0
+        for part in self.parts:
+            forward = sum(work.flops(rows) for work in part.forward)
+            backward = sum(work.flops(rows) for work in part.backward)
+            total += part.count * (forward + min(backward, 2 * forward))
+        return total
+
+
+def workload_of(
+    model: nn.Module,
+    batch: Callable[[int], Batch],
+    *,
+    name: str = "",
+    loss_fn: LossFunction | None = None,
+    autocast: str | None = None,
+    plan: Mapping[str, Any] | None = None,
+    has_attention_kernel: bool = False,
+) -> Workload:
+    """Run `model` (parameters anywhere, best on meta) on `batch(rows)`, tensors of any device.
+
+    Raises UserError for a model that cannot be run without values.
+    """
+    tensor = _TensorPlan.of(model, plan or {})
+    settings = _Settings(model, loss_fn, autocast, tensor, has_attention_kernel)
+    few, many = (_runs(settings, batch, rows) for rows in ROWS)
+    if [run.key for run in few] != [run.key for run in many]:
+        raise UserError(
+            f"{_title(model)}: cannot be planned: it runs other layers for other sizes of a batch"
+        )
+    parts = tuple(_part(model, one, other) for one, other in zip(few, many, strict=True))
+    example = batch(ROWS[0])
+    return Workload(
+        name or type(model).__name__,
+        parts,
+        example["input_ids"].shape[1] if batch_of.is_text(example) else None,
+        tensor.degrees,
+        tensor.why_not,
+    )
+
+
+def batch_like(example: Batch) -> Callable[[int], Batch]:
+    """Batches of any number of rows that are like `example`, in memory of none."""
+    rows = batch_of.num_samples(example)
+
+    def of(wanted: int) -> Batch:
+        def resized(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != rows:
+                return value
+            return torch.empty((wanted, *value.shape[1:]), dtype=value.dtype, device="meta")
+
+        return tree_map(resized, example)
+
+    return of
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _TensorPlan:
+    rules: dict[str, Any]
+    """By the names of modules."""
+    degrees: tuple[int, ...]
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Mapping[str, Any]) -> "_TensorPlan":
+        try:
+            rules = matched_rules(model, plan)
+        except UserError as error:
+            return cls({}, (1,), str(error))
+        degrees = []
+        reason = ""
+        for degree in (1, 2, 4, 8, 16, 32, 64):
+            try:
+                matched_rules(model, plan, degree)
+            except UserError as error:
+                reason = reason or str(error)
+                continue
+            degrees.append(degree)
+        return cls({name: rule for name, (_, rule) in rules.items()}, tuple(degrees), reason)
+
+    def cut_parameters(self, model: nn.Module) -> set[int]:
+        """Identities of the parameters that are cut."""
+        found = set()
+        for name, rule in self.rules.items():
+            if rule.style not in ("colwise", "rowwise"):
+                continue
+            for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
+                if rule.style == "colwise" or own == "weight":
+                    found.add(id(parameter))
+        return found
+
+
+# -- running -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    model: nn.Module
+    loss_fn: LossFunction | None
+    autocast: str | None
+    tensor: _TensorPlan
+    has_attention_kernel: bool
+
+
+@dataclass
+class _Run:
+    """One part with one size of batch."""
+
+    key: Any
+    name: str
+    count: int
+    parameters: Parameters
+    linears: tuple[tuple[str, int, int], ...]
+    trace: Trace
+    input: Bytes
+
+
+class _StandIn(torch.autograd.Function):
+    """In place of a layer that was run already: outputs and gradients of the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Callable[[], list[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.shapes = [(each.shape, each.dtype) if each.is_floating_point() else None for each in inputs]
+        return tuple(made())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        gradients = [
+            None if each is None else torch.empty(each[0], dtype=each[1], device=_DEVICE)
+            for each in ctx.shapes
+        ]
+        return (None, *gradients)
+
+
+def _runs(settings: _Settings, batch: Callable[[int], Batch], rows: int) -> list[_Run]:
+    """The layers of the model, and last the rest of it."""
+    model = settings.model
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode:
+            return _Tracer(settings, mode).runs(batch(rows))
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{_title(model)}: cannot be planned: it does not run without values "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+
+
+class _Tracer:
+    def __init__(self, settings: _Settings, mode: FakeTensorMode):
+        self._settings = settings
+        self._fakes: dict[int, Tensor] = {}
+        self._names = {id(module): name for name, module in settings.model.named_modules()}
+        self._cut = settings.tensor.cut_parameters(settings.model)
+        self._signatures = {id(each): _signature(each) for each in blocks(settings.model)}
+        self._calls: dict[Any, _Call] = {}
+        self._order: list[_Call] = []
+
+    def runs(self, batch: Batch) -> list[_Run]:
+        model = self._settings.model
+        recorder = Recorder(self._settings.has_attention_kernel)
+        parameters = self._external(recorder, model, skip=True)
+        given = batch_of.to_device(tree_map(self._fake, batch), _DEVICE)
+        for each in _tensors(given):
+            recorder.external(each)
+
+        def forward() -> Tensor:
+            output = self._call(model, lambda: batch_of.call(model, given))
+            return loss_of(output, batch_of.target_of(given), self._settings.loss_fn)
+
+        with self._stand_ins(recorder), self._hooks(recorder, model), self._faked(model):
+            recorder.run(forward, [], parameters)
+        inside = {id(each) for block in blocks(model) for each in block.modules()}
+        rest = self._run("rest", "the rest", 1, model, recorder.trace, Bytes(), inside)
+        return [*(self._run_layer(call) for call in self._order), rest]
+
+    def _run(
+        self, key: Any, name: str, count: int, module: nn.Module, trace: Trace, held: Bytes, without: set[int]
+    ) -> _Run:
+        """`without`: modules that are parts of their own."""
+        modules = [(name, each) for name, each in module.named_modules() if id(each) not in without]
+        owned: dict[int, nn.Parameter] = {}
+        for _, each in modules:
+            owned |= {id(own): own for own in each.parameters(recurse=False)}
+        sizes = {"whole": 0, "cut": 0, "trained_whole": 0, "trained_cut": 0}
+        for number, parameter in owned.items():
+            kind = "cut" if number in self._cut else "whole"
+            sizes[kind] += parameter.numel()
+            sizes[f"trained_{kind}"] += parameter.numel() * parameter.requires_grad
+        largest = max((each.numel() for each in owned.values()), default=0)
+        itemsize = max((each.element_size() for each in owned.values()), default=4)
+        linears = [
+            (name, each.in_features, each.out_features)
+            for name, each in modules
+            if isinstance(each, nn.Linear)
+        ]
+        parameters = Parameters(**sizes, largest=largest, itemsize=itemsize)
+        return _Run(key, name, count, parameters, tuple(linears), trace, held)
+
+    def _run_layer(self, call: "_Call") -> _Run:
+        module = call.module
+        recorder = Recorder(self._settings.has_attention_kernel)
+        leaves, spec = tree_flatten(call.arguments)
+        inputs, held = [], Bytes()
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, _Form):
+                tensor = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=_DEVICE)
+                leaves[index] = tensor.requires_grad_(leaf.requires_grad)
+                recorder.external(tensor)
+                if leaf.requires_grad:
+                    inputs.append(tensor)
+                    held.add(tensor.numel() * tensor.element_size(), False)
+        args, kwargs = tree_unflatten(leaves, spec)
+        parameters = self._external(recorder, module)
+
+        def forward() -> Any:
+            return self._call(module, lambda: module(*args, **kwargs))
+
+        with self._hooks(recorder, module), self._faked(module):
+            recorder.run(forward, inputs, parameters)
+        name = self._layer_name(module)
+        return self._run(call.key, name, call.count, module, recorder.trace, held, set())
+
+    def _call(self, module: nn.Module, function: Callable[[], Any]) -> Any:
+        dtype = self._settings.autocast
+        with torch.autocast(
+            _DEVICE.type,
+            getattr(torch, dtype or "bfloat16"),
+            enabled=dtype is not None,
+            cache_enabled=False,
+        ):
+            return function()
+
+    @contextmanager
+    def _faked(self, module: nn.Module) -> Iterator[None]:
+        """In here the parameters and buffers of `module` have no values."""
+        from torch.nn.utils.stateless import _reparametrize_module
+
+        tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        tensors |= dict(module.named_buffers(remove_duplicate=False))
+        fakes = {name: self._fake(tensor) for name, tensor in tensors.items()}
+        with _reparametrize_module(module, fakes):
+            yield
+
+    def _fake(self, value: Any) -> Any:
+        """The same tensor without values, on the CPU as far as PyTorch knows; what is no tensor, as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        found = self._fakes.get(id(value))
+        if found is None:
+            found = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_DEVICE)
+            found.requires_grad_(value.requires_grad)
+            self._fakes[id(value)] = found
+        return found
+
+    def _external(self, recorder: Recorder, module: nn.Module, skip: bool = False) -> list[Tensor]:
+        """Tell the recorder of the parameters and buffers; returns those that are trained (`skip`: but not
+        those of layers)."""
+        inside: set[int] = set()
+        if skip:
+            inside = {id(each) for block in blocks(module) for each in block.parameters()}
+        trained = []
+        for parameter in module.parameters():
+            if id(parameter) not in inside:
+                fake = self._fake(parameter)
+                recorder.external(fake, id(parameter) in self._cut, is_parameter=True)
+                trained.append(fake)
+        for buffer in module.buffers():
+            recorder.external(self._fake(buffer))
+        return [each for each in trained if each.requires_grad]
+
+    # -- layers that are alike
+
+    @contextmanager
+    def _stand_ins(self, recorder: Recorder) -> Iterator[None]:
+        """In here a layer of a ModuleList is run once for all that are like it, and not recorded."""
+        layers = list(blocks(self._settings.model))
+        for layer in layers:
+            layer.__dict__["forward"] = self._stand_in(layer, recorder)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.__dict__["forward"]
+
+    def _stand_in(self, layer: nn.Module, recorder: Recorder) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            was_paused, recorder.is_paused = recorder.is_paused, True
+            try:
+                call = self._called(layer, args, kwargs)
+                call.count += 1
+                inputs = [each for each in _tensors((args, kwargs)) if each.requires_grad]
+                made: list[Tensor] = []
+
+                def make() -> list[Tensor]:
+                    made.extend(form.new() for form in call.outputs)
+                    return made
+
+                tensors = list(_StandIn.apply(make, *inputs))
+                for tensor in tensors:
+                    recorder.external(tensor)
+            finally:
+                recorder.is_paused = was_paused
+            leaves = [tensors.pop(0) if isinstance(leaf, _Form) else leaf for leaf in call.leaves]
+            return tree_unflatten(leaves, call.spec)
+
+        return forward
+
+    def _called(self, layer: nn.Module, args: Any, kwargs: Any) -> "_Call":
+        arguments = tree_map(_Form.of, (args, kwargs))
+        forms = tuple(leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, _Form))
+        key = (self._signatures[id(layer)], forms)
+        found = self._calls.get(key)
+        if found is None:
+            forward = layer.__dict__.pop("forward")
+            try:
+                output = layer.forward(*args, **kwargs)
+            finally:
+                layer.__dict__["forward"] = forward
+            leaves, spec = tree_flatten(tree_map(_Form.of, output))
+            found = _Call((self._signatures[id(layer)], len(forms)), layer, arguments, leaves, spec)
+            self._calls[key] = found
+            self._order.append(found)
+        return found
+
+    def _layer_name(self, module: nn.Module) -> str:
+        name = self._names[id(module)]
+        return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+    # -- tensor parallelism
+
+    @contextmanager
+    def _hooks(self, recorder: Recorder, module: nn.Module) -> Iterator[None]:
+        """In here modules that are cut tell the recorder what their outputs are, and what is summed."""
+        model, handles = self._settings.model, []
+        own = {id(each) for each in module.modules()}
+        if module is model:
+            own -= {id(each) for block in blocks(model) for each in block.modules()}
+        for name, rule in self._settings.tensor.rules.items():
+            cut = model.get_submodule(name)
+            if id(cut) in own and rule.style in ("colwise", "rowwise"):
+                handles.append(cut.register_forward_hook(_CutModule(recorder, rule)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _CutModule:
+    """After the forward pass of a module that tensor parallelism cuts."""
+
+    def __init__(self, recorder: Recorder, rule: Any):
+        self._recorder, self._rule = recorder, rule
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if self._rule.style == "rowwise":
+            self._recorder.reduce(output)
+            self._recorder.make_whole(output)
+            return
+        if isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+            self._recorder.reduce_gradient(inputs[0])
+        if self._rule.output in ("replicate", "sequence"):
+            self._recorder.make_whole(output)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor by what is known of it without values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return cls(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
+
+    def new(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_DEVICE)
+
+
+class _Call:
+    """A layer as it was called first."""
+
+    def __init__(self, key: Any, module: nn.Module, arguments: Any, leaves: list[Any], spec: Any):
+        self.key, self.module, self.arguments = key, module, arguments
+        self.leaves, self.spec = leaves, spec
+        self.outputs = [leaf for leaf in leaves if isinstance(leaf, _Form)]
+        self.count = 0
+
+
+def _signature(module: nn.Module) -> Any:
+    """What two layers that do the same have in common."""
+    described = []
+    for name, each in module.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(each).items()
+            if isinstance(value, int | float | str | bool) and key not in _NUMBERS_OF_A_LAYER
+        }
+        described.append((name, type(each), tuple(sorted(settings.items(), key=lambda item: item[0]))))
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shapes = tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)
+    return tuple(described), shapes
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    return [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
+
+
+def _title(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+# -- from two runs to a part -------------------------------------------------------------------------------
+
+
+def _part(model: nn.Module, few: _Run, many: _Run) -> Part:
+    one, other = few.trace, many.trace
+
+    def line(name: str) -> Amount:
+        return Amount.through(getattr(one, name), getattr(other, name))
+
+    def summed(name: str) -> Amount:
+        return Amount.through(Bytes(sum(getattr(one, name))), Bytes(sum(getattr(other, name))))
+
+    return Part(
+        name=few.name,
+        count=few.count,
+        parameters=few.parameters,
+        forward=_works(model, one.forward, other.forward),
+        backward=_works(model, one.backward, other.backward),
+        forward_traffic=line("forward_traffic"),
+        backward_traffic=line("backward_traffic"),
+        input=Amount.through(few.input, many.input),
+        kept=line("kept"),
+        products_kept=line("products_kept"),
+        forward_peak=line("forward_peak"),
+        backward_peak=line("backward_peak"),
+        forward_reductions=summed("forward_reductions"),
+        backward_reductions=summed("backward_reductions"),
+        num_reductions=len(one.forward_reductions) + len(one.backward_reductions),
+        linears=few.linears,
+    )
+
+
+def _works(model: nn.Module, few: list[Product], many: list[Product]) -> tuple[Work, ...]:
+    if len(few) != len(many):
+        raise UserError(f"{_title(model)}: cannot be planned: other sizes of a batch do other operations")
+    counts: dict[tuple[Product, str], int] = {}
+    for one, other in zip(few, many, strict=True):
+        scales = ""
+        for name in ("m", "batch", "k", "n"):
+            if getattr(one, name) * ROWS[1] == getattr(other, name) * ROWS[0] != 0:
+                scales = name
+                one = replace(one, **{name: getattr(one, name) // ROWS[0]})
+                break
+        counts[one, scales] = counts.get((one, scales), 0) + 1
+    return tuple(Work(product, count, scales) for (product, scales), count in counts.items())
