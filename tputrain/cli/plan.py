@@ -21,11 +21,11 @@ from tputrain.recipe import RecipeConfig, load_recipe
 from tputrain.shipped import find_recipe
 
 _STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree": 8.0}
-"""Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone; muon one momentum."""
+"""Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone."""
 
 
 def plan(recipe: str, overrides: Sequence[str], topology: str, output: TextIO | None = None) -> int:
-    """Plan the recipe for the topology; 2 where it does not fit. `output`: where JSON goes, if it is wanted."""
+    """Plan the recipe for the topology. `output`: where JSON goes, if it is wanted."""
     found = Topology.parse(topology)
     cfg = load_recipe(find_recipe(recipe), overrides)
     task = task_of(cfg, found)

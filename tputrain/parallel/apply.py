@@ -1,11 +1,13 @@
 """How a model is laid out over ranks. It knows no model by name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+
+from tputrain.parallel.blocks import blocks
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> None:
@@ -27,12 +29,3 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> N
         fully_shard(block, mesh=data)
     # Resharded after the forward pass, too: outside of a pass the parameters are always the sharded ones.
     fully_shard(model, mesh=data, reshard_after_forward=True)
-
-
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated parts of a model: the elements of each ModuleList that is in no other one."""
-    for module in model.children():
-        if isinstance(module, nn.ModuleList):
-            yield from (each for each in module if any(True for _ in each.parameters()))
-        else:
-            yield from blocks(module)

@@ -16,10 +16,10 @@ from tputrain.parallel.workload import Part, Work, Workload
 
 # Where a constant comes from stands beside it. None belongs to a model.
 MXU_SHARE = {"v4": 0.90, "v5e": 0.88, "v5p": 0.90, "v6e": 0.92, "tpu7x": 0.80, "cpu": 0.5}
-"""Of the peak that well-shaped products reach: the TPU compiler's own estimates (v5e, v5p: one of 8192^3; v6e:
-those of a Llama step; tpu7x: one of 8192^3 on a core); v4 is taken for a v5p."""
+"""Of the peak that well-shaped products reach: the TPU compiler's own estimates. v5e, v5p, tpu7x: one product
+of 8192^3; v6e: those of a Llama step. v4 is taken for a v5p."""
 ATTENTION_SHARE = (0.5, 0.8)
-"""Of the same, of an attention kernel in the forward and backward pass: schedules of splash attention on v6e."""
+"""Of the same, of an attention kernel, forward and backward: schedules of splash attention on v6e."""
 HBM_SHARE = 0.8
 """Of the memory's bandwidth that elementwise operations reach. Assumed."""
 HIDDEN_SHARE = 0.9

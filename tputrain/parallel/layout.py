@@ -9,8 +9,8 @@ from math import prod
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.topology import Axis, Topology
 
-INNERMOST_FIRST = tuple(reversed(DEGREES))
-"""tensor, context, shard, replicate: what waits for its collectives most is nearest."""
+INNERMOST_FIRST = ("tensor", "context", "shard", "replicate")
+"""Axes of the mesh. What waits for its collectives most is nearest."""
 _HOP = 1e-6  # seconds; the scaling book's figure
 
 
@@ -185,6 +185,6 @@ def mesh_of(layout: Layout, places: Sequence[tuple[int, ...]]) -> list[list[list
             for name, size in zip(INNERMOST_FIRST, split, strict=True):
                 coordinate, own = divmod(coordinate, size)
                 index[name] = index[name] * size + own
-        found[tuple(index[name] for name in DEGREES)] = rank
-    a, b, c, d = (layout.degrees[name] for name in DEGREES)
+        found[tuple(index[name] for name in reversed(INNERMOST_FIRST))] = rank
+    a, b, c, d = (layout.degrees[name] for name in reversed(INNERMOST_FIRST))
     return [[[[found[i, j, k, m] for m in range(d)] for k in range(c)] for j in range(b)] for i in range(a)]

@@ -1,7 +1,7 @@
 """Predicts the memory of a device: arguments of the step's program, and its temporaries.
 
-Arguments are there for the whole run: parameters, the optimizer's state, and gradients where micro-batches add
-up. Temporaries are what is in memory at the step's worst moment, which is one of three:
+Arguments are there for the whole run: parameters, the optimizer's state, and gradients where micro-batches
+add up. Temporaries are what is in memory at the step's worst moment, which is one of three:
 
 - loss: everything kept for the backward pass, the logits, and the output layer gathered;
 - layer: everything kept, one layer's own values and gradients, two layers gathered (one ahead);
@@ -14,8 +14,11 @@ from functools import cached_property
 from tputrain.parallel.workload import Amount, Part, Workload
 
 RUNGS = ("none", "products", "layers", "offload")
-"""Activation checkpointing, from the fastest to the smallest. Kept for the backward pass are: all it needs; the
-results of products with parameters; each layer's input; that, in the host's memory."""
+"""Activation checkpointing, from the fastest to the smallest. Kept for the backward pass are: all it needs;
+the results of products with parameters; each layer's input; that, in the host's memory."""
+_GAPS = 1.06
+"""Of the temporaries: padding and gaps between buffers. Fitted on four steps that libtpu compiled
+(v5e:2x2)."""
 _GATHERED = 2  # layers: the current one, and the next one while it computes
 _ON_DEVICE = 2  # layers whose offloaded inputs are on their way
 
@@ -55,7 +58,7 @@ class Memory:
     @cached_property
     def temporaries(self) -> float:
         own = 0.0 if self.is_accumulated else self.gradients
-        return own + self.kept + self.working + self.gathered
+        return _GAPS * (own + self.kept + self.working + self.gathered)
 
     @property
     def total(self) -> float:

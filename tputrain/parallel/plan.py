@@ -5,7 +5,7 @@ became of it. The chosen one is the fastest that fits and that the Trainer can r
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -43,7 +43,7 @@ class Task:
     """Rows of the batch in a step, on all devices."""
     micro_rows: int | None = None
     """Rows of a micro-batch on all devices, where that is not to be chosen."""
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     rungs: tuple[str, ...] = RUNGS
     """Of activation checkpointing, those that may be chosen."""
     built_rungs: tuple[str, ...] = _BUILT_RUNGS

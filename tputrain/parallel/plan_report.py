@@ -32,7 +32,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield ""
     memory, seconds = chosen.memory, chosen.seconds
     most = topology.hbm * USABLE / GIB
-    yield f"memory  {memory.total / GIB:.1f} of {most:.1f} GiB a device (predicted), worst at the {memory.moment}"
+    moment = f"worst at the {memory.moment}"
+    yield f"memory  {memory.total / GIB:.1f} of {most:.1f} GiB a device (predicted), {moment}"
     yield f"        arguments {memory.arguments / GIB:.2f}: {_parts(memory, _ARGUMENTS)}"
     yield f"        temporaries {memory.temporaries / GIB:.2f}: {_parts(memory, _TEMPORARIES)}"
     if memory.host:
@@ -61,7 +62,7 @@ _TEMPORARIES = (
 
 def _parts(memory: object, names: tuple[tuple[str, str], ...]) -> str:
     values = [(getattr(memory, name) / GIB, said) for name, said in names]
-    return ", ".join(f"{said} {value:.2f}" for value, said in values if value >= 0.005)
+    return ", ".join(f"{said} {value:.2f}" for value, said in values if value >= 0.005) or "under 0.01"
 
 
 def _times(chosen: Candidate) -> str:

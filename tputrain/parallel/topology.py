@@ -1,7 +1,7 @@
 """TPU slices: how chips are connected, and what each can do. Every figure has a public source.
 
-A slice is a grid of chips. Along each of its axes neighbours are linked, and where the ends are linked too the
-axis is a ring (it wraps). Slices are connected to each other by the data center's network (DCN) alone.
+A slice is a grid of chips. Along each of its axes neighbours are linked, and where the ends are linked too
+the axis is a ring (it wraps). Slices are connected to each other by the data center's network (DCN) alone.
 """
 
 import re

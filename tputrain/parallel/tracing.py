@@ -377,20 +377,22 @@ class Recorder(TorchDispatchMode):
 
 
 def _kept(alive: list[_Value]) -> set[_Value]:
-    """What has to stay so that all of `alive` is there, or can be computed, in the backward pass."""
+    """What has to stay so that all of `alive` is there, or can be computed, in the backward pass.
+
+    A fused value is computed again if all that it comes from stays anyway; else it stays itself, in its own
+    dtype, as the TPU's compiler was seen to do (the float32 softmax of bfloat16 scores).
+    """
     chosen = {value for value in alive if value.is_stored}
-    for value in alive:
+    for place, value in enumerate(alive):
         if value.is_stored or value.is_constant:
             continue
-        missing = {source for source in value.sources if not source.is_external} - chosen
-        if sum(source.num_bytes for source in missing) < value.num_bytes:
-            chosen |= missing
-        else:
-            chosen.add(value)
-            # What is computed from it later can be computed from it again.
-            for other in alive:
-                if other is not value and value.sources and value.sources < other.sources:
-                    other.sources = (other.sources - value.sources) | {value}
+        if all(source.is_external or source in chosen for source in value.sources):
+            continue
+        chosen.add(value)
+        # What is computed from it later can be computed from it again.
+        for other in alive[place + 1 :]:
+            if not other.is_stored and value.sources <= other.sources:
+                other.sources = (other.sources - value.sources) | {value}
     return chosen
 
 

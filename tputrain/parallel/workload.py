@@ -19,7 +19,7 @@ from tputrain import batches as batch_of
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction, loss_of
-from tputrain.parallel.apply import blocks
+from tputrain.parallel.blocks import blocks
 from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 

@@ -1,0 +1,305 @@
+"""Plans: topologies by name, what a model asks for, which layout is chosen, and how refusals read.
+
+`python -m tests.parallel.test_plan` writes the golden files anew.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tputrain.cli import main
+from tputrain.errors import UserError
+from tputrain.metrics.flops import count_flops
+from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.parallel.layout import Layout, layouts, mesh_of
+from tputrain.parallel.plan import Plan, Task, make_plan
+from tputrain.parallel.plan_report import lines, picture
+from tputrain.parallel.topology import CHIPS, Topology, shapes
+from tputrain.parallel.workload import Workload, workload_of
+
+GOLDEN = Path(__file__).parent / "plans"
+# Model, topology, sequences of a step, tokens of one.
+CASES = [
+    ("llama-1b", "v5e:2x2", 64, 2048),
+    ("llama-8b", "v5p-128", 512, 4096),
+    ("llama-8b", "v6e:16x16", 1024, 4096),
+    ("llama-8b", "2x v5e:16x16", 1024, 4096),
+    ("llama-70b", "v5p:8x8x8", 1024, 4096),
+    ("llama-70b", "tpu7x:4x4x4", 512, 4096),
+    ("llama-405b", "v5p:8x8x8", 1024, 4096),
+    ("llama-70b", "400x v6e:16x16", 102_400, 4096),  # 102,400 chips
+    ("llama-405b", "11x tpu7x:16x24x24", 101_376, 4096),  # 101,376 chips
+]
+
+
+def text(sequence: int) -> Any:
+    def batch(rows: int) -> dict[str, Tensor]:
+        size = (rows, sequence)
+        return {key: torch.empty(size, dtype=torch.long, device="meta") for key in ("input_ids", "labels")}
+
+    return batch
+
+
+def llama(config: LlamaConfig) -> Llama:
+    with torch.device("meta"):
+        return Llama(config)
+
+
+_workloads: dict[tuple[str, int], Workload] = {}
+
+
+def workload(name: str, sequence: int) -> Workload:
+    if (name, sequence) not in _workloads:
+        model = llama(LLAMA_CONFIGS[name])
+        _workloads[name, sequence] = workload_of(model, text(sequence), name=name, autocast="bfloat16")
+    return _workloads[name, sequence]
+
+
+def planned(name: str, topology: str, rows: int, sequence: int) -> Plan:
+    return make_plan(Task(workload(name, sequence), Topology.parse(topology), rows))
+
+
+def golden_file(name: str, topology: str) -> Path:
+    return GOLDEN / f"{name}-{topology.replace(':', '-').replace(' ', '')}.json"
+
+
+@pytest.mark.parametrize(("name", "topology", "rows", "sequence"), CASES)
+def test_a_plan_is_that_of_its_golden_file(name: str, topology: str, rows: int, sequence: int) -> None:
+    found = planned(name, topology, rows, sequence).as_json(num_candidates=4)
+    assert found == json.loads(golden_file(name, topology).read_text())
+
+
+# -- topologies
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "chips", "hosts"),
+    [
+        ("v6e:16x16", "v6e:16x16", 256, 64),
+        ("v6e-8", "v6e:2x4", 8, 1),
+        ("v5litepod-16", "v5e:4x4", 16, 4),
+        ("v5p-128", "v5p:4x4x4", 64, 16),  # cores
+        ("v4-8", "v4:2x2x1", 4, 1),
+        ("2x v5e:16x16", "2x v5e:16x16", 512, 128),
+        ("3xv5p:8x4x4", "3x v5p:4x4x8", 384, 96),
+        ("ironwood:4x4x4", "tpu7x:4x4x4", 64, 16),
+    ],
+)
+def test_topologies_have_the_names_that_users_write(text: str, name: str, chips: int, hosts: int) -> None:
+    found = Topology.parse(text)
+    assert (found.name, found.num_chips, found.num_hosts) == (name, chips, hosts)
+    assert Topology.parse(found.name) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v7e-8", "no TPU is called v7e .*did you mean"),
+        ("v6e:16x17", "no slice of that shape; nearest: v6e:16x16 and v6e:8x16"),
+        ("v5p-100", "no slice of 100 cores; nearest: v5p-64 and v5p-128"),
+        ("v6e", "expected a slice such as v6e:16x16"),
+        ("0x v6e:4x4", "expected at least one slice"),
+        ("v6e:4xx4", "expected a slice"),
+    ],
+)
+def test_an_unknown_topology_is_refused_with_the_nearest(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Topology.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "wraps"),
+    [
+        ("v6e:16x16", [True, True]),
+        ("v6e:8x16", [False, True]),
+        ("v5e:4x4", [False, False]),
+        ("v5p:4x4x4", [True, True, True]),
+        ("v5p:2x4x4", [False, False, False]),
+    ],
+)
+def test_axes_wrap_where_the_pod_links_their_ends(text: str, wraps: list[bool]) -> None:
+    assert [axis.wraps for axis in Topology.parse(text).axes] == wraps
+
+
+def test_every_shape_of_every_chip_is_its_own_name() -> None:
+    for chip in CHIPS.values():
+        for shape in shapes(chip):
+            assert Topology.parse(Topology(chip, shape).name).shape == shape
+
+
+# -- what a model asks for
+
+
+def test_flops_are_those_that_mfu_counts() -> None:
+    config = LlamaConfig(512, 64, 96, 3, 4, 2, 16, 64)
+    model = llama(config)
+    found = workload_of(model, text(32))
+    assert found.model_flops(5) == count_flops(model, text(32)(5))
+    assert found.num_parameters == sum(each.numel() for each in model.parameters())
+    assert [(part.name, part.count) for part in found.parts] == [("model.layers.*", 3), ("the rest", 1)]
+
+
+def test_any_module_is_planned_and_layers_that_differ_are_parts_of_their_own() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+            self.right = nn.ModuleList([nn.Linear(64, 32), nn.Linear(32, 64)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            left = right = x
+            for layer in self.left:
+                left = layer(left).relu()
+            for layer in self.right:
+                right = layer(right).relu()
+            return (left - right).square().mean()
+
+    model = Towers()
+    found = workload_of(model, lambda rows: torch.empty(rows, 64))
+    assert [(part.name, part.count) for part in found.parts] == [
+        ("left.*", 3),
+        ("right.*", 1),
+        ("right.*", 1),
+        ("the rest", 1),
+    ]
+    assert found.tensor_degrees == (1,)
+    assert found.model_flops(7) == count_flops(model, torch.empty(7, 64))
+    assert "forward" not in vars(model.left[0])  # the model is as it was
+    plan = make_plan(Task(found, Topology.parse("v5e:2x2"), 64))
+    assert plan.chosen is not None
+
+
+def test_tensor_parallelism_divides_what_its_plan_cuts() -> None:
+    found = workload("llama-8b", 4096)
+    assert found.tensor_degrees == (1, 2, 4, 8)
+    assert "k_proj has 8 heads" in found.why_not_tensor
+    layer = found.parts[0]
+    assert layer.parameters.whole == 2 * 4096  # norms
+    forward = layer.forward_reductions.at(1, 8)
+    assert forward == 2 * 4096 * 4096 * 2  # o_proj and down_proj: [4096, 4096] in bfloat16
+
+
+def test_a_model_that_reads_values_is_refused_in_one_line() -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x.sum().item()
+
+    with pytest.raises(UserError, match="Reads: cannot be planned: it does not run without values"):
+        workload_of(Reads(4, 4), lambda rows: torch.empty(rows, 4))
+
+
+# -- layouts and choices
+
+
+def test_each_device_is_in_one_place_of_the_mesh_and_rings_stay_rings() -> None:
+    topology = Topology.parse("2x v5e:4x4")
+    layout = Layout(topology, ((1, 1, 4, 1), (2, 1, 2, 1)))
+    places = [(s, x, y) for s in range(2) for x in range(4) for y in range(4)]
+    mesh = torch.tensor(mesh_of(layout, places))
+    assert mesh.shape == (2, 8, 1, 2)
+    assert sorted(mesh.flatten().tolist()) == list(range(32))
+    for replicate in range(2):
+        for shard in range(8):
+            near, far = (places[rank] for rank in mesh[replicate, shard, 0])
+            assert near[:2] == far[:2]  # tensor ranks are neighbours along y
+            assert far[2] - near[2] == 1
+    assert {places[rank][0] for rank in mesh[1].flatten().tolist()} == {1}  # only replicas go over DCN
+
+
+def test_a_ring_is_twice_as_fast_as_a_line_and_a_part_of_it_is_a_line() -> None:
+    topology = Topology.parse("v6e:8x16")
+    line = Layout(topology, ((1, 1, 8, 1), (1, 1, 1, 16)))
+    ring = Layout(topology, ((1, 1, 1, 8), (1, 1, 16, 1)))
+    assert line.groups["shard"].bandwidth == topology.chip.link_bandwidth
+    assert ring.groups["shard"].bandwidth == 2 * topology.chip.link_bandwidth
+    part = Layout(topology, ((1, 1, 1, 8), (4, 1, 4, 1)))
+    assert part.groups["tensor"].bandwidth == topology.chip.link_bandwidth
+    assert part.groups["shard"].bandwidth == 2 * topology.chip.link_bandwidth / 4
+
+
+def test_degrees_of_every_layout_are_all_devices() -> None:
+    topology = Topology.parse("3x v5p:4x4x8")
+    for layout in layouts(topology, (1, 2, 4, 8), (1, 2)):
+        degrees = layout.degrees
+        product = 1
+        for degree in degrees.values():
+            product *= degree
+        assert product == topology.num_devices
+        assert degrees["replicate"] % 3 == 0
+
+
+def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would() -> None:
+    plan = planned("llama-405b", "v5e:4x4", 64, 4096)
+    assert plan.chosen is None
+    message = plan.refusal()
+    assert "llama-405b on v5e:4x4: does not fit" in message
+    assert "\n" not in message
+    assert plan.as_json(1)["fits"] is False
+
+
+def test_a_batch_that_does_not_divide_names_one_that_does() -> None:
+    plan = make_plan(Task(workload("llama-1b", 2048), Topology.parse("v5e:16x16"), 7))
+    assert plan.chosen is None
+    assert "7 rows a step do not divide among its devices; what would: a multiple of " in plan.refusal()
+
+
+def test_every_candidate_has_a_code_and_figures() -> None:
+    plan = planned("llama-1b", "v5e:2x2", 64, 2048)
+    found = plan.as_json()
+    assert sum(found["counts"].values()) == len(found["candidates"])
+    assert sum(each["code"] == "chosen" for each in found["candidates"]) == 1
+    for each in found["candidates"]:
+        assert each["code"] in found["codes"]
+        assert each["code"] == "chosen" or each["reason"]
+        assert each["code"] == "batch" or each["memory_gib"]["total"] > 0
+    fitting = [each for each in found["candidates"] if each["code"] in ("chosen", "slower")]
+    assert all(each["degrees"]["context"] == 1 for each in fitting)
+
+
+def test_more_checkpointing_never_keeps_more() -> None:
+    plan = planned("llama-1b", "v5e:2x2", 64, 2048)
+    totals = {
+        each.rung: each.memory.kept
+        for each in plan.candidates
+        if each.memory is not None and each.rows == 1 and each.layout.degrees["shard"] == 4
+    }
+    if "none" in totals and "layers" in totals:
+        assert totals["layers"] < totals["none"]
+
+
+def test_the_report_says_what_there_is_to_know() -> None:
+    plan = planned("llama-1b", "v5e:2x2", 64, 2048)
+    said = "\n".join(lines(plan))
+    for word in ("MFU", "GiB a device", "bound by", "a line: shard 2", "head_dim 64", "shard 4: parameters"):
+        assert word in said, said
+    assert max(map(len, said.splitlines())) < 160
+
+
+def test_the_picture_shows_replicas_and_tensor_ranks() -> None:
+    layout = Layout(Topology.parse("v5e:4x4"), ((1, 1, 2, 2), (2, 1, 2, 1)))
+    assert picture(layout)[-4:] == ["    A-A A-A", "    A-A A-A", "    B-B B-B", "    B-B B-B"]
+
+
+# -- the command
+
+
+def test_the_command_prints_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "llama", "--topology", "v5e:2x2"]
+    assert main(arguments) == 0
+    assert "llama-5m" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["topology"] == "v5e:2x2"
+    assert main(["plan", "llama", "--topology", "v6e:3x3"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tputrain: topology 'v6e:3x3'")
+    assert error.count("\n") == 1
+
+
+if __name__ == "__main__":
+    for name, topology, rows, sequence in CASES:
+        found = planned(name, topology, rows, sequence).as_json(num_candidates=4)
+        golden_file(name, topology).write_text(json.dumps(found, indent=1) + "\n")
