@@ -452,6 +452,8 @@ class _Tracer:
                     made.extend(form.new() for form in call.outputs)
                     return made
 
+                if any(form.requires_grad for form in call.outputs):  # by its parameters
+                    inputs.append(torch.empty((), device=_DEVICE, requires_grad=True))
                 tensors = list(_StandIn.apply(make, *inputs))
                 for tensor in tensors:
                     recorder.external(tensor)
