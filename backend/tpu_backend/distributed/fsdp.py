@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 def install(collectives: ModuleType) -> None:
     """Give the device a kernel of its own for `fsdp::all_gather_copy_in`."""
-    collectives.lib.impl("all_gather_copy_in", _copy_in, "PrivateUse1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it replaces PyTorch's, which is what it is for
+        collectives.lib.impl("all_gather_copy_in", _copy_in, "PrivateUse1")
 
 
 def _copy_in(
