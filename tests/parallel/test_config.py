@@ -123,18 +123,19 @@ def test_the_elements_of_outer_module_lists_are_the_blocks():
 
 
 def test_what_failed_first_is_told_with_rank_and_line(tmp_path: Path, capfd: pytest.CaptureFixture):
-    def failure(message: str, line: int) -> ProcessFailure:
+    def failure(message: str, line: int, exitcode: int = 1) -> ProcessFailure:
         extra = {
             "py_callstack": f'File "a.py", line 1\n  File "model.py", line {line}, in f',
             "timestamp": "7",
         }
         path = tmp_path / "error.json"
         path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-        return ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(path))
+        return ProcessFailure(local_rank=3, pid=1, exitcode=exitcode, error_file=str(path))
 
-    assert launch._tell(failure("ValueError: my own\nmistake", 31), tmp_path) == 1
-    assert (
-        "tputrain: rank 3 failed first: ValueError: my own mistake at model.py:31; " in capfd.readouterr().err
-    )
-    assert launch._tell(failure("UserError: lr=0: expected more", 31), tmp_path) == 1
-    assert "lr=0: expected more; what it said: " in capfd.readouterr().err
+    launcher = launch.Launcher(ParallelConfig(shard=4, processes=4), tmp_path, [], [], lambda: 0)
+    assert launcher._tell(failure("ValueError: my own\nmistake", 31)) == 1
+    told = capfd.readouterr().err
+    assert "tputrain: rank 3 failed first: ValueError: my own mistake at model.py:31; " in told
+    assert f"what it said: {tmp_path}/ranks/rank-3.err" in told
+    assert launcher._tell(failure("UserError: lr=0: expected more", 31, exitcode=2)) == 2
+    assert capfd.readouterr().err.strip() == "tputrain: lr=0: expected more"

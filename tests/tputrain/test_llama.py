@@ -47,6 +47,8 @@ def packed_two(first: int, second: int):
         ("llama-1b", 1_235_814_400),  # as published for Llama-3.2-1B
         ("llama-3b", 3_212_749_824),  # Llama-3.2-3B
         ("llama-8b", 8_030_261_248),  # Llama-3.1-8B
+        ("llama-70b", 70_553_706_496),  # Llama-3.1-70B
+        ("llama-405b", 405_853_388_800),  # Llama-3.1-405B
     ],
 )
 def test_every_named_model_has_its_parameter_count(name, parameters):
@@ -58,7 +60,7 @@ def test_every_named_model_has_its_parameter_count(name, parameters):
 
 
 def test_all_named_models_are_counted_above():
-    assert len(LLAMA_CONFIGS) == 7
+    assert len(LLAMA_CONFIGS) == 9
 
 
 def test_a_document_packed_behind_another_gets_the_logits_it_gets_alone():
