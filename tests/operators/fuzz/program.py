@@ -207,8 +207,9 @@ class _Writer:
                 return "ends"
             self._restore(before, count)
             return "refused"
-        if is_inexact:
-            for tensor in tensors_in(result):
+        for tensor in tensors_in(result):
+            # Products and quotients of complex numbers round where those of real ones are exact.
+            if is_inexact or (inputs and tensor.is_complex()):
                 self._inexact.add(tensor.untyped_storage()._cdata)
         self._program.lines.append(line)
         return "made"
