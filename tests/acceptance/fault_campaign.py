@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -110,7 +110,7 @@ class Entry:
 
 
 def main() -> int:
-    options = parse_arguments()
+    options = parse_arguments("fault_campaign", __doc__, FAULTS, number=50)
     seed = options.seed if options.seed is not None else random.randrange(10**6)
     work = options.work or Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"working in {work}, faults chosen with --seed {seed}", flush=True)
@@ -126,19 +126,22 @@ def main() -> int:
     return 0 if print_table(bars(campaign.entries)) else 1
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(
+    module: str, description: str | None, faults: Iterable[str], number: int
+) -> argparse.Namespace:
+    """Of a campaign with these faults, of which it has `number` unless told otherwise."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.acceptance.fault_campaign", description=__doc__.split("\n")[0]
+        prog=f"python -m tests.acceptance.{module}", description=(description or "").split("\n")[0]
     )
-    parser.add_argument("--faults", type=int, default=50, help="how many (default: 50)")
+    parser.add_argument("--faults", type=int, default=number, help=f"how many (default: {number})")
     parser.add_argument("--seed", type=int, help="of the order and the moments (default: another each time)")
     parser.add_argument("--only", default="", help="only faults whose name contains this")
     parser.add_argument(
         "--work", type=Path, help="an empty directory for the runs (default: a temporary one)"
     )
     options = parser.parse_args()
-    if not any(options.only in name for name in FAULTS):
-        parser.error(f"--only {options.only!r}: expected a part of one of {', '.join(FAULTS)}")
+    if not any(options.only in name for name in faults):
+        parser.error(f"--only {options.only!r}: expected a part of one of {', '.join(faults)}")
     if options.work is not None:
         options.work = options.work.resolve()
     return options

@@ -12,7 +12,6 @@ Takes 15 to 30 minutes on 2 cores. Needs root, to have a disk that it may fill u
 (where there are none, the network is not cut, and that is said). Exits with 1 where a bar does not hold.
 """
 
-import argparse
 import random
 import signal
 import sys
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
-from tests.acceptance.fault_campaign import some_text
+from tests.acceptance.fault_campaign import parse_arguments, some_text
 from tests.acceptance.main_job import differing_losses
 from tests.acceptance.rank_faults import (
     INTERVAL,
@@ -104,7 +103,7 @@ class Entry:
 
 
 def main() -> int:
-    options = parse_arguments()
+    options = parse_arguments("rank_campaign", __doc__, FAULTS, number=40)
     seed = options.seed if options.seed is not None else random.randrange(10**6)
     work = options.work or Path(tempfile.mkdtemp(prefix="ranks-"))
     print(f"working in {work}, faults chosen with --seed {seed}", flush=True)
@@ -122,24 +121,6 @@ def main() -> int:
     print(f"\n{len(campaign.entries)} faults in {time.perf_counter() - began:.0f} s\n")
     print_entries(campaign.entries)
     return 0 if print_table(bars(campaign.entries)) else 1
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.acceptance.rank_campaign", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--faults", type=int, default=40, help="how many (default: 40)")
-    parser.add_argument("--seed", type=int, help="of the order and the moments (default: another each time)")
-    parser.add_argument("--only", default="", help="only faults whose name contains this")
-    parser.add_argument(
-        "--work", type=Path, help="an empty directory for the runs (default: a temporary one)"
-    )
-    options = parser.parse_args()
-    if not any(options.only in name for name in FAULTS):
-        parser.error(f"--only {options.only!r}: expected a part of one of {', '.join(FAULTS)}")
-    if options.work is not None:
-        options.work = options.work.resolve()
-    return options
 
 
 class Campaign:
