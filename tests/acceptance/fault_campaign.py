@@ -192,7 +192,7 @@ class Campaign:
         entries: list[Entry] = []
         left = list(names)
         is_lost = False
-        while left and not is_lost and scene.newest_step() < LAST_FAULT_AFTER:
+        while left and not is_lost and scene.run.newest_step() < LAST_FAULT_AFTER:
             name = left.pop(0)
             entry = Entry(name, run, None)
             entries.append(entry)

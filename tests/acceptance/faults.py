@@ -13,7 +13,6 @@ from pathlib import Path
 from tests.acceptance.recipe_process import RecipeProcess, RecipeRun
 from tests.acceptance.small_disk import SmallDisk
 from tests.file_modes import obey_file_modes
-from tputrain.checkpoint.store import CheckpointStore
 from tputrain.checkpoint.unsealed import is_written
 
 INTERVAL = 20  # steps between checkpoints
@@ -65,20 +64,11 @@ class Scene:
         self.base = self.next_begins_at()
         return self.run.start(program or ("tputrain.cli",), environment, preexec=obey_file_modes)
 
-    @property
-    def checkpoints(self) -> CheckpointStore:
-        return CheckpointStore(self.run.run_dir / "checkpoints")
-
-    def newest_step(self) -> int:
-        """The step of the newest whole checkpoint; 0 where there is none."""
-        newest = self.checkpoints.newest(lambda *_: None)
-        return 0 if newest is None else int(newest.name.rpartition("-")[2])
-
     def next_begins_at(self) -> int:
         """The step that the next process goes on from: it finishes a checkpoint whose files are written."""
-        unsealed = self.checkpoints.directory.glob(".unfinished-step-*")
+        unsealed = self.run.checkpoints.directory.glob(".unfinished-step-*")
         written = [int(path.name.rpartition("-")[2]) for path in unsealed if is_written(path)]
-        return max(self.newest_step(), *written, 0)
+        return max(self.run.newest_step(), *written, 0)
 
     def some_step(self) -> int:
         """One that the process just started will come to."""
@@ -127,7 +117,7 @@ def terminated(moment: str) -> Inflict:
         struck.may_lose = 0
         if seconds > LONGEST_EXIT:
             struck.problems.append(f"took {seconds:.0f} s to leave")
-        if scene.newest_step() != struck.reached:
+        if scene.run.newest_step() != struck.reached:
             struck.problems.append(f"left without a checkpoint of step {struck.reached}")
         if moment == "start-up" and struck.code == -signal.SIGTERM:
             struck.expected_code = -signal.SIGTERM  # Python itself was still starting
@@ -140,7 +130,7 @@ def terminated(moment: str) -> Inflict:
 def stays_full(scene: Scene) -> Struck:
     """The disk is full until after the end, which SIGTERM brings."""
     with full_disk(scene) as process:
-        last_good = scene.newest_step()
+        last_good = scene.run.newest_step()
         struck, _ = terminate(scene, process, "while saving and after", expected_code=1)
     struck.may_lose = struck.reached - last_good  # the disk took nothing that came after
     return struck
@@ -159,7 +149,7 @@ def is_full_for_a_while(scene: Scene) -> Struck:
 @contextmanager
 def full_disk(scene: Scene) -> Iterator[RecipeProcess]:
     """A process that found the disk full when it saved."""
-    newest = scene.run.run_dir / "checkpoints" / f"step-{scene.newest_step()}"
+    newest = scene.run.run_dir / "checkpoints" / f"step-{scene.run.newest_step()}"
     needed = sum(path.stat().st_size for path in newest.glob("*"))
     process = scene.start()
     wait_for_step(scene, process, scene.some_step())
@@ -183,7 +173,7 @@ def read_only(scene: Scene) -> Struck:
     """The run directory cannot be written to any more: the end fails, and so does a new start."""
     process = scene.start()
     wait_for_step(scene, process, scene.some_step())
-    last_good = scene.newest_step()
+    last_good = scene.run.newest_step()
     # Before the first checkpoint there is only one of them.
     directories = [path for path in (scene.run.run_dir, scene.run.run_dir / "checkpoints") if path.exists()]
     modes = [directory.stat().st_mode for directory in directories]
@@ -208,14 +198,14 @@ def corrupted(how: str) -> Inflict:
     def inflict(scene: Scene) -> Struck:
         process = scene.start()
         wait_for_step(scene, process, scene.some_step())
-        expect(process, lambda: len(scene.checkpoints.steps()) >= 2, "no second checkpoint")
+        expect(process, lambda: len(scene.run.checkpoints.steps()) >= 2, "no second checkpoint")
         struck = kill(scene, process, "the newest checkpoint")
-        step = scene.newest_step()
+        step = scene.run.newest_step()
         files = sorted((scene.run.run_dir / "checkpoints" / f"step-{step}").iterdir())
         damage(scene.choice.choice(files), how, scene.choice)
         struck.moment += f", of step {step}"
         struck.may_lose += INTERVAL  # what is gone with the damaged one
-        if scene.newest_step() >= step:
+        if scene.run.newest_step() >= step:
             struck.problems.append(f"damaged checkpoint of step {step} accepted")
         return struck
 

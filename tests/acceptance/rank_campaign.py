@@ -155,7 +155,7 @@ class Campaign:
         scene = Scene(run, self.choice, self.disk, self.environment)
         entries: list[Entry] = []
         left, is_lost = list(names), False
-        while left and not is_lost and scene.newest_step() < LAST_FAULT_AFTER:
+        while left and not is_lost and scene.run.newest_step() < LAST_FAULT_AFTER:
             entry = Entry(left.pop(0), run)
             entries.append(entry)
             try:

@@ -14,7 +14,6 @@ from tests.acceptance.faults import damage
 from tests.acceptance.recipe_process import RecipeProcess, RecipeRun
 from tests.acceptance.small_disk import SmallDisk
 from tests.acceptance.two_hosts import TwoHosts
-from tputrain.checkpoint.store import CheckpointStore
 
 NUM_RANKS = 4
 INTERVAL = 20  # steps between checkpoints
@@ -161,7 +160,7 @@ class Scene:
         if self.command is not None and program:
             self.stop()
         if self.command is None:
-            self.base = self.newest_step()
+            self.base = self.run.newest_step()
             self.command = Command(self.run, program or ("tputrain.cli",), self.environment)
         self.command.wait_for(self.command.trains, LONGEST_START, "to start")
         return self.command
@@ -177,15 +176,6 @@ class Scene:
         if self.command is not None:
             self.command.end_all()
         self.command = None
-
-    @property
-    def checkpoints(self) -> CheckpointStore:
-        return CheckpointStore(self.run.run_dir / "checkpoints")
-
-    def newest_step(self) -> int:
-        """The step of the newest whole checkpoint; 0 where there is none."""
-        newest = self.checkpoints.newest(lambda *_: None)
-        return 0 if newest is None else int(newest.name.rpartition("-")[2])
 
     def wait_for_some_step(self, command: Command, nearest: int = 3) -> int:
         step = self.base + self.choice.randint(nearest, FURTHEST)
@@ -242,7 +232,13 @@ def command_ends(
     took = time.monotonic() - began
     scene.command = None
     return Struck(
-        moment, scene.run.last_step(), scene.newest_step(), INTERVAL, took, telling_line(command), problems
+        moment,
+        scene.run.last_step(),
+        scene.run.newest_step(),
+        INTERVAL,
+        took,
+        telling_line(command),
+        problems,
     )
 
 
@@ -267,7 +263,7 @@ def rank_killed(which: int | None, moment: str) -> Inflict:
         if moment == "start-up":
             if scene.command is not None:
                 scene.stop()
-            scene.base = scene.newest_step()
+            scene.base = scene.run.newest_step()
             scene.command = command = Command(scene.run, ("tputrain.cli",), scene.environment)
             command.wait_for(lambda: len(command.ranks()) == NUM_RANKS, 60, "to start ranks")
             time.sleep(scene.choice.uniform(0, 12))
@@ -345,7 +341,7 @@ def launcher_ended(number: signal.Signals) -> Inflict:
         struck = command_ends(scene, command, f"step {step}", expected)
         if number == signal.SIGKILL and command.gone({pid for pid, _, _ in command.processes()}):
             struck.problems.append("ranks outlive their launcher")
-        struck.reached, struck.resumed = scene.run.last_step(), scene.newest_step()
+        struck.reached, struck.resumed = scene.run.last_step(), scene.run.newest_step()
         struck.may_lose = 0
         return struck
 
@@ -386,9 +382,9 @@ def disk_full(scene: Scene) -> Struck:
     """The disk that all ranks write to is full for one checkpoint."""
     command = scene.training()
     step = scene.wait_for_some_step(command)
-    newest = scene.checkpoints.directory / f"step-{scene.newest_step()}"
+    newest = scene.run.checkpoints.directory / f"step-{scene.run.newest_step()}"
     needed = sum(path.stat().st_size for path in newest.glob("*"))
-    unfinished = scene.checkpoints.directory.glob
+    unfinished = scene.run.checkpoints.directory.glob
     command.wait_for(lambda: not any(unfinished(".unfinished-*")), 60, "to end a save")
     # None at all; or room for a part of the files.
     scene.disk.fill(free=scene.choice.choice([0, needed // 2, max(0, needed - 4096)]))
@@ -419,11 +415,11 @@ def damaged(how: str) -> Inflict:
     def inflict(scene: Scene) -> Struck:
         command = scene.training()
         scene.wait_for_some_step(command)
-        command.wait_for(lambda: len(scene.checkpoints.steps()) >= 2, 120, "to save twice")
+        command.wait_for(lambda: len(scene.run.checkpoints.steps()) >= 2, 120, "to save twice")
         os.kill(command.launcher, signal.SIGTERM)
         struck = command_ends(scene, command, "", 128 + signal.SIGTERM)
-        step = scene.newest_step()
-        files = sorted((scene.checkpoints.directory / f"step-{step}").iterdir())
+        step = scene.run.newest_step()
+        files = sorted((scene.run.checkpoints.directory / f"step-{step}").iterdir())
         file = scene.choice.choice(files)
         damage(file, how, scene.choice)
         struck.moment = f"{file.name} of step {step}"
@@ -444,7 +440,7 @@ def network_cut(scene: Scene) -> Struck:
     """Two hosts of two ranks each, under torchrun: the wire between them is cut, and mended afterwards."""
     if scene.command is not None:
         scene.stop()
-    scene.base = scene.newest_step()
+    scene.base = scene.run.newest_step()
     with TwoHosts() as hosts:
         launchers = [
             Command(scene.run, hosts.torchrun(host, NUM_RANKS // 2), scene.environment) for host in (0, 1)
@@ -478,7 +474,7 @@ def faulty(scene: Scene, fault: str, rank: int) -> tuple[Command, set[int], int]
     """A command one of whose ranks does `fault` at a step that is returned, in its first start only."""
     if scene.command is not None:
         scene.stop()
-    scene.base = scene.newest_step()
+    scene.base = scene.run.newest_step()
     step = scene.base + scene.choice.randint(10, FURTHEST)
     program = ("tests.acceptance.faulty_ranks", fault, str(step), str(rank))
     command = scene.training(*program)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tputrain.checkpoint.store import CheckpointStore
+
 Record = dict[str, Any]
 _ROOT = str(Path(__file__).resolve().parents[2])
 _OUR_MODULES = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))  # for programs of tests.*
@@ -47,6 +49,15 @@ class RecipeRun:
         process = self.start()
         process.wait_for(lambda: False)
         return process
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.run_dir / "checkpoints")
+
+    def newest_step(self) -> int:
+        """The step of the newest whole checkpoint; 0 where there is none."""
+        newest = self.checkpoints.newest(lambda *_: None)
+        return 0 if newest is None else int(newest.name.rpartition("-")[2])
 
     def steps(self) -> list[Record]:
         """What was logged for each step."""
