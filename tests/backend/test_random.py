@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.backend.ways import WAYS, run_as
 
@@ -226,3 +227,11 @@ def test_checkpointing_draws_the_same_dropout_again():
     result.sum().backward()
     # d/dw of (w * mask * 2) * w at w = 1 is twice the output, where the mask is the same
     assert torch.equal(weight.grad.cpu(), 2 * result.detach().cpu())
+
+
+def test_the_state_is_real_under_a_fake_tensor_mode():
+    torch.tpu.manual_seed(9)
+    with FakeTensorMode():
+        state = torch.tpu.get_rng_state()
+    assert type(state) is torch.Tensor
+    assert torch.equal(state, torch.tpu.get_rng_state())

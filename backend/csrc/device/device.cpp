@@ -4,9 +4,9 @@
 #include "python_error.h"
 
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <pybind11/pybind11.h>
@@ -219,7 +219,8 @@ void GeneratorImpl::set_state(const c10::TensorImpl& state) {
 }
 
 c10::intrusive_ptr<c10::TensorImpl> GeneratorImpl::get_state() const {
-  at::Tensor state = at::empty({16}, at::TensorOptions().dtype(c10::kByte).device(c10::kCPU));
+  // Past the dispatcher: under FakeTensorMode, at::empty would have no memory.
+  const at::Tensor state = at::detail::empty_cpu({16}, at::TensorOptions().dtype(c10::kByte));
   auto* bytes = static_cast<char*>(state.mutable_data_ptr());
   std::memcpy(bytes, &seed_, 8);
   std::memcpy(bytes + 8, &offset_, 8);

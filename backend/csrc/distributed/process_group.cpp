@@ -52,9 +52,9 @@ at::Tensor broadcast(const at::Tensor& self, int64_t root, at::IntArrayRef ranks
   static const auto op = find<at::Tensor(const at::Tensor&, int64_t, at::IntArrayRef)>("broadcast");
   return op.call(self, root, ranks);
 }
-at::Tensor send_receive(const at::Tensor& self, at::IntArrayRef ranks) {
-  static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("send_receive");
-  return op.call(self, ranks);
+at::Tensor send_receive(const at::Tensor& self, int64_t source, at::IntArrayRef ranks) {
+  static const auto op = find<at::Tensor(const at::Tensor&, int64_t, at::IntArrayRef)>("send_receive");
+  return op.call(self, source, ranks);
 }
 
 } // namespace recorded
@@ -130,14 +130,42 @@ Work::Work(c10d::OpType op, int rank, std::vector<at::Tensor> results, Call call
       call_(std::move(call)),
       waits_(waits),
       timeout_(timeout),
-      position_(Device::get().mark(Device::get().current(), /*is_timed=*/false)) {}
+      position_(Device::get().mark(Device::get().current(), /*is_timed=*/false)),
+      group_(c10::intrusive_ptr<c10d::Backend>()) {}
+
+Work::Work(
+    c10d::OpType op, int rank, at::Tensor tensor, std::chrono::milliseconds timeout, c10::weak_intrusive_ptr<c10d::Backend> group)
+    : c10d::Work(rank, op), results_{std::move(tensor)}, waits_(false), timeout_(timeout), group_(std::move(group)) {}
+
+void Work::recorded(Call call, int source) {
+  call_ = std::move(call);
+  source_ = source;
+  position_ = Device::get().mark(Device::get().current(), /*is_timed=*/false);
+}
+
+void Work::record() {
+  if (position_ != nullptr) {
+    return;
+  }
+  if (const auto group = group_.lock()) {
+    static_cast<ProcessGroup*>(group.get())->record_transfers();
+  }
+  TORCH_CHECK(position_ != nullptr, "this send or recv was not launched: an earlier call of its group failed, or the group has ended");
+}
+
+int Work::sourceRank() const {
+  TORCH_CHECK(source_ >= 0, "only a recv that was waited for knows the rank that sent");
+  return source_;
+}
 
 bool Work::isCompleted() {
+  record();
   const auto device = Device::get().current();
   return Device::get().done(device, Device::get().dispatch(device, *position_));
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
+  record();
   if (timeout == kNoTimeout && !waits_) {
     return true;
   }
@@ -163,6 +191,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  record();
   if (!future_) {
     std::vector<c10::Device> devices;
     if (!results_.empty()) {
@@ -178,7 +207,8 @@ ProcessGroup::ProcessGroup(int rank, std::vector<int64_t> ranks, std::chrono::mi
     : Backend(rank, static_cast<int>(ranks.size())),
       ranks_(std::move(ranks)),
       options_(c10::make_intrusive<Options>("tpu", timeout)),
-      last_call_{.group = c10::str(c10::Join(",", ranks_))} {}
+      last_call_{.group = c10::str(c10::Join(",", ranks_))},
+      last_transfer_(last_call_) {}
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(
     const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& options) {
@@ -194,11 +224,13 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(
 }
 
 void ProcessGroup::abort() {
+  transfers_.clear();
   py::gil_scoped_acquire gil;
   py::module_::import("tpu_backend.distributed.waiting").attr("abort")(last_call_.group);
 }
 
 void ProcessGroup::agree(const char* name, const at::Tensor& tensor, c10::string_view reduce, int64_t root) {
+  record_transfers();
   auto call = c10::str(name, "(", c10::toString(tensor.scalar_type()), tensor.sizes(), reduce.empty() ? "" : ", ", reduce);
   if (root >= 0) {
     call += c10::str(", root ", root);
@@ -514,33 +546,71 @@ WorkPtr ProcessGroup::alltoall(
   return done(c10d::OpType::ALLTOALL, outputs, options.timeout);
 }
 
-void ProcessGroup::startCoalescing() {
-  is_coalescing_ = true;
-}
-
 WorkPtr ProcessGroup::endCoalescing() {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  is_coalescing_ = false;
-  auto transfers = std::exchange(transfers_, {});
-  std::stable_sort(transfers.begin(), transfers.end(), [](const Transfer& some, const Transfer& other) {
-    return std::pair(some.source, some.destination) < std::pair(other.source, other.destination);
-  });
-  Call last = last_call_;
-  for (const auto& transfer : transfers) {
-    last = launch(transfer);
+  std::vector<at::Tensor> tensors;
+  for (const auto& transfer : transfers_) {
+    tensors.push_back(transfer.tensor);
   }
-  return done(c10d::OpType::COALESCED, std::exchange(coalesced_, {}), std::move(last), c10d::kUnsetTimeout);
+  record_transfers();
+  return done(c10d::OpType::COALESCED, std::move(tensors), last_transfer_, c10d::kUnsetTimeout);
 }
 
-Call ProcessGroup::launch(const Transfer& transfer) {
+void ProcessGroup::record_transfers() {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  auto transfers = std::exchange(transfers_, {});
+  const auto order = [](const Transfer& transfer) {
+    return std::tuple(transfer.source == kAnySource, transfer.source, transfer.destination);
+  };
+  std::stable_sort(transfers.begin(), transfers.end(), [&](const Transfer& some, const Transfer& other) {
+    return order(some) < order(other);
+  });
+  for (auto& transfer : transfers) {
+    if (transfer.source == kAnySource) {
+      transfer.source = find_source();
+    }
+    last_transfer_ = record(transfer);
+    transfer.work->recorded(last_transfer_, transfer.source);
+  }
+}
+
+int ProcessGroup::find_source() {
+  std::vector<int> sources;
+  std::vector<std::string> groups;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    if (rank != getRank()) {
+      sources.push_back(rank);
+      groups.push_back(c10::str(ranks_[rank], ",", ranks_[getRank()]));
+    }
+  }
+  py::gil_scoped_acquire gil;
+  const auto found = py::module_::import("tpu_backend.distributed.agreement")
+                         .attr("find_sender")(groups, std::chrono::duration<double>(options_->timeout).count());
+  return sources.at(found.cast<size_t>());
+}
+
+Call ProcessGroup::record(const Transfer& transfer) {
+  if (transfer.source == transfer.destination) {
+    TORCH_CHECK_VALUE(!sent_to_self_.empty(), "irecv from this rank itself, which has sent nothing to itself: call isend before the wait");
+    transfer.tensor.copy_(sent_to_self_.front());
+    sent_to_self_.pop_front();
+    return last_call_;
+  }
   if (transfer.tensor.numel() == 0) {
     return last_call_;
+  }
+  {
+    auto& stream = Device::get().stream(Device::get().current());
+    const StreamLock lock(stream.mutex());
+    TORCH_CHECK(
+        !stream.sink()->joins_collectives(),
+        "send and recv in a region (torch.tpu.spmd), whose program is the same on all ranks: call them outside of it, or use a collective such as all_to_all");
   }
   const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
   const at::Tensor& tensor = transfer.tensor;
   auto call = agree(
       ends, c10::str("send(", c10::toString(tensor.scalar_type()), tensor.sizes(), ", from rank ", ends[0], " to rank ", ends[1], ")"));
-  const at::Tensor arrived = recorded::send_receive(transfer.tensor, ends);
+  const auto [first, last] = std::minmax(ends[0], ends[1]); // one mesh for both directions
+  const at::Tensor arrived = recorded::send_receive(tensor, ends[0] == first ? 0 : 1, {first, last});
   if (getRank() == transfer.destination) {
     transfer.tensor.copy_(arrived);
   }
@@ -548,23 +618,28 @@ Call ProcessGroup::launch(const Transfer& transfer) {
 }
 
 WorkPtr ProcessGroup::transfer(Transfer transfer, c10d::OpType op) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  TORCH_CHECK_VALUE(transfer.source != transfer.destination, "a rank cannot send to itself");
-  const std::vector<at::Tensor> results{transfer.tensor};
-  if (!is_coalescing_) {
-    return done(op, results, launch(transfer), c10d::kUnsetTimeout);
-  }
-  coalesced_.push_back(transfer.tensor);
-  transfers_.push_back(std::move(transfer));
-  return done(op, results, c10d::kUnsetTimeout); // of no call yet: whoever coalesces waits for the end of it
+  const auto self = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>::unsafe_reclaim_from_nonowning(this));
+  transfer.work = c10::make_intrusive<Work>(op, getRank(), transfer.tensor, options_->timeout, self);
+  transfers_.push_back(transfer);
+  return transfer.work;
 }
 
 WorkPtr ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination, int) {
-  return transfer({only(tensors), getRank(), destination}, c10d::OpType::SEND);
+  const at::Tensor& tensor = only(tensors);
+  if (destination == getRank()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    sent_to_self_.push_back(tensor.clone());
+    return done(c10d::OpType::SEND, tensors, c10d::kUnsetTimeout);
+  }
+  return transfer({tensor, getRank(), destination}, c10d::OpType::SEND);
 }
 
 WorkPtr ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source, int) {
   return transfer({only(tensors), source, getRank()}, c10d::OpType::RECV);
+}
+
+WorkPtr ProcessGroup::recvAnysource(std::vector<at::Tensor>& tensors, int) {
+  return transfer({only(tensors), kAnySource, getRank()}, c10d::OpType::RECVANYSOURCE);
 }
 
 WorkPtr ProcessGroup::barrier(const c10d::BarrierOptions& options) {

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -24,24 +25,35 @@ struct Call {
 class Work final : public c10d::Work {
  public:
   Work(c10d::OpType op, int rank, std::vector<at::Tensor> results, Call call, bool waits, std::chrono::milliseconds timeout);
+  // A transfer that its group has not recorded yet.  It is recorded when somebody waits for it, or when `group` goes on.
+  Work(c10d::OpType op, int rank, at::Tensor tensor, std::chrono::milliseconds timeout, c10::weak_intrusive_ptr<c10d::Backend> group);
+
+  void recorded(Call call, int source);
 
   bool isCompleted() override; // launches what is recorded, also in a region
   bool isSuccess() const override {
     return true;
   }
   bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override {}
+  void synchronize() override {
+    record();
+  }
+  int sourceRank() const override;
   std::vector<at::Tensor> result() override {
     return results_;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
+  void record(); // a transfer, if that was not done yet
+
   std::vector<at::Tensor> results_;
   Call call_; // the last that it stands for
   bool waits_;
   std::chrono::milliseconds timeout_;
-  std::shared_ptr<Position> position_; // behind its entries
+  std::shared_ptr<Position> position_{}; // behind its entries
+  c10::weak_intrusive_ptr<c10d::Backend> group_; // of a transfer
+  int source_{-1}; // of a transfer
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -69,9 +81,14 @@ class ProcessGroup final : public c10d::Backend {
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& options) override;
   // Groups of the same ranks are aborted with it, for good.
   void abort() override;
-  // Point-to-point calls in between are launched at the end, in an order that both ends share.
-  void startCoalescing() override;
+  // Point-to-point calls in between are recorded at the end.
+  void startCoalescing() override {}
   WorkPtr endCoalescing() override;
+  // Those that wait to be recorded, in an order that both ends share.
+  void record_transfers();
+  void shutdown() override {
+    record_transfers();
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
     return last_call_.number;
@@ -113,14 +130,17 @@ class ProcessGroup final : public c10d::Backend {
       std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllToAllOptions& options) override;
   WorkPtr send(std::vector<at::Tensor>& tensors, int destination, int tag) override;
   WorkPtr recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
  private:
   struct Transfer {
     at::Tensor tensor;
-    int source;
+    int source; // kAnySource: the rank that sends first
     int destination;
+    c10::intrusive_ptr<Work> work{};
   };
+  static constexpr int kAnySource = -1;
 
   // To be called before a collective is recorded, by each rank of the group in the same order.  The first time that a call is made
   // it waits until all ranks have made it; later calls are compared meanwhile.  Raises where they differ, or a rank does not come.
@@ -137,14 +157,15 @@ class ProcessGroup final : public c10d::Backend {
   std::vector<at::Tensor> gather_uneven(const at::Tensor& input, const std::vector<int64_t>& lengths);
   void exchange(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
   WorkPtr transfer(Transfer transfer, c10d::OpType op);
-  Call launch(const Transfer& transfer); // an empty tensor is not sent
+  Call record(const Transfer& transfer); // an empty tensor is not sent
+  int find_source();
 
   const std::vector<int64_t> ranks_;
   const c10::intrusive_ptr<Options> options_;
   Call last_call_; // of the whole group
-  bool is_coalescing_{false};
-  std::vector<Transfer> transfers_;
-  std::vector<at::Tensor> coalesced_;
+  Call last_transfer_;
+  std::vector<Transfer> transfers_; // not recorded yet
+  std::deque<at::Tensor> sent_to_self_; // and not received yet
 };
 
 } // namespace tpu

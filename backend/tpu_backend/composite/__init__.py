@@ -9,10 +9,10 @@ from functools import cache
 
 from torch.library import Library
 
-from tpu_backend.composite import ctc, encoder, linalg, outputs, sparse
+from tpu_backend.composite import ctc, encoder, linalg, outputs, sparse, sync_batch_norm
 from tpu_backend.untraced import untraced
 
-_DENSE = linalg.KERNELS | ctc.KERNELS | encoder.KERNELS | outputs.KERNELS
+_DENSE = linalg.KERNELS | ctc.KERNELS | encoder.KERNELS | outputs.KERNELS | sync_batch_norm.KERNELS
 _KERNELS = {
     "PrivateUse1": _DENSE,
     "SparsePrivateUse1": sparse.COO_KERNELS,

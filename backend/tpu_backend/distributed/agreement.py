@@ -38,3 +38,13 @@ def call(group: str, text: str, seconds: float) -> int:
     world.agree(group, _numbers[group], digest, f"{text}, first at {user_line()}", seconds)
     _digests[step] = digest
     return _numbers[group]
+
+
+def find_sender(groups: list[str], seconds: float) -> int:
+    """Which of these groups, a sender and this rank, is the first whose sender calls `send` next: its index.
+
+    Raises RuntimeError if no rank has sent after `seconds`, or as `Peers.raise_failure` does.
+    """
+    world = peers.world
+    assert world is not None
+    return world.find_sender([(group, _numbers[group] + 1) for group in groups], seconds)

@@ -47,5 +47,5 @@ _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter(Tensor self, str reduce, int[] ranks) -> Tensor": _scattered,
     "all_to_all(Tensor self, int[] ranks) -> Tensor": _like,
     "broadcast(Tensor self, int root, int[] ranks) -> Tensor": _like,
-    "send_receive(Tensor self, int[] ranks) -> Tensor": _like,
+    "send_receive(Tensor self, int source, int[] ranks) -> Tensor": _like,
 }

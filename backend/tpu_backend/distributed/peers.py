@@ -57,6 +57,7 @@ class Peers:
         self._agreed: dict[str, int] = {}  # by group: the last call that all its ranks are known to have made
         self._missing: dict[tuple[str, int], list[str]] = {}
         self._awaited: list[Awaited] | None = None  # the service's last answer
+        self._sender = ""  # the same: the group of a send
         self._hang: int | None = None  # the rank that said first that the run hangs
         self._hosts = f"hosts:{','.join(map(str, range(world_size)))}"  # the group of exchanges
         self._num_exchanges = 0
@@ -171,6 +172,29 @@ class Peers:
         late = "; ".join(missing) or "all ranks have called it, and it does not end"
         return f"not done after {seconds:.0f} s: {late}"
 
+    def find_sender(self, calls: list[tuple[str, int]], seconds: float) -> int:
+        """The first of these calls, by group and number, that its group's first rank makes as a send: its
+        index. Raises RuntimeError when something has come to light, or after `seconds`.
+        """
+        groups = [group for group, _ in calls]
+        with self._telling:
+            self._flush()
+            self._sender = ""
+            self._say({"senders": calls})
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._sender or self._failures or self._aborted.keys() & set(groups), seconds
+            )
+            sender = self._sender
+        for group in groups:
+            self.raise_failure(group)
+        if sender not in groups:
+            self._say({"senders": []})
+            self.has_raised = True
+            late = f"not done after {seconds:.0f} s: no rank has sent to this one"
+            raise RuntimeError(f"recv from any rank: {late}")
+        return groups.index(sender)
+
     def beat(self, doing: str) -> None:
         """Tell that this rank lives, and what it does."""
         self._say({"beat": doing})
@@ -262,6 +286,8 @@ class Peers:
             self._missing[tuple(message["of"])] = message["missing"]
         elif "awaited" in message:
             self._awaited = [Awaited(each[0], self._named(each[0]), *each[1:]) for each in message["awaited"]]
+        elif "sender" in message:
+            self._sender = message["sender"]
         elif "hang" in message:
             self._hang = message["hang"]
         elif "failure" in message:

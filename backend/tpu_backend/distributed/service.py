@@ -11,15 +11,16 @@ Ranks hold a connection to it and send lines of JSON:
     {"calls": [[GROUP, NUMBER, DIGEST, ASKS], ...], "texts": {...}}  collectives, about to be launched
     {"ask": [GROUP, NUMBER]}                                         tell when all have made this call
     {"who": [GROUP, NUMBER]}                                         who has not made this call?
+    {"senders": [[GROUP, NUMBER], ...]}                              the first of these that is a send
     {"beat": "..."}                                                  it lives, and does that
     {"awaited": true}                                                whom do all wait for?
     {"hang": true}                                                   it says that the run hangs
     {"error": "..."}, {"bye": true}                                  it fails, it ends
 
 and are told `agreed` (all of a group made the call, where one asked), `failure` (of the whole group),
-`missing`, `awaited`, `hang`: the rank that said so first, and of each rank that came, failed or `left`: its
-process ended, `regular` after a farewell. A group is its ranks, as "0,1,2"; a name and a colon may stand
-before. Imports neither torch nor jax.
+`missing`, `sender` (the group of the send), `awaited`, `hang`: the rank that said so first, and of each rank
+that came, failed or `left`: its process ended, `regular` after a farewell. A group is its ranks, as "0,1,2";
+a name and a colon may stand before. Imports neither torch nor jax.
 """
 
 import asyncio
@@ -93,6 +94,7 @@ class Service:
         self.heard: dict[int, float] = {}  # by rank: when it said something last
         self.beats: dict[int, str] = {}  # by rank: what it does
         self.last: dict[int, str] = {}  # by rank: the digest of its last call
+        self.receivers: dict[int, list[tuple[str, int]]] = {}  # by rank: the sends of which it takes any
         self.hang: int | None = None  # the rank that said so first
         self.all_gone = asyncio.Event()
         self.somebody_came = asyncio.Event()
@@ -121,6 +123,9 @@ class Service:
                     self.asked(writer, *message["ask"])
                 elif "who" in message:
                     self.tell(writer, {"missing": self.missing(*message["who"]), "of": message["who"]})
+                elif "senders" in message:
+                    self.receivers[rank] = message["senders"]
+                    self.find_sender(rank)
                 elif "beat" in message:
                     self.beats[rank] = message["beat"]
                 elif "awaited" in message:
@@ -156,6 +161,8 @@ class Service:
             self.tell_group(calls.ranks, {"failure": f"ranks call different things: {text}"})
         elif calls.is_agreed(number):
             self.tell_group(calls.ranks, {"agreed": [group, number]})
+        for receiver in self.receivers.keys() & set(calls.ranks):
+            self.find_sender(receiver)
         for ended in self.ended.intersection(calls.ranks):
             self.tell_left(calls, ended)
 
@@ -165,6 +172,16 @@ class Service:
             self.tell(writer, {"agreed": [group, number]})
         else:
             calls.asked.add(number)
+
+    def find_sender(self, receiver: int) -> None:
+        """Tell a rank that receives from any other who has called `send` first, if somebody has."""
+        for group, number in self.receivers[receiver]:
+            calls = self.calls.get(group)
+            digest = None if calls is None else calls.open.get(number, {}).get(calls.ranks[0])
+            if digest is not None and self.texts[digest].startswith("send("):
+                del self.receivers[receiver]
+                self.tell_group([receiver], {"sender": group})
+                return
 
     def tell_left(self, calls: Calls, rank: int) -> None:
         """Tell a group that a rank has ended in front of one of its calls, if it has."""

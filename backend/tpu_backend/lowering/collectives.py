@@ -134,6 +134,6 @@ def broadcast(self, root, ranks):
 
 
 @lowering(f"{NAMESPACE}::send_receive")
-def send_receive(self, ranks):
-    """From the first rank to the second, which gives a tensor of the same form."""
-    return lax.ppermute(self, _axis(ranks), [(0, 1)])
+def send_receive(self, source, ranks):
+    """From one of two ranks to the other, which gives a tensor of the same form."""
+    return lax.ppermute(self, _axis(ranks), [(source, 1 - source)])

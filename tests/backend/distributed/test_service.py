@@ -1,5 +1,7 @@
 """Whom all ranks wait for, as the service knows it from their calls."""
 
+import json
+
 from tpu_backend.distributed.service import Service
 
 
@@ -42,3 +44,25 @@ def test_ranks_that_wait_for_each_other_are_all_awaited():
     called(service, "0,1", 1, 0)
     called(service, "hosts:0,1", 1, 1)
     assert awaited(service) == [0, 1]
+
+
+class Told:
+    """The writer of a rank's connection."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, object]] = []
+
+    def write(self, line: bytes) -> None:
+        self.messages.append(json.loads(line))
+
+
+def test_a_rank_that_receives_from_any_is_told_of_the_first_send_and_of_no_other_call():
+    service, told = Service(3), Told()
+    service.writers[2] = told  # type: ignore[assignment]
+    service.texts.update({"1,2:1": "all_reduce(Float[1], sum)", "0,2:1": "send(Float[1])"})
+    service.receivers[2] = [("0,2", 1), ("1,2", 1)]
+    called(service, "1,2", 1, 1)
+    assert told.messages == []
+    called(service, "0,2", 1, 0)
+    assert told.messages == [{"sender": "0,2"}]
+    assert service.receivers == {}

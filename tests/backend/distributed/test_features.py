@@ -1,0 +1,274 @@
+"""What torch.distributed has beside collectives, on two ranks in one launch: SyncBatchNorm, transfers that
+cross or come from any rank, ZeroRedundancyOptimizer, uninitialised buffers, uneven DTensors.
+"""
+
+import pytest
+
+from tests.backend.distributed.ranks import Rank, assert_all_ended_well, run_ranks
+
+FEATURES = """
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    other = 1 - rank
+
+    def as_it_is(function):
+        return function
+
+    WAYS = {"eager": as_it_is, "region": torch.tpu.spmd}
+
+    # ---- SyncBatchNorm
+
+    def network():
+        torch.manual_seed(3)
+        made = nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 5, 3),
+            nn.BatchNorm2d(5, affine=False, momentum=None),
+            nn.Flatten(),
+            nn.Linear(80, 3),
+            nn.BatchNorm1d(3, track_running_stats=False),
+        )
+        with torch.no_grad():
+            made[1].weight.copy_(torch.linspace(0.5, 2, 4))
+        return made
+
+    def sync_batch_norm(way):
+        torch.manual_seed(4)
+        sizes = (3, 5)  # rows of each rank
+        batches = [torch.randn(8, 3, 8, 8) * 2 + 1 for _ in range(3)]
+        weights = torch.randn(8, 3)
+
+        def train(model, x_of, rows, step_as):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+            def step(x, weight):
+                optimizer.zero_grad()
+                y = model(x)
+                loss = (y * weight).sum()
+                loss.backward()
+                if rows != slice(None):
+                    for each in model.parameters():
+                        dist.all_reduce(each.grad)
+                        each.grad.div_(8)
+                    dist.all_reduce(loss.detach())
+                else:
+                    for each in model.parameters():
+                        each.grad.div_(8)
+                optimizer.step()
+                return loss.detach(), x.grad
+
+            step = step_as(step)
+            seen = []
+            for batch in batches:
+                x = x_of(batch[rows]).requires_grad_()
+                x.grad = torch.zeros_like(x)
+                seen.append([each.cpu() for each in step(x, x_of(weights[rows]))])
+            return seen
+
+        mine = slice(0, sizes[0]) if rank == 0 else slice(sizes[0], 8)
+        whole, part = network(), nn.SyncBatchNorm.convert_sync_batchnorm(network()).to("tpu")
+        assert sum(isinstance(each, nn.SyncBatchNorm) for each in part) == 3
+        expected = train(whole, lambda t: t.clone(), slice(None), as_it_is)
+        found = train(part, lambda t: t.to("tpu"), mine, WAYS[way])
+        for (whole_loss, whole_grad), (loss, grad) in zip(expected, found, strict=True):
+            torch.testing.assert_close(loss, whole_loss, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(grad, whole_grad[mine], rtol=1e-4, atol=1e-5)
+        assert part.state_dict().keys() == whole.state_dict().keys()
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(part.state_dict()[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=name)
+        assert torch.tpu.fallback_stats() == {}
+
+    def sync_batch_norm_of_an_empty_batch():
+        torch.manual_seed(5)
+        x = torch.randn(4, 3, 2)
+        whole, part = nn.BatchNorm1d(3), nn.SyncBatchNorm(3).to("tpu")
+        x_whole, mine = x.clone().requires_grad_(), (x if rank == 0 else x[:0]).to("tpu").requires_grad_()
+        whole(x_whole).square().sum().backward()
+        y = part(mine)
+        y.square().sum().backward()
+        torch.testing.assert_close(part.running_var.cpu(), whole.running_var)
+        if rank == 0:
+            torch.testing.assert_close(mine.grad.cpu(), x_whole.grad, rtol=1e-4, atol=1e-5)
+        else:
+            assert y.shape == (0, 3, 2)
+
+    def sync_batch_norm_of_16_bit():
+        torch.manual_seed(6)
+        x = torch.randn(6, 3, 5).bfloat16()
+        whole, part = nn.BatchNorm1d(3), nn.SyncBatchNorm(3).to("tpu")
+        expected = whole(x.float())
+        y = part(x[3 * rank : 3 * rank + 3].to("tpu"))
+        assert y.dtype == torch.bfloat16 and part.running_mean.dtype == torch.float32
+        torch.testing.assert_close(y.cpu().float(), expected[3 * rank : 3 * rank + 3], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(part.running_var.cpu(), whole.running_var)
+
+    # ---- transfers
+
+    def recv_from_any_rank():
+        for number, shape in enumerate(((3,), (3,), (2, 2))):
+            for sender in range(world):
+                t = torch.full(shape, float(rank + 10 * number), device="tpu")
+                if sender == rank:
+                    dist.send(t, other)
+                else:
+                    assert dist.recv(t) == sender
+                    assert t.cpu().tolist() == torch.full(shape, float(sender + 10 * number)).tolist()
+
+    def transfers_that_cross():
+        sent, received = torch.full((4,), float(rank), device="tpu"), torch.empty(4, device="tpu")
+        works = [dist.irecv(received, other), dist.isend(sent, other)]
+        for each in works:
+            assert each.wait()
+        assert received.tolist() == [float(other)] * 4
+
+    def transfers_to_oneself():
+        received = torch.empty(3, device="tpu")
+        into = dist.irecv(received, rank)
+        dist.isend(torch.arange(3.0, device="tpu"), rank).wait()
+        into.wait()
+        assert received.tolist() == [0, 1, 2]
+
+    def a_send_that_nobody_waits_for():
+        t = torch.full((2,), 7.0 * rank, device="tpu")
+        work = dist.isend(t, 1) if rank == 0 else dist.irecv(t, 0)
+        dist.all_reduce(torch.ones(1, device="tpu"))  # the group goes on
+        assert t.tolist() == [0.0, 0.0]
+        assert work.is_completed()
+
+    def many_transfers_in_flight():
+        sizes = [n % 4 + 1 for n in range(40)]
+        sent = [torch.full((size,), float(100 * rank + n), device="tpu") for n, size in enumerate(sizes)]
+        received = [torch.empty(size, device="tpu") for size in sizes]
+        works = []
+        for n in range(40):
+            works += [dist.isend(sent[n], other), dist.irecv(received[n], other)]
+        for each in reversed(works):
+            each.wait()
+        for n in range(40):
+            assert received[n].tolist() == [float(100 * other + n)] * sizes[n]
+
+    def transfers_in_a_region():
+        @torch.tpu.spmd
+        def exchanged(x):
+            y = torch.empty_like(x)
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)])
+            return y
+
+        try:
+            exchanged(torch.ones(2, device="tpu"))
+        except RuntimeError as error:
+            assert "send and recv in a region" in str(error) and "all_to_all" in str(error), error
+        else:
+            raise AssertionError("not refused")
+
+    # ---- ZeroRedundancyOptimizer
+
+    def zero_redundancy_optimizer():
+        def build():
+            torch.manual_seed(7)
+            return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+        torch.manual_seed(8)
+        x, y = torch.randn(8, 4), torch.randn(8, 2)
+        mine = slice(4 * rank, 4 * rank + 4)
+        whole, everything = build(), slice(None)
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02)
+        model = nn.parallel.DistributedDataParallel(build().to("tpu"))
+        zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.02)
+        for _ in range(4):
+            for net, its, rows, device in ((whole, optimizer, everything, "cpu"), (model, zero, mine, "tpu")):
+                its.zero_grad()
+                (net(x[rows].to(device)) - y[rows].to(device)).square().mean().backward()
+                its.step()
+        for expected, found in zip(whole.parameters(), model.module.parameters(), strict=True):
+            torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+        zero.consolidate_state_dict(to=0)
+        if rank == 0:
+            state = zero.state_dict()["state"]
+            assert len(state) == 4 and all(each["step"] == 4 for each in state.values())
+        assert sum(len(each) > 0 for each in zero.optim.state.values()) < 4  # a part of the state
+
+    # ---- uninitialised buffers
+
+    def uninitialised_buffers(way):
+        def run():
+            t = torch.full((3,), 5.0, device="tpu") if rank == 0 else torch.empty(3, device="tpu")
+            dist.broadcast(t, 0)
+            into = torch.empty(2 * world, 3, device="tpu")
+            dist.all_gather_into_tensor(into, torch.full((2, 3), float(rank), device="tpu"))
+            junk = torch.empty(4, device="tpu")
+            dist.all_reduce(junk)
+            parts = torch.empty(world, 2, device="tpu")
+            exchanged = torch.empty(world, 2, device="tpu")
+            parts[rank] = 1.0
+            dist.all_to_all_single(exchanged, parts)
+            return t, into, junk, exchanged
+
+        t, into, junk, exchanged = WAYS[way](run)()
+        assert t.tolist() == [5.0] * 3
+        assert into.tolist() == [[float(each // 2)] * 3 for each in range(2 * world)]
+        assert junk.shape == (4,) and junk.cpu().shape == (4,)
+        assert exchanged[rank].tolist() == [1.0, 1.0]
+
+    # ---- DTensors of 7x6 over two ranks
+
+    def uneven_redistribution():
+        mesh = init_device_mesh("tpu", (world,))
+        whole = torch.arange(42.0).view(7, 6)
+        x = distribute_tensor(whole.to("tpu"), mesh, [Shard(0)])
+        assert x.to_local().shape == ((4, 6) if rank == 0 else (3, 6))
+        columns = x.redistribute(placements=[Shard(1)])
+        assert torch.equal(columns.to_local().cpu(), whole.chunk(2, 1)[rank])
+        assert torch.equal(x.redistribute(placements=[Replicate()]).to_local().cpu(), whole)
+        rows = columns.redistribute(placements=[Shard(0)])
+        assert torch.equal(rows.to_local().cpu(), whole.chunk(2, 0)[rank])
+        assert (x * 2).sum().full_tensor().item() == 2 * whole.sum()
+
+    CHECKS = {
+        "SyncBatchNorm": lambda: sync_batch_norm("eager"),
+        "SyncBatchNorm in a region": lambda: sync_batch_norm("region"),
+        "SyncBatchNorm of an empty batch": sync_batch_norm_of_an_empty_batch,
+        "SyncBatchNorm of bfloat16": sync_batch_norm_of_16_bit,
+        "recv from any rank": recv_from_any_rank,
+        "transfers that cross": transfers_that_cross,
+        "transfers to oneself": transfers_to_oneself,
+        "a send that nobody waits for": a_send_that_nobody_waits_for,
+        "many transfers in flight": many_transfers_in_flight,
+        "transfers in a region are refused": transfers_in_a_region,
+        "ZeroRedundancyOptimizer": zero_redundancy_optimizer,
+        "uninitialised buffers": lambda: uninitialised_buffers("eager"),
+        "uninitialised buffers in a region": lambda: uninitialised_buffers("region"),
+        "uneven redistribution": uneven_redistribution,
+    }
+    chosen = os.environ.get("CHECKS", "").split(",")
+    for name, check in CHECKS.items():
+        if chosen == [""] or name in chosen:
+            begin = time.monotonic()
+            check()
+            print(f"passed: {name}", flush=True)
+            print(f"{time.monotonic() - begin:.1f} s: {name}", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+"""
+
+CHECKS = FEATURES.partition("CHECKS = {")[2].partition("}")[0].strip()
+NAMES = [line.split('"')[1] for line in CHECKS.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Rank]:
+    return run_ranks(FEATURES, 2, timeout=200)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_feature_works_on_two_ranks(ranks: list[Rank], name: str):
+    for number, each in enumerate(ranks):
+        assert f"passed: {name}\n" in each.stdout, f"rank {number}:\n{each.stderr[-4000:]}"
+
+
+def test_both_ranks_end_well(ranks: list[Rank]):
+    assert_all_ended_well(ranks)
