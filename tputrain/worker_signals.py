@@ -10,13 +10,17 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tputrain.signals import WATCHED, SignalWatch, is_watching
@@ -40,8 +44,11 @@ def left_to(watch: SignalWatch) -> Iterator[None]:
     get = _MultiProcessingDataLoaderIter._try_get_data
 
     def start_quietly(iterator: Any, loader: DataLoader) -> None:
-        with watch.unbroken(), _blocked(loader), _listening_to_their_parent(loader):
-            start(iterator, loader)
+        reading, writing = multiprocessing.Pipe(duplex=False)
+        with watch.unbroken(), _blocked(loader), writing:
+            with _begins_by(loader, partial(_begin, os.getpid(), _are_children(loader), writing)):
+                start(iterator, loader)
+            _remember(_Start(iterator, reading))
 
     def get_unless_received(iterator: Any, *timeout: float) -> Any:
         watch.break_if_received()
@@ -78,29 +85,86 @@ def _start_tracker() -> None:
 
 
 @contextmanager
-def _listening_to_their_parent(loader: DataLoader) -> Iterator[None]:
+def _begins_by(loader: DataLoader, begin: Callable[[_InitFunction | None, int], None]) -> Iterator[None]:
     own = loader.worker_init_fn
-    has_server = _start_method(loader) == "forkserver"  # whose children the workers are
-    loader.worker_init_fn = partial(_begin, own, os.getpid(), not has_server)
+    loader.worker_init_fn = partial(begin, own)
     try:
         yield
     finally:
         loader.worker_init_fn = own
 
 
+class _Start:
+    """Workers that were started together, and which of them have not begun.
+
+    A worker that is no fork opens its semaphores by name as it begins, so they are kept until then.
+    """
+
+    def __init__(self, iterator: Any, begun: Connection):
+        self._iterator, self._begun = weakref.ref(iterator), begun
+        self._late = dict(enumerate(iterator._workers))
+        self._kept = iterator._index_queues, iterator._worker_result_queue, iterator._workers_done_event
+
+    def has_late(self) -> bool:
+        with suppress(EOFError):  # none is left that could send
+            while self._begun.poll():
+                self._late.pop(int.from_bytes(self._begun.recv_bytes()))
+        return any(worker.is_alive() for worker in self._late.values())
+
+    def end_late(self) -> None:
+        """One that has begun may hold a lock, and is left alone."""
+        iterator = self._iterator()
+        if iterator is not None and iterator._worker_pids_set:
+            # PyTorch would raise an error for the worker.
+            signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+            iterator._worker_pids_set = False
+        for worker in self._late.values():
+            worker.kill()
+
+
+_starts: list[_Start] = []  # with workers that may not have begun
+
+
+def _remember(start: _Start) -> None:
+    if not _starts:
+        threading._register_atexit(_end_late_workers)  # type: ignore[attr-defined]
+    _starts[:] = [*(each for each in _starts if each.has_late()), start]
+
+
+def _end_late_workers() -> None:
+    """At the end of this process, which takes the semaphores along: a worker would say so in a traceback."""
+    for start in _starts:
+        if start.has_late():
+            start.end_late()
+
+
+def _are_children(loader: DataLoader) -> bool:
+    return _start_method(loader) != "forkserver"  # whose children they are
+
+
 def _start_method(loader: DataLoader) -> str | None:
     return (loader.multiprocessing_context or multiprocessing).get_start_method()
 
 
-def _begin(own: _InitFunction | None, trainer: int, is_child: bool, worker: int) -> None:
+def _begin(trainer: int, is_child: bool, begun: Connection, own: _InitFunction | None, worker: int) -> None:
     """In a worker of the process `trainer`, before its first batch."""
+    begun.send_bytes(worker.to_bytes(4))
+    begun.close()
     parent = os.getppid()
     # PyTorch's own look at the parent takes for the parent whoever is it by now.
     if signal.SIGTERM in signal.sigpending() or (is_child and parent != trainer):
         os._exit(0)  # the signal may be the trainer's, which is lost among those of others
     threading.Thread(target=_end_with, args=(trainer, parent), name="parent", daemon=True).start()
+    Finalize(None, _leave, exitpriority=-100)  # behind multiprocessing's own
     if own is not None:
         own(worker)
+
+
+def _leave() -> None:
+    """As a forked worker leaves: Python's own end of a process ends threads, which may abort it in C++."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _end_with(trainer: int, parent: int) -> None:

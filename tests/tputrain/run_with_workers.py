@@ -1,7 +1,8 @@
 """A run whose batches are made by processes: `python -m tests.tputrain.run_with_workers RUN_DIR OPTION...`.
 
 OPTION: spawn or fork, persistent (workers that outlive an epoch), tpu (else the cpu), slow (a batch takes
-seconds). It prints a line at every moment at which somebody may want to send it a signal: MOMENTS.
+seconds), late (a spawned worker takes seconds until it has its data). It prints a line at every moment at
+which somebody may want to send it a signal: MOMENTS.
 """
 
 import sys
@@ -25,8 +26,12 @@ def say(moment: str) -> None:
 
 
 class Samples(Dataset):
-    def __init__(self, count: int, seconds: float):
-        self.count, self.seconds = count, seconds
+    def __init__(self, count: int, seconds: float, late: float):
+        self.count, self.seconds, self.late = count, seconds, late
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        time.sleep(self.late)
 
     def __len__(self) -> int:
         return self.count
@@ -74,7 +79,7 @@ def main(run_dir: Path, options: set[str]) -> None:
     workers |= {"persistent_workers": "persistent" in options}
     # Spawned workers take seconds to start: one epoch, and evaluations at its ends alone.
     count, evaluate_every = (48, 20) if method == "fork" else (4 * STEPS, STEPS)
-    data = Samples(count, 2.0 if "slow" in options else 0.001)
+    data = Samples(count, 2.0 if "slow" in options else 0.001, 8.0 if "late" in options else 0.0)
     loaders = {
         "train_loader": DataLoader(data, batch_size=4, shuffle=True, **workers),
         "val_loader": DataLoader(data, batch_size=16, **workers),

@@ -17,7 +17,7 @@ TRIES = [
     Try(("fork",), "started", sender="timeout"),
     Try(("fork", "persistent"), "evaluating", number=signal.SIGTERM),
     Try(("fork",), "saving", sender="twice"),
-    Try(("spawn",), "started", 2.0),
+    Try(("spawn", "persistent", "late"), "evaluating", 2.0),
     Try(("spawn", "persistent"), "stepping", number=signal.SIGTERM, sender="timeout"),
     Try(("fork", "slow"), "started", 1.0),
 ]
