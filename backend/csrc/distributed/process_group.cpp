@@ -5,6 +5,7 @@
 #include "record/value.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full.h>
@@ -121,6 +122,22 @@ at::Tensor padded(const at::Tensor& tensor, int64_t length) {
   const at::Tensor flat = tensor.reshape(-1);
   return flat.numel() == length ? flat : at::constant_pad_nd(flat, {0, length - flat.numel()});
 }
+
+// A call in the profiler, with its tensors, as PyTorch's own backends have it.  Its time is that of the host.
+class Profiled {
+ public:
+  Profiled(const char* name, at::TensorList tensors) : function_(at::RecordScope::USER_SCOPE) {
+    if (function_.isActive()) {
+      function_._setAsync();
+      inputs_.assign(tensors.begin(), tensors.end());
+      function_.before(std::string_view(name), c10::ArrayRef<const c10::IValue>(inputs_.data(), inputs_.size()));
+    }
+  }
+
+ private:
+  std::vector<c10::IValue> inputs_;
+  at::RecordFunction function_;
+};
 
 } // namespace
 
@@ -267,6 +284,7 @@ void ProcessGroup::reduce_into(const at::Tensor& output, const at::Tensor& input
 
 WorkPtr ProcessGroup::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:broadcast", tensors);
   const at::Tensor& tensor = only(tensors);
   if (tensor.numel() != 0) {
     agree("broadcast", tensor, {}, options.rootRank);
@@ -277,6 +295,7 @@ WorkPtr ProcessGroup::broadcast(std::vector<at::Tensor>& tensors, const c10d::Br
 
 WorkPtr ProcessGroup::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:all_reduce", tensors);
   reduce_into(only(tensors), tensors.front(), options.reduceOp);
   return done(c10d::OpType::ALLREDUCE, tensors, options.timeout);
 }
@@ -284,6 +303,7 @@ WorkPtr ProcessGroup::allreduce(std::vector<at::Tensor>& tensors, const c10d::Al
 WorkPtr ProcessGroup::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:all_reduce", tensors);
   for (const at::Tensor& tensor : tensors) {
     check_on_device(tensor);
     reduce_into(tensor, tensor, options.reduceOp);
@@ -293,6 +313,7 @@ WorkPtr ProcessGroup::allreduce_coalesced(
 
 WorkPtr ProcessGroup::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:reduce", tensors);
   const at::Tensor& tensor = only(tensors);
   if (tensor.numel() != 0) {
     agree("reduce", tensor, name_of(options.reduceOp), options.rootRank);
@@ -343,6 +364,7 @@ std::vector<at::Tensor> ProcessGroup::gather_uneven(const at::Tensor& input, con
 WorkPtr ProcessGroup::allgather(
     std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:all_gather", inputs);
   const at::Tensor& input = only(inputs);
   TORCH_CHECK_VALUE(
       outputs.size() == 1 && static_cast<int>(outputs.front().size()) == getSize(),
@@ -365,6 +387,7 @@ WorkPtr ProcessGroup::allgather(
 WorkPtr ProcessGroup::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:all_gather_into_tensor", input);
   gather_into(output, input);
   return done(c10d::OpType::_ALLGATHER_BASE, {output}, options.timeout);
 }
@@ -372,6 +395,7 @@ WorkPtr ProcessGroup::_allgather_base(
 WorkPtr ProcessGroup::allgather_into_tensor_coalesced(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:all_gather_into_tensor", inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     gather_into(outputs.at(i), inputs[i]);
   }
@@ -381,6 +405,7 @@ WorkPtr ProcessGroup::allgather_into_tensor_coalesced(
 WorkPtr ProcessGroup::gather(
     std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::GatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:gather", inputs);
   const at::Tensor& input = only(inputs);
   const std::vector<int64_t> lengths(getSize(), input.numel());
   const auto gathered = gather_uneven(input, lengths);
@@ -400,6 +425,7 @@ WorkPtr ProcessGroup::gather(
 WorkPtr ProcessGroup::scatter(
     std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:scatter", outputs);
   const at::Tensor& output = only(outputs);
   const bool is_root = getRank() == options.rootRank;
   TORCH_CHECK_VALUE(
@@ -436,6 +462,7 @@ void ProcessGroup::reduce_scatter_into(const at::Tensor& output, const at::Tenso
 WorkPtr ProcessGroup::reduce_scatter(
     std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:reduce_scatter", outputs);
   const at::Tensor& output = only(outputs);
   TORCH_CHECK_VALUE(
       inputs.size() == 1 && static_cast<int>(inputs.front().size()) == getSize(),
@@ -464,6 +491,7 @@ WorkPtr ProcessGroup::reduce_scatter(
 WorkPtr ProcessGroup::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:reduce_scatter_tensor", input);
   reduce_scatter_into(output, input, options.reduceOp);
   return done(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options.timeout);
 }
@@ -471,6 +499,7 @@ WorkPtr ProcessGroup::_reduce_scatter_base(
 WorkPtr ProcessGroup::reduce_scatter_tensor_coalesced(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:reduce_scatter_tensor", inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     reduce_scatter_into(outputs.at(i), inputs[i], options.reduceOp);
   }
@@ -509,6 +538,7 @@ WorkPtr ProcessGroup::alltoall_base(
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:all_to_all", input);
   check_on_device(input);
   check_on_device(output);
   if (output_splits.empty() && input_splits.empty()) {
@@ -539,6 +569,7 @@ WorkPtr ProcessGroup::alltoall_base(
 WorkPtr ProcessGroup::alltoall(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllToAllOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:all_to_all", inputs);
   TORCH_CHECK_VALUE(
       static_cast<int>(inputs.size()) == getSize() && outputs.size() == inputs.size(),
       "all_to_all over ", getSize(), " ranks needs as many inputs and outputs");
@@ -605,6 +636,7 @@ Call ProcessGroup::record(const Transfer& transfer) {
         !stream.sink()->joins_collectives(),
         "send and recv in a region (torch.tpu.spmd), whose program is the same on all ranks: call them outside of it, or use a collective such as all_to_all");
   }
+  const Profiled profiled(getRank() == transfer.source ? "tpu:send" : "tpu:recv", transfer.tensor);
   const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
   const at::Tensor& tensor = transfer.tensor;
   auto call = agree(
@@ -644,6 +676,7 @@ WorkPtr ProcessGroup::recvAnysource(std::vector<at::Tensor>& tensors, int) {
 
 WorkPtr ProcessGroup::barrier(const c10d::BarrierOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const Profiled profiled("tpu:barrier", {});
   const at::Tensor token = at::ones({1}, at::TensorOptions().device(at::Device(kDeviceType, Device::get().current())).dtype(at::kInt));
   reduce_into(token, token, c10d::ReduceOp::SUM);
   return done(c10d::OpType::BARRIER, {token}, options.timeout, /*waits=*/true);
