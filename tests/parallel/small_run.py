@@ -1,6 +1,7 @@
 """A Llama and its data for one process or several ranks, with what is awkward to divide among them."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ SHAPE = LlamaConfig(
     head_dim=6,
     max_position_embeddings=16,
 )
+
+
+def recomputing() -> Llama:
+    """The same, with activation checkpointing."""
+    model = Llama(replace(SHAPE, activation_checkpointing=True))
+    initialize(model, 0)
+    return model
 
 
 def batch(seed: int, sequences: int, unlabelled: int = 0) -> dict[str, torch.Tensor]:

@@ -29,7 +29,8 @@ SCRIPT = """
             small_run.begin_from(runs / source, runs / name)
         dist.barrier()
         layout = {"replicate": int(replicate), "shard": int(shard)}
-        trainer = small_run.train(runs / name, "tpu", None, 8 // sequences, sequences, **layout)
+        model = small_run.recomputing() if name == "recomputed" else None
+        trainer = small_run.train(runs / name, "tpu", model, 8 // sequences, sequences, **layout)
         assert trainer.world.size == world and trainer.world.rank == rank
         if int(shard) > 1:
             whole = sum(p.numel() for p in trainer.model.parameters())
@@ -85,12 +86,13 @@ def bits(runs: Path, name: str) -> list[str]:
 
 
 def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_checkpoints(runs: Path):
-    run_jobs(2, "shard::1:2 replicate::2:1 from-1-to-2:alone:1:2 again:shard:1:2", runs)
+    run_jobs(2, "shard::1:2 replicate::2:1 from-1-to-2:alone:1:2 again:shard:1:2 recomputed::1:2", runs)
     run_jobs(4, "both::2:2:8 from-2-to-4:shard:2:2:8", runs)  # in larger micro-batches
     for source, name, sequences in (("shard", "from-2-to-1", 4), ("both", "from-4-to-1", 2)):
         small_run.begin_from(runs / source, runs / name)
         small_run.train(runs / name, "cpu", None, 8 // sequences, sequences)
-    for name in ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-1"):
+    names = ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-1")
+    for name in (*names, "recomputed"):
         assert_as_alone(runs, name)
     assert bits(runs, "again") == bits(runs, "shard")
     assert flops_of_steps(runs, "both", chips=4) == pytest.approx(flops_of_steps(runs, "alone", chips=1))

@@ -22,6 +22,8 @@ def recomputed(layer: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
     if torch.compiler.is_compiling():  # which knows checkpoint(), and keeps both computations apart by itself
         return checkpoint(layer, hidden, *others, use_reentrant=False)
     trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    if any(hasattr(parameter, "device_mesh") for parameter in trainable):  # made whole only when it is called
+        return recomputed_call(layer, hidden, *others)
     return _Recomputed.apply(lambda values: layer(values, *others), hidden, *trainable)
 
 
