@@ -132,6 +132,19 @@ def region(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer
     return torch.tpu.spmd(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
 
 
+def of_slices() -> Any:
+    """What the device does for slices that are not here: `tpu_backend.ahead_of_time`."""
+    from tpu_backend import ahead_of_time
+
+    return ahead_of_time
+
+
+def is_absent() -> bool:
+    """Whether this process stands for one rank of a slice that is not here, and only records."""
+    module = sys.modules.get("tpu_backend.ahead_of_time")
+    return module is not None and module.is_started()
+
+
 def peers() -> Any:
     """What this rank knows of the others (`Peers` of the device); None in a process that is alone."""
     module = sys.modules.get("tpu_backend.distributed.peers")

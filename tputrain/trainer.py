@@ -589,6 +589,11 @@ class Trainer:
             self._step_log.wait()
         self._step_log = self._new_step_log()
 
+    def record_step(self) -> None:
+        """A step of which nothing is read, on a device that only records (`parallel.abstract_step`)."""
+        with self.execution.in_form("fused"):
+            self._train_step(self.batches_of_next_step())
+
     @property
     def saved_at(self) -> int | None:
         """The step saved last, complete or still being written; None: the last one could not be."""

@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,11 +29,13 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_HOST_BOUNDS": "1,1,1",  # else it says that it does not know them
 }
 
 
 def start(topology: str, rank: int = 0) -> None:
-    """Make this process `rank` of a slice as JAX names it ("v5e:2x2"), alone: the other ranks are not there.
+    """Make this process `rank` of a slice ("v5e:2x2", or "2x v5e:16x16" for two that DCN connects), alone:
+    the other ranks are not there.
 
     The world has a rank a chip. From here on tensors of the device have shapes and no values. To be called
     before the device is used, and instead of `init_process_group`.
@@ -57,46 +60,87 @@ def start(topology: str, rank: int = 0) -> None:
     dist.init_process_group("tpu", store=HashStore(), rank=rank, world_size=len(devices))
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The segments that were recorded since `start`, or since this was asked last, oldest first."""
+def is_started() -> bool:
+    """Whether this process stands for a rank of a slice that is not here."""
     from tpu_backend.runtime import described
 
-    if described.here is None:
-        raise RuntimeError("ahead_of_time.recorded: call ahead_of_time.start first")
+    return described.here is not None
+
+
+def is_read(error: Exception) -> bool:
+    """Whether the error says that a value was asked for, which is not there."""
+    from tpu_backend.runtime.described import NO_VALUE
+
+    return NO_VALUE in str(error)
+
+
+def mark(label: str) -> None:
+    """Give what is recorded from here on a name, which the compiled program's metadata has."""
+    _here().mark(label)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The segments that were recorded since `start`, or since this was asked last, oldest first."""
     import torch
 
+    here = _here()
     torch.tpu.flush()  # type: ignore[attr-defined]
-    segments, described.here.segments = described.here.segments, []
+    segments, here.segments = here.segments, []
     return segments
 
 
-def compile_for(topology: str, segment: dict[str, Any], options: Mapping[str, Any] | None = None) -> Any:
-    """A recorded segment for the chips of a topology: a `jax.stages.Compiled`, which cannot run here.
-
-    `options` are the compiler's, by name. Raises ValueError if the topology has another number of chips than
-    the one that it was recorded for, and what JAX raises if it does not compile.
-    """
-    import jax
-
+def _here() -> Any:
     from tpu_backend.runtime import described
+
+    if described.here is None:
+        raise RuntimeError("ahead_of_time: call ahead_of_time.start first")
+    return described.here
+
+
+def lower_for(topology: str, segment: Mapping[str, Any], order: Sequence[int] | None = None) -> Any:
+    """A recorded segment as a program for the chips of a topology: a `jax.stages.Lowered`.
+
+    Starts of slices are constants in it: all ranks have the same ones, or the programs of two ranks differ.
+    `order`: of each rank its chip, by its place in `chips(topology)`; None: in that order. Raises ValueError
+    if the topology has another number of chips than the one that the segment was recorded for.
+    """
     from tpu_backend.runtime.compiler import lower_segment
     from tpu_backend.runtime.target import target_for
 
-    assert described.here is not None
-    devices = chips(topology)
-    if len(devices) != len(described.here.devices):
+    here, devices = _here(), chips(topology)
+    if len(devices) != len(here.devices):
         raise ValueError(
-            f"{topology} has {len(devices)} chips, and this was recorded for {len(described.here.devices)} "
-            f"({described.here.name})"
+            f"{topology} has {len(devices)} chips, and this was recorded for {len(here.devices)} "
+            f"({here.name})"
         )
-    lowered, _ = lower_segment(segment, target_for(segment, devices))
+    if order is not None:
+        devices = tuple(devices[place] for place in order)
+    constant = dict(segment) | {"offset_is_input": [False] * len(segment["offsets"])}
+    lowered, _ = lower_segment(constant, target_for(constant, devices))
+    return lowered
+
+
+def compile_for(
+    topology: str,
+    segment: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    order: Sequence[int] | None = None,
+) -> Any:
+    """A recorded segment for the chips of a topology (see `lower_for`): a `jax.stages.Compiled`, which cannot
+    run here.
+
+    `options` are the compiler's, by name. Raises what JAX raises if it does not compile.
+    """
+    import jax
+
+    lowered = lower_for(topology, segment, order)
     with jax.enable_x64(True):
         return lowered.compile(compiler_options=None if options is None else dict(options))
 
 
 @cache
 def chips(topology: str) -> tuple[Any, ...]:
-    """The chips of a topology, as libtpu describes them."""
+    """The chips of a topology, as libtpu describes them, slice by slice."""
     if find_spec("libtpu") is None:
         raise RuntimeError(
             "to compile for a TPU its compiler is needed: pip install 'tputrain[tpu]' (Linux on x86-64)"
@@ -107,7 +151,28 @@ def chips(topology: str) -> tuple[Any, ...]:
     import jax
     from jax.experimental import topologies
 
+    slices, _, name = topology.rpartition("x ")
+    arguments: dict[str, Any] = {"topology_name": name}
+    if slices:
+        arguments["num_slices"] = int(slices)
+    if set(name.partition(":")[2]) == {"1", "x"}:
+        arguments["chips_per_host_bounds"] = (1, 1, 1)  # else a host has four at least
     try:
-        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        return tuple(topologies.get_topology_desc(platform="tpu", **arguments).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"unknown topology {topology!r}: {str(error).splitlines()[0]}") from error
+
+
+def places(topology: str) -> list[tuple[int, int, int, int, int]]:
+    """Of each chip in `chips(topology)`: its slice, its coordinates x, y, z, and the core, where a chip has
+    several that are devices.
+    """
+    return [(getattr(each, "slice_index", 0), *each.coords, each.core_on_chip) for each in chips(topology)]
+
+
+def compiler_version() -> str | None:
+    """Of libtpu; None where it is not installed."""
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        return None

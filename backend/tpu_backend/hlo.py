@@ -1,16 +1,29 @@
-"""Reads the collectives out of an optimized program's text (`jax.stages.Compiled.as_text`)."""
+"""Reads an optimized program's text (`jax.stages.Compiled.as_text`): its instructions and collectives."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
-_COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%?[\w.-]+ = (.+?) ({'|'.join(_KINDS)})(-start)?\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
+_NAME = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_MOST_CYCLES = 2**50
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+_GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -18,14 +31,124 @@ class Collective:
     """One that the program launches."""
 
     kind: str  # all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute, all-reduce-scatter
-    results: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and dims of each
+    results: Shapes  # dtype and dims of each
     is_async: bool  # other work may run meanwhile
     computation: str
+    operands: Shapes = ()
+    group: tuple[int, ...] = ()
+    """The first of the groups of devices that do it, by their places in the program's mesh."""
+    chain: str | None = None
+    """What its parts have in common where fusions carry its steps."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all results."""
-        return sum(_itemsize(dtype) * math.prod(dims) for dtype, dims in self.results)
+        """Of all results; of a reduce-scatter of its operands: what is on its way in a group."""
+        return num_bytes(self.operands if "scatter" in self.kind and self.operands else self.results)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One of a computation. They run in their order."""
+
+    name: str
+    opcode: str
+    results: Shapes
+    operands: tuple[str, ...]
+    called: str | None
+    """The computation that it runs: a fusion's, a loop's body."""
+    text: str
+
+    @cached_property
+    def cycles(self) -> int | None:
+        """The compiler's estimate for a core, if it made one. Some of its sums overflow: they are none."""
+        found = _CYCLES.search(self.text)
+        return None if found is None or int(found[1]) > _MOST_CYCLES else int(found[1])
+
+    @cached_property
+    def trips(self) -> int:
+        """Of a loop."""
+        found = _TRIPS.search(self.text)
+        return 1 if found is None else int(found[1])
+
+    @cached_property
+    def op_name(self) -> str:
+        """The scopes it was traced in, as JAX names them."""
+        found = _OP_NAME.search(self.text)
+        return "" if found is None else found[1]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All computations by name."""
+
+    entry: str
+    computations: dict[str, tuple[Instruction, ...]]
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shapes]:
+        return {each.name: each.results for some in self.computations.values() for each in some}
+
+    def num_bytes(self, instruction: Instruction) -> int:
+        """What it reads and writes."""
+        read = sum(num_bytes(self._shapes.get(name, ())) for name in instruction.operands)
+        return read + num_bytes(instruction.results)
+
+    def collective(self, instruction: Instruction, computation: str) -> Collective | None:
+        """What it does with other devices, if it does."""
+        kind, _, start = instruction.opcode.partition("-start")
+        if kind not in _KINDS or start:
+            return None
+        if kind == "all-reduce" and "all-reduce-scatter" in computation:
+            kind = "all-reduce-scatter"
+        chain = _CHAIN.search(instruction.text)
+        is_async = (
+            instruction.opcode.endswith("-start")
+            or "async_collective" in computation
+            or "async_collective_name" in instruction.text
+        )
+        operands = tuple(shape for name in instruction.operands for shape in self._shapes.get(name, ()))
+        return Collective(
+            kind,
+            instruction.results,
+            is_async,
+            computation,
+            operands,
+            _first_group(instruction.text),
+            None if chain is None else chain[1],
+        )
+
+    def collectives_of(self, computation: str) -> Iterator[Collective]:
+        for instruction in self.computations.get(computation, ()):
+            found = self.collective(instruction, computation)
+            if found is not None:
+                yield found
+
+
+def program(text: str) -> Program:
+    """The program of a text."""
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    entry = name = ""
+    current: list[Instruction] = []
+    for line in text.splitlines():
+        if (begins := _COMPUTATION.match(line)) is not None:
+            name, current = begins[2], []
+            entry = name if begins[1] else entry
+        elif line.startswith("}"):
+            computations[name] = tuple(current)
+        elif (match := _INSTRUCTION.match(line)) is not None:
+            _, own, results, opcode, operands, rest = match.groups()
+            called = _CALLED.search(rest)
+            current.append(
+                Instruction(
+                    own,
+                    opcode,
+                    _shapes(results),
+                    tuple(_NAME.findall(operands)),
+                    None if called is None else called[1],
+                    rest,
+                )
+            )
+    return Program(entry, computations)
 
 
 def collectives(text: str) -> list[Collective]:
@@ -34,22 +157,43 @@ def collectives(text: str) -> list[Collective]:
     An all-reduce inside a fusion `all-reduce-scatter` is a reduce-scatter: each chip keeps its part. A fusion
     that carries a step of a collective (`async_collective_fusion`) names it once a step: those are async.
     """
+    found = program(text)
+    return [each for name in found.computations for each in found.collectives_of(name)]
+
+
+def num_bytes(shapes: Shapes) -> int:
+    return sum(_itemsize(dtype) * math.prod(dims) for dtype, dims in shapes)
+
+
+def _shapes(text: str) -> Shapes:
+    return tuple(
+        (dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(text)
+    )
+
+
+def _first_group(text: str) -> tuple[int, ...]:
+    if (pair := _PAIRS.search(text)) is not None:
+        return int(pair[1]), int(pair[2])
+    if (match := _GROUPS.search(text)) is None:
+        return ()
+    written = match[1]
+    if written.startswith("{"):
+        return tuple(map(int, written[2:].partition("}")[0].split(",")))
+    # [groups, size]<=[dims]T(order): numbers counted up over dims, transposed, and cut into groups
+    sizes, _, rest = written[1:].partition("]<=[")
+    dims_text, _, order_text = rest.partition("]")
+    dims = [int(each) for each in dims_text.split(",")]
+    order = [int(each) for each in order_text[2:-1].split(",")] if order_text else list(range(len(dims)))
+    strides = [math.prod(dims[place + 1 :]) for place in range(len(dims))]
+    size = int(sizes.split(",")[-1])
     found = []
-    computation = ""
-    for line in text.splitlines():
-        if (begins := _COMPUTATION.match(line)) is not None:
-            computation = begins[1]
-        if (match := _COLLECTIVE.match(line)) is None:
-            continue
-        results, kind, start = match.groups()
-        if kind == "all-reduce" and "all-reduce-scatter" in computation:
-            kind = "all-reduce-scatter"
-        shapes = tuple(
-            (dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(results)
-        )
-        is_async = start is not None or "async_collective" in computation or "async_collective_name" in line
-        found.append(Collective(kind, shapes, is_async, computation))
-    return found
+    for number in range(size):
+        place, rest_of = 0, number
+        for dim in reversed(order):
+            rest_of, own = divmod(rest_of, dims[dim])
+            place += own * strides[dim]
+        found.append(place)
+    return tuple(found)
 
 
 def _itemsize(dtype: str) -> int:

@@ -98,6 +98,8 @@ def _planned(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     help = "where it is to run: v6e:16x16, v5p-128 (128 cores), '2x v5e:16x16' (two slices)"
     parser.add_argument("--topology", metavar="SLICE", required=True, help=help)
+    help = "have the TPU's compiler (libtpu) judge the plan: minutes, and no TPU"
+    parser.add_argument("--compile", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="every candidate with its figures, as JSON")
 
 
@@ -227,6 +229,7 @@ tputrain lr-find llama --lowest 1e-4 --highest 0.1     closer""",
         "say whether a recipe fits a TPU slice, how it is laid out there, and how fast a step is",
         """tputrain plan my.yaml --topology v6e:16x16
 tputrain plan my.yaml --topology '2x v5e:16x16'    two slices, over the data center's network
+tputrain plan my.yaml --topology v5e:2x2 --compile  what the TPU's compiler says, without a TPU
 tputrain plan my.yaml --topology v5p-128 --json    every candidate, and why it was not taken""",
         _planned,
         takes_overrides=True,

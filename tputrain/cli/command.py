@@ -162,7 +162,8 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
         case "plan":
             from tputrain.cli.plan import plan
 
-            return plan(chosen.target, chosen.overrides, chosen.topology, output if chosen.json else None)
+            where = output if chosen.json else None
+            return plan(chosen.target, chosen.overrides, chosen.topology, chosen.compile, where)
         case "import":
             from tputrain.cli.hf_import import import_directory
 

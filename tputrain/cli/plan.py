@@ -10,10 +10,20 @@ from torch import Tensor, nn
 
 from tputrain.announce import announced, say
 from tputrain.config_checks import expect
-from tputrain.models import build_initialized, build_model
+from tputrain.models import ModelConfig, build_initialized, build_model, parameters_on_meta
 from tputrain.optim.groups import freeze
+from tputrain.parallel.compiled_report import compiled_lines
+from tputrain.parallel.compiled_step import (
+    CompiledStep,
+    DoesNotFitError,
+    Subject,
+    compile_step,
+    start_slice,
+    why_not,
+)
+from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.memory_model import RUNGS, Precision
-from tputrain.parallel.plan import Task, make_plan, refuse
+from tputrain.parallel.plan import Candidate, Plan, Task, make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
@@ -24,19 +34,61 @@ _STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree
 """Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone."""
 
 
-def plan(recipe: str, overrides: Sequence[str], topology: str, output: TextIO | None = None) -> int:
-    """Plan the recipe for the topology. `output`: where JSON goes, if it is wanted."""
+def plan(
+    recipe: str, overrides: Sequence[str], topology: str, compiles: bool = False, output: TextIO | None = None
+) -> int:
+    """Plan the recipe for the topology. `compiles`: have the TPU's compiler judge the plan. `output`: where
+    JSON goes, if it is wanted.
+    """
     found = Topology.parse(topology)
     cfg = load_recipe(find_recipe(recipe), overrides)
-    task = task_of(cfg, found)
-    made = make_plan(task)
+    missing = why_not(found) if compiles else None
+    if compiles and missing is None:
+        start_slice(found)  # before anything uses the device
+    made = make_plan(task_of(cfg, found))
+    verdict: CompiledStep | None = None
+    if compiles and missing is None and made.chosen is not None:
+        verdict, missing = compiled_plan(cfg, made, made.chosen)
     if output is not None:
-        print(json.dumps(made.as_json(), indent=1), file=output, flush=True)
+        plain = made.as_json()
+        if compiles:
+            plain["compiled"] = {"missing": missing} if verdict is None else verdict.as_json()
+        print(json.dumps(plain, indent=1), file=output, flush=True)
         return 0 if made.chosen is not None else 2
     refuse(made)
     for line in lines(made):
         say(line)
+    if compiles:
+        for line in compiled_lines(made, verdict) if verdict is not None else [f"not compiled: {missing}"]:
+            say(line)
     return 0
+
+
+def compiled_plan(
+    cfg: RecipeConfig, made: Plan, candidate: Candidate
+) -> tuple[CompiledStep | None, str | None]:
+    """What the compiler says of a candidate; where it says that it does not fit, that, and what would fit."""
+    subject = subject_of(cfg, candidate)
+    try:
+        return compile_step(subject), None
+    except DoesNotFitError as error:
+        return None, str(error)
+
+
+def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
+    """A candidate as the Trainer would run it."""
+    layout, degrees = candidate.layout, candidate.layout.degrees
+    data_ranks = degrees["replicate"] * degrees["shard"]
+    run = replace(
+        cfg,
+        run_dir=None,
+        parallel=ParallelConfig(**degrees, plan=cfg.parallel.plan),
+        trainer=replace(cfg.trainer, accumulate=candidate.micro_batches),
+    )
+    model_cfg = replace(cfg.model, activation_checkpointing=candidate.rung == "layers" or None)
+    return Subject(
+        lambda: _without_values(cfg, model_cfg), run, _host_batch(cfg, candidate.rows * data_ranks), layout
+    )
 
 
 def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
@@ -73,14 +125,32 @@ def _workload(cfg: RecipeConfig) -> Workload:
     freeze(model, cfg.optim.freeze)
     return workload_of(
         model,
-        lambda rows: _batch(cfg, model, rows),
+        lambda rows: _batch(cfg, rows),
         name=cfg.model.path or cfg.model.name,
         autocast=cfg.execution.autocast,
         plan=cfg.parallel.plan,
     )
 
 
-def _batch(cfg: RecipeConfig, model: nn.Module, rows: int) -> dict[str, Tensor]:
+def _without_values(cfg: RecipeConfig, model_cfg: ModelConfig) -> nn.Module:
+    """The model as the Trainer is given it, with parameters on meta."""
+    if model_cfg.name == "huggingface" and model_cfg.path is not None:
+        model_cfg = replace(model_cfg, init="random")
+    with parameters_on_meta():
+        model = build_initialized(model_cfg, cfg.seed) if cfg.model.is_elsewhere else build_model(model_cfg)
+    freeze(model, cfg.optim.freeze)
+    return model
+
+
+def _host_batch(cfg: RecipeConfig, rows: int) -> dict[str, Tensor]:
+    """A batch as the recipe's data gives it, in memory for one row."""
+    return {
+        name: torch.zeros(1, *each.shape[1:], dtype=each.dtype).expand(rows, *each.shape[1:])
+        for name, each in _batch(cfg, rows).items()
+    }
+
+
+def _batch(cfg: RecipeConfig, rows: int) -> dict[str, Tensor]:
     """A batch as the recipe's data gives it."""
     if cfg.data.is_images:
         shape = (rows, 1, 8, 8)  # digits

@@ -60,6 +60,9 @@ class Chip:
     """To the host's memory."""
     host_memory: float
     """Bytes of the host's memory."""
+    clock: float
+    """Cycles a second of a core, as the compiler counts them: peak FLOP/s over the FLOPs of a cycle. Of tpu7x
+    it is not settled (1.9 or 2.2 GHz)."""
     core_bandwidth: float = 0.0
     """Between the two devices of a chip, in one direction."""
 
@@ -91,6 +94,7 @@ CHIPS = {
             dcn_bandwidth=25e9 / 4,  # scaling book: 25 GB/s a host
             pcie_bandwidth=15e9,  # scaling book
             host_memory=400e9,
+            clock=1.05e9,
         ),
         Chip(
             name="v5e",
@@ -107,6 +111,7 @@ CHIPS = {
             dcn_bandwidth=6.4e12 / 8 / 256,  # 6.4 Tbit/s a pod
             pcie_bandwidth=15e9,  # scaling book
             host_memory=512 * GIB,
+            clock=1.5e9,
         ),
         Chip(
             name="v5p",
@@ -123,6 +128,7 @@ CHIPS = {
             dcn_bandwidth=50e9 / 8,  # 50 Gbit/s
             pcie_bandwidth=15e9,  # scaling book
             host_memory=448e9,
+            clock=1.75e9,
         ),
         Chip(
             name="v6e",
@@ -139,6 +145,7 @@ CHIPS = {
             dcn_bandwidth=100e9 / 8,  # 100 Gbit/s, by the comparison in tpu7x's page
             pcie_bandwidth=32e9,  # scaling book
             host_memory=1536 * GIB,
+            clock=1.75e9,
         ),
         Chip(
             name="tpu7x",
@@ -155,6 +162,7 @@ CHIPS = {
             dcn_bandwidth=100e9 / 8,  # 100 Gbit/s
             pcie_bandwidth=32e9,  # not published; v6e's
             host_memory=960e9,
+            clock=2.2e9,
             core_bandwidth=600e9,  # its page: six times one link
         ),
         Chip(  # a model of one: processes of one machine, which meet in its memory
@@ -172,6 +180,7 @@ CHIPS = {
             dcn_bandwidth=1e9,
             pcie_bandwidth=10e9,
             host_memory=64 * GIB,
+            clock=1e9,
         ),
     )
 }

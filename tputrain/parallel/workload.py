@@ -19,13 +19,12 @@ from tputrain import batches as batch_of
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction, loss_of
-from tputrain.parallel.blocks import blocks
+from tputrain.parallel.blocks import blocks, signature
 from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
 _DEVICE = torch.device("tpu", 0)  # of tensors without values: PyTorch treats them as those of a run
-_NUMBERS_OF_A_LAYER = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,7 @@ class _Tracer:
         self._fakes: dict[int, Tensor] = {}
         self._names = {id(module): name for name, module in settings.model.named_modules()}
         self._cut = settings.tensor.cut_parameters(settings.model)
-        self._signatures = {id(each): _signature(each) for each in blocks(settings.model)}
+        self._signatures = {id(each): signature(each) for each in blocks(settings.model)}
         self._calls: dict[Any, _Call] = {}
         self._order: list[_Call] = []
 
@@ -549,21 +548,6 @@ class _Call:
         self.leaves, self.spec = leaves, spec
         self.outputs = [leaf for leaf in leaves if isinstance(leaf, _Form)]
         self.count = 0
-
-
-def _signature(module: nn.Module) -> Any:
-    """What two layers that do the same have in common."""
-    described = []
-    for name, each in module.named_modules():
-        settings = {
-            key: value
-            for key, value in vars(each).items()
-            if isinstance(value, int | float | str | bool) and key not in _NUMBERS_OF_A_LAYER
-        }
-        described.append((name, type(each), tuple(sorted(settings.items(), key=lambda item: item[0]))))
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    shapes = tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)
-    return tuple(described), shapes
 
 
 def _tensors(values: Any) -> Iterable[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tputrain.announce import be_quiet
 from tputrain.batches import Batch
-from tputrain.device import failure_of_peers, peers
+from tputrain.device import failure_of_peers, is_absent, peers
 from tputrain.errors import RunFailedError, UserError
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.launched import is_launched, is_ours
@@ -164,6 +164,25 @@ class Ranks(World):
         return shared[0]
 
 
+class AbsentRanks(Ranks):
+    """One of the ranks of a slice that is not here. Hosts that are not there say what this one says."""
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def of_all(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def meet(self, what: str) -> None:
+        pass
+
+    def check_shared(self, directory: Path) -> None:
+        pass
+
+    def first(self, function: Callable[[], T]) -> T:
+        return function()
+
+
 @contextmanager
 def _exchanging(what: str) -> Iterator[None]:
     """An exchange between the hosts of all ranks. It knows neither who is late nor whose end has closed a
@@ -191,7 +210,15 @@ def _leave_mark(directory: Path) -> str:
 @cache
 def _ranks(cfg: ParallelConfig, group: Any) -> Ranks:
     """Of a group, made once: the command, the data and the Trainer all ask."""
-    return Ranks(cfg)
+    return AbsentRanks(cfg) if is_absent() else Ranks(cfg)
+
+
+def _world_size() -> int:
+    if is_absent():
+        import torch.distributed as dist
+
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def join(cfg: ParallelConfig, device: torch.device) -> World:
@@ -199,7 +226,7 @@ def join(cfg: ParallelConfig, device: torch.device) -> World:
 
     Before the first use of the device. Raises UserError where the degrees do not fit the ranks.
     """
-    world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+    world_size = _world_size()
     cfg.resolved(world_size)
     if world_size == 1:
         return ALONE

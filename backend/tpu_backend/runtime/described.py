@@ -6,11 +6,13 @@ Their values have shapes and dtypes, and no memory. Reading one raises.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
 
+from tpu_backend import _C
 from tpu_backend.runtime.dtypes import stored_dtype
 from tpu_backend.runtime.tape import Tape
 
@@ -23,10 +25,40 @@ class Slice:
     devices: tuple[Any, ...]
     rank: int
     segments: list[dict[str, Any]] = field(default_factory=list)
+    _marks: list[tuple[int, str]] = field(default_factory=list)  # entries recorded before, and a name
+
+    def mark(self, label: str) -> None:
+        """Name the entries that are recorded from here on, until the next mark."""
+        self._marks.append((_num_recorded(), label))
+
+    def add(self, segment: dict[str, Any]) -> None:
+        """Note a segment that was cut just now, with the names of its entries."""
+        if self._marks:
+            count = len(segment["circumstances"])
+            segment["labels"] = list(_labels(self._marks, _num_recorded() - count, count))
+            del self._marks[:-1]
+        self.segments.append(segment)
+
+
+def _num_recorded() -> int:
+    return _C.compile_stats(0)["ops_recorded"]
+
+
+def _labels(marks: list[tuple[int, str]], first: int, count: int) -> Iterator[str]:
+    """Of each entry the newest mark before it."""
+    following = iter(marks)
+    label, pending = "", next(following, None)
+    for place in range(first, first + count):
+        while pending is not None and pending[0] <= place:
+            label, pending = pending[1], next(following, None)
+        yield label
 
 
 here: Slice | None = None
 """What programs are described for; None: they are run."""
+
+
+NO_VALUE = "has no value here"
 
 
 class NoArray:
@@ -48,7 +80,7 @@ class NoArray:
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"a {self.dtype}{list(self.shape)} has no value here: programs are compiled ahead of time and "
+            f"a {self.dtype}{list(self.shape)} {NO_VALUE}: programs are compiled ahead of time and "
             "not run; leave out item(), print and what else reads a tensor"
         )
 
@@ -77,7 +109,7 @@ class Described:
 def describe(description: dict[str, Any]) -> Described:
     """Note a segment instead of compiling it."""
     assert here is not None
-    here.segments.append(description)
+    here.add(description)
     layouts = Tape.of(description).layouts
     results = tuple((layouts[local][1], stored_dtype(layouts[local][0])) for local in description["outputs"])
     return Described(results, key=f"segment {len(here.segments)}")

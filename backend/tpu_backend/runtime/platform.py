@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from tpu_backend.chips import tpu_chips
+from tpu_backend.runtime import described
 
 PLATFORMS = ("auto", "tpu", "cuda", "cpu")
 
@@ -96,7 +97,7 @@ def platform() -> Platform:
 def announce() -> None:
     """One line on standard error, by the first process of a machine: what "tpu" is here."""
     chosen = platform()  # on each rank: those that open theirs wait for it
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0" or described.here is not None:
         return
     kind = chosen.devices[0].device_kind if chosen.name != "cpu" else "CPU"
     print(f"device tpu → XLA:{kind} ({chosen.reason})", file=sys.stderr, flush=True)

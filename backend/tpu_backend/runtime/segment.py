@@ -375,6 +375,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
     num_integers: int = description["num_integers"]
     packs = [description["num_floats"] > 0, description["num_doubles"] > 0]
     has_integers = num_integers > 0 or any(offset_is_input)
+    labels: Sequence[str] = description.get("labels", ())  # of entries, for a program's metadata
 
     def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         values: dict[int, packed.Value] = dict(zip(inputs, arguments))
@@ -395,7 +396,8 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
         with collect_bounds_checks() as collected:
             for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
-                with recorded_settings(precision):
+                label = jax.named_scope(labels[collected.entry]) if labels else nullcontext()
+                with recorded_settings(precision), label:
                     for value in replay(entry, iter(links), values, numbers):
                         values[next(fresh)] = value
         bounds_checks[:] = collected.made

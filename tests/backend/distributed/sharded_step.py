@@ -57,7 +57,6 @@ def main() -> None:
         step(x)
     segments = segments or ahead_of_time.recorded()
     segment = max(segments, key=lambda each: len(each["tape"]))
-    segment["offset_is_input"] = [False] * len(segment["offsets"])
     with pytest.raises(RuntimeError, match="has no value here"):
         step(x).item()
     found = {

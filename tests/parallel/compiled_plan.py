@@ -1,0 +1,69 @@
+"""Records the Trainer's step as one rank of a slice that is not here.
+
+Run as a process of its own, with the rank as its argument. Prints one JSON object.
+"""
+
+import hashlib
+import json
+import sys
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from tputrain import ParallelConfig, RunConfig
+from tputrain.device import of_slices
+from tputrain.errors import UserError
+from tputrain.execution import ExecutionConfig
+from tputrain.models import parameters_on_meta
+from tputrain.models.llama import Llama, LlamaConfig
+from tputrain.parallel.abstract_step import abstract_step
+
+CONFIG = LlamaConfig(512, 128, 256, 2, 2, 1, 64, 64, tie_word_embeddings=False, activation_checkpointing=True)
+TOPOLOGY = "v5e:2x2"
+
+
+class Reading(nn.Module):
+    """Looks at a value in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return hidden * 2 if hidden.sum().item() > 0 else hidden
+
+
+def batch(rows: int) -> dict[str, Tensor]:
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    return {name: one.expand(rows, 64) for name in ("input_ids", "labels", "position_ids", "document_ids")}
+
+
+def record(rank: int) -> dict[str, object]:
+    slices = of_slices()
+    slices.start(TOPOLOGY, rank)
+    cfg = RunConfig(parallel=ParallelConfig(shard=-1), execution=ExecutionConfig(autocast="bfloat16"))
+    with parameters_on_meta():
+        model = Llama(CONFIG)
+    step = abstract_step(model, cfg, batch(8))
+    text = slices.lower_for(TOPOLOGY, step.segment).as_text()
+    refusal = None
+    try:
+        abstract_step(Reading(), cfg, [torch.zeros(8, 8), torch.zeros(8, 8)], torch.nn.functional.mse_loss)
+    except UserError as error:
+        refusal = str(error)
+    return {
+        "digest": hashlib.sha256(text.encode()).hexdigest(),
+        "segments": step.num_segments,
+        "world_size": torch.distributed.get_world_size(),
+        "backend": torch.distributed.get_backend(),
+        "parameters": len(list(model.parameters())),
+        "donated": len(step.segment["donated"]),
+        "labels": Counter(step.segment["labels"]),
+        "refusal": refusal,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(record(int(sys.argv[1]))))

@@ -1,0 +1,184 @@
+"""Plans that the TPU compiler judges: the step without values, and what is read out of its program."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.parallel.compiled_plan import TOPOLOGY
+from tests.tpu.test_compile import needs_compiler
+from tpu_backend import hlo
+from tputrain import device as devices
+from tputrain.cli import main
+from tputrain.parallel import compiled_step
+from tputrain.parallel.abstract_step import ONCE
+from tputrain.parallel.compiled_step import DoesNotFitError, shorten
+from tputrain.parallel.layout import Layout
+from tputrain.parallel.step_schedule import schedule
+from tputrain.parallel.topology import Topology
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+include: [model/llama-5m, optim/adamw]
+model: {vocab_size: 512, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2,
+        num_attention_heads: 2, num_key_value_heads: 1}
+data: {sequence_length: 128, vocab_size: 512}
+batch: {tokens: 2048, sequences: 16}
+execution: {autocast: bfloat16}
+"""
+
+
+def started(*arguments: str) -> "subprocess.Popen[str]":
+    """A process of its own: it stands for a rank of a slice."""
+    paths = [str(ROOT / "backend"), str(ROOT)]
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TPU_PLATFORM": "cpu"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: "subprocess.Popen[str]", seconds: float) -> str:
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-3000:]
+    return output
+
+
+@needs_compiler
+def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value() -> None:
+    processes = [started("tests.parallel.compiled_plan", rank) for rank in ("0", "3")]
+    first, last = (json.loads(ended(each, 120).splitlines()[-1]) for each in processes)
+    assert (first["world_size"], first["backend"]) == (4, "tpu")
+    assert first["digest"] == last["digest"]
+    assert first["segments"] == 1
+    # Each parameter and AdamW's two moments are replaced in place, with activation checkpointing too.
+    assert first["donated"] == 3 * first["parameters"]
+    labels = first["labels"]
+    for layer in ("self_attn.q_proj", "mlp.up_proj"):
+        for walk in ("forward", "again", "backward"):
+            assert labels[f"{walk} model.layers.*.{layer}"] > 0
+    assert all(labels[name] > 0 for name in ONCE)
+    assert first["refusal"].startswith("Reading: cannot be compiled without running it")
+    assert "compiled_plan.py:" in first["refusal"]
+    assert "hidden.sum().item()" in first["refusal"]
+
+
+@needs_compiler
+def test_the_compilers_word_is_in_the_plan(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    command = ["tputrain", "plan", str(recipe), "--topology", TOPOLOGY, "--compile", "--json"]
+    found = json.loads(ended(started(*command), 240))
+    compiled, model = found["compiled"], found["chosen"]["memory_gib"]["arguments"] * 2**30
+    assert compiled["depths"] == ["whole"]
+    # Besides the batch, and rows of norms that are filled up to a tile.
+    assert model <= compiled["arguments"] < 1.3 * model + 2**18
+    assert 0 < compiled["temporaries"] < 2**28
+    assert compiled["flops"] > 0
+    assert compiled["estimated"] > 0.5 * compiled["seconds"] > 0
+    moved = {each["kind"]: each for each in compiled["collectives"]}
+    assert any("scatter" in kind for kind in moved)
+    assert moved["all-gather"]["axes"] == "shard"
+    # Most parameters at least once, as bfloat16.
+    assert moved["all-gather"]["num_bytes"] > 0.8 * 2 * found["parameters"]
+    assert any("model.layers.*" in name for name, _ in compiled["parts"])
+
+
+# -- without the compiler
+
+
+def test_without_a_compiler_the_model_answers_and_a_line_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices.of_slices(), "compiler_version", lambda: None)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    assert main(["plan", str(recipe), "--topology", TOPOLOGY, "--compile"]) == 0
+    printed = capsys.readouterr().out
+    assert "MFU" in printed
+    assert "not compiled: libtpu, its compiler, is not installed: pip install 'tputrain[tpu]'" in printed
+
+
+PROGRAM = (Path(__file__).parent / "step.hlo").read_text()
+
+
+def test_a_schedule_adds_cycles_loops_and_what_is_waited_for() -> None:
+    topology = Topology.parse(TOPOLOGY)
+    seconds = {"all-gather": 5e-6, "all-reduce-scatter": 7e-6}
+    found = schedule(hlo.program(PROGRAM), topology, lambda each: seconds[each.kind])
+    assert found.estimated == pytest.approx((3000 + 4 * 1500) / 1.5e9)
+    # The gather begins first and takes 5 us, of which the fusion hides 2.
+    assert found.waiting == pytest.approx(3e-6 + 7e-6)
+    assert found.unestimated == pytest.approx(
+        2 * 4 * 2**20 / topology.hbm_bandwidth
+    )  # no estimate: its bytes
+    assert [each.kind for each, _ in found.collectives] == ["all-gather", "all-reduce-scatter"]
+    assert found.by_operation["forward model.up", "dot_general"] == pytest.approx(2e-6)
+    assert found.total == pytest.approx(sum(found.by_label.values()))
+
+
+@pytest.mark.parametrize(
+    ("written", "group"),
+    [
+        ("replica_groups={{0,4,8},{1,5,9}}", (0, 4, 8)),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("source_target_pairs={{0,1},{1,2}}", (0, 1)),
+    ],
+)
+def test_the_first_group_of_a_collective_is_read(written: str, group: tuple[int, ...]) -> None:
+    text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  ROOT %a = f32[8]{{0}} all-to-all(%x), {written}\n}}\n"
+    (found,) = hlo.collectives(text)
+    assert found.group == group
+
+
+def test_collectives_are_found_along_the_axes_of_the_mesh() -> None:
+    layout = Layout(Topology.parse("v5e:4x4"), ((2, 1, 2, 1), (1, 1, 2, 2)))
+    groups = compiled_step._Groups(layout)
+    assert layout.degrees == {"replicate": 2, "shard": 4, "tensor": 2, "context": 1}
+    assert groups.axes([0, 1]) == ("tensor",)
+    assert groups.axes([0, 2, 4, 6]) == ("shard",)
+    assert groups.axes([0, 8]) == ("replicate",)
+    assert groups.axes(range(16)) == ("replicate", "shard", "tensor")
+
+
+class Deep(nn.Module):
+    def __init__(self, *kinds: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8 * kind) for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "compiled"),
+    [
+        ((1,) * 32, [(4,), (8,)]),
+        ((1,) * 8, [(8,)]),  # no deeper than what is compiled anyway
+        ((1, 2) * 16, [(8,), (16,)]),  # pairs
+        (tuple(range(1, 33)), [(32,)]),  # all differ
+    ],
+)
+def test_layers_that_are_alike_are_compiled_twice(kinds: tuple[int, ...], compiled: Any) -> None:
+    model = Deep(*kinds)
+    depths = compiled_step._depths(model)
+    assert list(depths.compiled) == compiled
+    shorten(model, depths.compiled[0])
+    assert len(model.layers) == compiled[0][0]
+
+
+def test_what_the_compiler_says_of_memory_is_read() -> None:
+    text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded"
+    found = compiled_step._refusal(RuntimeError(text), "4 of 32 layers")
+    assert isinstance(found, DoesNotFitError)
+    assert found.used == 20.5 * 2**30
+    assert str(found) == "the compiler needs 20.5 GiB for it (4 of 32 layers)"

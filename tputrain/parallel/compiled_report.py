@@ -1,0 +1,59 @@
+"""What the TPU compiler says of a plan, for people."""
+
+from collections.abc import Iterator
+
+from tputrain.parallel.compiled_step import BAND, CompiledStep
+from tputrain.parallel.plan import USABLE, Plan
+from tputrain.parallel.topology import GIB
+
+_SHOWN = 0.005  # of the step
+
+
+def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
+    """Beside the lines of the plan (`plan_report.lines`)."""
+    task, chosen = plan.task, plan.chosen
+    assert chosen is not None
+    assert chosen.memory is not None
+    assert chosen.seconds is not None
+    topology = task.topology
+    most, total = topology.hbm * USABLE, step.memory
+    fits = "" if total <= most else ": DOES NOT FIT"
+    yield ""
+    yield (
+        f"compiled by {step.compiler} for {topology.name} in {step.compile_seconds:.0f} s "
+        f"(recorded in {step.record_seconds:.0f} s): {', and '.join(step.depths)}"
+    )
+    yield (
+        f"memory  {total / GIB:.2f} of {most / GIB:.2f} GiB a device{fits}: arguments "
+        f"{step.arguments / GIB:.2f}, temporaries {step.temporaries / GIB:.2f} "
+        f"(the plan's model: {chosen.memory.total / GIB:.2f})"
+    )
+    seconds = step.seconds
+    mfu = chosen.mfu * chosen.seconds.total / seconds
+    speed = task.rows * (task.workload.sequence or 1) / seconds / topology.num_chips
+    unit = "tokens" if task.workload.sequence else "rows"
+    yield (
+        f"step    {said(seconds)} +-{BAND:.0%}, MFU {mfu:.1%}, {speed:,.0f} {unit}/s a chip "
+        f"(the plan's model: {said(chosen.seconds.total)})"
+    )
+    shares = {
+        "by the compiler's cycles": step.estimated,
+        "waiting for collectives (modelled)": step.waiting,
+        "copies within the memory (modelled)": step.copying,
+        "without an estimate (modelled)": step.unestimated,
+    }
+    yield "        " + ", ".join(
+        f"{what} {value / seconds:.0%}" for what, value in shares.items() if value / seconds >= _SHOWN
+    )
+    yield f"        {step.flops / 1e12:,.2f} TFLOP a device by the compiler's count"
+    for number, each in enumerate(step.collectives):
+        yield (
+            f"{'moves' if number == 0 else '':7} {each.kind} along {each.axes}: {round(each.count)}, "
+            f"{each.num_bytes / GIB:.2f} GiB, {said(each.seconds)} (modelled)"
+        )
+    for number, (what, value) in enumerate(step.parts):
+        yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {said(value)}  {what}"
+
+
+def said(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

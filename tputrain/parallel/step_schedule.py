@@ -1,0 +1,152 @@
+"""How long a compiled step takes: a walk over its instructions in the order in which the compiler put them.
+
+From the compiler: the order, what runs beside what, and its estimated cycles of a core. Modelled, as it gives
+none: collectives (bytes over the bandwidth of their torus axes, and hops), copies within the memory, and
+operations without an estimate (the bytes that they read and write).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tputrain.parallel.topology import Topology
+
+_FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "bitcast",
+        "get-tuple-element",
+        "tuple",
+        "after-all",
+        "partition-id",
+        "replica-id",
+    )
+)
+_COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
+_SCOPES = ("jit(run)", "shard_map")
+
+Seconds = Callable[[Any], float]
+"""Of a collective (`tpu_backend.hlo.Collective`)."""
+
+
+@dataclass
+class Schedule:
+    """Seconds of a core, by what it does."""
+
+    estimated: float = 0.0
+    """By the compiler."""
+    unestimated: float = 0.0
+    """Operations without an estimate."""
+    waiting: float = 0.0
+    """For collectives."""
+    copying: float = 0.0
+    """For copies within the memory."""
+    by_label: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_operation: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    """By label, and the operation in it as the compiler names it."""
+    collectives: list[tuple[Any, float]] = field(default_factory=list)
+    """Each with its seconds, hidden or not."""
+
+    @property
+    def total(self) -> float:
+        return self.estimated + self.unestimated + self.waiting + self.copying
+
+
+def schedule(program: Any, topology: Topology, collective_seconds: Seconds) -> Schedule:
+    """Of a `tpu_backend.hlo.Program`."""
+    walk = _Walk(program, topology, collective_seconds)
+    walk.run(program.entry)
+    return walk.found
+
+
+class _Walk:
+    """Three clocks: of the core, of the links to other chips, and of copies within the memory."""
+
+    def __init__(self, program: Any, topology: Topology, collective_seconds: Seconds):
+        self._program, self._topology, self._seconds_of = program, topology, collective_seconds
+        self.found = Schedule()
+        self._core = self._links = self._memory = 0.0
+        self._ends: dict[str, float] = {}  # of what was begun, by the name of what began it
+        self._chains: dict[str, float] = {}
+
+    def run(self, computation: str) -> None:
+        for instruction in self._program.computations[computation]:
+            self._step(instruction, computation)
+
+    def _step(self, instruction: Any, computation: str) -> None:
+        opcode, program = instruction.opcode, self._program
+        if opcode in _FREE:
+            return
+        if opcode == "while":
+            for _ in range(instruction.trips):
+                self.run(instruction.called)
+            return
+        kind, _, stage = opcode.rpartition("-")
+        if stage == "done" and instruction.operands and instruction.operands[0] in self._ends:
+            is_copy = kind in _COPIES
+            self._wait(instruction, self._ends.pop(instruction.operands[0]), is_copy)
+            return
+        if stage == "start" and kind in _COPIES:
+            seconds = program.num_bytes(instruction) / 2 / self._topology.hbm_bandwidth
+            self._memory = max(self._memory, self._core) + seconds
+            self._ends[instruction.name] = self._memory
+            return
+        if (collective := program.collective(instruction, computation)) is not None:
+            end = self._send(collective)
+            if stage == "start":
+                self._ends[instruction.name] = end
+            else:
+                self._wait(instruction, end, False)
+            return
+        inner = list(program.collectives_of(instruction.called)) if opcode == "fusion" else []
+        chains = {each.chain for each in inner if each.chain is not None}
+        for each in inner:
+            if each.chain is None:
+                self._wait(instruction, self._send(each), False)
+            elif each.chain not in self._chains:
+                self._chains[each.chain] = self._send(each)
+        if instruction.name.startswith("async-collective-done"):
+            for chain in chains:
+                self._wait(instruction, self._chains[chain], False)
+            return
+        self._compute(instruction, has_collective=bool(inner))
+
+    def _compute(self, instruction: Any, has_collective: bool) -> None:
+        if instruction.cycles is not None:
+            seconds = instruction.cycles / self._topology.chip.clock
+            self.found.estimated += seconds
+        elif instruction.opcode == "fusion" and not has_collective:
+            seconds = self._program.num_bytes(instruction) / self._topology.hbm_bandwidth
+            self.found.unestimated += seconds
+        else:  # a number, or what the compiler does in no time
+            return
+        self._spend(instruction, seconds)
+
+    def _send(self, collective: Any) -> float:
+        """Begin a collective; when it ends. The links take one after the other."""
+        seconds = self._seconds_of(collective)
+        self.found.collectives.append((collective, seconds))
+        self._links = max(self._links, self._core) + seconds
+        return self._links
+
+    def _wait(self, instruction: Any, end: float, is_copy: bool) -> None:
+        seconds = max(0.0, end - self._core)
+        if is_copy:
+            self.found.copying += seconds
+        else:
+            self.found.waiting += seconds
+        self._spend(instruction, seconds)
+
+    def _spend(self, instruction: Any, seconds: float) -> None:
+        self._core += seconds
+        label, operation = _scopes(instruction)
+        self.found.by_label[label] += seconds
+        self.found.by_operation[label, operation] += seconds
+
+
+def _scopes(instruction: Any) -> tuple[str, str]:
+    """The label that an instruction was recorded with, and its operation."""
+    scopes = [each for each in instruction.op_name.split("/") if each not in _SCOPES]
+    return (scopes[0] if len(scopes) > 1 else "", scopes[-1] if scopes else instruction.opcode)
