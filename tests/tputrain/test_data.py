@@ -1,16 +1,23 @@
 """From text to sequences: sources, split, tokenizer, cache, and what the user is told when it cannot work."""
 
 import json
+import os
 import random
 import subprocess
 import sys
+import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tputrain.data import DataConfig, DataError, Tokenizer, build_data
-from tputrain.data.sources import Corpus, Document, read_corpus, split, standard_library
+from tputrain.data.corpus import Corpus, Document, split
+from tputrain.data.sources import read_corpus, standard_library
+from tputrain.data.token_cache import known_totals, tokenise
+from tputrain.data.tokenizer import pieces_of
 
 WORDS = [
     "def",
@@ -75,10 +82,52 @@ def test_the_size_of_little_text_is_told_too(notes, words, size):
     assert f"notes/one.txt, 1 file, {size}" in build(files="notes/one.txt").describe()[0]
 
 
-def test_the_bytes_of_a_corpus_are_counted_once():
-    corpus = Corpus("", (Document("a.txt", "é" * 10), Document("b.txt", "x")))
-    assert corpus.num_bytes == 21
-    assert {"num_bytes"} <= vars(corpus).keys() & vars(corpus.documents[0]).keys()
+def test_a_corpus_is_read_when_it_is_looked_at(notes):
+    corpus = read_corpus(config())
+    (notes / "00.txt").write_text("another text")
+    assert "another text" in [document.text for document in corpus.documents]
+
+
+class ManyDocuments:
+    def __iter__(self):
+        return (Document(f"{number}.txt", f"{number:9} " * 50_000) for number in range(100))
+
+
+def test_text_may_be_larger_than_memory(tmp_path):
+    tracemalloc.start()
+    totals = known_totals(corpus := Corpus("many", ManyDocuments()), config(), print)
+    tokenizer = Tokenizer.train(["0 1 2 3 4 5 6 7 8 9 " * 9], 300)
+    tokenised = tokenise(corpus, totals, config(), print, tokenizer)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (totals.num_bytes, totals.num_documents) == (50_000_000, 100)
+    assert len(tokenised.train.tokens) > 5_000_000
+    assert peak < 25_000_000
+
+
+def test_files_that_stay_as_they_are_are_read_once(notes, monkeypatch):
+    long_ago = time.time() - 60
+    for path in notes.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    first = build()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", pytest.fail)
+        again = build()
+    assert again.fingerprint == first.fingerprint
+    assert again.describe() == first.describe()
+    (notes / "00.txt").write_text("another text")
+    assert build().fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("longest", [1, 7, 100])
+def test_pieces_of_a_long_text_give_the_tokens_of_the_whole(longest, monkeypatch):
+    text = "one  two\n\n\n  three\n four\nfive\r\nsix 7's\n" * 5 + "\n\nlast"
+    tokenizer = Tokenizer.train([text], 290)
+    (whole,) = tokenizer.encode_documents([text])
+    monkeypatch.setattr("tputrain.data.tokenizer._LONGEST_PIECE", longest)
+    assert len(list(pieces_of(text, longest))) > 1
+    (pieces,) = tokenizer.encode_documents([text])
+    assert list(pieces) == whole
 
 
 def test_a_document_is_packed_whole_between_end_of_text_tokens(notes):
@@ -90,19 +139,24 @@ def test_a_document_is_packed_whole_between_end_of_text_tokens(notes):
     assert data.tokenizer.decode(first_document) in {path.read_text() for path in notes.iterdir()}
 
 
+def divided(corpus: Corpus, validation_fraction: float) -> tuple[list[Document], list[Document]]:
+    parts = list(split(corpus, validation_fraction))
+    return [d for d, held_out in parts if not held_out], [d for d, held_out in parts if held_out]
+
+
 def test_validation_files_are_never_trained_on_and_stay_the_same_when_files_are_added():
     documents = tuple(Document(f"{number}.txt", "x" * 100) for number in range(200))
-    train, validation = split(Corpus("", documents), 0.1)
+    train, validation = divided(Corpus("", documents), 0.1)
     assert {d.path for d in train}.isdisjoint(d.path for d in validation)
     assert len(train) + len(validation) == 200
     assert 10 <= len(validation) <= 40
     more = documents + tuple(Document(f"new-{number}.txt", "x" * 100) for number in range(50))
-    assert set(validation) <= set(split(Corpus("", more), 0.1)[1])
+    assert set(validation) <= set(divided(Corpus("", more), 0.1)[1])
 
 
 def test_the_end_of_a_single_file_is_held_out():
     text = "".join(f"line {number}\n" for number in range(100))
-    train, validation = split(Corpus("", (Document("book.txt", text),)), 0.1)
+    train, validation = divided(Corpus("", (Document("book.txt", text),)), 0.1)
     assert train[0].text + validation[0].text == text
     assert train[0].text.endswith("\n")
     assert 0.05 < len(validation[0].text) / len(text) < 0.15
@@ -110,13 +164,13 @@ def test_the_end_of_a_single_file_is_held_out():
 
 def test_the_default_corpus_is_the_standard_library_without_its_tests():
     corpus = read_corpus(DataConfig())
-    assert corpus.num_bytes > 6_000_000
+    assert corpus.survey.totals.num_bytes > 6_000_000
     paths = [document.path for document in corpus.documents]
     assert "json/decoder.py" in paths
     assert paths == [document.path for document in read_corpus(DataConfig()).documents]
     for path in paths:
         assert not {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))
-    _, validation = split(corpus, 0.05)
+    _, validation = divided(corpus, 0.05)
     share = sum(len(d.text) for d in validation) / sum(len(d.text) for d in corpus.documents)
     assert 0.025 < share < 0.1
 

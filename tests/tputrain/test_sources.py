@@ -6,7 +6,8 @@ import datasets
 import pytest
 
 from tputrain.data import DataConfig, DataError, build_data
-from tputrain.data.sources import read_corpus, split
+from tputrain.data.corpus import split
+from tputrain.data.sources import read_corpus
 from tputrain.errors import UserError
 
 ROWS = [
@@ -76,7 +77,9 @@ def test_several_files_are_one_dataset_in_the_order_of_their_names(directory):
 def test_equal_rows_are_all_trained_on_or_all_held_out_and_rows_stay_whole(directory):
     texts = [f"text {number % 10}" for number in range(40)]
     (directory / "twice.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    train, validation = split(read_corpus(config(source="jsonl", files="twice.jsonl")), 0.05)
+    parts = list(split(read_corpus(config(source="jsonl", files="twice.jsonl")), 0.05))
+    train = [document for document, is_validation in parts if not is_validation]
+    validation = [document for document, is_validation in parts if is_validation]
     assert {document.text for document in train}.isdisjoint(document.text for document in validation)
     assert sorted(document.text for document in train + validation) == sorted(texts)
     assert validation
@@ -143,7 +146,7 @@ def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, stre
     (directory / "one.jsonl").write_text('{"text": "alone"}\n' * 2)
     cfg = config(**changes, streaming=streaming)
     with pytest.raises(DataError, match=message) as caught:
-        split(read_corpus(cfg), cfg.validation_fraction)
+        list(split(read_corpus(cfg), cfg.validation_fraction))
     assert "\n" not in str(caught.value)
     assert "Failed to" not in capfd.readouterr().err  # what `datasets` logs beside what it raises
 

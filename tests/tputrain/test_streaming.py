@@ -11,7 +11,8 @@ import torch
 
 from tputrain import CheckpointConfig, LogConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig, UserError
 from tputrain.data import DataConfig, DataError, build_stream
-from tputrain.data.sources import is_held_out, row_document
+from tputrain.data.corpus import is_held_out
+from tputrain.data.sources import row_document
 from tputrain.feed import StatefulFeed, feed_of
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.next_batches import NextBatches

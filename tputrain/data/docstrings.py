@@ -4,7 +4,7 @@ import ast
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tputrain.announce import announced, say
@@ -18,7 +18,7 @@ _FORMAT = 1  # raise when what is kept, or how it is made, changes
 _SHORTEST_ANSWER = 15  # characters: less says nothing
 
 
-def docstring_conversations(sources: list[tuple[str, str]], digest: str, cache_dir: str) -> list[str]:
+def docstring_conversations(sources: Iterable[tuple[str, str]], digest: str, cache_dir: str) -> list[str]:
     """A conversation (JSON) for each public module, class and function that says what it is for.
 
     `sources`: (path, text) of Python files, paths relative with forward slashes; `digest` names them all. The

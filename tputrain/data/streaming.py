@@ -12,11 +12,12 @@ import torch
 
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.conversations import encode_conversations, spoken
+from tputrain.data.corpus import is_held_out
 from tputrain.data.loading import Sequences
 from tputrain.data.packing import Batch, PackedSequences, epoch_order
 from tputrain.data.pretrained_tokenizer import find_tokenizer
 from tputrain.data.rows import empty, open_rows, read_documents
-from tputrain.data.sources import is_held_out, row_document
+from tputrain.data.sources import row_document
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.prefetch import Prefetched
 

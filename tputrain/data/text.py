@@ -9,7 +9,7 @@ from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokenizer
 from tputrain.data.sources import read_corpus
-from tputrain.data.token_cache import text_fingerprint, tokenise
+from tputrain.data.token_cache import known_totals, text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.data.workers import WorkerBatches
 from tputrain.feed import IndexedLoader
@@ -39,7 +39,7 @@ class TextData:
         files = f"{self.num_files:,} {self.unit}{'s' * (self.num_files != 1)}"
         kind = "Hugging Face's" if isinstance(self.tokenizer, PretrainedTokenizer) else "byte-level BPE"
         return [
-            f"data: {self.title}, {files}, {_megabytes(self.num_bytes)}",
+            f"data: {self.title}, {files}, {_size(self.num_bytes)}",
             f"tokenizer: {kind}, {self.tokenizer.vocab_size:,} entries, "
             f"{self.validation_bytes_per_token:.2f} bytes per token on validation text",
             f"train: {self.train.num_tokens:,} tokens in {self.train.num_sequences:,} sequences of "
@@ -68,13 +68,14 @@ def build_data(
     DataError, one line, where there is no text to train on, too little of it, or not the expected one.
     """
     corpus = read_corpus(cfg)
-    text = text_fingerprint(corpus, cfg)
+    totals = known_totals(corpus, cfg, announce)
+    text = text_fingerprint(totals, cfg)
     # Before the tokenizer: this may be told in a second.
     if expected is not None and not expected.startswith(text):
         raise _other_text(cfg, corpus.title)
     if tokenizer is None and cfg.tokenizer is not None:
         tokenizer = find_tokenizer(cfg.tokenizer)
-    tokenised = tokenise(corpus, cfg, announce, tokenizer)
+    tokenised = tokenise(corpus, totals, cfg, announce, tokenizer)
 
     def pack(name: str) -> Sequences:
         part = getattr(tokenised, name)
@@ -87,8 +88,8 @@ def build_data(
     return TextData(
         title=corpus.title,
         unit=corpus.unit,
-        num_files=len(corpus.documents) + len(corpus.validation),
-        num_bytes=corpus.num_bytes,
+        num_files=totals.num_documents,
+        num_bytes=totals.num_bytes,
         fingerprint=f"{text}-{tokenised.tokenizer.digest()}",
         tokenizer=tokenised.tokenizer,
         train=train,
@@ -98,7 +99,9 @@ def build_data(
     )
 
 
-def _megabytes(num_bytes: int) -> str:
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 

@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter
@@ -15,13 +17,15 @@ import numpy as np
 from tputrain.data.built_once import built_once
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.conversations import encode_conversations, spoken
+from tputrain.data.corpus import Corpus, Document, Totals, split
 from tputrain.data.pretrained_tokenizer import load_tokenizer
-from tputrain.data.sources import Corpus, Document, split
+from tputrain.data.token_writer import TokenWriter
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.errors import in_words
 
 _LAYOUT = 1  # raise when what an entry holds, or how it is made, changes
 _DOCUMENTS_A_BATCH = 32
+_CHARACTERS_A_BATCH = 2**22  # an encoding takes some 100 bytes a token
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,39 @@ class TokenisedCorpus:
     validation: TokenisedPart
 
 
+def known_totals(corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None]) -> Totals:
+    """What all documents add up to; they are not read again while their files stay as they are."""
+    path = Path(cfg.cache_dir).expanduser() / f"totals-{_LAYOUT}-{corpus.stamp}.json"
+    if corpus.stamp is not None:
+        with suppress(OSError, ValueError, TypeError):  # not there, or damaged
+            return Totals(**json.loads(path.read_text()))
+    started = perf_counter()
+    totals = corpus.survey.totals
+    if (seconds := perf_counter() - started) > 5:
+        announce(f"data: reading {totals.num_bytes / 1e6:,.0f} MB of text, once, took {seconds:.0f} s")
+    if corpus.stamp is not None:
+        with suppress(OSError):  # `tokenise` says so
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(asdict(totals)))
+            unfinished.rename(path)
+    return totals
+
+
 def tokenise(
-    corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None], tokenizer: Tokenizer | None = None
+    corpus: Corpus,
+    totals: Totals,
+    cfg: DataConfig,
+    announce: Callable[[str], None],
+    tokenizer: Tokenizer | None = None,
 ) -> TokenisedCorpus:
-    """The corpus as tokens of `tokenizer` (None: one that is trained on it), from the cache if it is there.
+    """The corpus, which adds up to `totals`, as tokens of `tokenizer` (None: one that is trained on it), from
+    the cache if it is there.
 
     Of the processes that do this at the same time one builds; the others wait for it.
     """
     cache = Path(cfg.cache_dir).expanduser()
-    entry = cache / text_fingerprint(corpus, cfg)
+    entry = cache / text_fingerprint(totals, cfg)
     cached = None if cfg.tokenizer is not None else _load_or_remove(entry, announce)
     if tokenizer is not None and (cached is None or cached.tokenizer.digest() != tokenizer.digest()):
         # Beside the entry of those who train theirs, who must not get somebody else's.
@@ -63,7 +91,7 @@ def tokenise(
         cache.mkdir(parents=True, exist_ok=True)
         with built_once(entry, "tokenizer and tokens", announce):
             if not entry.exists():
-                _build_in_place(corpus, cfg, entry, announce, tokenizer)
+                _build_in_place(corpus, totals, cfg, entry, announce, tokenizer)
     except OSError as error:
         raise DataError(
             f"data.cache_dir={cfg.cache_dir}: cannot write there ({error.strerror}): name another directory"
@@ -72,21 +100,26 @@ def tokenise(
 
 
 def _build_in_place(
-    corpus: Corpus, cfg: DataConfig, entry: Path, announce: Callable[[str], None], tokenizer: Tokenizer | None
+    corpus: Corpus,
+    totals: Totals,
+    cfg: DataConfig,
+    entry: Path,
+    announce: Callable[[str], None],
+    tokenizer: Tokenizer | None,
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="building-", dir=entry.parent) as workspace:
         built = Path(workspace) / entry.name
         built.mkdir()
-        _build(corpus, cfg, built, announce, tokenizer)
+        _build(corpus, totals.num_bytes / 1e6, cfg, built, announce, tokenizer)
         _publish(built, entry)
 
 
-def text_fingerprint(corpus: Corpus, cfg: DataConfig) -> str:
+def text_fingerprint(totals: Totals, cfg: DataConfig) -> str:
     """Names the text and all that decides how it is cut, but for the tokenizer itself."""
     # What came later is named only where it is used: older runs go on with the name that they know.
     later = [cfg.format] if cfg.format != "text" else []
     choices = json.dumps([_LAYOUT, cfg.vocab_size, cfg.validation_fraction, *later])
-    return blake2b(corpus.digest() + choices.encode(), digest_size=16).hexdigest()
+    return blake2b(bytes.fromhex(totals.digest) + choices.encode(), digest_size=16).hexdigest()
 
 
 def _load_or_remove(entry: Path, announce: Callable[[str], None]) -> TokenisedCorpus | None:
@@ -101,63 +134,55 @@ def _load_or_remove(entry: Path, announce: Callable[[str], None]) -> TokenisedCo
 
 
 def _build(
-    corpus: Corpus, cfg: DataConfig, built: Path, announce: Callable[[str], None], tokenizer: Tokenizer | None
+    corpus: Corpus,
+    megabytes: float,
+    cfg: DataConfig,
+    built: Path,
+    announce: Callable[[str], None],
+    tokenizer: Tokenizer | None,
 ) -> None:
-    megabytes = corpus.num_bytes / 1e6
     started = perf_counter()
     # The rates are those of one slow core; small texts need no word.
     if megabytes > 2 and tokenizer is None:
         announce(f"tokenizer: learning from {megabytes:.1f} MB of text, once (about {megabytes * 0.9:.0f} s)")
     elif megabytes > 2:
         announce(f"tokenizer: reading {megabytes:.1f} MB of text with the run's own")
-    train, validation = split(corpus, cfg.validation_fraction)
+    is_text = cfg.format == "text"
+    parts = partial(split, corpus, cfg.validation_fraction)
     if tokenizer is None:
-        texts = (document.text for document in train)
-        tokenizer = Tokenizer.train(texts if cfg.format == "text" else map(spoken, texts), cfg.vocab_size)
+        learned_from = (document.text for document, is_validation in parts() if not is_validation)
+        tokenizer = Tokenizer.train(learned_from if is_text else map(spoken, learned_from), cfg.vocab_size)
     tokenizer.save(built)
-    lengths = {}
-    for name, documents in (("train", train), ("validation", validation)):
-        write = _write_tokens if cfg.format == "text" else _write_conversations
-        lengths[name] = write(documents, tokenizer, built / name)
-    (built / "entry.json").write_text(json.dumps({"tokens": lengths, "learned": cfg.format != "text"}) + "\n")
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    with (
+        TokenWriter(built / "train", dtype, has_learned=not is_text) as train,
+        TokenWriter(built / "validation", dtype, has_learned=not is_text) as validation,
+    ):
+        for documents in _batches(parts()):
+            texts = [document.text for document, _ in documents]
+            encode = _encode_texts if is_text else encode_conversations
+            for (_, is_validation), ids, learned in zip(documents, *encode(texts, tokenizer), strict=True):
+                (validation if is_validation else train).write(ids, learned)
+    lengths = {"train": train.num_tokens, "validation": validation.num_tokens}
+    (built / "entry.json").write_text(json.dumps({"tokens": lengths, "learned": not is_text}) + "\n")
     if megabytes > 2:
-        announce(f"tokenizer: {lengths['train']:,} tokens to train on, took {perf_counter() - started:.1f} s")
+        announce(f"tokenizer: {train.num_tokens:,} tokens to train on, took {perf_counter() - started:.1f} s")
 
 
-def _write_tokens(documents: Sequence[Document], tokenizer: Tokenizer, stem: Path) -> int:
-    offsets, pieces = [0], []
-    for texts in _batches_of_text(documents):
-        for ids in tokenizer.encode_documents(texts):
-            pieces.append(np.array(ids, dtype=_token_dtype(tokenizer)))
-            offsets.append(offsets[-1] + len(ids))
-    _save_tokens(stem, pieces, offsets, tokenizer)
-    return offsets[-1]
+def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[list[Sequence[int]], list[None]]:
+    return tokenizer.encode_documents(texts), [None] * len(texts)
 
 
-def _write_conversations(documents: Sequence[Document], tokenizer: Tokenizer, stem: Path) -> int:
-    offsets, pieces, learned = [0], [], []
-    for texts in _batches_of_text(documents):
-        for ids, answers in zip(*encode_conversations(texts, tokenizer), strict=True):
-            pieces.append(np.array(ids, dtype=_token_dtype(tokenizer)))
-            learned.append(answers)
-            offsets.append(offsets[-1] + len(ids))
-    np.save(f"{stem}_learned.npy", np.concatenate(learned) if learned else np.empty(0, bool))
-    _save_tokens(stem, pieces, offsets, tokenizer)
-    return offsets[-1]
-
-
-def _token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
-    return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-
-
-def _save_tokens(stem: Path, pieces: list[np.ndarray], offsets: list[int], tokenizer: Tokenizer) -> None:
-    np.save(f"{stem}.npy", np.concatenate(pieces) if pieces else np.empty(0, _token_dtype(tokenizer)))
-    np.save(f"{stem}_offsets.npy", np.array(offsets, dtype=np.int64))
-
-
-def _batches_of_text(documents: Sequence[Document]) -> Iterator[list[str]]:
-    for start in range(0, len(documents), _DOCUMENTS_A_BATCH):
-        yield [document.text for document in documents[start : start + _DOCUMENTS_A_BATCH]]
+def _batches(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
+    batch, num_characters = [], 0
+    for document, is_validation in documents:
+        batch.append((document, is_validation))
+        num_characters += len(document.text)
+        if len(batch) == _DOCUMENTS_A_BATCH or num_characters >= _CHARACTERS_A_BATCH:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
 
 
 def _publish(built: Path, entry: Path) -> None:

@@ -1,7 +1,9 @@
 """A byte-level BPE tokenizer: training, encoding, and the files that Hugging Face's AutoTokenizer reads."""
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -11,6 +13,22 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 """Opens and closes every document: something to start from, and the sign to stop."""
+
+
+_LONGEST_PIECE = 2**24
+"""Characters that are encoded at once. An encoding takes some hundred bytes a token."""
+
+# A line begins where no token of a byte-level BPE crosses: white space before it belongs to one line's end.
+_LINE_BEGINS = re.compile(r"(?<=\S\n)(?=\S)")
+
+
+def pieces_of(text: str, longest: int) -> Iterator[str]:
+    """`text` in pieces of about `longest` characters that give the tokens of the whole."""
+    first = 0
+    while len(text) - first > longest and (found := _LINE_BEGINS.search(text, first + longest)) is not None:
+        yield text[first : found.start()]
+        first = found.start()
+    yield text[first:]
 
 
 class Tokenizer:
@@ -119,11 +137,21 @@ class Tokenizer:
         """Token ids of `text` alone, with no special token around it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_documents(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Token ids of each document, with the tokens that open and close one."""
-        start, end = [self.start_of_text_id], [self.end_of_text_id]
+        start, end = self.start_of_text_id, self.end_of_text_id
+        if any(len(text) > _LONGEST_PIECE for text in texts):
+            return [self._encode_pieces(pieces_of(text, _LONGEST_PIECE)) for text in texts]
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [start + encoding.ids + end for encoding in encodings]
+        return [[start, *encoding.ids, end] for encoding in encodings]
+
+    def _encode_pieces(self, pieces: Iterable[str]) -> Sequence[int]:
+        ids = array("I", [self.start_of_text_id])  # 4 bytes a token, where a list takes 36
+        for piece in pieces:
+            (encoding,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+            ids.extend(encoding.ids)
+        ids.append(self.end_of_text_id)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, end-of-text tokens left out; bytes that are no UTF-8 become U+FFFD."""
