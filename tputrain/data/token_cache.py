@@ -1,6 +1,7 @@
 """The tokenizer and the token arrays of a corpus, made once and kept on disk."""
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
@@ -25,7 +27,8 @@ from tputrain.errors import in_words
 
 _LAYOUT = 1  # raise when what an entry holds, or how it is made, changes
 _DOCUMENTS_A_BATCH = 32
-_CHARACTERS_A_BATCH = 2**22  # an encoding takes some 100 bytes a token
+_LEARNED_FROM = 200  # megabytes of text that decide a vocabulary, about; more only takes longer
+_CHARACTERS_A_BATCH = 2**20  # an encoding takes some 100 bytes a token
 
 
 @dataclass(frozen=True)
@@ -144,13 +147,16 @@ def _build(
     started = perf_counter()
     # The rates are those of one slow core; small texts need no word.
     if megabytes > 2 and tokenizer is None:
-        announce(f"tokenizer: learning from {megabytes:.1f} MB of text, once (about {megabytes * 0.9:.0f} s)")
+        seconds = min(megabytes, _LEARNED_FROM) * 0.9
+        announce(f"tokenizer: learning from {megabytes:.1f} MB of text, once (about {seconds:.0f} s)")
     elif megabytes > 2:
         announce(f"tokenizer: reading {megabytes:.1f} MB of text with the run's own")
     is_text = cfg.format == "text"
     parts = partial(split, corpus, cfg.validation_fraction)
     if tokenizer is None:
-        learned_from = (document.text for document, is_validation in parts() if not is_validation)
+        every = math.ceil(megabytes / _LEARNED_FROM)
+        training = (document.text for document, is_validation in parts() if not is_validation)
+        learned_from = islice(training, 0, None, every)
         tokenizer = Tokenizer.train(learned_from if is_text else map(spoken, learned_from), cfg.vocab_size)
     tokenizer.save(built)
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
