@@ -90,7 +90,7 @@ def test_a_corpus_is_read_when_it_is_looked_at(notes):
 
 class ManyDocuments:
     def __iter__(self):
-        return (Document(f"{number}.txt", " value" * 40_000) for number in range(100))
+        return (Document(f"{number}.txt", " value" * 40_000) for number in range(60))
 
 
 def test_text_may_be_larger_than_memory(tmp_path):
@@ -100,9 +100,9 @@ def test_text_may_be_larger_than_memory(tmp_path):
     tokenised = tokenise(corpus, totals, config(), print, tokenizer)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (totals.num_bytes, totals.num_documents) == (24_000_000, 100)
-    assert len(tokenised.train.tokens) > 3_000_000
-    assert peak < 16_000_000
+    assert (totals.num_bytes, totals.num_documents) == (14_400_000, 60)
+    assert len(tokenised.train.tokens) > 2_000_000
+    assert peak < 12_000_000
 
 
 def test_files_that_stay_as_they_are_are_read_once(notes, monkeypatch):
@@ -155,7 +155,7 @@ def test_validation_files_are_never_trained_on_and_stay_the_same_when_files_are_
 
 
 def test_the_end_of_a_single_file_is_held_out():
-    text = "".join(f"line {number}\n" for number in range(100))
+    text = "".join(f"line {number}\n" for number in range(60))
     train, validation = divided(Corpus("", (Document("book.txt", text),)), 0.1)
     assert train[0].text + validation[0].text == text
     assert train[0].text.endswith("\n")
