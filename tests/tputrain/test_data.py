@@ -155,7 +155,7 @@ def test_validation_files_are_never_trained_on_and_stay_the_same_when_files_are_
 
 
 def test_the_end_of_a_single_file_is_held_out():
-    text = "".join(f"line {number}\n" for number in range(60))
+    text = "".join(f"line {number}\n" for number in range(100))
     train, validation = divided(Corpus("", (Document("book.txt", text),)), 0.1)
     assert train[0].text + validation[0].text == text
     assert train[0].text.endswith("\n")
