@@ -57,6 +57,11 @@ class BadSteps:
         """Whether it may ask for an earlier state of the run."""
         return self.policy in ("stop", "rollback")
 
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether to go back takes a checkpoint, from the start on: ranks keep no beginning in memory."""
+        return self.policy == "rollback" and self.trainer.world.size > 1
+
     def state(self) -> dict[str, Any]:
         """What of this a checkpoint holds."""
         return {
@@ -129,21 +134,20 @@ class BadSteps:
         run_dir = trainer.run_dir if trainer.world.is_first else None
         directory = None if run_dir is None else save_bad_batch(run_dir, record, batches)
         kept = "" if directory is None else f"; its batch is in {directory}"
-        is_spike = is_finite(record)
+        replays = not is_finite(record) and trainer.world.size == 1  # many ranks do not; no op began a spike
         # What follows a step that is gone back before does not count: it is done again without that step.
         num_borne = {"skip": in_a_row - 1, "rollback": len(self.left_out)}.get(self.policy, -1)
         if num_borne >= self.limit:
             raise self._stopped(why, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
         if self.policy == "skip":
             found = ""
-            if not is_spike:
+            if replays:
                 found = f"; {self._replay_where_it_is(batches, directory)}"
             say(f"{why}: its update was not made{kept}{found}")
             return
-        ends_at_once = is_spike or trainer.world.size > 1  # many ranks do not replay a step
-        if (self.policy == "stop" and ends_at_once) or trainer.is_interrupted or not self._went_back():
+        if (self.policy == "stop" and not replays) or trainer.is_interrupted or not self._went_back():
             raise self._stopped(why, kept)
-        if not is_spike:
+        if replays:
             self._to_replay.add(step)
         if self.policy == "rollback":
             self.left_out.add(step)
@@ -164,7 +168,7 @@ class BadSteps:
         if store is not None and store.steps():
             again = "it goes on from the newest checkpoint"
         leave_out = ""
-        if self.policy == "stop" and self.trainer.world.size == 1:
+        if self.policy == "stop":
             leave_out = "; trainer.on_nonfinite=skip or rollback leaves such batches out"
         return UserError(
             f"{why}; the run stops, so that no checkpoint holds this{cause}; lower optim.learning_rate (or "

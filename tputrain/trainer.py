@@ -50,6 +50,7 @@ from tputrain.nonfinite import BadSteps
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
+from tputrain.optim.master_weights import values_kept_exact
 from tputrain.optim.optimizer import build_optimizer, create_state, other_rates, set_learning_rate
 from tputrain.optim.ownership import check_ownership
 from tputrain.optim.schedule import LearningRate, jump
@@ -131,7 +132,7 @@ class Trainer:
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
-        check_limits(self.world, cfg, model, optimizer)
+        check_limits(self.world, cfg, model)
         is_alone = self.world.size == 1
         self.model = model
         move(model, self.device)
@@ -141,7 +142,7 @@ class Trainer:
         freeze(self.model, cfg.optim.freeze)
         self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
         self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn, not is_alone)
-        self.world.parallelise(self.model)
+        self.world.parallelise(self.model, optimizer)
         allocate(self.model, self.device)
         self._initialize = initialize  # until the model has values
         self.loss_fn = loss_fn
@@ -563,7 +564,7 @@ class Trainer:
         self._end_save()
         if self.store is None or self.run_dir is None or self._data is None or not self._data.can_go_back:
             return False
-        if self.store.has_any():
+        if self.world.first(self.store.has_any):
             self.resume()
         elif self._beginning is None or self.step > 1000:  # as many steps are done again
             return False
@@ -646,6 +647,7 @@ class Trainer:
         state = contents.load_state(path)
         contents.load_model(self.model, path)
         self._initialize = None
+        contents.load_lora_averages(self.model, path)
         self.evaluation_weights.begin(state["step"])
         contents.load_trained_weights(self.model, path)
         options = None if self._optimizer_is_given else progress_options(self.optimizer)
@@ -708,6 +710,7 @@ class Trainer:
             logger.start(self.step, self.cfg.trainer.steps, self._resumed)
         self.model.train()
         devices.flush(self.device)
+        self.control.save |= self._bad_steps.needs_checkpoint and self._saved_at is None
         self._tell("on_fit_start")
         self._agree()
         self._expect_compilation(not self._is_warm)
@@ -738,7 +741,8 @@ class Trainer:
         """Initial ones, where the model has none yet."""
         if self._initialize is not None:
             with announced("making initial values"):
-                self._initialize(self.model)
+                with values_kept_exact(self.model, self.optimizer):
+                    self._initialize(self.model)
             self._initialize = None
 
     def _take_own_rng(self, states: list[str | None]) -> None:

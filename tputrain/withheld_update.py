@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from tputrain.checkpoint.rows import local_part
+
 
 class WithheldUpdate:
     """Remembers a model and its optimizer before a step, and puts them back where the step turns out bad: its
@@ -28,7 +30,8 @@ class WithheldUpdate:
     ):
         """To be made before the forward pass, which may change buffers."""
         self.optimizer, self.largest_norm = optimizer, largest_norm
-        changed = [*_changed_by_a_step(model, optimizer), *averages]
+        # Of what ranks have parts of each puts its own back: loss and norm are the same on all.
+        changed = map(local_part, [*_changed_by_a_step(model, optimizer), *averages])
         self._kept = [(tensor, tensor.clone()) for tensor in changed]
 
     @contextmanager

@@ -8,7 +8,7 @@ config.json, generation_config.json, tokenizer files: see `tputrain.checkpoint.c
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tputrain.models.lora import lora_layers
 
 MODEL, TRAINED, OPTIMIZER = "model", "trained", "optimizer"
 """Stems of the names of the files with tensors, of which a large model has several."""
+_AVERAGE = ".average"  # after the name of a parameter of LoRA's
 _TRAINING_ONLY = (STATE, CHECKSUMS, COMPLETE, WRITTEN)
 
 
@@ -62,16 +63,13 @@ def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
 
 def model_tensors(model: nn.Module) -> dict[str, Rows]:
     """Copies, on the host, of what model.safetensors holds; one that shares another's memory in full."""
-    return {name: rows_of(tensor) for name, tensor in _plain_tensors(model).items()}
+    return {name: rows_of(tensor) for name, tensor in _plain_tensors(model)}
 
 
 def load_model(model: nn.Module, directory: Path) -> None:
     """Copy model.safetensors into the model's tensors, in place, so that what is tied stays tied."""
-    files, own = TensorFiles(directory, MODEL), distinct_tensors(model)
+    files, own = TensorFiles(directory, MODEL), tensors_of_plain_model(model)
     path, saved = files.first, {name: files.shape(name) for name in files.names()}
-    for name, _ in lora_layers(model):
-        for added in ("lora_a", "lora_b"):  # the file holds the plain model
-            del own[f"{name}.{added}"]
     for name in sorted(own.keys() ^ saved.keys()):
         holder, other = ("model", "file") if name in own else ("file", "model")
         raise UserError(
@@ -86,13 +84,21 @@ def load_model(model: nn.Module, directory: Path) -> None:
             read_into(tensor, files, name)
 
 
-def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the model that any reader knows: LoRA's products are part of the weights."""
+def tensors_of_plain_model(model: nn.Module) -> dict[str, Tensor]:
+    """Those of `distinct_tensors` that the model has without LoRA, as it holds them."""
     tensors = distinct_tensors(model)
-    for name, layer in lora_layers(model):
-        tensors[f"{name}.weight"] = layer.merged_weight()
+    for name, _ in lora_layers(model):
         del tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
     return tensors
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model that any reader knows: LoRA's products are part of the weights, made one by
+    one.
+    """
+    layers = {f"{name}.weight": layer for name, layer in lora_layers(model)}
+    for name, tensor in tensors_of_plain_model(model).items():
+        yield name, layers[name].merged_weight() if name in layers else tensor
 
 
 def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Rows]:
@@ -100,13 +106,27 @@ def trained_tensors(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str
 
     `trained`: those in whose place the model holds averages just now.
     """
-    weights = {
+    own = {
         f"{name}.{own}": tensor
         for name, layer in lora_layers(model)
         for own, tensor in layer.named_parameters()
         if own != "bias"
-    } | dict(trained)
+    }
+    averages = {f"{name}{_AVERAGE}": tensor for name, tensor in own.items() if name in trained}
+    weights = own | averages | dict(trained)
     return {name: rows_of(tensor) for name, tensor in weights.items()}
+
+
+@torch.no_grad()
+def load_lora_averages(model: nn.Module, directory: Path) -> None:
+    """Put averages of LoRA's products in the place of these, if the checkpoint holds any: there the model has
+    but the weights that they are part of.
+    """
+    if has_tensors(directory, TRAINED):
+        own, files = dict(model.named_parameters()), TensorFiles(directory, TRAINED)
+        for name in files.names():
+            if (parameter := own.get(name.removesuffix(_AVERAGE))) is not None and name.endswith(_AVERAGE):
+                read_into(parameter, files, name)
 
 
 @torch.no_grad()
@@ -116,6 +136,8 @@ def load_trained_weights(model: nn.Module, directory: Path) -> None:
         return
     own, files = dict(model.named_parameters()), TensorFiles(directory, TRAINED)
     for name in files.names():
+        if name.endswith(_AVERAGE):
+            continue
         if name not in own:
             raise UserError(
                 f"{files.path(name)}: the file has a tensor {name!r} that the model has not; another model?"

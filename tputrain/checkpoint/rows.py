@@ -65,13 +65,8 @@ def read_like(tensor: Tensor | None, files: TensorFiles, name: str) -> Tensor:
     """A tensor of the files: if it has the shape of `tensor`, divided among the ranks alike; else whole."""
     if tensor is None or not is_distributed(tensor) or files.shape(name) != tuple(tensor.shape):
         return files.read(name)
-    from torch.distributed.tensor import DTensor
-
-    like: Any = tensor
-    local = files.read(name, *_region(tensor)).to(like.to_local().device)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    own, region = own_part(tensor)
+    return _around(files.read(name, *region).to(own.device), tensor)
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -81,9 +76,31 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return tensor, tuple(slice(0, size) for size in tensor.shape)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory; it may be empty."""
+    return own_part(tensor)[0] if is_distributed(tensor) else tensor
+
+
+def divided_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has, of the shape of `like`, divided among the ranks and placed as that is."""
+    if not is_distributed(like):
+        return whole.to(like.device)
+    own, region = own_part(like)
+    return _around(whole[region].to(own.device).contiguous(), like)
+
+
 def is_distributed(tensor: Tensor) -> bool:
     """Whether ranks have parts of it: a DTensor, known by its methods."""
     return hasattr(tensor, "full_tensor")
+
+
+def _around(local: Tensor, like: Any) -> Tensor:
+    """The tensor of which `local` is this rank's part, divided as `like` is."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _by_rows(tensor: Any) -> Any:

@@ -34,6 +34,7 @@ from tputrain.hub import is_path
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import Llama, add_lora, build_initialized, build_model, initialize, parameters_on_meta
 from tputrain.models.hf_llama import load_weights
+from tputrain.models.lora import initialize_lora
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig
@@ -142,7 +143,7 @@ def _build_model(cfg: RecipeConfig, checkpoint: Path | None) -> nn.Module:
     else:
         model = build_initialized(cfg.model, cfg.seed)
         if isinstance(model, Llama) and cfg.model.path is not None and cfg.model.init == "weights":
-            _load_llama(model, cfg.model.path)
+            _load_llama(model, cfg.model.path, cfg.seed)
     if cfg.lora.rank > 0:
         add_lora(model, cfg.lora, cfg.seed)
     return model
@@ -167,7 +168,7 @@ def _build_divisible(cfg: RecipeConfig, checkpoint: Path | None) -> tuple[nn.Mod
     if checkpoint is not None:
         return model, partial(contents.load_model, directory=checkpoint)
     if isinstance(model, Llama) and cfg.model.path is not None and cfg.model.init == "weights":
-        return model, partial(_load_llama, path=cfg.model.path)
+        return model, partial(_load_llama, path=cfg.model.path, seed=cfg.seed)
     return model, partial(initialize, seed=cfg.seed)
 
 
@@ -195,10 +196,11 @@ def _check_model_path(cfg: RecipeConfig) -> None:
     )
 
 
-def _load_llama(model: Llama, path: str) -> None:
+def _load_llama(model: Llama, path: str, seed: int) -> None:
     directory = model_directory(path)
     assert directory is not None, "_check_model_path has looked"
     load_weights(model, directory)
+    initialize_lora(model, seed)
 
 
 def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world: World) -> Trainer:

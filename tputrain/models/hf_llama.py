@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tputrain.checkpoint.contents import distinct_tensors
+from tputrain.checkpoint.contents import tensors_of_plain_model
 from tputrain.checkpoint.rows import read_into
 from tputrain.checkpoint.tensor_files import DCP_INDEX, TensorFiles
 from tputrain.errors import UserError
@@ -63,7 +63,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
 
     Raises UserError where one does not fit.
     """
-    own = distinct_tensors(model)
+    own = tensors_of_plain_model(model)
     files = _weights_in(directory)
     for name in files.names():
         path = files.path(name)

@@ -41,11 +41,23 @@ def initialize(model: Initializable, seed: int) -> None:
             raise ValueError(
                 f"{name} is on the meta device: call model.to_empty(device=...) before initialize()"
             )
-        std = model.initial_std(name)
-        own, region = own_part(parameter)
-        if own.numel():
-            rows = initial_value(seed, name, tuple(parameter.shape), std, region[0])
-            own.copy_(rows[:, *region[1:]].to(own.dtype))
+        is_of_lora = name.endswith((".lora_a", ".lora_b"))
+        std = std_in_lora(name, parameter) if is_of_lora else model.initial_std(name)
+        write_initial_value(parameter, seed, name, std)
+
+
+@torch.no_grad()
+def write_initial_value(parameter: Tensor, seed: int, name: str, std: float | None) -> None:
+    """`initial_value` into a parameter, in its dtype; of one that is divided, this rank's part is made."""
+    own, region = own_part(parameter)
+    if own.numel():
+        rows = initial_value(seed, name, tuple(parameter.shape), std, region[0])
+        own.copy_(rows[:, *region[1:]].to(own.dtype))
+
+
+def std_in_lora(name: str, parameter: Tensor) -> float:
+    """Of `lora_a` (rank, in) that of nn.Linear; `lora_b` begins as zero, and so does the product."""
+    return (3 * parameter.shape[1]) ** -0.5 if name.endswith(".lora_a") else 0.0
 
 
 def initial_value(

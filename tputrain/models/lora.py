@@ -8,14 +8,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tputrain.checkpoint.rows import is_distributed
 from tputrain.config_checks import expect, expect_above, expect_at_least
-from tputrain.models.init import initial_value
+from tputrain.models.init import std_in_lora, write_initial_value
 from tputrain.optim.groups import expect_match, matches
 
 
@@ -50,9 +52,17 @@ class LoraLinear(nn.Linear):
         return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scale
 
     def merged_weight(self) -> Tensor:
-        """The weight of the plain layer that computes the same, on the host, in the weight's dtype."""
-        weight, a, b = (tensor.detach().cpu() for tensor in (self.weight, self.lora_a, self.lora_b))
-        return (weight.float() + self.scale * (b.float() @ a.float())).to(weight.dtype)
+        """The weight of the plain layer that computes the same, in the weight's dtype: on the host or, if
+        ranks have parts of it, as parts on their devices.
+        """
+        weight, a, b = (tensor.detach() for tensor in (self.weight, self.lora_a, self.lora_b))
+        if is_distributed(weight):
+            product: Any = b.float() @ a.float()
+            product = product.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
+        else:
+            weight, a, b = weight.cpu(), a.cpu(), b.cpu()
+            product = b.float() @ a.float()
+        return (weight.float() + self.scale * product).to(weight.dtype)
 
 
 @torch.no_grad()
@@ -72,11 +82,17 @@ def add_lora(model: nn.Module, cfg: LoraConfig, seed: int) -> None:
             is_shared = names.count(id(module.weight)) > 1
             expect(not is_shared, "lora.match", name, "a layer whose weight is not tied to another's")
             replacement = LoraLinear(module, cfg.rank, cfg.alpha / cfg.rank)
-            # The variance with which nn.Linear begins.
-            std = (3 * module.in_features) ** -0.5
-            shape = (cfg.rank, module.in_features)
-            replacement.lora_a.copy_(initial_value(seed, f"{name}.lora_a", shape, std))
             model.set_submodule(name, replacement)
+    initialize_lora(model, seed)
+
+
+@torch.no_grad()
+def initialize_lora(model: nn.Module, seed: int) -> None:
+    """Write the initial values of what `add_lora` has added, where it has memory; a rank makes its part."""
+    for name, layer in lora_layers(model):
+        for own, parameter in (("lora_a", layer.lora_a), ("lora_b", layer.lora_b)):
+            if not parameter.is_meta:
+                write_initial_value(parameter, seed, f"{name}.{own}", std_in_lora(f"{name}.{own}", parameter))
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tputrain.checkpoint.rows import local_part
+
 
 class Ema:
     """Averages of `parameters`, which follow them at every step of `optimizer`.
@@ -31,5 +33,6 @@ class Ema:
         if not self.averages:
             return  # a step outside a run
         decay = min(self.decay, (1 + self.step) / (10 + self.step))
-        torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1.0 - decay)
+        averages, parameters = ([local_part(each) for each in of] for of in (self.averages, self.parameters))
+        torch._foreach_lerp_(averages, parameters, 1.0 - decay)
         self.step += 1

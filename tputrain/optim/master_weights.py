@@ -3,7 +3,8 @@
 A bfloat16 number has 8 significant bits: an update below 1/256 of a weight would be lost in it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,6 +62,26 @@ class MasterWeights(torch.optim.Optimizer):
             master.grad = None
         return loss
 
+    @contextmanager
+    def in_place_of_weights(self, model: nn.Module) -> Iterator[None]:
+        """In here `model` has the masters for parameters: values that are written are kept in float32."""
+        replaced = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter in self._masters
+        ]
+        for module, name, parameter in replaced:
+            module._parameters[name] = self._masters[parameter]
+        try:
+            yield
+        finally:
+            for module, name, parameter in replaced:
+                module._parameters[name] = parameter
+            with torch.no_grad():
+                for parameter, master in self._masters.items():
+                    parameter.copy_(master)
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave; PyTorch's own way would round it to the parameters' dtype."""
@@ -82,9 +103,7 @@ def round_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> MasterW
     """
     trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     masters = {p: nn.Parameter(_at_least_float32(p.detach().clone())) for p in trained.values()}
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float32:
-            parameter.data = parameter.data.bfloat16()
+    model._apply(_rounded)  # FSDP has to know of it
     for group in optimizer.param_groups:
         group["params"] = [masters[parameter] for parameter in group["params"]]
     for parameter, master in masters.items():
@@ -93,7 +112,19 @@ def round_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> MasterW
     return MasterWeights(optimizer, masters)
 
 
+def _rounded(tensor: Tensor) -> Tensor:
+    is_rounded = isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
+    return tensor.bfloat16() if is_rounded else tensor
+
+
 def _at_least_float32(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(torch.promote_types(value.dtype, torch.float32))
     return value
+
+
+def values_kept_exact(model: nn.Module, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """In here what is written to the parameters of `model` is kept as exactly as `optimizer` trains it."""
+    if isinstance(optimizer, MasterWeights):
+        return optimizer.in_place_of_weights(model)
+    return nullcontext()

@@ -5,10 +5,44 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim._muon import _adjust_lr as adjusted_rate
+
+from tputrain.optim.orthogonal import orthogonalised
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, to the bit, which takes matrices that ranks have parts of, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters: list[torch.Tensor] = []
+            grads: list[torch.Tensor] = []
+            momenta: list[torch.Tensor] = []
+            self._init_group(group, parameters, grads, momenta)
+            rate, momentum = group["lr"], group["momentum"]
+            for grad, mean in zip(grads, momenta, strict=True):
+                mean.lerp_(grad, 1 - momentum)
+            ahead = [grad.lerp(mean, momentum) for grad, mean in zip(grads, momenta, strict=True)]
+            updates = orthogonalised(
+                ahead if group["nesterov"] else momenta,
+                group["ns_coefficients"],
+                group["ns_steps"],
+                group["eps"],
+            )
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.add_(update, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], parameter.shape))
+        return loss
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` over groups of their own, with one learning rate.
+    """`Muon` and `torch.optim.AdamW` over groups of their own, with one learning rate.
 
     Its `param_groups` and `state` are those of the two: what is set or loaded here is set there.
     """

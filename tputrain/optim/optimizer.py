@@ -11,7 +11,7 @@ from tputrain.errors import UserError
 from tputrain.optim.adafactor import Adafactor, initial_state
 from tputrain.optim.groups import GroupConfig, parameter_groups
 from tputrain.optim.master_weights import round_weights
-from tputrain.optim.muon import MuonWithAdamW, split_groups
+from tputrain.optim.muon import Muon, MuonWithAdamW, split_groups
 from tputrain.optim.schedule_free import build_schedule_free
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon", "schedulefree")
@@ -111,9 +111,7 @@ def _muon(model: nn.Module, groups: list[dict[str, Any]], cfg: OptimConfig) -> M
             "optim.name=adamw trains any"
         )
     # Updates scaled to the size of AdamW's, so that one learning rate serves both (Liu et al., 2025).
-    muon = torch.optim.Muon(
-        hidden, lr=cfg.learning_rate, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = Muon(hidden, lr=cfg.learning_rate, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw")
     betas = (cfg.beta1, cfg.beta2)
     adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, eps=cfg.eps) if others else None
     return MuonWithAdamW(muon, adamw)

@@ -11,11 +11,13 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tputrain.announce import be_quiet
 from tputrain.batches import Batch
 from tputrain.device import failure_of_peers, is_absent, peers
 from tputrain.errors import RunFailedError, UserError
+from tputrain.optim.given import train_parts
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.launched import is_launched, is_ours
 from tputrain.parallel.slices import rounds, slices
@@ -49,8 +51,8 @@ class World:
         """The same of a batch that need not divide: in each round slices of one length (None: no samples)."""
         return [[batch]]
 
-    def parallelise(self, model: nn.Module) -> None:
-        """Lay the model, which is on its device, out over the ranks, in place."""
+    def parallelise(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Lay the model, which is on its device, and an optimizer built on it out over ranks, in place."""
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor on the device over all ranks. Nothing is read."""
@@ -105,10 +107,13 @@ class Ranks(World):
     def rounds(self, batch: Batch) -> list[list[Batch | None]]:
         return rounds(batch, self.data_size)
 
-    def parallelise(self, model: nn.Module) -> None:
+    def parallelise(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         from tputrain.parallel.apply import apply_plan
 
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         apply_plan(model, self._mesh, self._plan)
+        if optimizer is not None:
+            train_parts(optimizer, model, names)
 
     def mean(self, value: Tensor) -> Tensor:
         mean = value.detach().clone()
