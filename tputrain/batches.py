@@ -100,22 +100,42 @@ def weight(batch: Batch, first: int = 0) -> int:
 
 
 def counted(
-    slices: Sequence[Sequence[Batch]], weights: Sequence[Sequence[int]], rank: int
+    slices: Sequence[Sequence[Batch]], weights: Sequence[Sequence[int]], rank: int, context: int = 1
 ) -> tuple[list[Batch], list[float]]:
     """The batches of `rank` that count in a step's loss, and the factors of their mean losses.
 
     `slices`: of each micro-batch one a rank; `weights`: theirs. The mean over ranks of the sums over batches
     of factor times loss is the step's loss. The mean over no labels is not a number: micro-batches without
-    are left out, by all ranks. A rank whose slice alone has none takes another one, with the factor 0.
+    are left out, by all ranks. A rank whose slice alone has none takes another one, with the factor 0; where
+    `context` ranks share sequences, they do so together, and a slice among them has some label (`labelled`).
     """
     total = sum(sum(each) for each in weights)
     batches, factors = [], []
     for parts, own in zip(slices, weights, strict=True):
         if sum(own):
-            taken = rank if own[rank] else next(number for number, weight in enumerate(own) if weight)
-            batches.append(parts[taken])
+            taken = part_with_labels(own, rank, context)
+            is_labelled = own[taken] or taken == rank  # this rank's own part is, where it was copied
+            batches.append(parts[taken] if is_labelled else labelled(parts[taken]))
             factors.append(own[rank] * len(own) / total)
     return batches, factors
+
+
+def part_with_labels(weights: Sequence[int], rank: int, context: int) -> int:
+    """The part of a batch that `rank` runs: its own, unless what its `context` ranks share weighs nothing."""
+    first = rank - rank % context
+    if any(weights[first : first + context]):
+        return rank
+    counts = next(number for number, weight in enumerate(weights) if weight)
+    return counts - counts % context + rank % context
+
+
+def labelled(batch: Batch) -> Batch:
+    """A batch with a label that counts, whatever it is: a rank whose part of a sequence has none makes a loss
+    too, with the factor 0, since others attend to its tokens.
+    """
+    labels = target_of(batch).clone()
+    labels[0, 0] = 0
+    return with_target(batch, labels)
 
 
 def size(batch: Batch) -> int:

@@ -11,10 +11,11 @@ import torch
 from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import announced, say
-from tputrain.batches import Batch
+from tputrain.batches import Batch, labelled, part_with_labels
 from tputrain.feed import generators_of
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
 from tputrain.metrics.named import PERPLEXITY
+from tputrain.models.sequence import sequence_split
 from tputrain.parallel.agreement import Agreement
 from tputrain.parallel.same_batches import given_alike
 from tputrain.signals import SignalWatch
@@ -84,8 +85,10 @@ class Evaluator:
                 continue
             own = weights[world.data_rank]
             # All ranks make equal calls: one with nothing to count runs what another counts.
-            taken = slices[world.data_rank if own else next(n for n, weight in enumerate(weights) if weight)]
-            loss, output, target = self.trainer.forward(taken)
+            taken = part_with_labels(weights, world.data_rank, world.context_size)
+            part = slices[taken] if weights[taken] else labelled(slices[taken])
+            with sequence_split(world.sequence):
+                loss, output, target = self.trainer.forward(part)
             values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
             means.add({"loss": loss} | values, own, sum(weights))
             devices.flush(self.trainer.device)

@@ -30,6 +30,8 @@ class StepBatches(NamedTuple):
     """What each slice counts in the loss: its labels, unless `tputrain.label_weights` knows better."""
     rank: int
     """Whose slices are on the device."""
+    context: int = 1
+    """Slices that make up whole sequences."""
 
     @property
     def counted(self) -> tuple[list[Batch], list[float]]:
@@ -37,7 +39,7 @@ class StepBatches(NamedTuple):
         parts = [list(each) for each in self.slices]
         for each, own in zip(parts, self.device, strict=True):
             each[self.rank] = own
-        return batch_of.counted(parts, self.weights, self.rank)
+        return batch_of.counted(parts, self.weights, self.rank, self.context)
 
     @property
     def form(self) -> Hashable:
@@ -106,9 +108,14 @@ class NextBatches:
         host = self._feed.batches(step, self._count)
         slices = [self._world.slices(batch) for batch in host]
         rank = self._world.data_rank
-        copies = [batch_of.to_device(parts[rank], self._device) for parts in slices]
         weights = [[batch_of.weight(part) for part in parts] for parts in slices]
-        self._drawn = StepBatches(host, copies, slices, weights, rank)
+        context = self._world.context_size
+        own = [
+            batch_of.labelled(parts[rank]) if context > 1 and not weight[rank] else parts[rank]
+            for parts, weight in zip(slices, weights, strict=True)
+        ]
+        copies = [batch_of.to_device(part, self._device) for part in own]
+        self._drawn = StepBatches(host, copies, slices, weights, rank, context)
 
     @contextmanager
     def as_not_drawn(self) -> Iterator[None]:

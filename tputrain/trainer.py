@@ -45,6 +45,7 @@ from tputrain.metrics.named import Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
 from tputrain.models.meta import allocate, move
+from tputrain.models.sequence import sequence_split
 from tputrain.next_batches import NextBatches, StepBatches
 from tputrain.nonfinite import BadSteps
 from tputrain.optim.clipping import clip_gradients
@@ -132,7 +133,7 @@ class Trainer:
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
-        check_limits(self.world, cfg, model)
+        check_limits(self.world, cfg, model, loss_fn)
         is_alone = self.world.size == 1
         self.model = model
         move(model, self.device)
@@ -335,7 +336,9 @@ class Trainer:
 
         `batches` and `shares`: see batches.counted.
         """
-        loss = self.world.mean(self._accumulate_gradients(batches, shares))
+        with sequence_split(self.world.sequence):
+            loss = self._accumulate_gradients(batches, shares)
+        loss = self.world.mean(loss)
         limits = self.cfg.trainer
         return loss, clip_gradients(self.parameters, limits.max_grad_norm, limits.max_grad_value)
 

@@ -28,6 +28,7 @@ class Way:
     trainer: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    parallel: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     """Of the run of one process that it is compared with."""
 
@@ -43,7 +44,7 @@ def _with_state_from_before(parameters: list[nn.Parameter]) -> torch.optim.Optim
 
 WAYS = {
     "adafactor": Way(optim={"name": "adafactor"}),
-    "average": Way(optim={"ema_decay": 0.5}),
+    "average": Way(optim={"ema_decay": 0.5}, parallel={"placement": {"blocks.*.weight": [None, "shard"]}}),
     "given": Way(optimizer=_with_state_from_before),
     "lora": Way(lora=True, optim={"ema_decay": 0.5}),
     "masters": Way(optim={"master_weights": True}, device="tpu"),
@@ -114,7 +115,7 @@ def train(way: Way, run_dir: Path, device: str, accumulate: int = 1, **parallel:
         schedule=ScheduleConfig(name="constant"),
         checkpoint=CheckpointConfig(every=MIDDLE, keep_last=9),
         log=LogConfig(every=2, progress="none"),
-        parallel=ParallelConfig(**parallel),
+        parallel=ParallelConfig(**(way.parallel | parallel)),
     )
     trainer = Trainer(
         model,

@@ -49,7 +49,10 @@ def test_the_rest_is_worked_out(degrees: dict[str, int], world_size: int, expect
         ),
         (["parallel.plan={'*.o_proj': {output: sequence}}"], "expected {style, input, output}"),
         (["parallel.plan={'*.o_proj': {style: whole, output: sequence}}"], "no output with the style whole"),
-        (["parallel.context=2"], "parallel.context=2: expected 1: sequences are not cut yet"),
+        (
+            ["parallel.context=2", "parallel.tensor=2"],
+            "parallel.context=2: expected 1 with parallel.tensor so far",
+        ),
         (
             ["parallel.shard=3", "parallel.processes=3"],
             "batch.sequences=8: expected a multiple of 3, the ranks that share a batch, such as 9",

@@ -45,6 +45,7 @@ SCRIPT = """
         assert trainer.world.size == world == 2 and trainer.world.rank == rank
         whole = sum(p.numel() for p in trainer.model.parameters())
         assert sum(p.to_local().numel() for p in trainer.model.parameters()) == whole / 2
+        assert sum(p.placements[1].dim for p in trainer.model.parameters()) == (2 if way.parallel else 0)
         if rank == 0:
             optimizer_runs.begin_from_middle(runs / name, runs / f"{name}-again")
         dist.barrier()

@@ -82,7 +82,7 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
     run = replace(
         cfg,
         run_dir=None,
-        parallel=ParallelConfig(**degrees, plan=cfg.parallel.plan),
+        parallel=ParallelConfig(**degrees, plan=cfg.parallel.plan, placement=cfg.parallel.placement),
         trainer=replace(cfg.trainer, accumulate=candidate.micro_batches),
     )
     model_cfg = replace(cfg.model, activation_checkpointing=candidate.rung == "layers" or None)

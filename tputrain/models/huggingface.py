@@ -132,7 +132,7 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
     ) -> Tensor | dict[str, Tensor]:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read.
-        mask = attention_bias(places, document_ids, model.dtype)[:, 0]
+        mask = attention_bias(places, places, document_ids, model.dtype)[:, 0]
         positions = places[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
         logits = forward(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra).logits

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tputrain.batches import IGNORED_LABEL
 from tputrain.errors import UserError
 from tputrain.models.recompute import recomputed
+from tputrain.models.sequence import places, whole
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,9 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
         hidden = self.embed_tokens(input_ids)
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rotation = self.rotary(places[None] if position_ids is None else position_ids, hidden.dtype)
-        bias = attention_bias(places, document_ids, hidden.dtype)
+        own, every = places(input_ids.shape[1], input_ids.device)
+        rotation = self.rotary(own[None] if position_ids is None else position_ids, hidden.dtype)
+        bias = attention_bias(own, every, document_ids, hidden.dtype)
         for layer in self.layers:
             hidden = (
                 recomputed(layer, hidden, rotation, bias)
@@ -311,11 +312,13 @@ class Attention(nn.Module):
         value = self.v_proj(hidden).view(B, S, -1, D).transpose(1, 2)
         K = key.shape[1]
         query, key = rotate(query, rotation), rotate(key, rotation)
+        key, value = whole(key, 2), whole(value, 2)  # (B, K, T, D): T is S, unless ranks share the sequence
         # The G query heads of a group share its keys: laid under each other as rows of one matrix they need
         # no copies of the keys.
+        T = key.shape[2]
         query = (query * D**-0.5).reshape(B, K, -1, D)  # (B, K, G*S, D)
-        scores = (query @ key.transpose(2, 3)).view(B, K, -1, S, S) + bias
-        weights = scores.softmax(dim=-1).view(B, K, -1, S)  # (B, K, G*S, S)
+        scores = (query @ key.transpose(2, 3)).view(B, K, -1, S, T) + bias
+        weights = scores.softmax(dim=-1).view(B, K, -1, T)  # (B, K, G*S, T)
         mixed = (weights @ value).view(B, -1, S, D)  # (B, H, S, D)
         return self.o_proj(mixed.transpose(1, 2).reshape(B, S, -1))
 
@@ -400,11 +403,14 @@ def inverse_frequencies(config: LlamaConfig) -> list[float]:
     return [stretched(frequency) for frequency in frequencies]
 
 
-def attention_bias(places: Tensor, document_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """0 where a token (row) may attend to another (column), else -inf: (B or 1, 1, 1, S, S)."""
-    allowed = (places[:, None] >= places[None, :])[None]
+def attention_bias(own: Tensor, every: Tensor, document_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """0 where a token (row) may attend to another (column), else -inf: (B or 1, 1, 1, S, T).
+
+    `own` (S,) and `every` (T,): places of rows and columns; `document_ids` (B, S): of the rows.
+    """
+    allowed = (own[:, None] >= every[None, :])[None]
     if document_ids is not None:
-        allowed = allowed & (document_ids[:, :, None] == document_ids[:, None, :])
+        allowed = allowed & (document_ids[:, :, None] == whole(document_ids, 1)[:, None, :])
     return torch.where(allowed, 0.0, -math.inf).to(dtype)[:, None, None]
 
 

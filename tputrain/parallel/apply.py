@@ -8,12 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from tputrain.parallel.blocks import blocks
+from tputrain.parallel.placement import placements
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> None:
-    """Lay out `model` over `mesh` (replicate, shard, and tensor if there is more than one), in place.
+def apply_plan(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], placement: Mapping[str, Any]
+) -> None:
+    """Lay out `model` over `mesh` (replicate, shard; context and tensor if there are several), in place.
 
-    Its parameters become DTensors. `plan`: ParallelConfig.plan.
+    Its parameters become DTensors. `plan` and `placement`: those of ParallelConfig.
     """
     # 1. Tensor parallelism, on the whole matrices.
     if "tensor" in (mesh.mesh_dim_names or ()):
@@ -24,8 +27,14 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> N
     # 3. A block is compiled by nobody: execution.train=compile is refused, and a step is one program anyway.
     # 4. FSDP, of what a tensor rank has. Also among one data rank: there, too, it brings gradients into the
     # layout of their parameters.
-    data = mesh["replicate", "shard"]
+    # Ranks that share sequences divide the weights among them, too, as those that have other samples do.
+    if "context" in (mesh.mesh_dim_names or ()):
+        mesh["shard", "context"]._flatten("shard_and_context")
+        data = mesh["replicate", "shard_and_context"]
+    else:
+        data = mesh["replicate", "shard"]
+    dims = placements(model, placement, data.size(1))
     for block in blocks(model):
-        fully_shard(block, mesh=data)
+        fully_shard(block, mesh=data, shard_placement_fn=dims)
     # Resharded after the forward pass, too: outside of a pass the parameters are always the sharded ones.
-    fully_shard(model, mesh=data, reshard_after_forward=True)
+    fully_shard(model, mesh=data, reshard_after_forward=True, shard_placement_fn=dims)

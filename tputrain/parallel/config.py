@@ -1,6 +1,6 @@
 """How a run is laid out over many devices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ class ParallelConfig:
     tensor: int = 1
     """Parts that a layer's matrices are cut into, by `plan`; ranks that share a layer share a batch."""
     context: int = 1
-    """Parts that a sequence is cut into. Only 1 so far."""
+    """Parts that each sequence of a batch is cut into; attention gathers the keys and values of all."""
     processes: int = 1
     """Processes that `tputrain run` starts on this machine, one a device. A launcher's own number wins."""
     restarts: int = 3
@@ -83,6 +83,10 @@ class ParallelConfig:
     plan: dict[str, Any] = field(default_factory=dict, hash=False)
     """With tensor: by patterns of module names, a style (colwise, rowwise, sequence, parts, whole) or
     {style, input, output}. Empty: the model's own, its attribute tp_plan."""
+
+    placement: dict[str, Any] = field(default_factory=dict, hash=False)
+    """By patterns of parameter names, which dimension shard cuts: [shard, null] (rows, as without a rule) or
+    [null, shard] (columns). Of several rules the last one counts."""
 
     def __post_init__(self) -> None:
         for key in DEGREES:
@@ -95,7 +99,20 @@ class ParallelConfig:
         expect_at_least("parallel.restarts", self.restarts, 0)
         for pattern, rule in self.plan.items():
             TensorRule.of(pattern, rule)
-        expect(self.context == 1, "parallel.context", self.context, "1: sequences are not cut yet")
+        expect(
+            1 in (self.context, self.tensor),
+            "parallel.context",
+            self.context,
+            "1 with parallel.tensor so far",
+        )
+        for pattern, dims in self.placement.items():
+            is_one = isinstance(dims, Sequence) and list(filter(None, dims)) == ["shard"]
+            expect(
+                is_one,
+                f"parallel.placement.{pattern}",
+                dims,
+                "shard for one dimension, null for others: [shard, null]",
+            )
         if self.processes > 1:
             self.resolved(self.processes * hosts().size)
 

@@ -1,10 +1,12 @@
 """What runs of several ranks do not take yet, said in one line before anything is built."""
 
+import inspect
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from tputrain.errors import UserError
+from tputrain.loss import LossFunction
 from tputrain.models.lora import lora_layers
 from tputrain.parallel.world import World
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 _FORMS = ("fused", "strict", "debug")
 
 
-def check_limits(world: World, cfg: "RunConfig", model: nn.Module) -> None:
+def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: LossFunction | None) -> None:
     """Raise UserError where several ranks would train otherwise than one process does, or not at all."""
     if world.size == 1:
         return
@@ -23,8 +25,24 @@ def check_limits(world: World, cfg: "RunConfig", model: nn.Module) -> None:
             f"lora.rank: expected 0 with parallel.tensor={cfg.parallel.tensor}: its matrices are not cut "
             "yet; parallel.shard divides them"
         )
+    if world.context_size > 1:
+        _check_takes_parts(f"parallel.context={world.context_size}: {type(model).__name__}", model, loss_fn)
     for phase in ("train", "validate", "sample"):
         if (form := getattr(cfg.execution, phase)) not in _FORMS:
             raise UserError(
                 f"execution.{phase}={form}: expected {', '.join(_FORMS)} with {world.size} ranks so far"
             )
+
+
+def _check_takes_parts(who: str, model: nn.Module, loss_fn: LossFunction | None) -> None:
+    """Raise UserError unless a part of a sequence has, in this model, the loss that it has in the whole."""
+    if loss_fn is None and not hasattr(model, "gives_logits_with_loss"):
+        raise UserError(
+            f"{who} may shift labels itself, and a rank has not the label after its last token: expected our "
+            "Llama, or a loss_fn of labels that are shifted already"
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise UserError(
+            f"{who} does not take position_ids: expected forward(input_ids, position_ids, ...), as the first "
+            "token of a rank need not be that of a sequence"
+        )

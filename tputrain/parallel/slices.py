@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tputrain import batches as batch_of
@@ -39,6 +40,43 @@ def rounds(batch: Batch, count: int) -> list[list[Batch | None]]:
         single = _consecutive(batch, samples - rest, 1, rest, samples)
         found.append([*single, *[None] * (count - rest)])
     return found
+
+
+def columns(batch: Batch | None, count: int) -> list[Batch | None]:
+    """`count` parts of equal length of the sequences in a batch of text on the host, in order.
+
+    Each says the places of its tokens as `position_ids`, unless the batch does. Raises UserError for another
+    batch, and where a sequence does not divide. None: there is no batch, and so no part.
+    """
+    if count == 1 or batch is None:
+        return [batch] * count
+    labels = batch_of.target_of(batch)
+    if not (batch_of.is_text(batch) and isinstance(labels, Tensor) and labels.dim() == 2):
+        raise UserError(
+            f"parallel.context={count}: expected batches of text, with input_ids and labels of the shape "
+            "(sequences, tokens)"
+        )
+    length = labels.shape[1]
+    if length % count:
+        raise UserError(
+            f"parallel.context={count}: a sequence of {length} tokens does not divide: expected a multiple "
+            f"of {count} (data.sequence_length in a recipe)"
+        )
+    batch = {"position_ids": torch.arange(length).expand(labels.shape)} | dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape != labels.shape:
+            raise UserError(
+                f"parallel.context={count}: {name} in a batch has the shape {tuple(value.shape)}: expected "
+                f"that of labels, {tuple(labels.shape)}, of which each rank takes a part"
+            )
+    return [_columns(batch, first, first + length // count) for first in range(0, length, length // count)]
+
+
+def _columns(batch: Mapping[str, Any], first: int, last: int) -> Batch:
+    return {
+        name: value[:, first:last].contiguous() if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def _consecutive(batch: Batch, first: int, length: int, count: int, samples: int) -> list[Batch]:

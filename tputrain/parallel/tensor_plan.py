@@ -240,7 +240,11 @@ def _list_what_is_left(model: nn.Module, source: str, unused: list[str]) -> None
     for pattern in unused:
         say(f"note: {source}: no module of the model matches {pattern}")
     whole = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
-    numbered = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in whole)
     if whole:
-        spelled = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in numbered.items())
-        say(f"note: {source}: whole on each tensor rank, as no rule matches them: {spelled}")
+        say(f"note: {source}: whole on each tensor rank, as no rule matches them: {in_short(whole)}")
+
+
+def in_short(names: list[str]) -> str:
+    """Names for people: those of many layers as one, and how many these are."""
+    numbered = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in numbered.items())

@@ -17,10 +17,11 @@ from tputrain.announce import be_quiet
 from tputrain.batches import Batch
 from tputrain.device import failure_of_peers, is_absent, peers
 from tputrain.errors import RunFailedError, UserError
+from tputrain.models.sequence import SplitSequence
 from tputrain.optim.given import train_parts
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.launched import is_launched, is_ours
-from tputrain.parallel.slices import rounds, slices
+from tputrain.parallel.slices import columns, rounds, slices
 
 T = TypeVar("T")
 _SECONDS_TO_HEAR = 5.0  # of why another rank has gone
@@ -35,8 +36,13 @@ class World:
     size = 1
     rank = 0
     data_size = 1
-    """Ranks among which a batch is divided."""
+    """Parts that the samples of a batch are divided into."""
+    context_size = 1
+    """Parts that each sequence of these is divided into, of ranks that follow each other."""
     data_rank = 0
+    """The number of this rank's part of a batch."""
+    sequence: SplitSequence | None = None
+    """The ranks that share this one's sequences; None: there are no others."""
 
     @property
     def is_first(self) -> bool:
@@ -44,11 +50,11 @@ class World:
         return self.rank == 0
 
     def slices(self, batch: Batch) -> list[Batch]:
-        """The batch (on the host) as one slice a rank, all of one length."""
+        """The batch (on the host) as its parts, all of one shape."""
         return [batch]
 
     def rounds(self, batch: Batch) -> list[list[Batch | None]]:
-        """The same of a batch that need not divide: in each round slices of one length (None: no samples)."""
+        """The same of a batch that need not divide: in each round parts of one shape (None: no samples)."""
         return [[batch]]
 
     def parallelise(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -94,24 +100,34 @@ class Ranks(World):
         self._dist = dist
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         degrees = cfg.resolved(self.size)
-        names = ("replicate", "shard", "tensor") if degrees["tensor"] > 1 else ("replicate", "shard")
+        further = [name for name in ("context", "tensor") if degrees[name] > 1]
+        names = ("replicate", "shard", *further)
         sizes = tuple(degrees[name] for name in names)
         self._mesh = init_device_mesh("tpu", sizes, mesh_dim_names=names)
-        self._plan = cfg.plan
+        self._plan, self._placement = cfg.plan, cfg.placement
         # Ranks that share layers follow each other, and share their part of the batch.
-        self.data_rank, self.data_size = self.rank // degrees["tensor"], self.size // degrees["tensor"]
+        self.data_rank = self.rank // degrees["tensor"]
+        self.data_size, self.context_size = cfg.data_ranks(self.size), degrees["context"]
+        if self.context_size > 1:
+            context = self._mesh["context"]
+            self.sequence = SplitSequence(
+                context.get_group(), context.size(), context.get_local_rank(), torch.device("tpu")
+            )
 
     def slices(self, batch: Batch) -> list[Batch]:
-        return slices(batch, self.data_size)
+        return [part for rows in slices(batch, self.data_size) for part in columns(rows, self.context_size)]
 
     def rounds(self, batch: Batch) -> list[list[Batch | None]]:
-        return rounds(batch, self.data_size)
+        return [
+            [part for rows in each for part in columns(rows, self.context_size)]
+            for each in rounds(batch, self.data_size)
+        ]
 
     def parallelise(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         from tputrain.parallel.apply import apply_plan
 
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        apply_plan(model, self._mesh, self._plan)
+        apply_plan(model, self._mesh, self._plan, self._placement)
         if optimizer is not None:
             train_parts(optimizer, model, names)
 
@@ -122,7 +138,8 @@ class Ranks(World):
 
     def total(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
-        for name in ("replicate", "shard"):  # what tensor ranks have is one part of the batch
+        names = self._mesh.mesh_dim_names or ()
+        for name in (each for each in names if each != "tensor"):  # tensor ranks have one part of the batch
             self._dist.all_reduce(total, group=self._mesh.get_group(name))
         return total
 

@@ -1,0 +1,97 @@
+"""A sequence of which each of several ranks has a part: attention is of the part's queries over all keys.
+
+A rank's place in the sequence is data on the device, so that all ranks run one program.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tputrain.errors import UserError
+
+
+class SplitSequence:
+    """The ranks that share a sequence, each a part of equal length, in their order."""
+
+    def __init__(self, group: Any, size: int, rank: int, device: torch.device):
+        self.group, self.size = group, size
+        self.rank = torch.tensor(rank, device=device)
+        self.num_gathered = 0
+        """Tensors that attention has asked the whole of."""
+
+
+_split: SplitSequence | None = None
+
+
+def places(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the tokens that this rank has (int64, (length,)), and of the whole sequence, their places in it."""
+    own = torch.arange(length, device=device)
+    if _split is None:
+        return own, own
+    return own + _split.rank * length, torch.arange(length * _split.size, device=device)
+
+
+def whole(part: Tensor, dim: int) -> Tensor:
+    """What the ranks that share a sequence have together, along `dim`. Gradients flow back to each part."""
+    if _split is None:
+        return part
+    from torch.distributed import _functional_collectives as collectives
+
+    _split.num_gathered += 1
+    gather = collectives.all_gather_tensor_autograd if part.requires_grad else collectives.all_gather_tensor
+    return collectives.wait_tensor(gather(part.contiguous(), dim, _split.group))
+
+
+@contextmanager
+def sequence_split(split: SplitSequence | None) -> Iterator[None]:
+    """In here models have parts of sequences; PyTorch's `scaled_dot_product_attention` knows of it, too.
+
+    Raises UserError where a model has run whose attention does not.
+    """
+    global _split
+    if split is None:
+        yield
+        return
+    attend, before = F.scaled_dot_product_attention, split.num_gathered
+    _split, F.scaled_dot_product_attention = split, _Attention(attend)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _split, F.scaled_dot_product_attention = None, attend
+    if split.num_gathered == before:
+        raise UserError(
+            f"parallel.context={split.size}: the model's attention sees only the part of a sequence that its "
+            "rank has: expected our Llama, or attention by torch.nn.functional.scaled_dot_product_attention, "
+            "called by that name"
+        )
+
+
+class _Attention:
+    """`scaled_dot_product_attention` of queries on this rank over the keys and values of all."""
+
+    def __init__(self, attend: Any):
+        self._attend = attend
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise UserError(
+                "parallel.context: attention was given a mask, of which a rank has no more than its part: "
+                "expected is_causal, or no mask"
+            )
+        rows, columns = places(query.shape[-2], query.device)
+        mask = rows[:, None] >= columns[None, :] if is_causal else None
+        key, value = whole(key, -2 + key.dim()), whole(value, -2 + value.dim())
+        return self._attend(query, key, value, mask, dropout_p, **options)
