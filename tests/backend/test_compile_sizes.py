@@ -100,3 +100,14 @@ def test_many_programs_of_one_graph_are_said_once_with_the_argument(caplog):
         "torch.compile: the inference graph has met 9 sets of sizes, each a program: "
         "batch.shape[0] is 11 now; pad what varies"
     )
+
+
+def test_a_view_of_an_input_whose_size_is_an_input_is_returned():
+    def rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view(x.shape[0], -1, 2), x + 1
+
+    fast = torch.compile(rows, backend="tpu", dynamic=True)
+    for number in (3, 5):
+        x = torch.arange(6.0 * number).view(number, 6)
+        for found, expected in zip(fast(x.to("tpu")), rows(x), strict=True):
+            assert torch.equal(found.cpu(), expected)

@@ -1,10 +1,12 @@
 """Runs a file of PyTorch's distributed tests, as it is, on ranks that are processes, with the backend "tpu".
 
-    python -m tests.upstream.one_file FILE WORLD_SIZE ROWS [--only TEST ...] [--seconds 120]
+    python -m tests.upstream.one_file FILE WORLD_SIZE ROWS [--stands-for gloo] [--only TEST ...]
 
 FILE is looked for in PYTORCH_TESTS, PyTorch's own test directory, if that is set, and else in the installed
-torch (`torch/testing/_internal/distributed`). A row of ROWS is a test: {"test", "outcome", "why", "seconds"}.
-Ranks go on from test to test; after one that failed they are started anew.
+torch (`torch/testing/_internal/distributed`). A row of ROWS is a test: its file, ranks, what the backend
+stands for, its outcome, why and seconds. Ranks go on from test to test, and start anew after one that failed.
+
+The backend "tpu" stands for "nccl", or for "gloo". PyTorch skips other tests for the one than for the other.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def find(file: str) -> Path:
 class Ranks:
     """The processes of one world, which run test after test."""
 
-    def __init__(self, file: Path, world_size: int, log: Any):
+    def __init__(self, file: Path, world_size: int, stands_for: str, log: Any):
         self.directory = Path(tempfile.mkdtemp(prefix="upstream-"))
         for name in ("barrier", "test_dir", "init_dir"):
             (self.directory / name).mkdir()
@@ -57,7 +59,7 @@ class Ranks:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "backend"), str(ROOT)]),
             "OMP_NUM_THREADS": "1",
             "TPU_CACHE_DIR": "none",
-            "BACKEND": "nccl",
+            "BACKEND": stands_for,
             "WORLD_SIZE": str(world_size),
             "TEMP_DIR": str(self.directory),
             "INIT_METHOD": f"file://{self.directory}/init_dir/shared_init_file",
@@ -104,10 +106,9 @@ class Ranks:
                 try:
                     answers[rank] = lines.get(timeout=0.02)
                 except Empty:
-                    if time.monotonic() > deadline:
-                        answers[rank] = {"outcome": "failed", "why": f"not done after {seconds:.0f} s"}
+                    if time.monotonic() <= deadline:
                         continue
-                    continue
+                    answers[rank] = {"outcome": "failed", "why": f"not done after {seconds:.0f} s"}
                 if answers[rank] is None:
                     code = self.processes[rank].wait()
                     answers[rank] = {"outcome": "failed", "why": f"the process ended with {code}"}
@@ -147,19 +148,24 @@ class Ranks:
 
 
 def run_file(
-    file: str, world_size: int, only: Sequence[str] = (), seconds: float = 120, log: Any = subprocess.DEVNULL
+    file: str,
+    world_size: int,
+    only: Sequence[str] = (),
+    seconds: float = 120,
+    stands_for: str = "nccl",
+    log: Any = subprocess.DEVNULL,
 ) -> Iterator[dict[str, Any]]:
     """The rows of a file's tests, as they end; of those with these names only, if there are any."""
     path = find(file)
     ranks: Ranks | None
-    ranks = Ranks(path, world_size, log)
+    ranks = Ranks(path, world_size, stands_for, log)
     tests = [test for test in ranks.tests if not only or test.partition(".")[2] in only]
     try:
         for number, test in enumerate(tests):
             if ranks is None:
-                ranks = Ranks(path, world_size, log)
+                ranks = Ranks(path, world_size, stands_for, log)
             row, can_go_on = ranks.run(test, number, seconds)
-            yield row
+            yield {"file": file, "ranks": world_size, "stands_for": stands_for, **row}
             if not can_go_on:
                 ranks.end()
                 ranks = None
@@ -175,12 +181,13 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("world_size", type=int)
     parser.add_argument("rows", type=Path)
+    parser.add_argument("--stands-for", default="nccl", choices=["nccl", "gloo"])
     parser.add_argument("--only", nargs="+", default=[], help="names of tests")
     parser.add_argument("--seconds", type=float, default=120, help="that a test may take")
     asked = parser.parse_args()
     counts: dict[str, int] = {}
     with asked.rows.open("w") as rows, asked.rows.with_suffix(".log").open("w") as log:
-        for row in run_file(asked.file, asked.world_size, asked.only, asked.seconds, log):
+        for row in run_file(asked.file, asked.world_size, asked.only, asked.seconds, asked.stands_for, log):
             counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
             print(json.dumps(row), file=rows, flush=True)
             print(f"{row['outcome']:8}{row['seconds']:6.1f} s  {row['test']}  {row['why']}", flush=True)

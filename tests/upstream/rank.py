@@ -27,7 +27,7 @@ def load(file: Path, world_size: int) -> ModuleType:
     """The test file as a module, with the device in CUDA's place."""
     from tests.upstream import stand_in
 
-    stand_in.install(world_size)
+    stand_in.install(world_size, os.environ["BACKEND"])
     spec = importlib.util.spec_from_file_location(f"upstream_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None

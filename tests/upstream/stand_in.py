@@ -1,7 +1,8 @@
-"""PyTorch's tests name CUDA and NCCL; here their files see the device and its backend under these names.
+"""PyTorch's tests name CUDA, NCCL and gloo; their files see the device and its backend under these names.
 
 A test file's text stays as it is. What it calls `torch`, `dist` and so on becomes a view of the real module:
-`torch.cuda` is `torch.tpu`, a CUDA device is this rank's one device, and the backend "nccl" is "tpu".
+`torch.cuda` is `torch.tpu`, a CUDA device is this rank's one device, and the backend "nccl" is "tpu". Or
+"gloo" is, and tensors that a test makes without saying where are on the device, too.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ class View(ModuleType):
         return getattr(self.__dict__["_module"], name)
 
 
-def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the device's backend for NCCL's."""
+def _renamed(function: Callable[..., Any], backends: set[str]) -> Callable[..., Any]:
+    """Takes the device's backend for those of these names."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         def convert(value: Any) -> Any:
-            return "tpu" if isinstance(value, str) and value == "nccl" else value
+            return "tpu" if isinstance(value, str) and value in backends else value
 
         return function(*map(convert, args), **{key: convert(value) for key, value in kwargs.items()})
 
@@ -106,8 +107,8 @@ def _mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
     return _make_mesh("tpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
-def install(world_size: int) -> None:
-    """In this process, for what all test files use."""
+def install(world_size: int, backend: str) -> None:
+    """In this process, for what all test files use; the device's backend has the name `backend`."""
     import torch.testing._internal.common_distributed as common
 
     cuda = View(
@@ -125,7 +126,7 @@ def install(world_size: int) -> None:
         "torch.distributed": View(
             dist,
             **{
-                name: _renamed(getattr(dist, name))
+                name: _renamed(getattr(dist, name), {"nccl", backend})
                 for name in (
                     "init_process_group",
                     "new_group",
@@ -146,6 +147,8 @@ def install(world_size: int) -> None:
     common.TEST_CUDA = common.HAS_ACCELERATOR = True
     show(common)
     OnDevice().__enter__()
+    if backend == "gloo":
+        torch.set_default_device(DEVICE)
 
 
 _views: dict[str, ModuleType] = {}

@@ -636,7 +636,9 @@ Call ProcessGroup::record(const Transfer& transfer) {
         !stream.sink()->joins_collectives(),
         "send and recv in a region (torch.tpu.spmd), whose program is the same on all ranks: call them outside of it, or use a collective such as all_to_all");
   }
-  const Profiled profiled(getRank() == transfer.source ? "tpu:send" : "tpu:recv", transfer.tensor);
+  const bool is_from_any = transfer.work->retrieveOpType() == c10d::OpType::RECVANYSOURCE;
+  const char* const name = getRank() == transfer.source ? "tpu:send" : is_from_any ? "tpu:recvAnySource" : "tpu:recv";
+  const Profiled profiled(name, transfer.tensor);
   const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
   const at::Tensor& tensor = transfer.tensor;
   auto call = agree(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import jax
 import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import tpu_backend
 from tpu_backend.compiled.constants import lift_constants
 from tpu_backend.compiled.graph import SCATTERS, Graph, concrete
-from tpu_backend.compiled.operation import make_operator
+from tpu_backend.compiled.operation import make_operator, places_of
 from tpu_backend.compiled.sizes import Sizes
 from tpu_backend.compiled.split import Boxed, OperationByOperation, Split
 from tpu_backend.compiling import compiling
@@ -118,12 +117,7 @@ class _Compiled:
         self._boxed_call = True  # AOTAutograd: inputs come as one list
         self.graph = graph
         placeholders = self.graph.placeholders
-        self.tensors = [
-            place for place, node in enumerate(placeholders) if isinstance(node.meta["val"], torch.Tensor)
-        ]
-        self.numbers = [
-            place for place, node in enumerate(placeholders) if not isinstance(node.meta["val"], torch.Tensor)
-        ]
+        self.tensors, self.numbers = places_of(graph)
         # Compiled autograd gives its graphs sizes as empty tensors on the CPU, of which nothing else is used.
         self.elsewhere = [
             number
@@ -159,12 +153,12 @@ class _Compiled:
         """What makes one output: (inputs, results of the operator) -> value."""
         if not isinstance(node, fx.Node):
             return lambda inputs, results: node
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            return lambda inputs, results: concrete(value, self.graph.bind(inputs))
         if node.op == "placeholder":
             place = self.graph.placeholders.index(node)
             return lambda inputs, results: inputs[place]
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return lambda inputs, results: concrete(value, self.graph.bind(inputs))
         if (view := self._view_of_input(node)) is not None:
             return lambda inputs, results: view(inputs)
         place = wanted.setdefault(node, len(wanted))
@@ -179,7 +173,7 @@ class _Compiled:
         if not isinstance(target, torch._ops.OpOverload) or not target.is_view or node.kwargs:
             return None
         base, *rest = node.args
-        if not isinstance(base, fx.Node) or any(isinstance(leaf, fx.Node) for leaf in jax.tree.leaves(rest)):
+        if not isinstance(base, fx.Node) or node.all_input_nodes != [base]:  # a size that is an input
             return None
         viewed = self._view_of_input(base)
         return None if viewed is None else lambda inputs: target(viewed(inputs), *rest)

@@ -35,14 +35,17 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
     numbered = f"{name}_{next(_numbers)}"
     qualified = f"{NAMESPACE}::{numbered}"
     _library.define(f"{numbered}(Tensor[] tensors, int[] sizes) -> Tensor[]")
-    is_tensor = [isinstance(node.meta["val"], torch.Tensor) for node in graph.placeholders]
+    places = places_of(graph)
     values = [node.meta["val"] for node in wanted]
     recomputes = name == "backward" and any(node.meta.get("recompute") in _AGAIN for node in graph.nodes)
 
     def placed(tensors: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         """Tensors and sizes in the order of the placeholders."""
-        tensors_left, sizes_left = iter(tensors), iter(sizes)
-        return [next(tensors_left) if each else next(sizes_left) for each in is_tensor]
+        inputs: list[Any] = [None] * len(graph.placeholders)
+        for where, given in zip(places, (tensors, sizes), strict=True):
+            for place, value in zip(where, given, strict=False):  # a graph without tensors is given one
+                inputs[place] = value
+        return inputs
 
     def compute(
         tensors: list[jax.Array], sizes: Sequence[int], *, key: jax.Array | None = None
@@ -63,6 +66,13 @@ def make_operator(name: str, graph: Graph, wanted: Sequence[fx.Node]) -> Callabl
     _C.register_lowered_ops([(qualified, qualified, [], [], [], graph.num_draws, {})])
     _library.impl(numbered, untraced(infer), "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), numbered).default
+
+
+def places_of(graph: Graph) -> tuple[list[int], list[int]]:
+    """Which placeholders are tensors, and which are sizes. Others, such as a DeviceMesh, pass through."""
+    values = [node.meta["val"] for node in graph.placeholders]
+    tensors = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    return tensors, [place for place, value in enumerate(values) if isinstance(value, (int, torch.SymInt))]
 
 
 def _like(value: torch.Tensor, symbols: Symbols) -> torch.Tensor:
