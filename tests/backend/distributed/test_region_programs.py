@@ -204,6 +204,83 @@ def test_a_start_is_constant_where_all_ranks_agree_and_an_input_where_ranks_or_s
         assert each.stdout.splitlines()[-1] == "{}"
 
 
+PACKED = """
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn import functional as F
+    from tpu_backend.runtime import compiler, packed
+
+    STEPS, LAYERS = 20, 2
+    mesh = init_device_mesh("tpu", (world,))
+    torch.manual_seed(0)
+    X, Y = torch.randn(16, 8), torch.randint(0, 8, (16,))
+    texts, lower = [], compiler.lower_segment
+
+    def lower_and_keep(description, target):
+        lowered, checks = lower(description, target)
+        texts.append(lowered.as_text())
+        return lowered, checks
+
+    compiler.lower_segment = lower_and_keep
+
+    class Layer(nn.Module):
+        def __init__(self, hidden):
+            super().__init__()
+            self.norm, self.up = nn.RMSNorm(8), nn.Linear(8, hidden)
+            self.down = nn.Linear(hidden, 8, bias=False)
+
+        def forward(self, x):
+            return x + self.down(F.silu(self.up(self.norm(x))))
+
+    def build(hidden):
+        torch.manual_seed(1)
+        return nn.Sequential(*(Layer(hidden) for _ in range(LAYERS)))
+
+    def train(model, x, y, is_rank):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        @torch.tpu.spmd
+        def step():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach().clone()
+            if is_rank:
+                dist.all_reduce(mean, dist.ReduceOp.AVG)
+            return mean
+
+        losses, compilations = [], []
+        for _ in range(STEPS):
+            losses.append((step if is_rank else step._function)().item())
+            compilations.append(torch.tpu.compile_stats()["compilations"])
+        assert not is_rank or (compilations[1] == compilations[-1] and len(step.digests) == 1)
+        return torch.tensor(losses)
+
+    gathers = []
+    for joins, hidden in ((True, 24), (False, 28)):
+        # On a TPU each parameter has a collective of its own; the same is forced here.
+        packed._joins_collectives = lambda joins=joins: joins
+        model = build(hidden).to("tpu")
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        texts.clear()
+        losses = train(model, X.chunk(world)[rank].to("tpu"), Y.chunk(world)[rank].to("tpu"), True)
+        torch.testing.assert_close(losses, train(build(hidden), X, Y, False), rtol=1e-5, atol=0)
+        of_all = [None] * world
+        dist.all_gather_object(of_all, texts)  # one rank lowers a program
+        gathers.append(max(text.count('"stablehlo.all_gather"') for each in of_all for text in each))
+    assert gathers[1] == 4 * gathers[0] > 0, gathers  # of a layer; of each of its four parameters
+    dist.destroy_process_group()
+"""
+
+
+def test_parameters_are_gathered_and_gradients_scattered_in_their_own_dims():
+    assert_all_ended_well(run_ranks(PACKED, 2, timeout=120))
+
+
 DIFFERING = """
     x = torch.ones(6, device="tpu")
 
