@@ -45,6 +45,7 @@ std::vector<tpu::LoweredOp> lowered_ops_of(const py::list& items) {
 void initialize(
     const py::list& lowered_ops,
     const py::object& trace_form,
+    const py::object& agree,
     const py::object& plan,
     const py::object& compile,
     const py::object& prepare,
@@ -60,6 +61,7 @@ void initialize(
     const std::vector<std::string>& not_the_users) {
   auto& runtime = tpu::runtime();
   runtime.trace_form = keep(trace_form);
+  runtime.agree = keep(agree);
   runtime.plan = keep(plan);
   runtime.compile = keep(compile);
   runtime.prepare = keep(prepare);

@@ -12,6 +12,7 @@ def register_device() -> None: ...
 def initialize(
     lowered_ops: list[tuple[str, str, list[str], list[str], list[str], int, dict[str, str]]],
     trace_form: Callable[..., Any],
+    agree: Callable[..., Any],
     plan: Callable[..., Any],
     compile: Callable[..., Any],
     prepare: Callable[..., Any],

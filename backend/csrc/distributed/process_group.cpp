@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
@@ -24,6 +25,21 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
+// A copy in a buffer of its own.
+at::Tensor copied(const at::Tensor& tensor) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tpu::copy", "")
+                             .typed<at::Tensor&(const at::Tensor&, at::Tensor&)>();
+  at::Tensor own = at::empty(tensor.sizes(), tensor.options());
+  op.call(tensor, own);
+  return own;
+}
+
+// A tensor that is all of its buffer: what else is in a buffer may differ by rank, and ranks launch collectives together.
+at::Tensor alone(const at::Tensor& tensor) {
+  return tensor.nbytes() == buffer_of(tensor)->nbytes ? tensor : copied(tensor);
+}
+
 // The recorded operators, see tpu_backend/distributed/operators.py.
 namespace recorded {
 
@@ -34,28 +50,28 @@ auto find(const char* name) {
 
 at::Tensor all_reduce(const at::Tensor& self, c10::string_view reduce, at::IntArrayRef ranks) {
   static const auto op = find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("all_reduce");
-  return op.call(self, reduce, ranks);
+  return op.call(alone(self), reduce, ranks);
 }
 at::Tensor all_gather(const at::Tensor& self, at::IntArrayRef ranks) {
   static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("all_gather");
-  return op.call(self, ranks);
+  return op.call(alone(self), ranks);
 }
 at::Tensor reduce_scatter(const at::Tensor& self, c10::string_view reduce, at::IntArrayRef ranks) {
   static const auto op =
       find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("reduce_scatter");
-  return op.call(self, reduce, ranks);
+  return op.call(alone(self), reduce, ranks);
 }
 at::Tensor all_to_all(const at::Tensor& self, at::IntArrayRef ranks) {
   static const auto op = find<at::Tensor(const at::Tensor&, at::IntArrayRef)>("all_to_all");
-  return op.call(self, ranks);
+  return op.call(alone(self), ranks);
 }
 at::Tensor broadcast(const at::Tensor& self, int64_t root, at::IntArrayRef ranks) {
   static const auto op = find<at::Tensor(const at::Tensor&, int64_t, at::IntArrayRef)>("broadcast");
-  return op.call(self, root, ranks);
+  return op.call(alone(self), root, ranks);
 }
 at::Tensor send_receive(const at::Tensor& self, int64_t source, at::IntArrayRef ranks) {
   static const auto op = find<at::Tensor(const at::Tensor&, int64_t, at::IntArrayRef)>("send_receive");
-  return op.call(self, source, ranks);
+  return op.call(alone(self), source, ranks);
 }
 
 } // namespace recorded
@@ -120,7 +136,7 @@ bool is_same_shape(const std::vector<at::Tensor>& tensors) {
 // A flat tensor with zeros behind it.
 at::Tensor padded(const at::Tensor& tensor, int64_t length) {
   const at::Tensor flat = tensor.reshape(-1);
-  return flat.numel() == length ? flat : at::constant_pad_nd(flat, {0, length - flat.numel()});
+  return flat.numel() == length ? copied(flat) : at::constant_pad_nd(flat, {0, length - flat.numel()});
 }
 
 // A call in the profiler, with its tensors, as PyTorch's own backends have it.  Its time is that of the host.

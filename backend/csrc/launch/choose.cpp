@@ -85,7 +85,8 @@ Specialization* fitting_specialization(const Program& program, const Segment& se
   const bool takes_padded = may_be_padded(program, segment);
   Specialization* best = nullptr;
   for (auto& specialization : program.specializations) {
-    if (specialization->in_parts != in_parts || (specialization->is_padded && !takes_padded)) {
+    const bool is_as_agreed = specialization->agreement == program.agreement;
+    if (specialization->in_parts != in_parts || !is_as_agreed || (specialization->is_padded && !takes_padded)) {
       continue;
     }
     if (offsets_match(*specialization) && returns_results(*specialization) && donates_alike(*specialization, segment) &&
@@ -137,13 +138,17 @@ std::vector<int32_t> outputs_for(const Program& program, const Locals& results) 
 std::shared_ptr<Specialization> new_specialization(const Program& program, const Segment& segment, const Locals& results) {
   auto specialization = std::make_shared<Specialization>();
   specialization->offsets = segment.offsets;
-  // Ranks may slice at different offsets and must share one program, so offsets are inputs.
-  const bool has_collectives = std::any_of(segment.entries.begin(), segment.entries.end(), [](const Signature* entry) {
-    return entry->op != nullptr && entry->op->is_collective;
-  });
-  specialization->offset_is_input.assign(segment.offsets.size(), static_cast<uint8_t>(has_collectives));
+  specialization->agreement = program.agreement;
+  // Ranks may slice at different offsets and must share one program: unless they have agreed, offsets are inputs.
+  specialization->offset_is_input.assign(segment.offsets.size(), static_cast<uint8_t>(has_collectives(segment)));
+  if (program.agreement) {
+    std::copy(program.offset_is_input.begin(), program.offset_is_input.end(), specialization->offset_is_input.begin());
+  }
   // An offset that has been seen with two values becomes an input.
   for (const auto& other : program.specializations) {
+    if (program.agreement) {
+      break;
+    }
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
       specialization->offset_is_input[i] |=
           static_cast<uint8_t>(other->offset_is_input[i] != 0 || other->offsets[i] != segment.offsets[i]);
@@ -189,6 +194,7 @@ py::dict describe(const Program& program, const Specialization& specialization, 
   description["may_be_padded"] = may_be_padded(program, segment);
   description["in_parts"] = specialization.in_parts;
   description["was_in_parts"] = program.num_runs_in_parts > 0;
+  description["agreement"] = program.agreement ? py::handle(program.agreement.get()) : py::handle(Py_None);
   // Of use to a chain alone:
   description["origin"] = py::cast(segment.origin);
   std::vector<uint32_t> checked;
@@ -207,6 +213,15 @@ Results held_results(const Segment& segment) {
     }
   }
   return results;
+}
+
+bool ProgramCache::is_known(const Program& program, const Segment& segment, const Locals& results) const {
+  return fitting_specialization(program, segment, results, /*in_parts=*/false) != nullptr ||
+      fitting_specialization(program, segment, results, /*in_parts=*/true) != nullptr;
+}
+
+py::dict ProgramCache::describe_new(const Program& program, const Segment& segment, const Locals& results) const {
+  return describe(program, *new_specialization(program, segment, results), segment, device_);
 }
 
 Program& ProgramCache::find(const Segment& segment, Policy policy) {
@@ -287,7 +302,7 @@ PartsPlan ProgramCache::plan_of(Program& program, const Segment& segment, const 
   }
   auto& plan = is_without_gradients(segment) ? program.plan_without_gradients : program.plan;
   if (!plan) {
-    const auto description = describe(program, *new_specialization(program, segment, results), segment, device_);
+    const auto description = describe_new(program, segment, results);
     const auto planned = [&] {
       const StreamUnlocked unlocked(mutex_);
       return py::reinterpret_steal<py::object>(check(PyObject_CallOneArg(runtime().plan, description.ptr())));

@@ -300,6 +300,21 @@ std::shared_ptr<PyObject> ProgramCache::token_of(size_t launch) const {
   return is_remembered ? launched_[(launch - 1) % kRememberedLaunches].token : nullptr;
 }
 
+// What other ranks say is told in their words.
+template <class Act>
+static void with_ranks(Segment& segment, const Act& act) {
+  try {
+    act();
+  } catch (const py::error_already_set& error) {
+    if (is_interrupt(error)) {
+      throw;
+    }
+    const auto message = py::str(error.value()).cast<std::string>();
+    segment.fail(kProgramFailed + message);
+    TORCH_CHECK(false, message);
+  }
+}
+
 std::exception_ptr ProgramCache::run(Segment& segment, const Results& results, bool may_be_parts, Counters& counters) {
   if (results.locals.empty() && segment.checked.empty()) {
     return nullptr; // nobody can see what was recorded
@@ -314,7 +329,14 @@ std::exception_ptr ProgramCache::run(Segment& segment, const Results& results, b
   }
   try {
     Program& program = find(segment, results.policy);
+    const bool is_of_ranks = program.policy == Policy::Declared && has_collectives(segment);
+    if (is_of_ranks) {
+      with_ranks(segment, [&] { agree(program, segment, results); });
+    }
     const auto specialization = choose(program, segment, results.locals, may_be_parts, counters);
+    if (is_of_ranks) {
+      with_ranks(segment, [&] { announce(program, *specialization, segment); });
+    }
     const auto interrupt = execute(*specialization, segment);
     segment.specialization = specialization;
     counters.segments_run += specialization->links.size();

@@ -122,6 +122,8 @@ struct Specialization : std::enable_shared_from_this<Specialization> {
   bool in_parts{false}; // a chain that was asked for
   bool is_padded{false}; // a program of it is longer than its part of the segment
   bool was_evicted{false}; // it was loaded before
+  std::shared_ptr<PyObject> agreement; // of its program when it was made
+  std::shared_ptr<PyObject> announce; // () -> None: tells the other ranks of its launch; null: none was told
   std::vector<Link> links; // empty where it is not loaded, see `make_room`
   // Values that a launch was the last to hold, by the output that takes their memory: the next launch's outputs.
   std::vector<ValuePtr> spare;
@@ -162,6 +164,9 @@ struct Program {
   bool is_prepared{false}; // the one program was compiled ahead
   bool is_rehearsed{false}; // and that by a rehearsal
   bool is_refused{false}; // XLA could not compile it as one
+  // In a region, with collectives: what the ranks agreed on, see tpu_backend/distributed/region_programs.py; null: nothing yet.
+  std::shared_ptr<PyObject> agreement;
+  std::vector<bool> offset_is_input; // by that
 };
 
 using Locals = c10::SmallVector<int32_t, 16>;
@@ -170,6 +175,7 @@ using Locals = c10::SmallVector<int32_t, 16>;
 struct Results {
   Locals locals; // ascending
   Policy policy{Policy::Held};
+  bool compares{false}; // what is recorded with the other ranks, at each launch; declared ones alone
 };
 
 // Those that somebody can still see.
@@ -179,6 +185,9 @@ struct Launched {
   std::shared_ptr<PyObject> token; // of JAX: can be waited for, holds no memory of the device
   c10::weak_intrusive_ptr<Value> output; // the first; may be gone
 };
+
+// Whether it has collectives, which the ranks of their groups must launch together.
+bool has_collectives(const Segment& segment);
 
 // A value's array as an argument of a program, a new reference.  What is donated and somebody else may look at is copied, and
 // the copy donated: the program is the same either way.  `is_shared`: others than the one it is taken from hold the value.
@@ -232,6 +241,14 @@ class ProgramCache {
   std::shared_ptr<Specialization> whole_in_time(Program& program, const Segment& segment, const Locals& results, Counters& counters);
   std::shared_ptr<Specialization> specialization_for(
       Program& program, const Segment& segment, const Locals& results, Form form, Counters& counters);
+  // In a region: how a segment with collectives is launched is agreed on with the other ranks.  Waits for them where they do
+  // not know it yet.
+  void agree(Program& program, const Segment& segment, const Results& results);
+  // Tells the other ranks what is launched next.  Waits for them the first time.
+  void announce(const Program& program, Specialization& specialization, const Segment& segment);
+  // Whether there is a specialization that runs the segment with these results.
+  bool is_known(const Program& program, const Segment& segment, const Locals& results) const;
+  pybind11::dict describe_new(const Program& program, const Segment& segment, const Locals& results) const;
   void load(const Program& program, Specialization& specialization, const Segment& segment, Form form, Counters& counters);
   // How it is to be taken apart, if it is.
   PartsPlan plan_of(Program& program, const Segment& segment, const Locals& results);
@@ -257,6 +274,7 @@ class ProgramCache {
 // Callbacks into tpu_backend.runtime, set once at first use of the device.
 struct Runtime {
   PyObject* trace_form{nullptr}; // (signature id) -> whether it is lowered, has bounds checks, reads the precision
+  PyObject* agree{nullptr}; // (description, whether ranks must compare it) -> Agreement
   PyObject* plan{nullptr}; // (description) -> (number of parts, whether their sizes grow)
   PyObject* compile{nullptr}; // (description, may wait for another thread) -> Links
   PyObject* prepare{nullptr}; // (description) -> None: a thread begins what `compile` will ask for

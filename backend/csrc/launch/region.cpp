@@ -131,7 +131,9 @@ Results Region::results_of(const Segment& segment) const {
 }
 
 std::exception_ptr Region::take(ProgramCache& programs, Segment& segment, Counters& counters) {
-  auto interrupt = programs.run(segment, results_of(segment), /*may_be_parts=*/true, counters);
+  auto results = results_of(segment);
+  results.compares = std::exchange(was_cut_, true);
+  auto interrupt = programs.run(segment, results, /*may_be_parts=*/true, counters);
   if (segment.specialization != nullptr) {
     for (const auto& link : segment.specialization->links) {
       executables_.push_back(link.executable);

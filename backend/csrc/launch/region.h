@@ -59,6 +59,7 @@ class Region final : public Sink {
   std::optional<std::vector<ValuePtr>> results_; // once they are declared
   std::vector<Undeclared> undeclared_; // values that somebody holds
   std::vector<std::shared_ptr<PyObject>> executables_;
+  bool was_cut_{false}; // what follows a host read may depend on the rank's data
 };
 
 } // namespace tpu

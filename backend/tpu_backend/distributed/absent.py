@@ -46,6 +46,9 @@ class AbsentPeers:
     def agree(self, group: str, number: int, digest: str, text: str, seconds: float) -> None:
         pass
 
+    def gather(self, group: str, number: int, digest: str, text: str, told: str, seconds: float) -> list[str]:
+        return [told] * len(group.split(","))
+
     def confirm(self, seconds: float) -> None:
         pass
 

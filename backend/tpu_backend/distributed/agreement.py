@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 
 from tpu_backend.distributed import peers
+from tpu_backend.distributed.absent import AbsentPeers
 from tpu_backend.runtime.user_line import user_line
 
 _digests: dict[tuple[str, str, str], str] = {}  # by group, its last call, and a call that came next before
 _numbers: Counter[str] = Counter()  # of calls, by group
 _last: dict[str, str] = {}  # call, by group
+_COMPARE = "comparing what a region has recorded"
 
 
 def call(group: str, text: str, seconds: float) -> int:
@@ -48,3 +51,31 @@ def find_sender(groups: list[str], seconds: float) -> int:
     world = peers.world
     assert world is not None
     return world.find_sender([(group, _numbers[group] + 1) for group in groups], seconds)
+
+
+def gather(ranks: Sequence[int], text: str, told: str) -> list[str]:
+    """What each of these ranks has `told`, in this order. They compare what they are about to launch in a
+    region: waits for them, and raises as `call` does.
+    """
+    world, group = _world_and_group_of_regions(ranks)
+    digest = hashlib.sha256(_COMPARE.encode()).hexdigest()[:16]
+    return world.gather(group, _numbers[group], digest, f"{_COMPARE}: {text}", told, world.timeout)
+
+
+def launch(ranks: Sequence[int], digest: str, text: str, waits: bool) -> None:
+    """These ranks are about to launch programs of a region together. `waits` until all are, and raises as
+    `call` does; else they are compared in the background.
+    """
+    world, group = _world_and_group_of_regions(ranks)
+    if waits:
+        world.agree(group, _numbers[group], digest, text, world.timeout)
+    else:
+        world.call(group, _numbers[group], digest)
+
+
+def _world_and_group_of_regions(ranks: Sequence[int]) -> tuple[peers.Peers | AbsentPeers, str]:
+    """The other ranks, and the group whose next call this is."""
+    assert peers.world is not None
+    group = f"region:{','.join(map(str, ranks))}"
+    _numbers[group] += 1
+    return peers.world, group

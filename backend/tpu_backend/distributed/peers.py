@@ -56,6 +56,7 @@ class Peers:
         self._left: set[int] = set()  # ranks whose process has ended
         self._agreed: dict[str, int] = {}  # by group: the last call that all its ranks are known to have made
         self._missing: dict[tuple[str, int], list[str]] = {}
+        self._told: dict[tuple[str, int], list[str]] = {}  # by call: a text of each rank
         self._awaited: list[Awaited] | None = None  # the service's last answer
         self._sender = ""  # the same: the group of a send
         self._hang: int | None = None  # the rank that said first that the run hangs
@@ -136,6 +137,14 @@ class Peers:
             self._flush()
         self._wait_until_agreed(group, number, text, seconds)
         self.has_raised = False
+
+    def gather(self, group: str, number: int, digest: str, text: str, told: str, seconds: float) -> list[str]:
+        """What each rank of a group has `told` with this call, in the order of the group. Waits and raises as
+        `agree` does.
+        """
+        self._say({"tell": [group, number, told]})
+        self.agree(group, number, digest, text, seconds)
+        return self._told.pop((group, number))
 
     def confirm(self, seconds: float) -> None:
         """Return when all ranks are known to have made the same calls as this one. To be called before the
@@ -282,6 +291,8 @@ class Peers:
         if "agreed" in message:
             group, number = message["agreed"]
             self._agreed[group] = max(number, self._agreed.get(group, 0))
+        elif "told" in message:
+            self._told[tuple(message["of"])] = message["told"]
         elif "missing" in message:
             self._missing[tuple(message["of"])] = message["missing"]
         elif "awaited" in message:

@@ -10,6 +10,7 @@ Ranks hold a connection to it and send lines of JSON:
     {"rank": 3, "pid": 17, "host": "a"}                              first
     {"calls": [[GROUP, NUMBER, DIGEST, ASKS], ...], "texts": {...}}  collectives, about to be launched
     {"ask": [GROUP, NUMBER]}                                         tell when all have made this call
+    {"tell": [GROUP, NUMBER, TEXT]}                                  to all of the group, with that call
     {"who": [GROUP, NUMBER]}                                         who has not made this call?
     {"senders": [[GROUP, NUMBER], ...]}                              the first of these that is a send
     {"beat": "..."}                                                  it lives, and does that
@@ -17,10 +18,11 @@ Ranks hold a connection to it and send lines of JSON:
     {"hang": true}                                                   it says that the run hangs
     {"error": "..."}, {"bye": true}                                  it fails, it ends
 
-and are told `agreed` (all of a group made the call, where one asked), `failure` (of the whole group),
-`missing`, `sender` (the group of the send), `awaited`, `hang`: the rank that said so first, and of each rank
-that came, failed or `left`: its process ended, `regular` after a farewell. A group is its ranks, as "0,1,2";
-a name and a colon may stand before. Imports neither torch nor jax.
+and are told `agreed` (all of a group made the call, where one asked), before it `told` (the texts of that
+call, by rank), `failure` (of the whole group), `missing`, `sender` (the group of the send), `awaited`,
+`hang`: the rank that said so first, and of each rank that came, failed or `left`: its process ended,
+`regular` after a farewell. A group is its ranks, as "0,1,2"; a name and a colon may stand before. Imports
+neither torch nor jax.
 """
 
 import asyncio
@@ -49,6 +51,7 @@ class Calls:
         self.ranks = [int(rank) for rank in group.rpartition(":")[2].split(",")]
         self.open: dict[int, dict[int, str]] = {}  # by number: digests by rank
         self.asked: set[int] = set()
+        self.told: dict[int, dict[int, str]] = {}  # by number: texts by rank
         self.last: dict[int, tuple[int, str]] = {}  # by rank: number and digest
 
     def add(self, rank: int, number: int, digest: str, asks: bool) -> tuple[int, str] | None:
@@ -121,6 +124,10 @@ class Service:
                         self.called(rank, *call)
                 elif "ask" in message:
                     self.asked(writer, *message["ask"])
+                elif "tell" in message:
+                    group, number, text = message["tell"]
+                    calls = self.calls.setdefault(group, Calls(group))
+                    calls.told.setdefault(number, {})[rank] = text
                 elif "who" in message:
                     self.tell(writer, {"missing": self.missing(*message["who"]), "of": message["who"]})
                 elif "senders" in message:
@@ -160,6 +167,9 @@ class Service:
             text = f"rank {rank} calls {self.texts[digest]}; rank {other[0]} calls {self.texts[other[1]]}"
             self.tell_group(calls.ranks, {"failure": f"ranks call different things: {text}"})
         elif calls.is_agreed(number):
+            if (texts := calls.told.pop(number, None)) is not None:
+                by_rank = [texts.get(each, "") for each in calls.ranks]
+                self.tell_group(calls.ranks, {"told": by_rank, "of": [group, number]})
             self.tell_group(calls.ranks, {"agreed": [group, number]})
         for receiver in self.receivers.keys() & set(calls.ranks):
             self.find_sender(receiver)

@@ -16,7 +16,7 @@ from tpu_backend.collector import importing
 
 with importing():
     from tpu_backend import _C, composite, data_dependent, environment
-    from tpu_backend.distributed import ending, operators, peers, start, waiting
+    from tpu_backend.distributed import ending, operators, peers, region_programs, start, waiting
     from tpu_backend.lowering import names, registry
     from tpu_backend.lowering.collectives import NAMESPACE
     from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
@@ -89,6 +89,7 @@ def initialize() -> None:
         _C.initialize(
             lowered_ops(),
             untraced(trace_form),
+            untraced(region_programs.agree),
             untraced(compiler.plan_segment),
             untraced(compiler.compile_segment),
             untraced(compiler.prepare_segment),

@@ -8,8 +8,9 @@ program.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tpu_backend.runtime.lists import elements_made, elements_read, leaves_of, part_of
@@ -94,13 +95,31 @@ class PartOfChain:
         return (local for local in range(len(self.values)) if local not in inputs)
 
 
+class Interface(NamedTuple):
+    """What a part's program returns and takes over, in the part's own numbers: the same in all ranks."""
+
+    outputs: list[int]  # ascending
+    donated: dict[int, int]  # by input, ascending: the output that takes over its memory
+
+
 class Chain:
     """The parts of a segment, what each must return, and what describes its program."""
 
-    def __init__(self, description: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        description: dict[str, Any],
+        parts: Sequence[Part] | None = None,
+        interfaces: Mapping[int, Interface] = MappingProxyType({}),
+    ) -> None:
+        """Of these parts (None: as it is planned); some, by place, with an interface that is given."""
         self._whole = description
-        self._tape, plan = planned(description)
-        self.parts = _Builder(self._tape, description).build(plan.parts)
+        if parts is None:
+            self._tape, plan = planned(description)
+            parts = plan.parts
+        else:
+            self._tape = Tape.of(description)
+        self._interfaces = interfaces
+        self.parts = _Builder(self._tape, description).build(parts)
         self._results = set(description["outputs"])
         self._last_reader = {
             part.values[local]: place for place, part in enumerate(self.parts) for local in part.inputs
@@ -108,7 +127,8 @@ class Chain:
         self.descriptions: list[dict[str, Any]] = [{} for _ in self.parts]
         by_tape: dict[Any, list[int]] = defaultdict(list)
         for place, part in enumerate(self.parts):
-            by_tape[tuple(part.tape), self._layouts(part)].append(place)
+            own = place if place in interfaces else None
+            by_tape[tuple(part.tape), self._layouts(part), own].append(place)
         for alike in by_tape.values():
             self._describe(alike)
 
@@ -140,6 +160,11 @@ class Chain:
             checked=part.checked,
         )
 
+    def interface(self, place: int) -> Interface:
+        """What a part must return here, and what it may take over."""
+        wanted = sorted(self._wanted(place))
+        return Interface(wanted, self._donations(place, wanted))
+
     def _layouts(self, part: PartOfChain) -> tuple[Any, ...]:
         return tuple(self._tape.layouts[part.values[local]] for local in part.inputs)
 
@@ -164,7 +189,10 @@ class Chain:
         varies = [len(set(starts_here)) > 1 for starts_here in zip(*starts, strict=True)]
         for place in alike:
             part = self.parts[place]
-            donations = self._donations(place, wanted)
+            if place in self._interfaces:
+                wanted, donations = self._interfaces[place]
+            else:
+                donations = self._donations(place, wanted)
             outputs = list(donations.values())
             outputs += [local for local in wanted if local not in outputs]
             self.descriptions[place] = {
@@ -188,6 +216,7 @@ class Chain:
                 "was_evicted": self._whole["was_evicted"],
                 "was_in_parts": False,
                 "may_time_out": False,
+                "agreement": None,
             }
 
     def _donations(self, place: int, outputs: Sequence[int]) -> dict[int, int]:

@@ -192,8 +192,15 @@ _of_chains: WeakValueDictionary[Hashable, Executable] = WeakValueDictionary()
 
 def plan_segment(description: dict[str, Any]) -> tuple[int, bool]:
     """Into how many parts a segment can be taken, and whether they are the turns of a loop that grows."""
+    if is_chain_of_ranks(description):
+        return 1, False
     _, plan = planned(description)
     return len(plan.parts), plan.grows
+
+
+def is_chain_of_ranks(description: dict[str, Any]) -> bool:
+    """Whether a region's segment is a chain as ranks differ in it, see `distributed/region_programs.py`."""
+    return description["agreement"] is not None and description["agreement"].parts is not None
 
 
 def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
@@ -209,8 +216,11 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
     """
     if described.here is not None:
         return [whole_link(description, described.describe(description), "memory")]
+    if is_chain_of_ranks(description):
+        agreed = description["agreement"]
+        return _compile_chain(Chain(description, agreed.parts, agreed.interfaces))
     if description["in_parts"]:
-        return _compile_chain(description)
+        return _compile_chain(Chain(description))
     if description["may_time_out"]:
         _wait_for_what_follows(description)
     with compiling(len(description["circumstances"]), partial(_described, [description])):
@@ -218,9 +228,8 @@ def compile_segment(description: dict[str, Any], may_wait: bool) -> list[Link]:
     return [whole_link(description, executable, executable.source)]
 
 
-def _compile_chain(description: dict[str, Any]) -> list[Link]:
+def _compile_chain(chain: Chain) -> list[Link]:
     """The links of a segment's parts; threads compile their programs side by side."""
-    chain = Chain(description)
     keys = [ahead.key_of(part) for part in chain.descriptions]
     programs = {key: found for key in keys if (found := _of_chains.get(key)) is not None}
     missing = {key: part for key, part in zip(keys, chain.descriptions) if key not in programs}

@@ -51,6 +51,7 @@ NO_PART_OF_A_PROGRAM = (
     "may_time_out",
     "origin",
     "checked",
+    "agreement",
 )
 _SAID_OTHERWISE = ("tape", "offsets", "may_be_padded", "device", *NO_PART_OF_A_PROGRAM)
 # JAX's settings that say where something is written, and change no program.

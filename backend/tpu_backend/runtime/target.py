@@ -32,6 +32,7 @@ class Target:
     device: Any
     mesh: Mesh | None = None  # of the devices of the ranks that run the program together
     groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = ()  # of ranks, and its axes in the mesh
+    ranks: tuple[int, ...] = ()  # in the world, in the order of the mesh
 
     @property
     def placement(self) -> SingleDeviceSharding | NamedSharding:
@@ -90,7 +91,7 @@ def _of_groups(
 ) -> Target:
     if len(groups) == 1:
         (ranks,) = groups
-        return replace(target, mesh=Mesh(np.array([by_rank[rank] for rank in ranks]), (AXIS,)))
+        return replace(target, mesh=Mesh(np.array([by_rank[rank] for rank in ranks]), (AXIS,)), ranks=ranks)
     found = grids.grid_of(groups, own)
     if found is None:
         raise RuntimeError(
@@ -101,7 +102,7 @@ def _of_groups(
     names = tuple(f"{AXIS}{dim}" for dim in range(grid.ndim))
     devices = np.array([by_rank[rank] for rank in grid.ravel()]).reshape(grid.shape)
     along = tuple((group, tuple(names[dim] for dim in dims[group])) for group in sorted(groups))
-    return replace(target, mesh=Mesh(devices, names), groups=along)
+    return replace(target, mesh=Mesh(devices, names), groups=along, ranks=tuple(map(int, grid.ravel())))
 
 
 def target_platform() -> str:

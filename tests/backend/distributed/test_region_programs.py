@@ -1,0 +1,321 @@
+"""Regions of many ranks: links with collectives are the same program in all of them, also where shards are
+uneven; a slice's start is a constant where all ranks agree.
+"""
+
+import re
+
+import pytest
+
+from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
+
+UNEVEN = """
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+    from torch.nn import functional as F
+    from torch.nn.utils import clip_grad_norm_
+
+    STEPS, VOCABULARY = 20, 50257
+    mesh = init_device_mesh("tpu", (world,))
+    torch.manual_seed(0)
+    X, Y = torch.randint(0, VOCABULARY, (16,)), torch.randint(0, 10, (16,))
+    X[:2] = torch.tensor([0, VOCABULARY - 1])
+
+    def of_all(thing):
+        every = [None] * world
+        dist.all_gather_object(every, thing)
+        return every
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.embedding = nn.Embedding(VOCABULARY, 4)
+            self.tiny = nn.Parameter(torch.tensor([0.5]))
+            self.hidden = nn.Linear(4, 8)
+            self.head = nn.Linear(8, 10)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.hidden(self.embedding(x) * self.tiny)))
+
+    def train(model, x, y, norm, is_rank):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        @torch.tpu.spmd
+        def step():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if norm is not None:
+                clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            mean = loss.detach().clone()
+            if is_rank:
+                dist.all_reduce(mean, dist.ReduceOp.AVG)
+            return mean
+
+        losses, compilations = [], []
+        for _ in range(STEPS):
+            losses.append((step if is_rank else step._function)().item())
+            compilations.append(torch.tpu.compile_stats()["compilations"])
+        if is_rank:
+            assert compilations[1] == compilations[-1], compilations
+        return losses, step.digests
+
+    for norm in (None, 0.5):
+        model = Model().to("tpu")
+        for part in (model.embedding, model.hidden, model.head):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        own = slice(rank * 16 // world, (rank + 1) * 16 // world)
+        losses, digests = train(model, X[own].to("tpu"), Y[own].to("tpu"), norm, True)
+        alone = Model()
+        expected, _ = train(alone, X, Y, norm, False)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+        for name, parameter in model.state_dict().items():
+            whole = alone.state_dict()[name]
+            torch.testing.assert_close(parameter.full_tensor().cpu(), whole, rtol=1e-3, atol=1e-5)
+        # Links in turn: of all ranks, with the collectives; and each rank's own.
+        assert len(digests) == (2 if norm is None else 4), digests
+        for place, each in enumerate(zip(*of_all(digests))):
+            assert (len(set(each)) == 1) == (place % 2 == 0), (place, each)
+
+    # 7 rows over the ranks, there and back: collectives of tensors that are padded.
+    whole = torch.arange(42.0).view(7, 6)
+
+    @torch.tpu.spmd
+    def there_and_back(x):
+        rows = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])
+        columns = (rows * 2).redistribute(mesh, [Shard(1)])
+        return columns.redistribute(mesh, [Replicate()]).to_local()
+
+    for _ in range(20):
+        torch.testing.assert_close(there_and_back(whole.to("tpu")).cpu(), whole * 2, rtol=0, atol=0)
+    print(torch.tpu.fallback_stats())
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_uneven_shards_train_as_one_process_does_and_ranks_launch_the_same_collectives(world_size: int):
+    ranks = run_ranks(UNEVEN, world_size, timeout=200)
+    assert_all_ended_well(ranks)
+    for each in ranks:
+        assert each.stdout.splitlines()[-1] == "{}"
+
+
+STARTS = """
+    def compilations():
+        return torch.tpu.compile_stats()["compilations"]
+
+    def train(start_of, shift=0.0):
+        \"\"\"The programs of eight calls of a region that sums slices over the ranks.\"\"\"
+        x = torch.arange(64.0).reshape(32, 2).to("tpu") + shift
+        found = []
+        sliced = lambda number: x[number : number + 2] * 3
+
+        @torch.tpu.spmd
+        def total(start):
+            part = sliced(start)
+            dist.all_reduce(part)
+            return part + 1
+
+        for step in range(8):
+            total(start_of(step, rank))
+        # what comes once more is right, and was compared before
+        for step in range(8):
+            result = total(start_of(step, rank)).cpu()
+            starts = [start_of(step, each) for each in range(world)]
+            whole = torch.arange(64.0).reshape(32, 2) + shift
+            expected = sum(whole[start : start + 2] * 3 for start in starts) + 1
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+            found.append(total.digests)
+        return found
+
+    # A constant where all agree: another constant start is another program.
+    first, = set(train(lambda step, rank: 4))
+    assert len(first) == 1
+    moves = train(lambda step, rank: 4 + step)
+    assert len(set(moves)) == 1 and moves[0] != first
+    differs = train(lambda step, rank: 9 * rank)
+    assert set(differs) == set(moves)  # it is an input for ever
+    by_rank = train(lambda step, rank: step * rank)
+    assert set(by_rank) == set(moves)
+    every = [None] * world
+    dist.all_gather_object(every, [first, moves[0]])
+    assert every == [every[0]] * world
+
+    # What follows a read depends on data: shapes of the rank's own, new ones at any time.
+    values = torch.arange(12.0).to("tpu")
+
+    @torch.tpu.spmd
+    def masked(bound):
+        kept = values[values > bound]
+        mean = kept.mean() + kept.square().sum()
+        dist.all_reduce(mean)
+        return mean * 2
+
+    for step in range(12):
+        bound = lambda rank: (step * (1 + 3 * rank)) % 7 if step > 4 else 2
+        wholes = [torch.arange(12.0)[torch.arange(12.0) > bound(each)] for each in range(world)]
+        expected = 2 * sum(whole.mean() + whole.square().sum() for whole in wholes)
+        torch.testing.assert_close(masked(bound(rank)).cpu(), expected, rtol=1e-6, atol=0)
+
+    # Operations of the rank's own between collectives.
+    @torch.tpu.spmd
+    def differing(x):
+        dist.all_reduce(x)
+        y = (x * 2).sin() if rank == 0 else x.exp() - 3
+        dist.all_reduce(y)
+        return y * 2
+
+    for step in range(5):
+        x = torch.arange(3.0) + step + rank
+        whole = sum(torch.arange(3.0) + step + each for each in range(world))
+        expected = 2 * ((whole * 2).sin() + (world - 1) * (whole.exp() - 3))
+        torch.testing.assert_close(differing(x.to("tpu")).cpu(), expected, rtol=1e-5, atol=0)
+    dist.all_gather_object(every, differing.digests)
+    assert [one == other for one, other in zip(*every)] == [True, False, True], every
+
+    # Lengths of the rank's own, which change without a read: only what differs is compiled again.
+    @torch.tpu.spmd
+    def lengths(x):
+        total = (x.square() + 1).sum()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    seen = set()
+    for step in range(10):
+        long = [torch.arange(5.0 + (step * (each + 2)) % 4 + 4 * each) for each in range(world)]
+        expected = sum((each.square() + 1).sum() for each in long).sqrt()
+        torch.testing.assert_close(lengths(long[rank].to("tpu")).cpu(), expected, rtol=1e-6, atol=0)
+        seen.add(lengths.digests[-1])
+    assert len(seen) == 1, seen
+    print(torch.tpu.fallback_stats())
+    dist.destroy_process_group()
+"""
+
+
+def test_a_start_is_constant_where_all_ranks_agree_and_an_input_where_ranks_or_steps_differ():
+    ranks = run_ranks(STARTS, 2, timeout=120)
+    assert_all_ended_well(ranks)
+    for each in ranks:
+        assert each.stdout.splitlines()[-1] == "{}"
+
+
+PACKED = """
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn import functional as F
+    from tpu_backend.runtime import compiler, packed
+
+    STEPS, LAYERS = 20, 2
+    mesh = init_device_mesh("tpu", (world,))
+    torch.manual_seed(0)
+    X, Y = torch.randn(16, 8), torch.randint(0, 8, (16,))
+    texts, lower = [], compiler.lower_segment
+
+    def lower_and_keep(description, target):
+        lowered, checks = lower(description, target)
+        texts.append(lowered.as_text())
+        return lowered, checks
+
+    compiler.lower_segment = lower_and_keep
+
+    class Layer(nn.Module):
+        def __init__(self, hidden):
+            super().__init__()
+            self.norm, self.up = nn.RMSNorm(8), nn.Linear(8, hidden)
+            self.down = nn.Linear(hidden, 8, bias=False)
+
+        def forward(self, x):
+            return x + self.down(F.silu(self.up(self.norm(x))))
+
+    def build(hidden):
+        torch.manual_seed(1)
+        return nn.Sequential(*(Layer(hidden) for _ in range(LAYERS)))
+
+    def train(model, x, y, is_rank):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        @torch.tpu.spmd
+        def step():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach().clone()
+            if is_rank:
+                dist.all_reduce(mean, dist.ReduceOp.AVG)
+            return mean
+
+        losses, compilations = [], []
+        for _ in range(STEPS):
+            losses.append((step if is_rank else step._function)().item())
+            compilations.append(torch.tpu.compile_stats()["compilations"])
+        assert not is_rank or (compilations[1] == compilations[-1] and len(step.digests) == 1)
+        return torch.tensor(losses)
+
+    gathers = []
+    for joins, hidden in ((True, 24), (False, 28)):
+        # On a TPU each parameter has a collective of its own; the same is forced here.
+        packed._joins_collectives = lambda joins=joins: joins
+        model = build(hidden).to("tpu")
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        texts.clear()
+        losses = train(model, X.chunk(world)[rank].to("tpu"), Y.chunk(world)[rank].to("tpu"), True)
+        torch.testing.assert_close(losses, train(build(hidden), X, Y, False), rtol=1e-5, atol=0)
+        of_all = [None] * world
+        dist.all_gather_object(of_all, texts)  # one rank lowers a program
+        gathers.append(max(text.count('"stablehlo.all_gather"') for each in of_all for text in each))
+    assert gathers[1] == 4 * gathers[0] > 0, gathers  # of a layer; of each of its four parameters
+    dist.destroy_process_group()
+"""
+
+
+def test_parameters_are_gathered_and_gradients_scattered_in_their_own_dims():
+    assert_all_ended_well(run_ranks(PACKED, 2, timeout=120))
+
+
+DIFFERING = """
+    x = torch.ones(6, device="tpu")
+
+    @torch.tpu.spmd
+    def step(number):
+        start = 1 if os.environ["KIND"] == "start" and number == 6 and rank == 1 else 0
+        y = x[start : start + 4] * 3
+        dist.all_reduce(y)
+        if os.environ["KIND"] == "read" and number == 1 and rank == 1:
+            y.tolist()
+        z = y + 1
+        dist.all_reduce(z)
+        return z
+
+    for number in range(9):
+        step(number).cpu()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "read",
+            r"ranks differ in collective 2 of a region: rank 0 calls tpu_collective::all_reduce.*, first at "
+            r"<string>:\d+.*; rank 1 has no more than 1: all ranks must make the same collectives",
+        ),
+        (
+            "start",
+            r"different things: .*comparing what a region has recorded: 4 operations, launched at <string>",
+        ),
+    ],
+)
+def test_ranks_that_differ_where_they_must_not_are_told_so(kind: str, said: str):
+    ranks = run_ranks(DIFFERING, 2, timeout=60, KIND=kind, GROUP_TIMEOUT="20")
+    for each in ranks:
+        assert each.code == 1
+        assert re.search(said, each.stderr), each.stderr[-3000:]
