@@ -1,5 +1,7 @@
 """Text from a model, one token at a time."""
 
+import unicodedata
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -65,3 +67,11 @@ def _draw(logits: np.ndarray, temperature: float, top_k: int | None, uniforms: n
     weights = np.exp(scaled - scaled.max()).cumsum()
     uniform = (int(uniforms.random_raw()) >> 11) * 2.0**-53
     return int(candidates[np.searchsorted(weights, uniform * weights[-1], side="right")])
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, which a terminal would act on; lines and tabs stay."""
+    return "".join(
+        ascii(each)[1:-1] if unicodedata.category(each) == "Cc" and each not in "\n\t" else each
+        for each in text
+    )

@@ -245,7 +245,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would() -> Non
 def test_a_batch_that_does_not_divide_names_one_that_does() -> None:
     plan = make_plan(Task(workload("llama-1b", 2048), Topology.parse("v5e:16x16"), 7))
     assert plan.chosen is None
-    assert "7 rows a step do not divide among its devices; what would: a multiple of " in plan.refusal()
+    assert "7 sequences a step do not divide among its devices; what would: a multiple of " in plan.refusal()
 
 
 def test_every_candidate_has_a_code_and_figures() -> None:

@@ -8,7 +8,7 @@ from tputrain.callbacks.callback import Callback
 from tputrain.config_checks import expect_at_least
 from tputrain.data import Tokenizer
 from tputrain.loggers.logger import Record
-from tputrain.sampling import generate
+from tputrain.sampling import generate, printable
 
 if TYPE_CHECKING:
     from tputrain.trainer import Trainer
@@ -47,4 +47,4 @@ class SampleText(Callback):
                 temperature=self.cfg.temperature,
                 window=self.window,
             )
-        say("sample: " + text.replace("\n", "\n        "))
+        say("sample: " + printable(text).replace("\n", "\n        "))

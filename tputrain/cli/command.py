@@ -168,10 +168,12 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
             from tputrain.cli.hf_import import import_directory
 
             return import_directory(chosen.target, chosen.out)
+    from tputrain.sampling import printable
+
     text = verbs.sample(
         chosen.target, chosen.overrides, chosen.prompt, chosen.max_new_tokens, chosen.temperature, chosen.seed
     )
-    print(text, file=output, flush=True)
+    print(printable(text), file=output, flush=True)
     return 0
 
 

@@ -18,7 +18,7 @@ from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
 from tputrain.parallel.cluster import hosts
-from tputrain.parallel.launched import is_launched
+from tputrain.parallel.launched import is_launched, launched_by
 from tputrain.parallel.world import World, join
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
 from tputrain.report.run_files import is_run
@@ -100,6 +100,7 @@ def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
 def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> int:
     """Train to the last step. `command` and `overrides`: what to say for making the run longer."""
     kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
+    command = launched_by() + command
     if started is not None and _world(cfg).first(lambda: _is_finished(cfg, started)):
         done, asked = contents.load_state(started)["step"], cfg.trainer.steps
         what = f"its {done} steps" if done == asked else f"{done} steps, more than trainer.steps={asked}"
@@ -143,6 +144,12 @@ def sample(
     run_dir: str, overrides: Sequence[str], prompt: str, max_new_tokens: int, temperature: float, seed: int
 ) -> str:
     """Text that the newest checkpoint of a run writes."""
+    for override in overrides:
+        if override.startswith("sample."):
+            raise UserError(
+                f"{override}: it is of the samples during training; expected --prompt, --max-new-tokens, "
+                "--temperature or --seed"
+            )
     expect(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "1 or more")
     expect_at_least("--temperature", temperature, 0.0)
     checkpoint, cfg = _trained(run_dir, overrides)

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tputrain.config_checks import expect, expect_at_least, nearest, spelled
+from tputrain.errors import UserError
 from tputrain.parallel.cluster import hosts
 
 DEGREES = ("replicate", "shard", "tensor", "context")
@@ -127,10 +128,15 @@ class ParallelConfig:
         known = prod(degree for degree in given.values() if degree != -1)
         rest = next((key for key, degree in given.items() if degree == -1), None)
         fits = world_size % known == 0 if rest is not None else known == world_size
+        if not fits and known == 1:
+            raise UserError(
+                f"parallel: there are {world_size} processes, and nothing says how to divide the work: add "
+                f"parallel.shard={world_size} (or parallel.replicate={world_size})"
+            )
         if not fits:
             key = rest or next((key for key in DEGREES if given[key] > 1), "shard")
             product = " x ".join(f"{name} {spelled(degree)}" for name, degree in given.items() if degree != 1)
-            start = "parallel.processes=N starts N, torchrun and others by their own options"
+            start = f"parallel.processes={known} starts {known}, torchrun and others by their own options"
             expect(
                 False,
                 f"parallel.{key}",

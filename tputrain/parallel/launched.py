@@ -59,6 +59,13 @@ def is_ours() -> bool:
     return os.environ.get(_AGENT) == RUN_ID
 
 
+def launched_by() -> str:
+    """What was typed before `tputrain` to start this process and the ranks beside it; empty: nothing."""
+    if is_ours() or _AGENT not in os.environ or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return ""
+    return f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m "
+
+
 def record_error(error: BaseException) -> None:
     """Leave the error for whoever started this rank, ours or torchrun, and tell the other ranks of it."""
     if not is_launched() or "torch" not in sys.modules:

@@ -25,7 +25,7 @@ CODES = {
     "slower": "fits, and is slower",
     "memory": "does not fit into a device's memory",
     "batch": "the step's batch does not divide among the data ranks",
-    "not_built": "fits, and the Trainer cannot run it yet",
+    "not_built": "fits, and is not chosen yet: the Trainer cannot run it, or its time was never checked",
 }
 _BUILT_RUNGS = ("none", "layers")
 _CONTEXT_DEGREES = (1, 2, 4, 8, 16)
@@ -109,7 +109,7 @@ class Plan:
         what = f"{task.workload.name} on {task.topology.name}"
         change = f"; what would: {self.changes[0]}" if self.changes else ""
         if least is None or least.memory is None:
-            return f"{what}: {task.rows} rows a step do not divide among its devices{change}"
+            return f"{what}: {task.rows} sequences a step do not divide among its devices{change}"
         return (
             f"{what}: does not fit: at best {least.memory.total / GIB:.1f} GiB of "
             f"{task.topology.hbm * USABLE / GIB:.1f} GiB a device{change}"
@@ -210,7 +210,7 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
     if rung not in task.built_rungs:
         missing.append(f"activation checkpointing of the kind {rung}")
     if context > 1:
-        missing.append("sequences that are cut (context)")
+        missing.append(f"parallel.context={context}")
     code = "not_built" if missing else "slower"
     return Candidate(layout, rung, rows, micro_batches, code, " and ".join(missing), found, seconds, mfu)
 
@@ -311,16 +311,17 @@ def _what_would_be_faster(candidates: Sequence[Candidate], chosen: Candidate) ->
     if best is not None and best.seconds is not None:
         gain = 1 - best.seconds.total / chosen.seconds.total
         if gain > _WORTH_SAYING:
-            yield f"{best.reason} would make the step {gain:.0%} shorter; the Trainer has no such thing yet"
+            yield f"{best.reason} would make the step {gain:.0%} shorter; no plan has that yet"
 
 
 def _what_would_fit(task: Task, candidates: Sequence[Candidate]) -> Iterator[str]:
     """The smallest change first."""
-    if all(each.code == "batch" for each in candidates):
-        data_ranks = min(
-            each.layout.degrees["replicate"] * each.layout.degrees["shard"] for each in candidates
-        )
-        yield f"a multiple of {data_ranks} rows a step, such as {-(-task.rows // data_ranks) * data_ranks}"
+    undivided = [each for each in candidates if each.code == "batch"]
+    if undivided and all(each.code in ("batch", "not_built") for each in candidates):
+        degrees = [each.layout.degrees for each in undivided if each.layout.degrees["context"] == 1]
+        data_ranks = min(each["replicate"] * each["shard"] for each in degrees)
+        rows = -(-task.rows // data_ranks) * data_ranks
+        yield f"a multiple of {data_ranks} sequences a step (batch.tokens), such as {rows}"
         return
     if task.rungs != RUNGS and "layers" not in task.rungs:
         wider = make_plan(replace(task, rungs=("none", "layers")))
@@ -339,7 +340,7 @@ def _what_would_fit(task: Task, candidates: Sequence[Candidate]) -> Iterator[str
         yield f"a larger slice: {larger.name}"
     best = _best([each for each in candidates if each.code == "not_built"])
     if best is not None:
-        yield f"{best.reason}, which the Trainer has not yet"
+        yield f"{best.reason}, which no plan has yet"
 
 
 def _smallest_larger_slice(task: Task) -> Topology | None:

@@ -12,6 +12,7 @@ import torch
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax
 
+from tpu_backend.runtime.described import NoArray
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, from_numpy, to_numpy
 from tpu_backend.runtime.platform import platform
 
@@ -47,8 +48,10 @@ def put(tensor: torch.Tensor, index: int) -> jax.Array:
     return put_array(np.array(to_numpy(tensor), order="C", copy=True), index)
 
 
-def copy(array: jax.Array) -> jax.Array:
+def copy(array: jax.Array | NoArray) -> jax.Array | NoArray:
     """The array once more, in memory of its own on the same device."""
+    if isinstance(array, NoArray):
+        return array  # nobody writes it
     return jax.device_put(array, array.sharding, may_alias=False)
 
 
