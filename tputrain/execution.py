@@ -19,6 +19,8 @@ _IN_PARTS = "fused in parts"  # the form of first steps (torch.tpu.eager_mode)
 _PREPARED_AT = 2  # steps in parts: then a thread begins to compile the one program that follows
 _ONE_PROGRAM = ("fused", "captured")  # made of what is recorded op by op: these begin in parts
 _RECOMPILE_LIMIT = 64  # forms of a model that Dynamo keeps: sizes of batches, training and evaluation
+# Each size has a program of its own whatever was seen before: a resumed run runs the same programs.
+_OPTIONS: dict[str, Any] = {"dynamic": False, "recompile_limit": _RECOMPILE_LIMIT}
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Execution:
         last_step: int = sys.maxsize,
     ):
         devices.use_executable_cache(device, cfg.executable_cache)
+        self._is_by_block = False
         self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
         self._prepares_whole = last_step > cfg.first_steps
         self._form = cfg.train
@@ -97,7 +100,7 @@ class Execution:
     @property
     def model(self) -> nn.Module:
         """The model as the current phase calls it."""
-        return self._compiled if self._form == "compile" else self._model
+        return self._compiled if self._form == "compile" and not self._is_by_block else self._model
 
     @property
     def first_of(self) -> str:
@@ -106,9 +109,19 @@ class Execution:
 
     @cached_property
     def _compiled(self) -> Any:
-        # Each size has a program of its own whatever was seen before: a resumed run runs the same programs.
-        options: dict[str, Any] = {"dynamic": False, "recompile_limit": _RECOMPILE_LIMIT}
-        return torch.compile(self._model, **options)
+        return torch.compile(self._model, **_OPTIONS)
+
+    def compile_block(self, block: nn.Module) -> None:
+        """Compile this part of the model by itself, and not all of it at once: between parts the weights that
+        ranks share out come and go.
+        """
+        self._is_by_block = True
+        plain, compiled = block.forward, torch.compile(block.forward, **_OPTIONS)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if self._form == "compile" else plain)(*args, **kwargs)
+
+        block.forward = forward
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -143,7 +143,7 @@ class Trainer:
         freeze(self.model, cfg.optim.freeze)
         self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
         self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn, not is_alone)
-        self.world.parallelise(self.model, optimizer)
+        self.world.parallelise(self.model, self.execution.compile_block, optimizer)
         allocate(self.model, self.device)
         self._initialize = initialize  # until the model has values
         self.loss_fn = loss_fn

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tputrain import OptimConfig, RunConfig, Trainer, TrainerConfig
+from tputrain import ExecutionConfig, OptimConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.loggers.config import LogConfig
 from tputrain.models import LoraConfig, add_lora
@@ -27,6 +27,8 @@ class Way:
     optim: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    execution: str = "fused"
+    """Of ranks; one process that is no rank runs it without compilation."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     parallel: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
@@ -45,6 +47,7 @@ def _with_state_from_before(parameters: list[nn.Parameter]) -> torch.optim.Optim
 WAYS = {
     "adafactor": Way(optim={"name": "adafactor"}),
     "average": Way(optim={"ema_decay": 0.5}, parallel={"placement": {"blocks.*.weight": [None, "shard"]}}),
+    "compiled": Way(execution="compile"),
     "given": Way(optimizer=_with_state_from_before),
     "lora": Way(lora=True, optim={"ema_decay": 0.5}),
     "masters": Way(optim={"master_weights": True}, device="tpu"),
@@ -105,6 +108,7 @@ def train(way: Way, run_dir: Path, device: str, accumulate: int = 1, **parallel:
     model = model_of(way).to(device)
     optimizer = None if way.optimizer is None else way.optimizer(list(model.parameters()))
     loader = Batches(8 // accumulate, makes_nan="on_nonfinite" in way.trainer)
+    form = way.execution if device == "tpu" else "fused"
     cfg = RunConfig(
         device=device,
         run_dir=str(run_dir),
@@ -115,6 +119,7 @@ def train(way: Way, run_dir: Path, device: str, accumulate: int = 1, **parallel:
         schedule=ScheduleConfig(name="constant"),
         checkpoint=CheckpointConfig(every=MIDDLE, keep_last=9),
         log=LogConfig(every=2, progress="none"),
+        execution=ExecutionConfig(train=form, validate=form),
         parallel=ParallelConfig(**(way.parallel | parallel)),
     )
     trainer = Trainer(

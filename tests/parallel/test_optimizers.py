@@ -50,6 +50,9 @@ SCRIPT = """
             optimizer_runs.begin_from_middle(runs / name, runs / f"{name}-again")
         dist.barrier()
         optimizer_runs.train(way, runs / f"{name}-again", "tpu", shard=2)
+        if way.execution == "compile":  # one entry of the region a block
+            assert torch._dynamo.utils.counters["frames"]["ok"] >= len(trainer.model.blocks)
+            assert not torch._dynamo.utils.counters["graph_break"]
     assert not torch.tpu.fallback_stats(), torch.tpu.fallback_stats()
     dist.destroy_process_group()
 """

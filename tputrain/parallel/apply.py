@@ -1,6 +1,6 @@
 """How a model is laid out over ranks. It knows no model by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,11 @@ from tputrain.parallel.placement import placements
 
 
 def apply_plan(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], placement: Mapping[str, Any]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, Any],
+    placement: Mapping[str, Any],
+    compile_block: Callable[[nn.Module], None],
 ) -> None:
     """Lay out `model` over `mesh` (replicate, shard; context and tensor if there are several), in place.
 
@@ -24,7 +28,9 @@ def apply_plan(
 
         parallelise_layers(model, mesh["tensor"], plan)
     # 2. Activation checkpointing is the model's own (model.activation_checkpointing), inside a block already.
-    # 3. A block is compiled by nobody: execution.train=compile is refused, and a step is one program anyway.
+    # 3. Compilation of each block by itself, where a phase is compiled: FSDP comes around it.
+    for block in [*blocks(model)] or [model]:
+        compile_block(block)
     # 4. FSDP, of what a tensor rank has. Also among one data rank: there, too, it brings gradients into the
     # layout of their parameters.
     # Ranks that share sequences divide the weights among them, too, as those that have other samples do.

@@ -13,7 +13,7 @@ from tputrain.parallel.world import World
 if TYPE_CHECKING:
     from tputrain.config import RunConfig
 
-_FORMS = ("fused", "strict", "debug")
+_FORMS = ("fused", "strict", "debug", "compile")
 
 
 def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: LossFunction | None) -> None:

@@ -57,7 +57,9 @@ class World:
         """The same of a batch that need not divide: in each round parts of one shape (None: no samples)."""
         return [[batch]]
 
-    def parallelise(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def parallelise(
+        self, model: nn.Module, compile_block: Callable[[nn.Module], None], optimizer: Optimizer | None = None
+    ) -> None:
         """Lay the model, which is on its device, and an optimizer built on it out over ranks, in place."""
 
     def mean(self, value: Tensor) -> Tensor:
@@ -123,11 +125,13 @@ class Ranks(World):
             for each in rounds(batch, self.data_size)
         ]
 
-    def parallelise(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def parallelise(
+        self, model: nn.Module, compile_block: Callable[[nn.Module], None], optimizer: Optimizer | None = None
+    ) -> None:
         from tputrain.parallel.apply import apply_plan
 
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        apply_plan(model, self._mesh, self._plan, self._placement)
+        apply_plan(model, self._mesh, self._plan, self._placement, compile_block)
         if optimizer is not None:
             train_parts(optimizer, model, names)
 
