@@ -18,6 +18,7 @@ from tputrain import (
     UserError,
 )
 from tputrain.models import Llama, LlamaConfig, LoraConfig, add_lora, initialize, merge_lora, save_adapter
+from tputrain.models.meta import allocate, parameters_on_meta
 
 SMALL = LlamaConfig(
     vocab_size=60,
@@ -133,6 +134,17 @@ def test_an_adapter_says_in_pefts_words_what_was_trained(tmp_path):
         "base/directory",
     )
     assert name in config["target_modules"]
+
+
+def test_a_model_without_memory_gets_the_same_values_later():
+    with parameters_on_meta():
+        add_lora(model := Llama(SMALL), QUERIES, seed=3)
+    allocate(model, torch.device("cpu"))
+    initialize(model, seed=3)
+    expected = dict(small().named_parameters())
+    assert {name for name, _ in model.named_parameters()} == expected.keys()
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+    assert any(parameter.any() for name, parameter in model.named_parameters() if name.endswith("lora_a"))
 
 
 def test_mistakes_are_one_line():

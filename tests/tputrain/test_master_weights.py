@@ -1,13 +1,14 @@
 """bfloat16 weights with float32 masters: they learn as float32 ones do, and resume to the last bit."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.tputrain.test_lora import SMALL, small
 from tests.tputrain.test_lora import Batches as Texts
-from tests.tputrain.test_lora import small
 from tests.tputrain.test_optimizers import Batches, Net, Steps
 from tputrain import (
     CheckpointConfig,
@@ -19,6 +20,7 @@ from tputrain import (
     TrainerConfig,
     UserError,
 )
+from tputrain.models import Llama, initialize, parameters_on_meta
 from tputrain.optim.master_weights import MasterWeights
 from tputrain.optim.optimizer import build_optimizer
 
@@ -160,3 +162,16 @@ def test_a_checkpoint_without_masters_is_refused_in_one_line(tmp_path):
     train("cpu", 1, tmp_path, master_weights=False)
     with pytest.raises(UserError, match=r"state of AdamW, and this run's optimizer is MasterWeights of Adam"):
         train("cpu", 2, tmp_path)
+
+
+def test_values_that_are_given_later_are_kept_in_float32() -> None:
+    with parameters_on_meta():
+        model = Llama(SMALL)
+    cfg = RunConfig(device="cpu", optim=OptimConfig(master_weights=True), trainer=TrainerConfig(steps=1))
+    trainer = Trainer(model, cfg, train_loader=Texts(), initialize=partial(initialize, seed=3))
+    trainer._give_values()
+    for name, expected in small(lora=None).named_parameters():
+        parameter = model.get_parameter(name)
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, expected.bfloat16()), name
+        assert torch.equal(trainer.optimizer.state[parameter]["master"], expected), name
