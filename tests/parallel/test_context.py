@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
-from tputrain import ParallelConfig, RunConfig
+from tputrain import ExecutionConfig, ParallelConfig, RunConfig
 from tputrain.batches import IGNORED_LABEL, counted
 from tputrain.errors import UserError
 from tputrain.parallel.limits import check_limits
@@ -91,5 +91,8 @@ def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=r"attention_mask in a batch has the shape \(2, 1, 6\)"):
         columns({"input_ids": ids, "labels": ids, "attention_mask": ids[:, None]}, 2)
     world = cast(Any, SimpleNamespace(size=2, context_size=2))
+    cfg = RunConfig(execution=ExecutionConfig(train="compile"), parallel=ParallelConfig(context=2))
+    with pytest.raises(UserError, match=r"execution.train=compile: expected fused, strict, debug with par"):
+        check_limits(world, cfg, context_runs.Attending(), context_runs.loss_of)
     with pytest.raises(UserError, match=r"parallel.context=2: Linear may shift labels itself"):
         check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), nn.Linear(1, 1), None)

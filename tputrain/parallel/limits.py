@@ -13,7 +13,7 @@ from tputrain.parallel.world import World
 if TYPE_CHECKING:
     from tputrain.config import RunConfig
 
-_FORMS = ("fused", "strict", "debug", "compile")
+_FORMS = ("fused", "strict", "debug")
 
 
 def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: LossFunction | None) -> None:
@@ -27,11 +27,12 @@ def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: Loss
         )
     if world.context_size > 1:
         _check_takes_parts(f"parallel.context={world.context_size}: {type(model).__name__}", model, loss_fn)
+    divides_more = world.context_size > 1 or cfg.parallel.resolved(world.size)["tensor"] > 1
+    forms = _FORMS if divides_more else (*_FORMS, "compile")
+    who = "parallel.context or parallel.tensor" if divides_more else f"{world.size} ranks"
     for phase in ("train", "validate", "sample"):
-        if (form := getattr(cfg.execution, phase)) not in _FORMS:
-            raise UserError(
-                f"execution.{phase}={form}: expected {', '.join(_FORMS)} with {world.size} ranks so far"
-            )
+        if (form := getattr(cfg.execution, phase)) not in forms:
+            raise UserError(f"execution.{phase}={form}: expected {', '.join(forms)} with {who} so far")
 
 
 def _check_takes_parts(who: str, model: nn.Module, loss_fn: LossFunction | None) -> None:
