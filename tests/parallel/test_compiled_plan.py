@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
 from tests.parallel.compiled_plan import TOPOLOGY
 from tests.tpu.test_compile import needs_compiler
 from tpu_backend import hlo
+from tpu_backend.runtime.described import NoArray
+from tpu_backend.runtime.transfer import copy
 from tputrain import device as devices
 from tputrain.cli import main
 from tputrain.parallel import compiled_step
@@ -151,6 +154,11 @@ def test_collectives_are_found_along_the_axes_of_the_mesh() -> None:
     assert groups.axes([0, 2, 4, 6]) == ("shard",)
     assert groups.axes([0, 8]) == ("replicate",)
     assert groups.axes(range(16)) == ("replicate", "shard", "tensor")
+
+
+def test_a_value_that_is_not_there_is_not_copied() -> None:
+    array = NoArray((2,), np.dtype(np.float32))
+    assert copy(array) is array
 
 
 class Deep(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tputrain import RunConfig, Trainer
 from tputrain.batches import counted
 from tputrain.errors import UserError
-from tputrain.parallel import launch
+from tputrain.parallel import launch, launched
 from tputrain.parallel.apply import blocks
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.slices import rounds, slices
@@ -70,6 +70,30 @@ def test_degrees_without_the_processes_for_them_are_refused():
     cfg = RunConfig(device="cpu", parallel=ParallelConfig(shard=2))
     with pytest.raises(UserError, match=r"parallel\.shard=2: .* the number of processes, which is 1"):
         Trainer(nn.Linear(2, 2), cfg)
+
+
+def test_processes_without_degrees_are_told_which_to_add():
+    with pytest.raises(
+        UserError, match=r"there are 2 processes, .* add parallel\.shard=2 \(or parallel\.replicate=2"
+    ):
+        ParallelConfig().resolved(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, ""),
+        ({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"}, "torchrun --nproc-per-node 4 -m "),
+        ({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2"}, ""),
+        ({"TORCHELASTIC_RUN_ID": launched.RUN_ID, "GROUP_WORLD_SIZE": "1"}, ""),
+    ],
+)
+def test_what_starts_as_many_ranks_again_is_told(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+):
+    for name, value in {"LOCAL_WORLD_SIZE": "4", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert launched.launched_by() == said
 
 
 def test_ranks_on_another_device_than_tpu_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -428,3 +428,11 @@ def test_a_run_whose_start_would_write_is_locked_first(workplace, capsys):
         assert "is finished" in capsys.readouterr().out
     finally:
         unfinished.rmdir()
+
+
+def test_settings_of_samples_during_training_are_refused_by_sample(capsys):
+    assert main(["sample", "runs/tiny", "--prompt", "a", "sample.max_new_tokens=2"]) == 2
+    assert (
+        "sample.max_new_tokens=2: it is of the samples during training; expected --prompt"
+        in capsys.readouterr().err
+    )

@@ -6,7 +6,7 @@ from torch import nn
 
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
-from tputrain.sampling import generate
+from tputrain.sampling import generate, printable
 
 TEXT = "abcdefghijklmnopqrstuvwxyz" * 4
 
@@ -71,3 +71,7 @@ def test_generation_ends_with_the_document_and_leaves_the_mode_as_it_was(tokeniz
 def test_impossible_arguments_are_one_clear_line(arguments, message, tokenizer):
     with pytest.raises(UserError, match=message):
         generate(NextLetter(0.0), tokenizer, "a", 1, **arguments)
+
+
+def test_control_characters_of_a_sample_do_not_reach_the_terminal():
+    assert printable("a\tb\nc\x08\x1b[2Jé\x85") == "a\tb\nc\\x08\\x1b[2Jé\\x85"
