@@ -203,11 +203,13 @@ def parts_of(tape: Tape, sketch: Sketch, stage_of: Sequence[int]) -> tuple[list[
     launch the same program for it.
     """
     stage_of_place = dict(zip(sketch.places, stage_of, strict=True))
+    of_collectives = {sketch.places[number] for number in sketch.collectives()}
     maker = {local: place for place, entry in enumerate(tape.entries) for local in entry.made}
     for place, entry in enumerate(tape.entries):
         for local in entry.links:
             if (unwritten := maker.get(local, -1)) >= 0 and is_unwritten(tape.entries[unwritten]):
-                stage = stage_of_place[place]
+                # What a collective reads another rank may have written: it is made apart there and here.
+                stage = stage_of_place[place] - (place in of_collectives)
                 stage_of_place[unwritten] = min(stage_of_place.get(unwritten, stage), stage)
     by_stage: dict[int, Part] = {}
     for place in range(len(tape.entries)):
