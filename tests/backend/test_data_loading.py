@@ -12,7 +12,7 @@ def _pairs() -> TensorDataset:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.filterwarnings("ignore:os.fork", "error::UserWarning")
+@pytest.mark.filterwarnings("ignore:os.fork", "error:.*worker", "error:.*pin")
 def test_workers_of_every_kind_feed_the_device(method):
     weight = torch.ones(2, device="tpu") * 2  # the device is in use, and work is pending
     loader = DataLoader(
