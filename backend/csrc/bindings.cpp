@@ -244,6 +244,14 @@ PYBIND11_MODULE(_C, m) {
         return c10::intrusive_ptr<c10d::Backend>(
             c10::make_intrusive<tpu::ProcessGroup>(rank, std::move(ranks), timeout));
       });
+  m.def("forget_programs", [with_stream](int device) {
+    with_stream(device, [](tpu::Stream& stream) { stream.forget_programs(); });
+  });
+  m.def("move_values", [with_stream](int device, const py::function& moved) {
+    with_stream(device, [&](tpu::Stream& stream) {
+      stream.move_values([&](PyObject* array) { return moved(py::handle(array)).release().ptr(); });
+    });
+  });
   m.def("stop_launcher", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.stop_launcher(); });
   });

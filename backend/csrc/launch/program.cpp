@@ -188,6 +188,20 @@ void ProgramCache::make_room(size_t num_programs) {
   }
 }
 
+void ProgramCache::forget() {
+  std::vector<std::vector<Link>> forgotten; // released when nothing is half done: that runs Python
+  for (const auto& [hash, bucket] : programs_) {
+    for (const auto& program : bucket) {
+      for (const auto& specialization : program->specializations) {
+        forgotten.push_back(std::exchange(specialization->links, {}));
+        specialization->spare.clear();
+      }
+    }
+  }
+  programs_.clear();
+  num_loaded_ = 0;
+}
+
 ProgramCache::Started ProgramCache::start(Link& link, PyObject* arguments, const RuntimeNumbers& numbers) {
   const auto add = [&](PyObject* array) {
     if (PyList_Append(arguments, array) != 0) {

@@ -226,6 +226,9 @@ class ProgramCache {
   // Counts a launch; the first of what it computes (null: nothing) tells whether it is done.
   void remember(std::shared_ptr<PyObject> token, const ValuePtr& first);
 
+  // No program is known any more, and who holds one finds that it is not loaded.  Nobody may have a turn.
+  void forget();
+
   // Those of the first `count` launches that may still be running.
   std::vector<Launched> launched(size_t count) const;
   std::shared_ptr<PyObject> token_of(size_t launch) const;

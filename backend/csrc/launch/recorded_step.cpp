@@ -416,6 +416,9 @@ RecordedStep::take_arguments(const py::sequence& arguments, Taken& taken, std::v
 }
 
 std::optional<std::string> RecordedStep::take_inputs(Taken& taken) const {
+  if (!run_.specialization->is_loaded()) {
+    return "this process has joined other ranks since, and its earlier programs are gone";
+  }
   taken.inputs.reserve(run_.inputs.size());
   const auto is_argument = [&](const Buffer* buffer) {
     return std::find(taken.arguments.begin(), taken.arguments.end(), buffer) != taken.arguments.end();

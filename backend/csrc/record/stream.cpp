@@ -574,6 +574,29 @@ ValuePtr Stream::concrete(Buffer* buffer) {
   return value;
 }
 
+void Stream::forget_programs() {
+  TORCH_CHECK(sink_ == run_, "in a captured step, a region or a rehearsal a process cannot join others");
+  cut_all();
+  settle();
+  programs_.forget();
+}
+
+void Stream::move_values(const std::function<PyObject*(PyObject*)>& moved) {
+  std::vector<ValuePtr> values;
+  for_each_live_buffer(device_, [&](Buffer& buffer) {
+    if (buffer.value && buffer.value->array != nullptr) {
+      values.push_back(buffer.value);
+    }
+  });
+  std::sort(values.begin(), values.end());
+  values.erase(std::unique(values.begin(), values.end()), values.end()); // clones share one
+  for (const auto& value : values) {
+    PyObject* const before = std::exchange(value->array, moved(value->array));
+    value->leased = false;
+    Py_DECREF(before);
+  }
+}
+
 void Stream::overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array) {
   assign(buffer, c10::make_intrusive<Value>(layout, owned_array));
 }

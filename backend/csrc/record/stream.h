@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <optional>
 
 namespace tpu {
@@ -95,6 +96,11 @@ class Stream {
   std::shared_ptr<Position> mark(bool is_timed);
   // Runs what an event stands for, if that is still pending; returns how many launches that are.
   size_t dispatch(const Position& position);
+  // Forgets all programs: they are of another runtime of XLA than what is launched from now on.  Raises where something else is
+  // recorded into: a captured step, a region, a rehearsal.
+  void forget_programs();
+  // Gives each value that a buffer holds the array that `moved` makes of its own, a new reference.
+  void move_values(const std::function<PyObject*(PyObject*)>& moved);
   void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
   void assign(Buffer* buffer, ValuePtr value); // not by an entry
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero

@@ -21,11 +21,17 @@ _GRACE = 3.0  # seconds in which the rank that failed first may end before this 
 _ends_device: list[Callable[[], None]] = []  # at exit; it waits for launches
 
 
-def install(end_device: Callable[[], None]) -> None:
-    """To be called when the device of this rank has started, after `end_device` was registered for the exit:
-    what is registered first ends last.
+def note_device(end_device: Callable[[], None]) -> None:
+    """To be called when the device has started, after `end_device` was registered for the exit: what is
+    registered first ends last.
     """
     _ends_device.append(end_device)
+    if peers.world is not None:
+        install()
+
+
+def install() -> None:
+    """To be called when the device of this rank has started."""
     hook = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -30,9 +30,10 @@ first_use = ""
 
 def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
     """Make this process a rank of a world, for `init_process_group`; `store` is where the ranks rendezvous.
+    Tensors of a process that has used the device alone move over.
 
-    Raises RuntimeError if this process has used the device alone before, if it is in a world of another size
-    already, or if a rank does not come within `timeout` seconds.
+    Raises RuntimeError if they cannot, if this process is in a world of another size already, or if a rank
+    does not come within `timeout` seconds.
     """
     if (world := peers.world) is not None:
         if (world.rank, world.world_size) == (rank, world_size):
@@ -43,12 +44,19 @@ def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
             f"and cannot become rank {rank} of {world_size}: start a new one"
         )
     if world_size > 1 and _C.is_initialized():
-        raise RuntimeError(
-            f"init_process_group: this process has used the tpu device before, alone, at {first_use}; call "
-            "init_process_group before that line"
-        )
+        _check_may_move()
     _join(_common(store), rank, world_size, timeout, "init_process_group")
     _C.ensure_initialized()
+
+
+def _check_may_move() -> None:
+    from tpu_backend.runtime import moving  # the device has started, and with it JAX
+
+    if (reason := moving.why_not()) is not None:
+        raise RuntimeError(
+            f"init_process_group: this process has used the tpu device before, alone, at {first_use}, and "
+            f"its tensors cannot move over ({reason}): call init_process_group before that line"
+        )
 
 
 def start_if_launched(line: str) -> None:
@@ -113,8 +121,16 @@ def _join(store: Any, rank: int, world_size: int, timeout: float, what: str) -> 
     if slice_ is not None:
         places = [Place(**json.loads(store.get(f"here/{each}"))) for each in ranks]
         os.environ.update(libtpu_environment.environment_of(rank, slice_, places))
-    if not _C.is_initialized():
+
+    def connect() -> None:
         _connect(address, rank, world_size, timeout)
+
+    if not _C.is_initialized():
+        connect()
+    elif world_size > 1:
+        from tpu_backend.runtime import moving
+
+        moving.move_over(connect)
     peers.world = joining
 
 

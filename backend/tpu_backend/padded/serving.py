@@ -123,6 +123,14 @@ def loaded(key: str, load: Callable[[str], Any]) -> Program | None:
         return _loaded.get(key)
 
 
+def forget() -> None:
+    """All of it: the programs are of a runtime that is closed."""
+    with _lock:
+        _classes.clear()
+        _loaded.clear()
+        _programs.clear()
+
+
 def _class_of(description: Description) -> _Class:
     key = outline(description)
     found = _classes.setdefault(key, _Class())

@@ -16,7 +16,7 @@ from tpu_backend.collector import importing
 
 with importing():
     from tpu_backend import _C, composite, data_dependent, environment
-    from tpu_backend.distributed import ending, operators, peers, region_programs, start, waiting
+    from tpu_backend.distributed import ending, operators, region_programs, start, waiting
     from tpu_backend.lowering import names, registry
     from tpu_backend.lowering.collectives import NAMESPACE
     from tpu_backend.runtime import compiler, mappings, platform, shapes, transfer, user_line
@@ -105,8 +105,7 @@ def initialize() -> None:
             user_line.NOT_THE_USERS,
         )
         atexit.register(_end)
-        if peers.world is not None:
-            ending.install(_end)
+        ending.note_device(_end)
 
 
 def _check_no_worker() -> None:

@@ -100,6 +100,12 @@ def is_given_up(description: dict[str, Any]) -> bool:
     return _promised.get(key_of(description)) in _given_up
 
 
+def forget() -> None:
+    """Wait until threads are done, and drop what they have made."""
+    futures.wait(_promised.copy().values())
+    _promised.clear()
+
+
 def is_busy() -> bool:
     """Whether some of it is still to be done."""
     return any(not future.done() for future in _promised.copy().values())

@@ -22,7 +22,7 @@ def put_array(host: np.ndarray, index: int) -> jax.Array:
 
     XLA may keep a CPU array's memory instead of copying it, so the caller gives up `host`.
     """
-    sharding, device = _placement(index)
+    sharding, device = placement(index)
     if host.dtype.itemsize < 8:
         return _jax.batched_device_put(_aval(host.shape, host.dtype), sharding, [host], [device], True)
     with jax.enable_x64(True):  # or JAX would narrow 64-bit types
@@ -30,7 +30,7 @@ def put_array(host: np.ndarray, index: int) -> jax.Array:
 
 
 @cache
-def _placement(index: int) -> tuple[SingleDeviceSharding, jax.Device]:
+def placement(index: int) -> tuple[SingleDeviceSharding, jax.Device]:
     device = platform().devices[index]
     return SingleDeviceSharding(device), device
 
@@ -60,7 +60,7 @@ def put_numbers(numbers: np.ndarray, index: int) -> jax.Array:
 
     Each step comes here with a cold cache: every call that is saved counts.
     """
-    aval, sharding, devices = _form_of_numbers(len(numbers), numbers.dtype, index)
+    aval, sharding, devices = form_of_numbers(len(numbers), numbers.dtype, index)
     if numbers.dtype.itemsize < 8:
         return _jax.batched_device_put(aval, sharding, [numbers], devices, True)
     with jax.enable_x64(True):
@@ -68,10 +68,10 @@ def put_numbers(numbers: np.ndarray, index: int) -> jax.Array:
 
 
 @lru_cache(4096)
-def _form_of_numbers(
+def form_of_numbers(
     count: int, dtype: np.dtype, index: int
 ) -> tuple[jax.core.ShapedArray, SingleDeviceSharding, list[jax.Device]]:
-    sharding, device = _placement(index)
+    sharding, device = placement(index)
     return _aval((count,), dtype), sharding, [device]
 
 
