@@ -21,6 +21,8 @@ BENCHMARKS = (
     "compile_step",
     "epochs",
     "trainer",
+    "fsdp_step",
+    "rank_start",
 )
 
 

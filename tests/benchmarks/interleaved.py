@@ -5,6 +5,7 @@ target see the same minutes, and the minimum is the figure that the other proces
 """
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +22,18 @@ class Timing:
         return min(self.seconds)
 
     @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
     def spread(self) -> float:
         """How much longer the slowest round took than the fastest, as a fraction of the fastest."""
         return max(self.seconds) / self.minimum - 1
 
     def __str__(self) -> str:
         unit, factor = ("ms", 1e3) if self.minimum >= 1e-4 else ("µs", 1e6)
-        return f"{self.minimum * factor:.2f} {unit} (spread {self.spread:.0%})"
+        figures = f"median {self.median * factor:.2f}, spread {self.spread:.0%}"
+        return f"{self.minimum * factor:.2f} {unit} ({figures})"
 
 
 def interleave(

@@ -51,27 +51,34 @@ def training_step(
     @partial(jax.jit, donate_argnums=0)
     def step(state: State, learning_rate: Array, batch: Batch) -> tuple[State, Array]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
-        # A step of 16-bit weights computes in float32, as PyTorch's fused AdamW does.
-        gradients, old_params, old_mean, old_variance = jax.tree.map(
-            lambda value: value.astype(jnp.float32), (gradients, state.params, state.mean, state.variance)
-        )
-        norm = jnp.sqrt(sum(jnp.vdot(gradient, gradient) for gradient in gradients.values()))
-        scale = jnp.minimum(1.0, MAX_NORM / (norm + 1e-6))
-        count = state.step + 1
-        correction1 = 1 - BETA1 ** count.astype(jnp.float32)
-        correction2 = jnp.sqrt(1 - BETA2 ** count.astype(jnp.float32))
-        params, mean, variance = {}, {}, {}
-        for name, gradient in gradients.items():
-            gradient = gradient * scale
-            mean[name] = BETA1 * old_mean[name] + (1 - BETA1) * gradient
-            variance[name] = BETA2 * old_variance[name] + (1 - BETA2) * gradient**2
-            update = mean[name] / correction1 / (jnp.sqrt(variance[name]) / correction2 + EPSILON)
-            kept = 1 - learning_rate * WEIGHT_DECAY
-            params[name] = kept * old_params[name] - learning_rate * update
-        new = State(params, mean, variance, count)
-        return jax.tree.map(lambda now, before: now.astype(before.dtype), new, state), value
+        return updated(state, gradients, learning_rate), value
 
     return step
+
+
+def updated(
+    state: State, gradients: Params, learning_rate: Array, total: Callable[[Array], Array] = lambda own: own
+) -> State:
+    """The state after a step of AdamW with clipped gradients; `total`: of what each shard has a part of."""
+    # A step of 16-bit weights computes in float32, as PyTorch's fused AdamW does.
+    gradients, old_params, old_mean, old_variance = jax.tree.map(
+        lambda value: value.astype(jnp.float32), (gradients, state.params, state.mean, state.variance)
+    )
+    norm = jnp.sqrt(total(sum(jnp.vdot(gradient, gradient) for gradient in gradients.values())))
+    scale = jnp.minimum(1.0, MAX_NORM / (norm + 1e-6))
+    count = state.step + 1
+    correction1 = 1 - BETA1 ** count.astype(jnp.float32)
+    correction2 = jnp.sqrt(1 - BETA2 ** count.astype(jnp.float32))
+    params, mean, variance = {}, {}, {}
+    for name, gradient in gradients.items():
+        gradient = gradient * scale
+        mean[name] = BETA1 * old_mean[name] + (1 - BETA1) * gradient
+        variance[name] = BETA2 * old_variance[name] + (1 - BETA2) * gradient**2
+        update = mean[name] / correction1 / (jnp.sqrt(variance[name]) / correction2 + EPSILON)
+        kept = 1 - learning_rate * WEIGHT_DECAY
+        params[name] = kept * old_params[name] - learning_rate * update
+    new = State(params, mean, variance, count)
+    return jax.tree.map(lambda now, before: now.astype(before.dtype), new, state)
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
