@@ -72,6 +72,22 @@ def test_resizing_a_storage_is_counted(baseline):
     del tensor
 
 
+def test_what_writes_into_regrown_memory_is_the_program_that_wrote_into_it_before():
+    """FSDP regrows the memory of gathered parameters: whether that was before changes no program."""
+    torch.tpu.flush()
+    flat, part = torch.empty(6, device="tpu"), torch.arange(3.0).to("tpu")
+    compilations = []
+    for _ in range(3):
+        before = torch.tpu.compile_stats()["compilations"]
+        flat.view(2, 3)[0].copy_(part)
+        flat.view(2, 3)[1].copy_(part)
+        assert flat.tolist() == [0, 1, 2, 0, 1, 2]
+        compilations.append(torch.tpu.compile_stats()["compilations"] - before)
+        flat.untyped_storage().resize_(0)
+        flat.untyped_storage().resize_(24)
+    assert compilations == [1, 0, 0]
+
+
 def test_a_training_step_frees_what_it_dropped(baseline):
     model = torch.nn.Linear(16, 16, bias=False).to("tpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

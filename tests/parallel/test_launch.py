@@ -127,6 +127,12 @@ def undisturbed(directory: Path) -> list[str]:
     assert "starting 2 ranks" in run.said
     assert " a chip)" in run.said
     assert len(run.losses()) == 150
+    before = {path: path.stat().st_mtime_ns for path in run.run_dir.rglob("*")}
+    again = Run(directory, "undisturbed")
+    assert again.end() == 0, again.said
+    assert "undisturbed is finished: it has done its 150 steps" in again.said
+    assert "starting 2 ranks" not in again.said
+    assert {path: path.stat().st_mtime_ns for path in run.run_dir.rglob("*")} == before
     return run.losses()
 
 
@@ -154,13 +160,15 @@ def test_a_rank_that_is_killed_has_all_started_again_and_costs_nothing(
 def test_all_ranks_stop_together_and_are_not_started_again(directory: Path, undisturbed: list[str]):
     run = Run(directory, "stopped")
     run.until_step(15)
-    os.kill(run.ranks()[choice("01")], signal.SIGTERM)  # one rank alone is told to stop
+    os.kill(run.ranks()["1"], signal.SIGTERM)  # one rank alone is told to stop
     assert run.end() == 143, run.said
+    assert "SIGTERM of rank 1: saving after this step, then leaving" in run.said
     assert (run.run_dir / "ranks" / "stopped-by").read_text() == "15"  # and ended with 0
     assert run.newest() == len(run.losses()) >= 15
 
     run = Run(directory, "stopped", terminal=True)
     run.until_step(40)
+    assert "step 15/" in (run.run_dir / "ranks" / "start-1" / "rank-0.out").read_text()
     os.write(run.keyboard, b"\x03")
     assert run.end() == 130, run.said
     assert run.newest() == len(run.losses()) >= 40
@@ -250,6 +258,17 @@ def test_restarts_are_bounded_and_some_failures_have_none(
     assert launcher.num_started == num_started
     told = capfd.readouterr().err
     assert said in told if said else not told
+
+
+def test_what_the_ranks_of_earlier_starts_said_is_kept_for_a_while(tmp_path: Path):
+    logs = tmp_path / "ranks"
+    logs.mkdir()
+    for number in range(1, 13):
+        (logs / "rank-0.err").write_text(str(number))
+        assert Rehearsed(tmp_path, (0, 20)).run() == 0
+    kept = sorted(int(path.name[6:]) for path in logs.glob("start-*"))
+    assert kept == list(range(5, 13))
+    assert [(logs / f"start-{each}" / "rank-0.err").read_text() for each in kept] == [*map(str, kept)]
 
 
 def test_a_rank_ends_with_0_towards_an_agent_after_a_stop(monkeypatch):

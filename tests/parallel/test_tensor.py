@@ -53,6 +53,8 @@ def run_jobs(world_size: int, jobs: str, runs: Path) -> str:
     environment = {"GROUP_BACKEND": "cpu:gloo,tpu:tpu", "TPU_CACHE_DIR": str(runs / "programs")}
     ranks = run_ranks(SCRIPT, world_size, timeout=300, JOBS=jobs, RUNS=str(runs), HERE=here, **environment)
     assert_all_ended_well(ranks)
+    for rank in ranks:
+        assert "While redistributing" not in rank.stderr, rank.stderr
     return ranks[0].stdout
 
 

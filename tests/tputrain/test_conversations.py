@@ -169,15 +169,28 @@ def test_a_template_that_refuses_a_role_is_one_clear_line():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", r"row 0 .*column messages: 'hello': expected a list of \{role, content\}"),
-        ([{"role": "user"}], r"row 0 .*expected a list of \{role, content\}, both text"),
-        ([{"role": "user", "content": "hi"}], "row 0 .*expected a message of role assistant to learn"),
+        ("hello", r"/bad.jsonl, line 1, column messages: 'hello': expected a list of \{role, content\}"),
+        ([{"role": "user"}], r"line 1, .*expected a list of \{role, content\}, both text"),
+        ([{"role": "user", "content": "hi"}], "line 1, .*expected a message of role assistant to learn"),
     ],
 )
 def test_a_malformed_conversation_is_one_clear_line(directory, messages, message):
     (directory / "bad.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(DataError, match=message):
         build(files="bad.jsonl")
+
+
+def test_a_malformed_conversation_is_named_by_its_file_and_line(directory):
+    good, bad = (
+        json.dumps({"messages": [{"role": role, "content": "hi"}]}) for role in ("assistant", "user")
+    )
+    (directory / "many-a.jsonl").write_text(f"{good}\n\n{good}\n")
+    (directory / "many-b.jsonl").write_text(f"{good}\n\n{bad}\n")
+    for streaming in (False, True):
+        with pytest.raises(
+            DataError, match=r"/many-b.jsonl, line 3, column messages: .*role assistant to lea"
+        ):
+            build(files="many-?.jsonl", streaming=streaming)
 
 
 @pytest.mark.parametrize("name", ["templated", "plain", "pieces"])

@@ -68,6 +68,34 @@ with SignalWatch() as watch, watch.raised_at_the_end():
     print("here", flush=True)
 """
 
+# An exception is only printed in a callback of the collector, and in a finalizer.
+COLLECTS = """
+import gc, os, signal, sys, time
+from tputrain.cli import command
+
+number, come = int(sys.argv[1]), []
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), number)
+
+def collecting(phase, info):
+    if not come:
+        come.append(phase)
+        os.kill(os.getpid(), number)
+
+def starts(chosen):
+    if sys.argv[2] == "collector":
+        gc.callbacks.append(collecting)
+        gc.collect()
+    else:
+        Finalized()
+    time.sleep(60)
+
+command._dispatch = starts
+sys.exit(command.main(["doctor"]))
+"""
+
 
 def start(script: str, *arguments: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -98,6 +126,17 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs(number, code):
             assert process.stderr.read().strip().startswith(f"{name} again: leaving at once")
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("where", ["collector", "finalizer"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_ends_in_time_where_nothing_can_be_raised(number, code, where):
+    began = time.monotonic()
+    with start(COLLECTS, str(int(number)), where) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert err == ("tputrain: interrupted\n" if number == signal.SIGINT else "")
+    assert time.monotonic() - began < 2.9  # the time after which a thread ends what does not leave
 
 
 def test_a_signal_that_comes_twice_at_once_is_one():

@@ -126,9 +126,20 @@ def test_what_to_be_judged_by_can_be_named(directory, named):
         ),
         (
             {"source": "csv", "files": "rows.csv", "text_column": "id"},
-            "row 0 .from 0., column id: 0: expected text",
+            r"data.files='rows.csv': /.*/rows.csv, row 1, column id: 0: expected text",
         ),
-        ({"source": "jsonl", "files": "broken.jsonl"}, "data.files='broken.jsonl': cannot be read: "),
+        (
+            {"source": "jsonl", "files": "*o*en*.jsonl"},
+            r"data.files='\*o\*en\*.jsonl': cannot be read: /.*/broken.jsonl, line 3: no JSON \(Expecting",
+        ),
+        (
+            {"source": "jsonl", "files": "[mr]*.jsonl"},
+            r"/mixed.jsonl, line 2(: column text is a number, in earlier lines it is a s|, .*: 2: expect)",
+        ),
+        (
+            {"source": "jsonl", "files": "rows.jsonl", "validation_files": "numbers.jsonl"},
+            r"data.validation_files='numbers.jsonl': /.*/numbers.jsonl, line 1, column text: 5: expected",
+        ),
         ({"source": "jsonl", "files": "empty.jsonl"}, "data.files='empty.jsonl': there is no row with text"),
         ({"source": "jsonl", "files": "blank.jsonl"}, "data.files='blank.jsonl': there is no row with text"),
         ({"source": "jsonl", "files": "one.jsonl"}, "one.jsonl: there is 1 row .* data.validation_files"),
@@ -140,7 +151,9 @@ def test_what_to_be_judged_by_can_be_named(directory, named):
 )
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
 def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, streaming, capfd):
-    (directory / "broken.jsonl").write_text('{"text": "one"}\n{"text": \n')
+    (directory / "broken.jsonl").write_text('{"text": "one"}\n\n{"text": \n')
+    (directory / "mixed.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+    (directory / "numbers.jsonl").write_text('{"text": 5}\n')
     (directory / "empty.jsonl").write_text("")
     (directory / "blank.jsonl").write_text('{"text": ""}\n{"text": null}\n')
     (directory / "one.jsonl").write_text('{"text": "alone"}\n' * 2)

@@ -42,7 +42,7 @@ def rows_of(tensor: Tensor) -> Rows:
         return Rows(whole, 0, _host_copy(tensor) if _is_first_rank() else None)
     parts = _num_parts(tensor)
     if whole.num_bytes < parts * SMALLEST_PART:
-        full = tensor.full_tensor()  # type: ignore[attr-defined]
+        full = gathered(tensor)
         return Rows(whole, 0, _host_copy(full) if _is_first_rank() else None)
     tensor = _by_rows(tensor)
     if not _is_first_replica(tensor):
@@ -79,6 +79,22 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory; it may be empty."""
     return own_part(tensor)[0] if is_distributed(tensor) else tensor
+
+
+def gathered(tensor: Any) -> Tensor:
+    """All of a tensor, on each rank that has a part of it.
+
+    One gather for each dimension of the mesh that divides it. `full_tensor` makes the same, with a warning
+    where there are several.
+    """
+    from torch.distributed.tensor import Replicate
+
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            placements = [*tensor.placements]
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def divided_like(whole: Tensor, like: Tensor) -> Tensor:

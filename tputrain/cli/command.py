@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
@@ -26,13 +26,17 @@ from tputrain.parallel.launched import end_with_launcher, record_error, speaks
 from tputrain.shipped import find_recipe
 
 _TIDYING_SECONDS = 3.0
+_AGAIN_AFTER = 0.02  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, or raises SystemExit where a signal ended it."""
     chosen = _parse(arguments)
-    has_left = threading.Event()
-    before = _leaving_until_training_begins(has_left)
+    with _leaving_until_training_begins():
+        return _reported(chosen)
+
+
+def _reported(chosen: argparse.Namespace) -> int:
     try:
         end_with_launcher()
         return _dispatch(chosen)
@@ -51,10 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split()) or "no message"
         return _report(chosen.debug, f"{type(error).__name__}: {message} (--debug shows where)", code=1)
     finally:
-        has_left.set()
         discard_unwritten()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run() -> NoReturn:
@@ -212,25 +213,41 @@ def _leaving_at_once(verb: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _leaving_until_training_begins(has_left: threading.Event) -> dict[int, Any]:
-    """Have SIGINT and SIGTERM end the command until training begins and takes them over: there is nothing to
-    save, only to tidy up. Returns the handlers before.
+@contextmanager
+def _leaving_until_training_begins() -> Iterator[None]:
+    """SIGINT and SIGTERM end the command until training begins and takes them over: there is nothing to save,
+    only to tidy up.
     """
+    has_left = threading.Event()
+    raised: list[BaseException] = []
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         threading.Thread(target=_insist, args=(number, has_left), daemon=True).start()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        sys.exit(128 + number)
+        raised.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise raised[-1]
 
-    return {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    def tell_unless_ours(unraisable: "sys.UnraisableHookArgs") -> None:
+        # An exception does not leave a finalizer, or a callback of the garbage collector (JAX has one). So it
+        # is raised once more, soon.
+        if unraisable.exc_value in raised:
+            number = signal.SIGINT if isinstance(unraisable.exc_value, KeyboardInterrupt) else signal.SIGTERM
+            threading.Timer(_AGAIN_AFTER, os.kill, (os.getpid(), number)).start()
+        else:
+            told(unraisable)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    told, sys.unraisablehook = sys.unraisablehook, tell_unless_ours
+    try:
+        yield
+    finally:
+        has_left.set()
+        sys.unraisablehook = told
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _insist(number: int, has_left: threading.Event) -> None:
-    """See to it that the process leaves, also where what was raised came to nothing.
-
-    An exception in a callback of the garbage collector, and JAX has one, is only printed.
-    """
+    """See to it that the process leaves, also where it is busy with one long thing, such as a compilation."""
     if number != signal.SIGINT:
         time.sleep(_TIDYING_SECONDS)
     elif has_left.wait(_TIDYING_SECONDS):

@@ -19,7 +19,7 @@ from tputrain.errors import UserError
 from tputrain.execution import Execution
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.launched import is_launched, launched_by
-from tputrain.parallel.world import World, join
+from tputrain.parallel.world import ALONE, World, join
 from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
@@ -48,10 +48,15 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
     if cfg.run_dir is None:
         cfg = replace(cfg, run_dir=str(default_run_dir(path)))
     assert cfg.run_dir is not None
+    command = f"tputrain run {shlex.quote(recipe)}"
+    goes_on = cfg.checkpoint.resume == "auto"
     if _is_launcher(cfg):
+        started = _started(cfg) if goes_on and hosts().size == 1 else None
+        if _says_finished(cfg, started, command, overrides):
+            return 0
         return _launch(cfg, ["run", recipe, *overrides])
-    started = _world(cfg).first(lambda: _started(cfg)) if cfg.checkpoint.resume == "auto" else None
-    return _train(cfg, started, f"tputrain run {shlex.quote(recipe)}", overrides)
+    started = _world(cfg).first(lambda: _started(cfg)) if goes_on else None
+    return _train(cfg, started, command, overrides)
 
 
 def resume(run_dir: str, overrides: Sequence[str]) -> int:
@@ -70,9 +75,13 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
     cfg = config_from_json(saved, str(checkpoint / contents.STATE), overrides)
     cfg = replace(cfg, run_dir=run_dir, checkpoint=replace(cfg.checkpoint, resume="auto"))
     _check_same_run(cfg, state, checkpoint)
+    command = f"tputrain resume {shlex.quote(run_dir)}"
     if _is_launcher(cfg):
+        # Of several hosts one may have begun before another one looks: there the ranks find out, together.
+        if hosts().size == 1 and _says_finished(cfg, checkpoint, command, overrides):
+            return 0
         return _launch(cfg, ["resume", run_dir, *overrides])
-    return _train(cfg, checkpoint, f"tputrain resume {shlex.quote(run_dir)}", overrides)
+    return _train(cfg, checkpoint, command, overrides)
 
 
 def _is_launcher(cfg: RecipeConfig) -> bool:
@@ -99,13 +108,8 @@ def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
 
 def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> int:
     """Train to the last step. `command` and `overrides`: what to say for making the run longer."""
-    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
     command = launched_by() + command
-    if started is not None and _world(cfg).first(lambda: _is_finished(cfg, started)):
-        done, asked = contents.load_state(started)["step"], cfg.trainer.steps
-        what = f"its {done} steps" if done == asked else f"{done} steps, more than trainer.steps={asked}"
-        say(f"{cfg.run_dir} is finished: it has done {what}. To make it longer:")
-        say(f"  {command}{kept} trainer.steps={2 * done}")
+    if _says_finished(cfg, started, command, overrides):
         return 0
     with RunLock(Path(str(cfg.run_dir))) if not is_launched() else nullcontext():
         pass  # a directory that cannot be used is reported before anything takes long
@@ -121,8 +125,26 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
         raise
     if (programs := describe_programs(job.trainer.device)) is not None:
         say(f"programs: {programs}")
-    _say_what_next(cfg, job.trainer.step, f"{command}{kept} trainer.steps={2 * cfg.trainer.steps}")
+    longer = _longer(command, overrides, 2 * cfg.trainer.steps)
+    _say_what_next(cfg, job.trainer.step, longer)
     return 0
+
+
+def _says_finished(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> bool:
+    """Whether the run, which goes on from `started`, is finished; then it is said how to make it longer."""
+    world = ALONE if _is_launcher(cfg) else _world(cfg)
+    if started is None or not world.first(lambda: _is_finished(cfg, started)):
+        return False
+    done, asked = contents.load_state(started)["step"], cfg.trainer.steps
+    what = f"its {done} steps" if done == asked else f"{done} steps, more than trainer.steps={asked}"
+    say(f"{cfg.run_dir} is finished: it has done {what}. To make it longer:")
+    say(f"  {_longer(command, overrides, 2 * done)}")
+    return True
+
+
+def _longer(command: str, overrides: Sequence[str], steps: int) -> str:
+    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
+    return f"{command}{kept} trainer.steps={steps}"
 
 
 def validate(target: str, overrides: Sequence[str]) -> int:

@@ -112,10 +112,11 @@ class _Rows:
         return open_rows(self._cfg, self._held_out)
 
     def __iter__(self) -> Iterator[Document]:
-        texts = (text for text in read_documents(self._rows, self._cfg) if text is not None)
+        read = read_documents(self._rows, self._cfg, self._held_out)
+        texts = (text for text in read if text is not None)
         first = next(texts, None)
         if first is None:
-            raise empty(self._cfg)
+            raise empty(self._cfg, self._held_out)
         yield from map(row_document, chain([first], texts))
 
 

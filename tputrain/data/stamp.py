@@ -34,14 +34,22 @@ def stamp_of_rows(cfg: DataConfig) -> str | None:
     columns = [cfg.text_column, cfg.messages_column, cfg.prompt_column, cfg.answer_column]
     choices = [cfg.source, cfg.format, *columns, cfg.subset, cfg.split, cfg.validation_split]
     if cfg.name is None:
-        files = find_files(str(cfg.files))
-        held_out = find_files(cfg.validation_files, "data.validation_files") if cfg.validation_files else []
-        return stamp_of([*files, *held_out], [*choices, len(held_out)])
-    directory = Path(cfg.name).expanduser()
-    if directory.is_dir():
-        return stamp_of(sorted(path for path in directory.rglob("*") if path.is_file()), choices)
+        return stamp_of(files_of(cfg), [*choices, len(_held_out_files(cfg))])
+    if Path(cfg.name).expanduser().is_dir():
+        return stamp_of(files_of(cfg), choices)
     parts = [False, True] if cfg.validation_is_given else [False]
     return _hash([[open_rows(cfg, held_out)._fingerprint for held_out in parts], choices])
+
+
+def files_of(cfg: DataConfig) -> list[Path]:
+    """The user's files behind the text of `cfg`; none where it is not the user's."""
+    if cfg.name is not None:
+        return sorted(path for path in Path(cfg.name).expanduser().rglob("*") if path.is_file())
+    return [] if cfg.files is None else [*find_files(cfg.files), *_held_out_files(cfg)]
+
+
+def _held_out_files(cfg: DataConfig) -> list[Path]:
+    return find_files(cfg.validation_files, "data.validation_files") if cfg.validation_files else []
 
 
 def _hash(what: object) -> str:

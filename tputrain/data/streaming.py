@@ -71,7 +71,7 @@ def build_stream(
     announce("data: reading the beginning of {}={}".format(*cfg.where))
     head, validation = _read_head(cfg, 0 if tokenizer is not None else _TOKENIZER_DOCUMENTS)
     if cfg.validation_is_given:
-        given = read_documents(open_rows(cfg, held_out=True), cfg)
+        given = read_documents(open_rows(cfg, held_out=True), cfg, held_out=True)
         validation = list(islice((text for text in given if text is not None), cfg.validation_documents))
     if not validation:
         raise DataError(
@@ -224,7 +224,7 @@ class StreamedBatches:
             if before is not None:
                 self._rows.load_state_dict(copy.deepcopy(before))
             is_empty = before is None
-            for text in read_documents(self._rows, self._cfg):
+            for text in read_documents(self._rows, self._cfg, is_from_start=before is None):
                 after = self._rows.state_dict()
                 if text is not None and not self._is_held_out(text):
                     is_empty = False

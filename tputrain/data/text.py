@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tputrain.data.changed_files import changed_files
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.loading import Sequences, TrainingBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokenizer
 from tputrain.data.sources import read_corpus
-from tputrain.data.token_cache import known_totals, text_fingerprint, tokenise
+from tputrain.data.stamp import files_of
+from tputrain.data.token_cache import entries_of, known_totals, text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.data.workers import WorkerBatches
 from tputrain.feed import IndexedLoader
@@ -72,7 +74,7 @@ def build_data(
     text = text_fingerprint(totals, cfg)
     # Before the tokenizer: this may be told in a second.
     if expected is not None and not expected.startswith(text):
-        raise _other_text(cfg, corpus.title)
+        raise _other_text(cfg, corpus.title, expected)
     if tokenizer is None and cfg.tokenizer is not None:
         tokenizer = find_tokenizer(cfg.tokenizer)
     tokenised = tokenise(corpus, totals, cfg, announce, tokenizer)
@@ -105,11 +107,16 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 
-def _other_text(cfg: DataConfig, title: str) -> DataError:
+def _other_text(cfg: DataConfig, title: str, expected: str) -> DataError:
     found, mend = f"the {title}", "use the Python that the run was started with"
     key, value = cfg.where
     if value != "null":
         found, mend = "the text there", "restore it" if cfg.name else "restore the files"
+    files = files_of(cfg)
+    begun_with = entries_of(expected.partition("-")[0], cfg) if files else []
+    changed = changed_files(files, begun_with) if begun_with else None
+    which = "" if changed is None else f" ({changed})"
     return DataError(
-        f"{key}={value}: {found} is not what this run was started with; {mend}, or choose another run_dir"
+        f"{key}={value}: {found} is not what this run was started with{which}; {mend}, or choose another "
+        "run_dir"
     )

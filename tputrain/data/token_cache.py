@@ -17,10 +17,12 @@ from time import perf_counter
 import numpy as np
 
 from tputrain.data.built_once import built_once
+from tputrain.data.changed_files import record_files
 from tputrain.data.config import DataConfig, DataError
 from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.corpus import Corpus, Document, Totals, split
 from tputrain.data.pretrained_tokenizer import load_tokenizer
+from tputrain.data.stamp import files_of
 from tputrain.data.token_writer import TokenWriter
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.errors import in_words
@@ -114,7 +116,13 @@ def _build_in_place(
         built = Path(workspace) / entry.name
         built.mkdir()
         _build(corpus, totals.num_bytes / 1e6, cfg, built, announce, tokenizer)
+        record_files(files_of(cfg), built)
         _publish(built, entry)
+
+
+def entries_of(text: str, cfg: DataConfig) -> list[Path]:
+    """Where the tokens of the text with this fingerprint are kept, by whatever tokenizer."""
+    return sorted(Path(cfg.cache_dir).expanduser().glob(f"{text}*"))
 
 
 def text_fingerprint(totals: Totals, cfg: DataConfig) -> str:

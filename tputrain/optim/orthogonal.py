@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 
-from tputrain.checkpoint.rows import divided_like, is_distributed
+from tputrain.checkpoint.rows import divided_like, gathered, is_distributed
 
 
 def orthogonalised(matrices: Sequence[Tensor], coefficients: Any, steps: int, eps: float) -> list[Tensor]:
@@ -24,7 +24,7 @@ def orthogonalised(matrices: Sequence[Tensor], coefficients: Any, steps: int, ep
         if not is_distributed(matrix):
             found[number] = newton_schulz(matrix, *settings)
         elif (dim := _only_divided_dim(matrix)) is None:
-            whole = matrix.bfloat16().full_tensor()  # type: ignore[attr-defined]
+            whole = gathered(matrix.bfloat16())
             found[number] = divided_like(newton_schulz(whole, *settings), matrix)
         else:
             alike.setdefault((tuple(matrix.shape), matrix.device_mesh, dim), []).append(number)  # type: ignore[attr-defined]

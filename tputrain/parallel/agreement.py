@@ -5,6 +5,7 @@ clock of its own. Nobody sees a wish before all ranks have agreed on it, at the 
 """
 
 import os
+import signal
 from collections.abc import Callable
 
 from tputrain import device as devices
@@ -61,8 +62,13 @@ class AgreedSignals(SignalWatch):
     def _note(self, number: int) -> None:
         self.come = self.come or number
 
-    def agree(self, number: int) -> None:
-        """Take the signal that all ranks have agreed on; 0: none."""
+    def agree(self, number: int, rank: int, speaks: bool) -> None:
+        """Take the signal that all ranks have agreed on, which `rank` has got; 0: none.
+
+        `speaks`: whether this rank tells of one that another rank has got, whose output is in a file.
+        """
+        if number and not self.received and not self.come and speaks:
+            warn(f"{signal.Signals(number).name} of rank {rank}: {self._what_follows()}")
         self.received = self.received or number or None
 
     def _exit_code(self, number: int) -> int:
@@ -108,11 +114,10 @@ class Agreement:
             assert isinstance(writer, SharedWriter)
             size = self._world.size
             microseconds = int(self._host_seconds() * 1e6)
-            own = [signals.come, *control.wishes, int(writer.has_ended_here)]
-            signal, *wishes, has_ended, slowest = self._world.largest(
-                [*own, microseconds * size + self._world.rank]
-            )
+            own = [*control.wishes, int(writer.has_ended_here)]
+            of_ranks = [each * size + self._world.rank for each in (signals.come, microseconds)]
+            *wishes, has_ended, stopped, slowest = self._world.largest([*own, *of_ranks])
             self.slowest = (slowest % size, slowest // size / 1e6) if slowest >= size else None
-            signals.agree(signal)
+            signals.agree(stopped // size, stopped % size, self._world.is_first)
             control.agree(wishes)
             writer.agree(bool(has_ended))

@@ -28,7 +28,9 @@ from tputrain.parallel.launched import LAUNCHER, RUN_ID, STOPPED_BY
 from tputrain.signals import ECHO, WATCHED
 
 _EARLIER = "start-"
-"""Beside what each rank said (`rank-0.out`, `rank-0.err`): the same of ranks that were started again."""
+"""Beside what each rank says (`rank-0.out`, `rank-0.err`): the same of earlier starts, the newest last."""
+_KEPT = 8
+"""Earlier starts of which that is kept."""
 _STOPPED = "stopped-by"
 _USER_ERROR = "UserError: "
 _MISTAKE = 2  # the exit code of a UserError
@@ -78,8 +80,7 @@ class Launcher:
             sys.stdout.reconfigure(line_buffering=True)  # what ranks say comes through a pipe, too
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
-            for earlier in self._logs.glob(f"{_EARLIER}*") if self._first_rank == 0 else ():
-                shutil.rmtree(earlier)  # of the command before
+            self._set_logs_aside()  # of the command before
         except OSError as error:
             directory = f"run_dir={self._run_dir}"
             raise UserError(f"{directory}: cannot write there ({error.strerror}); take another") from None
@@ -114,7 +115,7 @@ class Launcher:
                 return self._tell(failure, f"; not started again: it failed {where} the last time, too")
             # A rank that was killed says nothing of its step. It may well be another one the next time.
             place_before = None if place[1] == _UNKNOWN else place
-            logs = self._set_logs_aside(number + 1)
+            logs = self._set_logs_aside()
             origin = f"the checkpoint of step {newest}" if newest else "the beginning"
             count = f"restart {number + 1} of {self._restarts}"
             self._tell(failure, f"; starting all ranks again from {origin} ({count})", logs)
@@ -190,12 +191,31 @@ class Launcher:
         warn(f"tputrain: rank {rank} failed first: {message}{place}; {said}{consequence}")
         return code if code > 0 else 1
 
-    def _set_logs_aside(self, number: int) -> Path:
-        earlier = self._logs / f"{_EARLIER}{number}"
-        earlier.mkdir()
-        for path in self._logs.glob("rank-*"):
-            path.rename(earlier / path.name)
-        return earlier
+    def _set_logs_aside(self) -> Path | None:
+        """Where what this host's ranks have said is now; None: they have said nothing yet."""
+        ranks = range(self._first_rank, self._first_rank + self._cfg.processes)
+        patterns = ["rank-*"] if self._hosts.size == 1 else [f"rank-{rank}.*" for rank in ranks]
+        logs = [path for pattern in patterns for path in self._logs.glob(pattern)]
+        if not logs:
+            return None
+        first = f"rank-{self._first_rank}.err"  # hosts set theirs aside at times of their own
+        number = 1 + max(
+            (each for each in self._earlier() if (self._start(each) / first).exists()), default=0
+        )
+        self._start(number).mkdir(exist_ok=True)
+        for path in logs:
+            path.rename(self._start(number) / path.name)
+        for old in self._earlier()[:-_KEPT] if self._first_rank == 0 else ():
+            shutil.rmtree(self._start(old))
+        return self._start(number)
+
+    def _earlier(self) -> list[int]:
+        """The numbers of earlier starts whose output is kept, in their order."""
+        names = [path.name.removeprefix(_EARLIER) for path in self._logs.glob(f"{_EARLIER}*")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _start(self, number: int) -> Path:
+        return self._logs / f"{_EARLIER}{number}"
 
 
 _UNKNOWN = -1

@@ -180,7 +180,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     auto& stream = Device::get().stream(old->device);
     StreamLock lock(stream.mutex());
     TORCH_CHECK(!stream.sink()->must_keep(*old), "a storage from before torch.tpu.rehearsal cannot be resized in it");
-    auto data = make_buffer(nbytes, intern_layout({static_cast<int64_t>(nbytes)}, c10::kByte), old->device);
+    // Where nothing is kept, the first write is expected to be like those before.  FSDP frees and regrows the memory of
+    // gathered parameters: a step is the same program, whether it is the first to gather them or not.
+    const size_t itemsize = c10::elementSize(old->layout->dtype);
+    const bool is_emptied = !old->value || old->nbytes == 0 || nbytes == 0;
+    const auto dtype = is_emptied && nbytes % itemsize == 0 ? old->layout->dtype : c10::kByte;
+    const auto count = static_cast<int64_t>(nbytes / c10::elementSize(dtype));
+    auto data = make_buffer(nbytes, intern_layout({count}, dtype), old->device);
     stream.copy_resized(old, static_cast<Buffer*>(data.get_context()));
     impl->set_data_ptr_noswap(std::move(data));
     impl->set_nbytes(nbytes);

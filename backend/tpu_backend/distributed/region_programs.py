@@ -58,7 +58,7 @@ class Agreement:
 
     def announcer(self, keys: Sequence[str], num_operations: int) -> Callable[[], None]:
         """What tells the other ranks of a launch, before it, by the keys of its links."""
-        if self.target.groups:  # each group of ranks has a key of its own
+        if self.target.groups:  # a link with collectives of one group is keyed by its ranks
             common = digest_of(self.known.digest, sorted(self.form.inputs), [*self.interfaces.values()])
         else:
             common = digest_of([keys[place] for place in self.interfaces] if self.parts else list(keys))

@@ -22,7 +22,8 @@ from jaxlib import xla_client
 
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import BoundsCheck
-from tpu_backend.runtime.signature import summaries
+from tpu_backend.lowering.collectives import AXIS, NAMESPACE
+from tpu_backend.runtime.signature import Summary, summaries
 from tpu_backend.runtime.target import Target, target_of
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -75,6 +76,7 @@ def _fixed_environment(target: Target) -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
+    order = target.ranks if target.groups else ()  # of one group, each collective says its ranks
     return {
         "versions": versions,
         "sources": _source_digest(),
@@ -82,7 +84,7 @@ def _fixed_environment(target: Target) -> dict[str, Any]:
         "device": device.device_kind,
         # On the CPU it says which process this is, and no more.
         "topology": "" if target.platform == "cpu" else _topology(device),
-        "mesh": [] if target.mesh is None else [list(target.mesh.shape.items()), target.groups],
+        "mesh": [] if target.mesh is None else [list(target.mesh.shape.items()), order],
         "host": _host_cpu() if target.platform == "cpu" else {},
     }
 
@@ -141,13 +143,30 @@ def key_of_tape(description: dict[str, Any], options: dict[str, Any] | None, tar
     for entry, precision, links in summaries(description["tape"]):
         if not settled_by_version(entry.name):
             return None
-        words.append([entry.digest, precision, list(links)])
+        words.append([_identity(entry, target), precision, list(links)])
     offsets: Sequence[int | None] = [
         None if is_input else offset
         for offset, is_input in zip(description["offsets"], description["offset_is_input"], strict=True)
     ]
     rest = {name: value for name, value in description.items() if name not in _SAID_OTHERWISE}
     return _key({"entries": words, "offsets": offsets, "options": options} | rest, target)
+
+
+def _identity(entry: Summary, target: Target) -> str:
+    """What an operation is. In a mesh of several dimensions a group of ranks is an axis, so that the program,
+    which all ranks of the mesh run, has one key.
+    """
+    if not target.groups or not entry.name.startswith(NAMESPACE):
+        return entry.digest
+    return hashlib.sha256(repr(collective_identity(entry, target)).encode()).hexdigest()
+
+
+def collective_identity(entry: Summary, target: Target) -> tuple[Any, ...]:
+    """A collective in words that print alike on all ranks of the target's mesh."""
+    decoded = entry.signature
+    axes = dict(target.groups).get(tuple(decoded.ranks or ()), (AXIS,))
+    given = [argument for argument in decoded.arguments if argument.name != "ranks"]
+    return decoded.overload, given, decoded.outputs, axes
 
 
 def key_of_text(

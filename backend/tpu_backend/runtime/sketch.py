@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
-from tpu_backend.lowering.collectives import AXIS, NAMESPACE
+from tpu_backend.lowering.collectives import NAMESPACE
 from tpu_backend.runtime.parts import Part, Piece
-from tpu_backend.runtime.program_key import settled_by_version
+from tpu_backend.runtime.program_key import collective_identity, settled_by_version
 from tpu_backend.runtime.signature import Summary
 from tpu_backend.runtime.tape import Entry, Tape
 from tpu_backend.runtime.target import Target
@@ -78,10 +78,7 @@ def digest_of(*things: Any) -> str:
 def _identity(entry: Summary, target: Target) -> Any:
     """What an operation is, in words that all ranks share: a group is an axis of the mesh."""
     if entry.name.startswith(NAMESPACE):
-        decoded = entry.signature
-        axes = dict(target.groups).get(tuple(decoded.ranks or ()), (AXIS,))
-        given = [argument for argument in decoded.arguments if argument.name != "ranks"]
-        return decoded.overload, given, decoded.outputs, axes
+        return collective_identity(entry, target)
     if not settled_by_version(entry.name):  # a function of the user's: its number is this process's own
         return entry.layouts, entry.values, entry.num_links, entry.num_numbers
     return entry.digest

@@ -154,6 +154,8 @@ def test_ranks_train_as_one_process_does_and_launch_the_same_collectives(world_s
 
 
 STARTS = """
+    from torch.distributed.device_mesh import init_device_mesh
+
     def compilations():
         return torch.tpu.compile_stats()["compilations"]
 
@@ -193,6 +195,21 @@ STARTS = """
     every = [None] * world
     dist.all_gather_object(every, [first, moves[0]])
     assert every == [every[0]] * world
+
+    # In a mesh of several dimensions each rank is in groups of its own, and still one rank compiles.
+    mesh = init_device_mesh("tpu", (1, world), mesh_dim_names=("copies", "parts"))
+
+    @torch.tpu.spmd
+    def in_both(x):
+        for name in ("copies", "parts"):
+            dist.all_reduce(x, group=mesh.get_group(name))
+        return x * 7
+
+    ones, before = torch.ones(5).to("tpu"), compilations()
+    assert in_both(ones).cpu().tolist() == [7.0 * world] * 5
+    dist.all_gather_object(every, [compilations() - before, in_both.digests])
+    assert sorted(count for count, _ in every) == [0] * (world - 1) + [1], every
+    assert all(digests == in_both.digests for _, digests in every), every
 
     # What follows a read depends on data: shapes of the rank's own, new ones at any time.
     values = torch.arange(12.0).to("tpu")
