@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
@@ -58,6 +59,8 @@ def start(topology: str, rank: int = 0) -> None:
     described.here = described.Slice(topology, devices, rank)
     peers.world = AbsentPeers(rank, len(devices))
     dist.init_process_group("tpu", store=HashStore(), rank=rank, world_size=len(devices))
+    # A DeviceMesh warns where the device is not chosen by then, and chooses one.
+    torch.tpu.init()  # type: ignore[attr-defined]
 
 
 def is_started() -> bool:
@@ -81,8 +84,6 @@ def mark(label: str) -> None:
 
 def recorded() -> list[dict[str, Any]]:
     """The segments that were recorded since `start`, or since this was asked last, oldest first."""
-    import torch
-
     here = _here()
     torch.tpu.flush()  # type: ignore[attr-defined]
     segments, here.segments = here.segments, []

@@ -23,7 +23,7 @@ from tputrain.parallel.abstract_step import ONCE
 from tputrain.parallel.compiled_step import DoesNotFitError, shorten
 from tputrain.parallel.layout import Layout
 from tputrain.parallel.step_schedule import schedule
-from tputrain.parallel.topology import Topology
+from tputrain.parallel.topology import GIB, Topology
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -40,7 +40,7 @@ def started(*arguments: str) -> "subprocess.Popen[str]":
     """A process of its own: it stands for a rank of a slice."""
     paths = [str(ROOT / "backend"), str(ROOT)]
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", *arguments],
+        [sys.executable, "-m", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TPU_PLATFORM": "cpu"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -49,19 +49,21 @@ def started(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def ended(process: "subprocess.Popen[str]", seconds: float) -> str:
+def ended(process: "subprocess.Popen[str]", seconds: float) -> tuple[str, str]:
+    """Its output, and what it said on standard error."""
     try:
         output, errors = process.communicate(timeout=seconds)
     finally:
         process.kill()
     assert process.returncode == 0, errors[-3000:]
-    return output
+    assert "Warning" not in errors
+    return output, errors
 
 
 @needs_compiler
 def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value() -> None:
     processes = [started("tests.parallel.compiled_plan", rank) for rank in ("0", "3")]
-    first, last = (json.loads(ended(each, 120).splitlines()[-1]) for each in processes)
+    first, last = (json.loads(ended(each, 120)[0].splitlines()[-1]) for each in processes)
     assert (first["world_size"], first["backend"]) == (4, "tpu")
     assert first["digest"] == last["digest"]
     assert first["segments"] == 1
@@ -82,9 +84,12 @@ def test_the_compilers_word_is_in_the_plan(tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(RECIPE)
     command = ["tputrain", "plan", str(recipe), "--topology", TOPOLOGY, "--compile", "--json"]
-    found = json.loads(ended(started(*command), 240))
+    output, said = ended(started(*command), 240)
+    found = json.loads(output)
+    for what in ("recording", "compiling"):
+        assert f"{what} the whole step for {TOPOLOGY} ..." in said
     compiled, model = found["compiled"], found["chosen"]["memory_gib"]["arguments"] * 2**30
-    assert compiled["depths"] == ["whole"]
+    assert compiled["depths"] == ["the whole step"]
     # Besides the batch, and rows of norms that are filled up to a tile.
     assert model <= compiled["arguments"] < 1.3 * model + 2**18
     assert 0 < compiled["temporaries"] < 2**28
@@ -111,6 +116,55 @@ def test_without_a_compiler_the_model_answers_and_a_line_says_what_is_missing(
     printed = capsys.readouterr().out
     assert "MFU" in printed
     assert "not compiled: libtpu, its compiler, is not installed: pip install 'tputrain[tpu]'" in printed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([4], None),
+        ([20, 9], "fits: 9.0 GiB a device, by the compiler"),
+        ([None, 18, 9], "fits: 9.0 GiB a device, by the compiler"),
+        ([20, 18, 17, 16], "3 smaller plans do not fit either; the last one needs 16.0 GiB a device: "),
+        ([20_000], "no plan of this slice is small enough by the compiler's figures"),
+    ],
+)
+def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compiled_too(
+    sizes: list[int | None],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """`sizes`: GiB of the plan and of those that are tried; None: the compiler stops."""
+    asked: list[tuple[int, bool | None]] = []
+
+    def compile_step(subject: compiled_step.Subject) -> compiled_step.CompiledStep:
+        cfg = subject.cfg
+        rows = subject.batch["input_ids"].shape[0]
+        assert rows * cfg.trainer.accumulate == 16
+        decoder = next(subject.make_model().children())
+        assert isinstance(decoder.recomputes, bool)
+        asked.append((rows, decoder.recomputes))
+        size = sizes[len(asked) - 1]
+        if size is None:
+            raise DoesNotFitError(20 * GIB, "the whole step")
+        return compiled_step.CompiledStep(
+            size * GIB, 0.0, 1.0, 0.0, 0.0, 0.0, 1e12, (), (), ("the whole step",), 1.0, 1.0, "libtpu"
+        )
+
+    monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
+    monkeypatch.setattr("tputrain.cli.plan.start_slice", lambda topology: None)
+    monkeypatch.setattr("tputrain.cli.plan.compile_step", compile_step)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    assert main(["plan", str(recipe), "--topology", TOPOLOGY, "--compile"]) == 0
+    printed = capsys.readouterr().out
+    assert ("DOES NOT FIT" in printed) == (sizes[0] is not None and sizes[0] > 16)
+    assert ("not compiled: the compiler needs 20.0 GiB for it (the whole step)" in printed) == (
+        sizes[0] is None
+    )
+    assert len(asked) == len(set(asked)) == len(sizes)
+    assert said is None or said in printed
 
 
 PROGRAM = (Path(__file__).parent / "step.hlo").read_text()

@@ -4,6 +4,8 @@
 """
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from tputrain.cli import main
 from tputrain.errors import UserError
 from tputrain.metrics.flops import count_flops
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.parallel.candidate import Task
 from tputrain.parallel.layout import Layout, layouts, mesh_of
-from tputrain.parallel.plan import Plan, Task, make_plan
+from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines, picture
 from tputrain.parallel.topology import CHIPS, Topology, shapes
 from tputrain.parallel.workload import Workload, workload_of
@@ -233,19 +236,54 @@ def test_degrees_of_every_layout_are_all_devices() -> None:
         assert degrees["replicate"] % 3 == 0
 
 
-def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would() -> None:
-    plan = planned("llama-405b", "v5e:4x4", 64, 4096)
+@pytest.mark.parametrize(
+    ("name", "topology", "rows", "change"),
+    [
+        ("llama-8b", "v5e:2x2", 4, "a larger slice: v5e:4x4"),
+        (
+            "llama-405b",
+            "v5e:4x4",
+            64,
+            "another kind of chips, of which the smallest slice is tpu7x:4x4x4 (64 chips) or v5p:4x4x8 "
+            "(128 chips)",
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would(
+    name: str, topology: str, rows: int, change: str
+) -> None:
+    plan = planned(name, topology, rows, 4096)
     assert plan.chosen is None
     message = plan.refusal()
-    assert "llama-405b on v5e:4x4: does not fit" in message
+    assert message.startswith(f"{name} on {topology}: does not fit: the layout that needs least takes ")
+    assert message.endswith(f", which has 15.5 GiB; what would fit: {change}")
     assert "\n" not in message
     assert plan.as_json(1)["fits"] is False
+    for slice_ in re.findall(r"\w+:[\dx]+", change):
+        assert planned(name, slice_, rows, 4096).chosen is not None
+
+
+def test_a_model_that_no_slice_holds_is_told_how_many_layers_would_fit() -> None:
+    found = workload("llama-405b", 4096)
+    layer, rest = found.parts
+
+    def plan(num_layers: int) -> Plan:
+        deep = replace(found, parts=(replace(layer, count=num_layers), rest))
+        return make_plan(Task(deep, Topology.parse("v5e:16x16"), 1024))
+
+    match = re.fullmatch(
+        r".*; what would fit: a model of (\d+) layers in place of 100000", plan(100_000).refusal()
+    )
+    assert match is not None
+    assert plan(int(match[1])).chosen is not None
+    assert plan(int(match[1]) + 1).chosen is None
 
 
 def test_a_batch_that_does_not_divide_names_one_that_does() -> None:
     plan = make_plan(Task(workload("llama-1b", 2048), Topology.parse("v5e:16x16"), 7))
     assert plan.chosen is None
-    assert "7 sequences a step do not divide among its devices; what would: a multiple of " in plan.refusal()
+    message = plan.refusal()
+    assert "7 sequences a step do not divide among its devices; what would fit: a multiple of " in message
 
 
 def test_every_candidate_has_a_code_and_figures() -> None:

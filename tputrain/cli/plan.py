@@ -12,6 +12,7 @@ from tputrain.announce import announced, say
 from tputrain.config_checks import expect
 from tputrain.models import ModelConfig, build_initialized, build_model, parameters_on_meta
 from tputrain.optim.groups import freeze
+from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.compiled_report import compiled_lines
 from tputrain.parallel.compiled_step import (
     CompiledStep,
@@ -23,13 +24,14 @@ from tputrain.parallel.compiled_step import (
 )
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.memory_model import RUNGS, Precision
-from tputrain.parallel.plan import Candidate, Plan, Task, make_plan, refuse
+from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
-from tputrain.parallel.topology import Topology
+from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.recipe import RecipeConfig, load_recipe
 from tputrain.shipped import find_recipe
 
+_TRIES = 3  # smaller plans that are compiled until one fits
 _STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree": 8.0}
 """Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone."""
 
@@ -47,12 +49,14 @@ def plan(
         start_slice(found)  # before anything uses the device
     made = make_plan(task_of(cfg, found))
     verdict: CompiledStep | None = None
+    change: str | None = None
     if compiles and missing is None and made.chosen is not None:
-        verdict, missing = compiled_plan(cfg, made, made.chosen)
+        verdict, missing, change = compiled_plan(cfg, made)
     if output is not None:
         plain = made.as_json()
         if compiles:
             plain["compiled"] = {"missing": missing} if verdict is None else verdict.as_json()
+            plain["compiled"]["change"] = change
         print(json.dumps(plain, indent=1), file=output, flush=True)
         return 0 if made.chosen is not None else 2
     refuse(made)
@@ -61,18 +65,45 @@ def plan(
     if compiles:
         for line in compiled_lines(made, verdict) if verdict is not None else [f"not compiled: {missing}"]:
             say(line)
+        if change is not None:
+            say(f"change  {change}")
     return 0
 
 
-def compiled_plan(
-    cfg: RecipeConfig, made: Plan, candidate: Candidate
-) -> tuple[CompiledStep | None, str | None]:
-    """What the compiler says of a candidate; where it says that it does not fit, that, and what would fit."""
-    subject = subject_of(cfg, candidate)
+def compiled_plan(cfg: RecipeConfig, made: Plan) -> tuple[CompiledStep | None, str | None, str | None]:
+    """What the compiler says of a plan, or why it says nothing; where it does not fit, a change that does."""
+    assert made.chosen is not None
+    verdict, missing, used = _judged(cfg, made.chosen)
+    if used <= made.task.most:
+        return verdict, missing, None
+    return verdict, missing, _change_that_fits(cfg, made, made.chosen, used)
+
+
+def _change_that_fits(cfg: RecipeConfig, made: Plan, too_large: Candidate, used: float) -> str:
+    """The plan for less memory: by as much less as the compiler needs more than the models say."""
+    task = made.task
+    for _ in range(_TRIES):
+        assert too_large.memory is not None
+        smaller = make_plan(replace(task, usable=task.usable * too_large.memory.total / used))
+        if smaller.chosen is None:
+            further = f"; not compiled: {smaller.changes[0]}" if smaller.changes else ""
+            return f"no plan of this slice is small enough by the compiler's figures{further}"
+        too_large, settings = smaller.chosen, smaller.chosen.settings(task)
+        say(f"does not fit: trying {settings}")
+        _, _, used = _judged(cfg, too_large)
+        if used <= task.most:
+            return f"{settings} fits: {used / GIB:.1f} GiB a device, by the compiler"
+    outcome = f"{_TRIES} smaller plans do not fit either; the last one needs {used / GIB:.1f} GiB a device"
+    return f"{outcome}: {settings}"
+
+
+def _judged(cfg: RecipeConfig, candidate: Candidate) -> tuple[CompiledStep | None, str | None, float]:
+    """What the compiler says of a candidate, or why it says nothing; and the bytes of a device."""
     try:
-        return compile_step(subject), None
+        verdict = compile_step(subject_of(cfg, candidate))
     except DoesNotFitError as error:
-        return None, str(error)
+        return None, str(error), error.used
+    return verdict, None, verdict.memory
 
 
 def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tputrain.parallel.compiled_step import BAND, CompiledStep
-from tputrain.parallel.plan import USABLE, Plan
+from tputrain.parallel.plan import Plan
 from tputrain.parallel.topology import GIB
 
 _SHOWN = 0.005  # of the step
@@ -16,7 +16,7 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
     assert chosen.memory is not None
     assert chosen.seconds is not None
     topology = task.topology
-    most, total = topology.hbm * USABLE, step.memory
+    most, total = task.most, step.memory
     fits = "" if total <= most else ": DOES NOT FIT"
     yield ""
     yield (

@@ -126,10 +126,8 @@ def compile_step(subject: Subject) -> CompiledStep:
     """
     depths = _depths(subject.make_model())
     found, said, record_seconds, compile_seconds = [], [], 0.0, 0.0
-    for number, depth in enumerate(depths.compiled, 1):
-        what = f"{number} of {len(depths.compiled)} ({depths.said(depth)})"
-        with announced(f"compiling the step for {subject.layout.topology.name}, {what}"):
-            one = _compiled(subject, depths, depth)
+    for depth in depths.compiled:
+        one = _compiled(subject, depths, depth)
         found.append(one.figures)
         said.append(depths.said(depth))
         record_seconds += one.record_seconds
@@ -171,7 +169,7 @@ class _Depths:
 
     def said(self, depth: Sequence[int]) -> str:
         if tuple(depth) == self.wanted:
-            return "whole"
+            return "the whole step"
         return f"{' and '.join(map(str, depth))} of {' and '.join(map(str, self.wanted))} layers"
 
 
@@ -213,11 +211,14 @@ def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
     model = subject.make_model()
     shorten(model, depth)
     cfg = replace(cfg, trainer=replace(cfg.trainer, accumulate=few))
-    step = abstract_step(model, cfg, subject.batch, subject.loss_fn)
+    what = f"{depths.said(depth)} for {layout.topology.name}"
+    with announced(f"recording {what}"):
+        step = abstract_step(model, cfg, subject.batch, subject.loss_fn)
     slices = devices.of_slices()
     began = time.perf_counter()
     try:
-        compiled = slices.compile_for(_name(layout.topology), step.segment, order=chips_by_rank(layout))
+        with announced(f"compiling {what}"):
+            compiled = slices.compile_for(_name(layout.topology), step.segment, order=chips_by_rank(layout))
     except Exception as error:
         raise _refusal(error, depths.said(depth)) from error
     seconds = time.perf_counter() - began

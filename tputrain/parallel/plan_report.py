@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from tputrain.parallel.advice import advice
+from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
-from tputrain.parallel.plan import USABLE, Candidate, Plan
+from tputrain.parallel.plan import Plan
 from tputrain.parallel.topology import GIB
 
 _DRAWN = (8, 4)  # devices of an axis in the picture, across and down
@@ -31,7 +32,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from picture(chosen.layout)
     yield ""
     memory, seconds = chosen.memory, chosen.seconds
-    most = topology.hbm * USABLE / GIB
+    most = task.most / GIB
     moment = f"worst at the {memory.moment}"
     yield f"memory  {memory.total / GIB:.1f} of {most:.1f} GiB a device (predicted), {moment}"
     yield f"        arguments {memory.arguments / GIB:.2f}: {_parts(memory, _ARGUMENTS)}"
@@ -45,6 +46,7 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{speed:,.0f} {unit}/s a chip; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
+    yield f"set     {chosen.settings(task)}"
     for number, reason in enumerate(plan.why):
         yield f"{'why' if number == 0 else '':7} {reason}"
     for number, change in enumerate([*plan.changes, *advice(plan)]):

@@ -1,0 +1,192 @@
+"""Candidates of a plan: every way to run a task, and what the models of memory and time say of each."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tputrain.parallel.config import DEGREES
+from tputrain.parallel.cost_model import CostModel, Seconds
+from tputrain.parallel.layout import Layout, layouts
+from tputrain.parallel.memory_model import RUNGS, Memory, Precision, memory
+from tputrain.parallel.topology import GIB, Topology
+from tputrain.parallel.workload import Workload
+
+USABLE = 0.97
+"""Of a device's memory. The rest is the runtime's, and the allocator's gaps."""
+CODES = {
+    "chosen": "the plan",
+    "slower": "fits, and is slower",
+    "memory": "does not fit into a device's memory",
+    "batch": "the step's batch does not divide among the data ranks",
+    "not_built": "fits, and is not chosen yet: the Trainer cannot run it, or its time was never checked",
+}
+_BUILT_RUNGS = ("none", "layers")
+_CONTEXT_DEGREES = (1, 2, 4, 8, 16)
+ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned."""
+
+    workload: Workload
+    topology: Topology
+    rows: int
+    """Rows of the batch in a step, on all devices."""
+    micro_rows: int | None = None
+    """Rows of a micro-batch on all devices, where that is not to be chosen."""
+    precision: Precision = field(default_factory=Precision)
+    rungs: tuple[str, ...] = RUNGS
+    """Of activation checkpointing, those that may be chosen."""
+    built_rungs: tuple[str, ...] = _BUILT_RUNGS
+    """Of those, the ones that the model and the Trainer can run."""
+    usable: float = USABLE
+    """Of a device's memory."""
+
+    @property
+    def most(self) -> float:
+        """Bytes of a device that may be used."""
+        return self.topology.hbm * self.usable
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the task, and what the models say of it."""
+
+    layout: Layout
+    rung: str
+    rows: int
+    """Of a micro-batch, of each data rank (context ranks share them)."""
+    micro_batches: int
+    code: str
+    reason: str
+    memory: Memory | None = None
+    seconds: Seconds | None = None
+    mfu: float = 0.0
+
+    def settings(self, task: Task) -> str:
+        """What a recipe sets for it, as overrides."""
+        degrees = self.layout.degrees
+        found = [f"parallel.{name}={degrees[name]}" for name in DEGREES if degrees[name] > 1]
+        if self.rung == "layers":
+            found.append("model.activation_checkpointing=true")
+        if task.micro_rows is None:
+            found.append(f"batch.sequences={self.rows * degrees['replicate'] * degrees['shard']}")
+        return " ".join(found)
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "degrees": self.layout.degrees,
+            "axes": {name: self.layout.describe(name) for name in DEGREES if self.layout.degrees[name] > 1},
+            "activation_checkpointing": self.rung,
+            "rows": self.rows,
+            "micro_batches": self.micro_batches,
+            "code": self.code,
+            "reason": self.reason,
+        }
+        if self.memory is not None:
+            found["memory_gib"] = memory_as_json(self.memory)
+        if self.seconds is not None:
+            found["seconds"] = seconds_as_json(self.seconds)
+            found["mfu"] = round(self.mfu, 4)
+        return found
+
+
+def candidates(task: Task) -> Iterator[Candidate]:
+    costs = CostModel(task.workload, task.topology, task.precision)
+    context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
+    for layout in layouts(task.topology, task.workload.tensor_degrees, context):
+        data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
+        rows = task.micro_rows or task.rows
+        if task.rows % data_ranks or rows % data_ranks:
+            least = task.micro_rows and f" in micro-batches of {task.micro_rows}"
+            reason = f"{task.rows} rows{least or ''} among {data_ranks} data ranks"
+            yield Candidate(layout, task.rungs[0], 0, 0, "batch", reason)
+            continue
+        for rung in task.rungs:
+            yield _with_most_rows(task, costs, layout, rung, data_ranks)
+
+
+def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, data_ranks: int) -> Candidate:
+    """With the largest micro-batch that fits: fewer of them gather parameters less often."""
+    all_rows = task.rows // data_ranks
+    if task.micro_rows is None:
+        choices = [rows for rows in range(all_rows, 0, -1) if all_rows % rows == 0]
+    else:
+        choices = [task.micro_rows // data_ranks]
+    context, most = layout.degrees["context"], task.most
+    for rows in choices:
+        found = memory(
+            task.workload,
+            shards=layout.groups["shard"].size * context,
+            tensor=layout.degrees["tensor"],
+            rows=rows / context,
+            rung=rung,
+            is_accumulated=rows != all_rows,
+            precision=task.precision,
+        )
+        if found.total <= most and found.host <= task.topology.host_memory:
+            break
+    micro_batches = all_rows // rows
+    if found.total > most:
+        reason = f"{found.total / GIB:.1f} of {most / GIB:.1f} GiB"
+        return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
+    if found.host > task.topology.host_memory:
+        reason = f"{found.host / GIB:.0f} of {task.topology.host_memory / GIB:.0f} GiB of the host's memory"
+        return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
+    seconds = costs.seconds(layout, rows / context, micro_batches, rung)
+    flops = task.workload.model_flops(task.rows)
+    mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
+    missing = []
+    if rung not in task.built_rungs:
+        missing.append(f"activation checkpointing of the kind {rung}")
+    if context > 1:
+        missing.append(f"parallel.context={context}")
+    code = "not_built" if missing else "slower"
+    return Candidate(layout, rung, rows, micro_batches, code, " and ".join(missing), found, seconds, mfu)
+
+
+def best(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The fastest; of those as fast the simplest, and of those the smallest."""
+    if not candidates:
+        return None
+    fastest = min(each.seconds.total for each in candidates)  # type: ignore[union-attr]
+    alike = [each for each in candidates if each.seconds.total <= fastest * (1 + ALIKE)]  # type: ignore[union-attr]
+    return min(
+        alike,
+        key=lambda each: (
+            each.layout.num_axes_used,
+            RUNGS.index(each.rung),
+            each.micro_batches,
+            round(each.seconds.total / fastest, 4),  # type: ignore[union-attr]
+            each.memory.total,  # type: ignore[union-attr]
+        ),
+    )
+
+
+# -- as plain values ---------------------------------------------------------------------------------------
+
+
+def memory_as_json(found: Memory) -> dict[str, Any]:
+    return {
+        "total": _rounded(found.total),
+        "arguments": _rounded(found.arguments),
+        "temporaries": _rounded(found.temporaries),
+        "parameters": _rounded(found.parameters),
+        "optimizer": _rounded(found.optimizer),
+        "gradients": _rounded(found.gradients),
+        "kept": _rounded(found.kept),
+        "working": _rounded(found.working),
+        "gathered": _rounded(found.gathered),
+        "host": _rounded(found.host),
+        "moment": found.moment,
+    }
+
+
+def _rounded(num_bytes: float) -> float:
+    return round(num_bytes / GIB, 3)
+
+
+def seconds_as_json(found: Seconds) -> dict[str, Any]:
+    parts = {name: float(f"{value:.4g}") for name, value in vars(found).items()}
+    return {"total": float(f"{found.total:.4g}"), **parts, "bound": found.bound}
