@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tputrain.execution import ExecutionConfig
     from tputrain.loggers.config import LogConfig
     from tputrain.loggers.logger import Logger
+    from tputrain.loop.step import StepParts, TrainStep
     from tputrain.optim.groups import GroupConfig
+    from tputrain.optim.joint import JointOptimizer
     from tputrain.optim.optimizer import OptimConfig
     from tputrain.optim.schedule import ScheduleConfig
     from tputrain.parallel.config import ParallelConfig
@@ -37,6 +39,7 @@ __all__ = [
     "EarlyStopping",
     "ExecutionConfig",
     "GroupConfig",
+    "JointOptimizer",
     "LogConfig",
     "Logger",
     "OptimConfig",
@@ -45,7 +48,9 @@ __all__ = [
     "RunConfig",
     "RunFailedError",
     "ScheduleConfig",
+    "StepParts",
     "TimeLimit",
+    "TrainStep",
     "Trainer",
     "TrainerConfig",
     "UserError",
@@ -58,6 +63,7 @@ _HOME = {
     "CheckpointConfig": "tputrain.checkpoint.store",
     "EarlyStopping": "tputrain.callbacks.early_stopping",
     "ExecutionConfig": "tputrain.execution",
+    "JointOptimizer": "tputrain.optim.joint",
     "LogConfig": "tputrain.loggers.config",
     "GroupConfig": "tputrain.optim.groups",
     "Logger": "tputrain.loggers.logger",
@@ -67,7 +73,9 @@ _HOME = {
     "RunConfig": "tputrain.config",
     "RunFailedError": "tputrain.errors",
     "ScheduleConfig": "tputrain.optim.schedule",
+    "StepParts": "tputrain.loop.step",
     "TimeLimit": "tputrain.callbacks.time_limit",
+    "TrainStep": "tputrain.loop.step",
     "Trainer": "tputrain.trainer",
     "TrainerConfig": "tputrain.config",
     "UserError": "tputrain.errors",

@@ -47,13 +47,19 @@ def form(batch: Batch) -> Hashable:
     return None
 
 
+def arguments(model: nn.Module, batch: Batch) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What the model is called with for `batch`, by position and by name."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    return (batch if _wants_target(model, batch) else batch[:-1]), {}
+
+
 def call(model: nn.Module, batch: Batch) -> Any:
     """The model's output for `batch`."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, Tensor):
-        return model(batch)
-    return model(*batch) if _wants_target(model, batch) else model(*batch[:-1])
+    by_position, by_name = arguments(model, batch)
+    return model(*by_position, **by_name)
 
 
 def _wants_target(model: nn.Module, batch: tuple | list) -> bool:

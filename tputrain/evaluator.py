@@ -88,7 +88,7 @@ class Evaluator:
             taken = part_with_labels(weights, world.data_rank, world.context_size)
             part = slices[taken] if weights[taken] else labelled(slices[taken])
             with sequence_split(world.sequence):
-                loss, output, target = self.trainer.forward(part)
+                loss, output, target = self.trainer.train_step.forward(part)
             values = {name: metric(output, target) for name, metric in self.trainer.metrics.items()}
             means.add({"loss": loss} | values, own, sum(weights))
             devices.flush(self.trainer.device)

@@ -58,7 +58,7 @@ class LabelWeights:
             with rng.kept(trainer.device), evaluated(trainer.model, with_logits=False), torch.no_grad():
                 with trainer.execution.phase("validate"):
                     whole, first = (
-                        trainer.forward(each)[0].item()
+                        trainer.train_step.forward(each)[0].item()
                         for each in (batch, batch_of.with_target(batch, first_alone))
                     )
         except (UserError, RuntimeError, IndexError, ValueError):

@@ -1,7 +1,7 @@
 """Which learning rate to take: a short sweep from far too low to far too high (Smith, 2017)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from tputrain.config import RunConfig
 from tputrain.config_checks import expect, expect_above, expect_at_least
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
+from tputrain.loop.step import StepParts, TrainStep
 from tputrain.loss import LossFunction
 from tputrain.trainer import Trainer
 
@@ -93,6 +94,7 @@ def find_learning_rate(
     train_loader: Any,
     loss_fn: LossFunction | None = None,
     sweep: SweepConfig | None = None,
+    step: Callable[[StepParts], TrainStep] = TrainStep,
 ) -> Sweep:
     """Train `model` with the optimizer of `cfg` through the learning rates of `sweep`.
 
@@ -113,6 +115,7 @@ def find_learning_rate(
         loss_fn=loss_fn,
         lr_scheduler=chosen.rate,
         callbacks=[seen],
+        step=step,
     )
     trainer.fit()
     return seen.sweep()

@@ -203,7 +203,7 @@ class BadSteps:
         with _Untouched(trainer.model, trainer.optimizer, trainer.device):
             with trainer.execution.in_form("debug"), looking_for_nonfinite() as looking:
                 weights = [[weight] for weight in trainer.label_weights.of(batches)]
-                trainer.compute_gradients(*batch_of.counted([[each] for each in batches], weights, 0))
+                trainer.train_step.gradients(*batch_of.counted([[each] for each in batches], weights, 0))
         devices.flush(trainer.device)  # the next step's program must not hold any of this
         return looking.found
 

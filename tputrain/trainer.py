@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,16 @@ from tputrain.garbage import ScheduledCollection
 from tputrain.label_weights import LabelWeights
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
-from tputrain.loss import LossFunction, loss_of
+from tputrain.loop.step import StepParts, TrainStep
+from tputrain.loss import LossFunction
 from tputrain.metrics.evaluation import evaluation_sets
 from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import Metric, metric_functions
 from tputrain.metrics.peak_flops import peak_flops
 from tputrain.metrics.step_log import StepLog
 from tputrain.models.meta import allocate, move
-from tputrain.models.sequence import sequence_split
 from tputrain.next_batches import NextBatches, StepBatches
 from tputrain.nonfinite import BadSteps
-from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.master_weights import values_kept_exact
@@ -63,7 +61,7 @@ from tputrain.parallel.world import World, join
 from tputrain.parallel.writer import SharedWriter
 from tputrain.run_lock import RunLock, is_locked
 from tputrain.signals import SignalWatch
-from tputrain.trainer_arguments import check_arguments
+from tputrain.trainer_arguments import check_arguments, check_step
 from tputrain.versions import versions
 from tputrain.watchdog import DATA, FIRST_STEP, READING, SAVING, STEP, Watchdog
 from tputrain.worker_death import deaths_named
@@ -88,6 +86,8 @@ class Trainer:
     holds no more than its part of them: `initialize(model)` gives them values in place, after they were
     divided, and only if no checkpoint does.
 
+    `step` makes the step (`tputrain.loop.step`): a class of your own takes the place of `TrainStep`.
+
     Raises UserError, one line, for what the caller can mend.
     """
 
@@ -97,6 +97,7 @@ class Trainer:
     device: torch.device
     world: World
     optimizer: torch.optim.Optimizer
+    train_step: TrainStep
 
     # Where the run is; a checkpoint holds all of it.
     step: int
@@ -128,8 +129,11 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         tokenizer: Any = None,
         initialize: Callable[[nn.Module], None] | None = None,
+        step: Callable[[StepParts], TrainStep] = TrainStep,
     ):
-        check_arguments(model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers, initialize)
+        check_arguments(
+            model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers, initialize, step
+        )
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
@@ -165,8 +169,22 @@ class Trainer:
             else build_optimizer(model, cfg.optim, counts_on_device=self.execution.captures_training)
         )
         check_ownership(self.model, self.optimizer, lr_scheduler)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         create_state(self.optimizer)
+        limits = cfg.trainer
+        self.train_step = step(
+            StepParts(
+                self.model,
+                self.optimizer,
+                loss_fn,
+                self.device,
+                self.world,
+                self.execution,
+                cfg.execution.autocast,
+                limits.max_grad_norm,
+                limits.max_grad_value,
+            )
+        )
+        check_step(self.train_step, cfg)
         self.evaluation_weights = EvaluationWeights(model, self.optimizer, cfg.optim.ema_decay, self.device)
 
         self._data: NextBatches | None = None
@@ -199,6 +217,7 @@ class Trainer:
         saves = self.store is not None
         self._signals = SignalWatch(saves) if is_alone else AgreedSignals(saves)
         self._bad_steps = BadSteps(self)
+        self.train_step.withhold = self._bad_steps.withheld_update
         self._writer = BackgroundWriter() if is_alone else SharedWriter(self.world)
         self._agreement = Agreement(
             self.world, self.control, self._signals, self._writer, lambda: self._step_log.host_seconds
@@ -301,65 +320,9 @@ class Trainer:
                 f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
             )
         rates = {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
-        update = self._update
-        if self.execution.captures and not self._bad_steps.leaves_out_next:
-            update = self._captured_update
-        elif self.world.size > 1:
-            update = self._common_update
-        loss, grad_norm = update(*batches.counted)
-        devices.flush(self.device)
+        loss, grad_norm = self.train_step(*batches.counted, is_captured=not self._bad_steps.leaves_out_next)
         self._writer.let_write()
         self._count_step(batches.host, loss, grad_norm, rates)
-
-    def _update(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
-        withheld = self._bad_steps.withheld_update()
-        loss, grad_norm = self.compute_gradients(batches, shares)
-        with withheld.where_bad(loss, grad_norm) if withheld else nullcontext():
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss, grad_norm
-
-    @cached_property
-    def _captured_update(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return devices.captured(self._update, self._modules, self.optimizer)
-
-    @cached_property
-    def _common_update(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return devices.region(self._update, self._modules, self.optimizer)
-
-    @property
-    def _modules(self) -> list[nn.Module]:
-        return [each for each in (self.model, self.loss_fn) if isinstance(each, nn.Module)]
-
-    def compute_gradients(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
-        """Forward and backward; returns the loss, and the norm of all gradients before clipping.
-
-        `batches` and `shares`: see batches.counted.
-        """
-        with sequence_split(self.world.sequence):
-            loss = self._accumulate_gradients(batches, shares)
-        loss = self.world.mean(loss)
-        limits = self.cfg.trainer
-        return loss, clip_gradients(self.parameters, limits.max_grad_norm, limits.max_grad_value)
-
-    def _accumulate_gradients(self, batches: list[Batch], shares: list[float]) -> Tensor:
-        """Gradients of the mean over the labels of all micro-batches; returns that mean."""
-        step_loss: Tensor | None = None
-        for batch, share in zip(batches, shares, strict=True):
-            loss = self.forward(batch)[0]
-            if share != 1 or self.world.size > 1:  # ranks whose shares differ do the same operations
-                loss = loss * share
-            loss.backward()
-            step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
-        assert step_loss is not None
-        return step_loss
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Any, Any]:
-        """The mean loss of a batch, the model's output, and the target."""
-        batch = batch_of.to_device(batch, self.device)
-        with devices.autocast(self.device, self.cfg.execution.autocast):
-            output, target = batch_of.call(self.execution.model, batch), batch_of.target_of(batch)
-            return loss_of(output, target, self.loss_fn), output, target
 
     def _set_learning_rate(self) -> float:
         """Bring the learning rate to this step; returns it (with an LRScheduler that of the first group)."""
@@ -554,6 +517,7 @@ class Trainer:
             "rng_of_other_ranks": self.world.of_all(rng.device_state(self.device))[1:],
             "data": None if self._data is None else self._data.state(),
             "optimizer": optimizer,
+            "train_step": self.train_step.state_dict(),
             "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
             "callbacks": state_of(self.callbacks),
             "bad_steps": self._bad_steps.state(),
@@ -592,11 +556,6 @@ class Trainer:
             self._train_step(self.batches_of_next_step())
             self._step_log.wait()
         self._step_log = self._new_step_log()
-
-    def record_step(self) -> None:
-        """A step of which nothing is read, on a device that only records (`parallel.abstract_step`)."""
-        with self.execution.in_form("fused"):
-            self._train_step(self.batches_of_next_step())
 
     @property
     def saved_at(self) -> int | None:
@@ -657,6 +616,7 @@ class Trainer:
         contents.load_optimizer(self.optimizer, self.model, path, state["optimizer"], options)
         if isinstance(self.lr_scheduler, LRScheduler) and state["lr_scheduler"]:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.train_step.load_state_dict(state.get("train_step", {}))  # earlier checkpoints have none
         for kind in load_state_of(self.callbacks, state["callbacks"]):
             say(f"note: {path} holds state of a callback {kind}, which this run has not")
         if self._data is not None and state["data"] is not None:

@@ -14,6 +14,7 @@ from tputrain.config import RunConfig
 from tputrain.config_checks import nearest
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Logger
+from tputrain.loop.step import TrainStep
 from tputrain.metrics.evaluation import MEASURED
 from tputrain.models.meta import is_on_meta
 
@@ -30,6 +31,7 @@ def check_arguments(
     callbacks: Any,
     loggers: Any,
     initialize: Any,
+    step: Any,
 ) -> None:
     """Raise UserError, one line, for the first of the Trainer's arguments that is of another kind."""
     _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
@@ -66,6 +68,19 @@ def check_arguments(
     for callback in _each("callbacks", callbacks, Callback):
         _check_hooks(callback)
     _each("loggers", loggers, Logger)
+    _expect(callable(step), "step", step, "a subclass of tputrain.TrainStep, or a function that makes one")
+
+
+def check_step(step: Any, cfg: RunConfig) -> None:
+    """Raise UserError unless `step`, which a user's class or function has made, is one that `cfg` can use."""
+    _expect(isinstance(step, TrainStep), "what step makes", step, "a tputrain.TrainStep")
+    withholds = cfg.trainer.on_nonfinite in ("skip", "rollback")
+    if withholds and type(step).update is not TrainStep.update:
+        raise UserError(
+            f"trainer.on_nonfinite={cfg.trainer.on_nonfinite}: {type(step).__name__} has an update() of its "
+            "own, and only TrainStep's can be left out; override gradients() or optimizer_step() instead, or "
+            "set trainer.on_nonfinite=stop"
+        )
 
 
 def _check_scheduler(lr_scheduler: Any) -> None:

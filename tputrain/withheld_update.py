@@ -33,6 +33,7 @@ class WithheldUpdate:
         # Of what ranks have parts of each puts its own back: loss and norm are the same on all.
         changed = map(local_part, [*_changed_by_a_step(model, optimizer), *averages])
         self._kept = [(tensor, tensor.clone()) for tensor in changed]
+        self._is_decided = False
 
     @contextmanager
     def where_bad(self, loss: Tensor, grad_norm: Tensor) -> Iterator[None]:
@@ -43,9 +44,12 @@ class WithheldUpdate:
             yield
         finally:
             hook.remove()
+        if not self._is_decided:  # the optimizer of a step of one's own may be another one
+            self._take_back_where_bad(loss, grad_norm)
 
     @torch.no_grad()
     def _take_back_where_bad(self, loss: Tensor, grad_norm: Tensor) -> None:
+        self._is_decided = True
         is_good = torch.isfinite(loss.detach()) & torch.isfinite(grad_norm)
         is_good &= grad_norm <= self.largest_norm
         for tensor, before in self._kept:

@@ -44,14 +44,15 @@ def start_faulty_rank(fault: str, step: str, rank: int) -> None:
 def break_step(fault: str, step: int) -> None:
     """Have this process, which is a rank, do as `fault` says."""
     from tputrain.checkpoint.snapshot import Snapshot
-    from tputrain.trainer import Trainer
+    from tputrain.loop.step import TrainStep
 
-    train_step, write_rows = Trainer._train_step, Snapshot.write_rows
-    is_done = False
+    take_step, write_rows = TrainStep.__call__, Snapshot.write_rows
+    is_done, number = False, 0
 
-    def faulty_step(self: Trainer, batches: Any) -> None:
-        nonlocal is_done
-        if not is_done and self.step + 1 >= step and self._is_warm and fault != "full":
+    def faulty_step(self: TrainStep, *arguments: Any, **named: Any) -> Any:
+        nonlocal is_done, number
+        number += 1  # such a run begins with step 1
+        if not is_done and number >= max(step, 2) and fault != "full":
             is_done = True
             if fault == "raises":
                 raise ValueError("a fault of this rank")
@@ -59,7 +60,7 @@ def break_step(fault: str, step: int) -> None:
                 wait_for_ever()
             with torch.no_grad():
                 next(each for each in self.parameters if each.to_local().numel()).to_local().fill_(torch.nan)
-        train_step(self, batches)
+        return take_step(self, *arguments, **named)
 
     def faulty_rows(self: Snapshot, directory: Path) -> Any:
         nonlocal is_done
@@ -68,7 +69,7 @@ def break_step(fault: str, step: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
         return write_rows(self, directory)
 
-    Trainer._train_step = faulty_step
+    TrainStep.__call__ = faulty_step
     Snapshot.write_rows = faulty_rows
 
 

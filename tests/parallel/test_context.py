@@ -35,7 +35,7 @@ SCRIPT = """
         assert trainer.world.data_size == 1 and trainer.world.data_rank == rank
         weight = next(trainer.model.parameters())
         assert weight.to_local().numel() * 2 == weight.numel()
-        assert len(trainer._common_update.digests) == 1  # the step is one program
+        assert len(trainer.train_step._region.digests) == 1  # the step is one program
     assert not torch.tpu.fallback_stats(), torch.tpu.fallback_stats()
     try:
         with sequence_split(trainer.world.sequence):

@@ -18,6 +18,7 @@ from tputrain import (
     UserError,
 )
 from tputrain.loggers.logger import Logger
+from tputrain.loop.step import StepResult, TrainStep
 from tputrain.optim.adafactor import Adafactor
 from tputrain.optim.muon import MuonWithAdamW
 from tputrain.optim.optimizer import OPTIMIZERS, build_optimizer
@@ -100,15 +101,16 @@ def test_on_tpu_a_step_is_one_program_that_is_compiled_early_and_reads_and_leave
     name, optim, monkeypatch
 ):
     changes: list[tuple[int, ...]] = []
-    train_step = Trainer._train_step
+    take_step = TrainStep.__call__
 
-    def counted(self: Trainer, batches: list) -> None:
+    def counted(self: TrainStep, *arguments, **named) -> StepResult:
         before = torch.tpu.compile_stats()
-        train_step(self, batches)
+        result = take_step(self, *arguments, **named)
         after = torch.tpu.compile_stats()
         changes.append(tuple(after[name] - before[name] for name in ("segments_run", "host_reads")))
+        return result
 
-    monkeypatch.setattr(Trainer, "_train_step", counted)
+    monkeypatch.setattr(TrainStep, "__call__", counted)
     torch.tpu.reset_fallback_stats()
     _, seen = train(name, "tpu", 6, **optim)
     assert torch.tpu.fallback_stats() == {}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim._muon import _adjust_lr as adjusted_rate
 
+from tputrain.optim.joint import JointOptimizer
 from tputrain.optim.orthogonal import orthogonalised
 
 
@@ -41,42 +42,11 @@ class Muon(torch.optim.Muon):
         return loss
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """`Muon` and `torch.optim.AdamW` over groups of their own, with one learning rate.
-
-    Its `param_groups` and `state` are those of the two: what is set or loaded here is set there.
-    """
+class MuonWithAdamW(JointOptimizer):
+    """`Muon` and `torch.optim.AdamW` over groups of their own, with one learning rate."""
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None):
-        self.parts: list[torch.optim.Optimizer] = [muon] if adamw is None else [muon, adamw]
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self._share()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # `load_state_dict` comes here with new groups and a new state.
-        super().__setstate__(state)
-        self._share()
-
-    def _share(self) -> None:
-        first = 0
-        for part in self.parts:
-            num_groups = len(part.param_groups)
-            part.param_groups = self.param_groups[first : first + num_groups]
-            part.state = self.state
-            first += num_groups
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` gives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
-            # Without the hooks around `step`: the end of an optimizer's step is where the tpu device ends a
-            # program, and there is to be one program for both.
-            part.step.__wrapped__(part)  # type: ignore[attr-defined]
-        return loss
+        super().__init__(*([muon] if adamw is None else [muon, adamw]))
 
 
 def split_groups(

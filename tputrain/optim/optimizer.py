@@ -10,6 +10,7 @@ from tputrain.config_checks import expect, expect_above, expect_at_least, expect
 from tputrain.errors import UserError
 from tputrain.optim.adafactor import Adafactor, initial_state
 from tputrain.optim.groups import GroupConfig, parameter_groups
+from tputrain.optim.joint import JointOptimizer
 from tputrain.optim.master_weights import round_weights
 from tputrain.optim.muon import Muon, MuonWithAdamW, split_groups
 from tputrain.optim.schedule_free import build_schedule_free
@@ -139,7 +140,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     and floating-point results differ between programs. Optimizers other than those of `OptimConfig`, and
     schedule-free ones, whose state begins with the values of the parameters, make theirs at their first step.
     """
-    for part in optimizer.parts if isinstance(optimizer, MuonWithAdamW) else [optimizer]:
+    for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else [optimizer]:
         for group in part.param_groups:
             for parameter in group["params"]:
                 if part.state.get(parameter) or not parameter.requires_grad:

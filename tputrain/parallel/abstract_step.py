@@ -21,8 +21,10 @@ from tputrain import device as devices
 from tputrain.batches import Batch
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
+from tputrain.feed import feed_of
 from tputrain.loss import LossFunction
 from tputrain.models.meta import is_on_meta
+from tputrain.next_batches import NextBatches
 from tputrain.trainer import Trainer
 
 LOSS = "loss"
@@ -54,14 +56,17 @@ def abstract_step(
     """
     began, title = time.perf_counter(), type(model).__name__  # FSDP makes another class of it
     values = _nothing if is_on_meta(model) else None
-    trainer = Trainer(model, cfg, train_loader=_Always(batch), loss_fn=loss_fn, initialize=values)
+    trainer = Trainer(model, cfg, loss_fn=loss_fn, initialize=values)
     trainer.model.train()
+    feed = feed_of(_Always(batch), trainer.device)
+    batches = NextBatches(feed, trainer.device, cfg.trainer.accumulate, trainer.world).draw(0)
     slices = devices.of_slices()
     slices.recorded()  # what building the model left
-    with _reads_named(title), _Labels(trainer.model, trainer.optimizer).made():
-        trainer.record_step()  # the first one makes what later ones find: FSDP's buffers
+    labels = _Labels(trainer.model, trainer.optimizer)
+    with _reads_named(title), labels.made(), trainer.execution.in_form("fused"):
+        trainer.train_step(*batches.counted)  # the first one makes what later ones find: FSDP's buffers
         slices.recorded()
-        trainer.record_step()
+        trainer.train_step(*batches.counted)
         segments = slices.recorded()
     largest = max(segments, key=lambda each: len(each["tape"]))
     return AbstractStep(largest, len(segments), time.perf_counter() - began)

@@ -1,0 +1,1 @@
+"""The parts of the training loop that `tputrain.trainer` puts together."""
