@@ -86,10 +86,13 @@ class Execution:
         cfg: ExecutionConfig,
         steps_done: Callable[[], int] = lambda: sys.maxsize,
         last_step: int = sys.maxsize,
+        on_any_rank: Callable[[bool], bool] = bool,
     ):
+        """`on_any_rank(x)`: whether x is so on some rank; all ask in the same order."""
         devices.use_executable_cache(device, cfg.executable_cache)
         self._is_by_block = False
         self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
+        self._on_any_rank = on_any_rank
         self._prepares_whole = last_step > cfg.first_steps
         self._form = cfg.train
         self._mode: tuple[str, str] | None = None  # of the device, and whether it runs in parts
@@ -190,9 +193,9 @@ class Execution:
         its time."""
         form = self._form_of("train")
         is_new = form not in self._forms_trained
-        if form in _ONE_PROGRAM and _IN_PARTS in self._forms_trained:
+        if is_new and form in _ONE_PROGRAM and _IN_PARTS in self._forms_trained:
             was_prepared = self._prepares_whole and self._num_in_parts >= _PREPARED_AT
-            is_new = is_new and not (was_prepared and not devices.is_compiling_ahead(self._device))
+            is_new = not was_prepared or self._on_any_rank(devices.is_compiling_ahead(self._device))
         self._forms_trained.add(form)
         self._num_in_parts += form == _IN_PARTS
         self._change_to(form)

@@ -10,18 +10,17 @@ and on past the bad step, whose update is not made.
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain import rng
-from tputrain.announce import announced, say
+from tputrain.announce import say
 from tputrain.batches import Batch
-from tputrain.errors import UserError, in_words
+from tputrain.errors import UserError
 from tputrain.first_nonfinite import looking_for_nonfinite
 from tputrain.loggers.logger import Record
 from tputrain.nonfinite_report import (
@@ -39,14 +38,28 @@ if TYPE_CHECKING:
     from tputrain.trainer import Trainer
 
 
+class Verdict(NamedTuple):
+    """On a bad step that the run cannot simply go past. The loop acts on it."""
+
+    why: str
+    step: int
+    known: str
+    """Of where it came from, to be added to a line."""
+    goes_back: bool
+    """Whether the run goes back before it: past it, or to see why it went bad. Else the run stops."""
+    is_replayed: bool = False
+
+
 class BadSteps:
-    """What a Trainer asks about such steps, at four moments of its loop."""
+    """The judge of a Trainer's steps. It changes nothing but what it remembers of them."""
 
     def __init__(self, trainer: "Trainer"):
         self.trainer = trainer
         self.policy, self.limit = trainer.cfg.trainer.on_nonfinite, trainer.cfg.trainer.nonfinite_limit
         self.left_out: set[int] = set()
         """Steps that a rollback goes past: done again, but for the update. In the checkpoint."""
+        self.examined: Verdict | None = None
+        """On the bad step that the run, which is to stop, is on its way to again; None: it is not."""
         self._to_replay: set[int] = set()
         self._recent: dict[int, list[Batch]] = {}  # on the host, of steps whose values were not read yet
         self._in_a_row = 0
@@ -77,10 +90,16 @@ class BadSteps:
         self._in_a_row = state.get("in_a_row", 0)  # checkpoints of before had none
 
     def replay_if_due(self, batches: list[Batch]) -> None:
-        """Before a step: find out why it went bad when it was done before, from the very same state."""
+        """Before a step: find out why it went bad when it was done before, from the very same state.
+
+        Raises UserError, with what was found, where the run is to stop there.
+        """
         step = self.trainer.step + 1
         if step in self._to_replay:
-            say(f"step {step}: {in_one_line(self._replay_and_report(batches))}")
+            found = in_one_line(self._replay_and_report(batches))
+            if self.examined is not None:
+                raise self.stopped(self.examined, found)
+            say(f"step {step}: {found}")
 
     @property
     def leaves_out_next(self) -> bool:
@@ -108,11 +127,11 @@ class BadSteps:
             if name.rpartition("/")[2] == "loss" and not math.isfinite(value):
                 raise self._stopped(f"step {record['step']}: {name} is {value}")
 
-    def judge(self, records: Sequence[Record]) -> None:
-        """After values were read: see to the first bad step among `records`. Raises UserError to stop."""
+    def judge(self, records: Sequence[Record]) -> Verdict | None:
+        """After values were read: on the first bad step among `records` that is not simply gone past."""
         recent, self._recent = self._recent, {}
         if self.policy == "continue":
-            return
+            return None
         bad: list[tuple[str, Record, int]] = []
         good_norms: list[float] = []
         for record in records:
@@ -123,43 +142,52 @@ class BadSteps:
             elif record["step"] not in self.left_out:
                 bad.append((why, record, self._in_a_row))
         for why, record, in_a_row in bad if self.policy == "skip" else bad[:1]:
-            self._see_to(why, record, in_a_row, recent[record["step"]])
-        if self.policy == "skip" or not bad:  # else the run is back before these steps
-            self._spike_limit.learn(good_norms)
-            if records[-1]["step"] % self.trainer.cfg.log.every == 0:
-                self._spike_limit.move()
+            verdict = self._verdict(why, record, in_a_row, recent[record["step"]])
+            if verdict is not None:  # what comes after it is done again, or not at all
+                return verdict
+        self._spike_limit.learn(good_norms)
+        if records[-1]["step"] % self.trainer.cfg.log.every == 0:
+            self._spike_limit.move()
+        return None
 
-    def _see_to(self, why: str, record: Record, in_a_row: int, batches: list[Batch]) -> None:
+    def _verdict(self, why: str, record: Record, in_a_row: int, batches: list[Batch]) -> Verdict | None:
+        """Of one bad step; its batch is kept. None: the device has left its update out already."""
         trainer, step = self.trainer, record["step"]
         run_dir = trainer.run_dir if trainer.world.is_first else None
         directory = None if run_dir is None else save_bad_batch(run_dir, record, batches)
         kept = "" if directory is None else f"; its batch is in {directory}"
-        replays = not is_finite(record) and trainer.world.size == 1  # many ranks do not; no op began a spike
+        is_replayed = (
+            not is_finite(record) and trainer.world.size == 1
+        )  # many ranks do not; no op began a spike
         # What follows a step that is gone back before does not count: it is done again without that step.
         num_borne = {"skip": in_a_row - 1, "rollback": len(self.left_out)}.get(self.policy, -1)
         if num_borne >= self.limit:
-            raise self._stopped(why, f"{kept}; trainer.nonfinite_limit={self.limit} is used up")
+            used_up = f"{kept}; trainer.nonfinite_limit={self.limit} is used up"
+            return Verdict(why, step, used_up, goes_back=False)
         if self.policy == "skip":
-            found = ""
-            if replays:
-                found = f"; {self._replay_where_it_is(batches, directory)}"
+            found = f"; {self._replay_where_it_is(batches, directory)}" if is_replayed else ""
             say(f"{why}: its update was not made{kept}{found}")
-            return
-        if (self.policy == "stop" and not replays) or trainer.is_interrupted or not self._went_back():
-            raise self._stopped(why, kept)
-        if replays:
-            self._to_replay.add(step)
+            return None
+        return Verdict(why, step, kept, self.policy == "rollback" or is_replayed, is_replayed)
+
+    def went_back(self, verdict: Verdict) -> None:
+        """The run is back before the step of `verdict`, and goes on."""
+        if verdict.is_replayed:
+            self._to_replay.add(verdict.step)
         if self.policy == "rollback":
-            self.left_out.add(step)
-            say(f"{why}: back to step {trainer.step}, and on past it without its update{kept}")
-            return
-        with announced(f"{why}: on from step {trainer.step} to it again, to see why"):
-            while trainer.step < step - 1 and not trainer.is_interrupted:
-                trainer.repeat_step()
-            if trainer.is_interrupted:
-                raise self._stopped(why, kept)
-            found = in_one_line(self._replay_and_report(trainer.batches_of_next_step().host))
-        raise self._stopped(why, f"{kept}; {found}")
+            self.left_out.add(verdict.step)
+            say(
+                f"{verdict.why}: back to step {self.trainer.step}, and on past it without its update"
+                f"{verdict.known}"
+            )
+        else:
+            self.examined = verdict
+            say(f"{verdict.why}: on from step {self.trainer.step} to it again, to see why")
+
+    def stopped(self, verdict: Verdict, found: str = "") -> UserError:
+        """The error that ends the run for it; `found`: by the replay."""
+        self.examined = None
+        return self._stopped(verdict.why, f"{verdict.known}{found and f'; {found}'}")
 
     def _stopped(self, why: str, cause: str = "") -> UserError:
         """The error, one line, that ends the run; `cause`: what is known of where it came from."""
@@ -174,13 +202,6 @@ class BadSteps:
             f"{why}; the run stops, so that no checkpoint holds this{cause}; lower optim.learning_rate (or "
             f"trainer.max_grad_norm) and run again, {again}{leave_out}"
         )
-
-    def _went_back(self) -> bool:
-        try:
-            return self.trainer.go_back(goes_on=self.policy == "rollback")
-        except (OSError, SafetensorError) as error:
-            say(f"the run cannot go back to its beginning: {in_words(error)}")
-            return False
 
     def _replay_where_it_is(self, batches: list[Batch], directory: Path | None) -> str:
         """Steps after the bad one were done already: what a replay with their weights finds, in one line."""

@@ -124,13 +124,17 @@ class Watchdog:
         """The phase is alive: its time starts anew."""
         self._phase = _Phase(self._phase.name, self._clock)
 
-    def learn(self, records: Sequence[Record]) -> None:
+    def learn(self, records: Sequence[Record], is_first_step: bool = False) -> None:
         """Take the step time from records that were just read; a first step, or one that compiled, teaches
         nothing.
         """
         self._read_up_to = records[-1]["step"]
-        if self._phase.name != FIRST_STEP and not any(record["compilations"] for record in records):
+        if not is_first_step and not any(record["compilations"] for record in records):
             self._step_seconds = max(self._step_seconds or 0.0, records[-1]["step_seconds"])
+
+    def went_back(self) -> None:
+        """The run is back at an earlier step; none of those after it is under way."""
+        self._read_up_to = self.step()
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -262,7 +266,7 @@ class Watchdog:
             if self._step_seconds is None:
                 return self.cfg.setup_seconds
             # Dispatch is asynchronous: whoever waits now waits for all steps since the last read.
-            in_flight = max(self.step() - self._read_up_to, 0) + 1  # a run may have gone back
+            in_flight = max(self.step() - self._read_up_to, 0) + 1  # asked while the run goes back
             return 2 * in_flight * self._step_seconds + self.cfg.step_seconds
         # The first step of a form, however short what else ran as one: to weigh labels is, too.
         longest = None if name == FIRST_STEP else self._longest.get(name)

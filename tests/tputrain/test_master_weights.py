@@ -169,7 +169,7 @@ def test_values_that_are_given_later_are_kept_in_float32() -> None:
         model = Llama(SMALL)
     cfg = RunConfig(device="cpu", optim=OptimConfig(master_weights=True), trainer=TrainerConfig(steps=1))
     trainer = Trainer(model, cfg, train_loader=Texts(), initialize=partial(initialize, seed=3))
-    trainer._give_values()
+    trainer._initial_values.give()
     for name, expected in small(lora=None).named_parameters():
         parameter = model.get_parameter(name)
         assert parameter.dtype == torch.bfloat16

@@ -399,7 +399,7 @@ def test_callbacks_run_in_order_and_their_requests_are_granted(tmp_path):
     )
     trainer.fit()
     assert [line[2:] for line in told if line.startswith("a")] == [
-        *("start", "evaluate 0", "log [1]", "step 1", "evaluate 1"),
+        *("start", "evaluate 0", "step 1", "log [1]", "evaluate 1"),
         *("step 2", "log [2]", "save step-2"),
         *("step 3", "log [3]", "evaluate 3", "save step-3", "end"),
     ]

@@ -88,8 +88,7 @@ def records(step: int, seconds: float, compilations: int = 0) -> list[dict]:
 
 def test_steps_are_given_much_time_until_their_time_is_known_and_then_little(watchdog):
     assert watchdog.limit(STEP) == watchdog.limit(FIRST_STEP) == watchdog.limit(READING) == 3600.0
-    with watchdog.phase(FIRST_STEP):
-        watchdog.learn(records(10, 90.0))
+    watchdog.learn(records(10, 90.0), is_first_step=True)
     assert watchdog.limit(FIRST_STEP) == 3600.0
     watchdog.learn(records(10, 95.0, compilations=1))
     assert watchdog.limit(READING) == 3600.0

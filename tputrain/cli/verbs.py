@@ -156,7 +156,7 @@ def validate(target: str, overrides: Sequence[str]) -> int:
         return 0
     checkpoint, cfg = _trained(target, overrides)
     trainer = build_evaluation(replace(cfg, run_dir=None), checkpoint)
-    trainer.load(checkpoint)
+    trainer.resume(checkpoint)
     for name, value in trainer.validate().items():
         say(f"{name.replace('_', ' ')}: {value:.4f}")
     return 0

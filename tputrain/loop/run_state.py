@@ -1,0 +1,144 @@
+"""All that a checkpoint holds of a run: taken from a Trainer, and put back."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from tputrain import device as devices
+from tputrain import rng
+from tputrain.announce import say
+from tputrain.callbacks.callback import load_state_of, state_of
+from tputrain.checkpoint import contents
+from tputrain.checkpoint.configuration import padding_of
+from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
+from tputrain.checkpoint.state import understood
+from tputrain.config_checks import spelled
+from tputrain.config_differences import changed_settings
+from tputrain.loop.initial_values import InitialValues
+from tputrain.next_batches import NextBatches
+from tputrain.nonfinite import BadSteps
+from tputrain.optim.schedule import jump
+from tputrain.optim.schedule_free import progress_options
+from tputrain.versions import versions
+
+if TYPE_CHECKING:
+    from tputrain.trainer import Trainer
+
+
+class RunState:
+    """The state of a Trainer's run, to the bit: what goes on from it is the uninterrupted run."""
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        data: NextBatches | None,
+        bad_steps: BadSteps,
+        initial_values: InitialValues,
+        rate_by_config: Callable[[], bool],
+        has_own_optimizer: bool,
+    ):
+        """`rate_by_config()`: whether the configuration sets the learning rate; `has_own_optimizer`: whether
+        it made the optimizer, whose options it then sets.
+        """
+        self._trainer, self._data, self._bad_steps = trainer, data, bad_steps
+        self._initial_values = initial_values
+        self._rate_by_config, self._has_own_optimizer = rate_by_config, has_own_optimizer
+
+    def snapshot(self) -> Snapshot:
+        """Copy all of it to the host, which waits for the device."""
+        trainer = self._trainer
+        with nullcontext() if self._data is None else self._data.as_not_drawn():
+            return take_snapshot(
+                trainer.step,
+                trainer.model,
+                trainer.tokenizer,
+                trainer.optimizer,
+                trainer.evaluation_weights,
+                self._beside_tensors,
+            )
+
+    def _beside_tensors(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        trainer = self._trainer
+        scheduler = trainer.lr_scheduler
+        return {
+            "step": trainer.step,
+            trainer.unit: trainer.num_done,
+            "unit": trainer.unit,
+            "best": trainer.best,
+            "evaluated_at": trainer.evaluated_at,
+            "rng": rng.capture(trainer.device),
+            "rng_of_other_ranks": trainer.world.of_all(rng.device_state(trainer.device))[1:],
+            "data": None if self._data is None else self._data.state(),
+            "optimizer": optimizer,
+            "train_step": trainer.train_step.state_dict(),
+            "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
+            "callbacks": state_of(trainer.callbacks),
+            "bad_steps": self._bad_steps.state(),
+            "padding": padding_of(trainer.model),
+            "config": asdict(trainer.cfg),
+            "versions": versions(),
+        }
+
+    @understood
+    def load(self, path: Path, name: str | None = None) -> None:
+        """Take everything from the checkpoint at `path`, found whole, which people know by `name`."""
+        trainer, state = self._trainer, contents.load_state(path)
+        contents.load_model(trainer.model, path)
+        self._initial_values.come_from_elsewhere()
+        contents.load_lora_averages(trainer.model, path)
+        trainer.evaluation_weights.begin(state["step"])
+        contents.load_trained_weights(trainer.model, path)
+        options = progress_options(trainer.optimizer) if self._has_own_optimizer else None
+        contents.load_optimizer(trainer.optimizer, trainer.model, path, state["optimizer"], options)
+        if isinstance(trainer.lr_scheduler, LRScheduler) and state["lr_scheduler"]:
+            trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        trainer.train_step.load_state_dict(state.get("train_step", {}))  # earlier checkpoints have none
+        for kind in load_state_of(trainer.callbacks, state["callbacks"]):
+            say(f"note: {path} holds state of a callback {kind}, which this run has not")
+        if self._data is not None and state["data"] is not None:
+            self._data.restore(state["data"])
+        rng.restore(trainer.device, state["rng"])
+        self._take_own_rng([state["rng"]["device"], *state.get("rng_of_other_ranks", [])], state["step"])
+        trainer.step, trainer.unit = state["step"], state["unit"]
+        trainer.num_done = state[trainer.unit]
+        trainer.best, trainer.evaluated_at = state["best"], state["evaluated_at"]
+        if trainer.best is not None and not math.isfinite(trainer.best["loss"]):
+            trainer.best = None  # earlier versions took a first evaluation of NaN for the best
+        if "bad_steps" in state:  # the first checkpoints of all had none
+            self._bad_steps.restore(state["bad_steps"])
+        # The next step's program must not hold the loading: in an uninterrupted run it would not.
+        devices.flush(trainer.device)
+        say(f"resumed from {name or path} at step {trainer.step} ({trainer.num_done:,} {trainer.unit})")
+        self._say_what_changed(state, is_own=trainer.store is not None and trainer.store.holds(path))
+
+    def _take_own_rng(self, states: list[str | None], step: int) -> None:
+        """Each rank draws on its device from random numbers of its own; the host's are alike."""
+        world, device = self._trainer.world, self._trainer.device
+        if len(states) == world.size:
+            rng.restore_device(device, states[world.rank])
+        else:
+            say(
+                f"note: the checkpoint was made by {len(states)} rank{'s' * (len(states) > 1)} and is loaded "
+                f"by {world.size}: random numbers on the devices (dropout) go on otherwise"
+            )
+            rng.seed_rank(device, self._trainer.cfg.seed + step + 1, world.data_rank)
+
+    def _say_what_changed(self, state: dict[str, Any], is_own: bool) -> None:
+        """`is_own`: whether the checkpoint is one of this run's."""
+        trainer, cfg = self._trainer, self._trainer.cfg
+        if is_own and state.get("execution") is not None:  # what auto had measured
+            form = state["config"]["execution"]["train"]
+            say(f"note: execution.train was auto, which is gone; {form} takes its place")
+        for key, (old, new) in changed_settings(state["config"], cfg).items() if is_own else ():
+            if key != "run_dir":  # the same directory, by whatever name
+                say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
+        rate, steps = cfg.optim.learning_rate, cfg.trainer.steps
+        if self._rate_by_config() and (
+            note := jump(trainer.step, state["config"], cfg.schedule, rate, steps)
+        ):
+            say(note)
