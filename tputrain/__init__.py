@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tputrain.execution import ExecutionConfig
     from tputrain.loggers.config import LogConfig
     from tputrain.loggers.logger import Logger
-    from tputrain.loop.step import StepParts, TrainStep
+    from tputrain.loop.step import TrainStep
+    from tputrain.loop.step_parts import StepParts, StepResult
     from tputrain.optim.groups import GroupConfig
     from tputrain.optim.joint import JointOptimizer
     from tputrain.optim.optimizer import OptimConfig
@@ -49,6 +50,7 @@ __all__ = [
     "RunFailedError",
     "ScheduleConfig",
     "StepParts",
+    "StepResult",
     "TimeLimit",
     "TrainStep",
     "Trainer",
@@ -73,7 +75,8 @@ _HOME = {
     "RunConfig": "tputrain.config",
     "RunFailedError": "tputrain.errors",
     "ScheduleConfig": "tputrain.optim.schedule",
-    "StepParts": "tputrain.loop.step",
+    "StepParts": "tputrain.loop.step_parts",
+    "StepResult": "tputrain.loop.step_parts",
     "TimeLimit": "tputrain.callbacks.time_limit",
     "TrainStep": "tputrain.loop.step",
     "Trainer": "tputrain.trainer",

@@ -1,5 +1,6 @@
 """Evaluations: means over the batches of every evaluation set, with the weights that are to be evaluated."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from tputrain import rng
 from tputrain.announce import announced, say
 from tputrain.batches import Batch, labelled, part_with_labels
 from tputrain.feed import generators_of
+from tputrain.loggers.logger import Record
 from tputrain.metrics.evaluation import WeightedMeans, evaluated, evaluation_sets, merged
 from tputrain.metrics.named import PERPLEXITY
 from tputrain.models.sequence import sequence_split
@@ -35,6 +37,13 @@ def _of(loader: Any, most: int | None) -> str:
     except TypeError:  # only gone through can it be counted
         return "" if most is None else f"of at most {most:,} "
     return f"of {num_batches:,} "
+
+
+def better(best: Record | None, result: Record) -> Record | None:
+    """The better one by its loss; one that is not finite is never the best."""
+    if math.isfinite(result["loss"]) and (best is None or result["loss"] < best["loss"]):
+        return {"step": result["step"], "loss": result["loss"]}
+    return best
 
 
 class Evaluator:

@@ -106,6 +106,11 @@ class Execution:
         return self._compiled if self._form == "compile" and not self._is_by_block else self._model
 
     @property
+    def autocast(self) -> str | None:
+        """The dtype that products of matrices are cast to; None: that of the weights."""
+        return self._cfg.autocast
+
+    @property
     def first_of(self) -> str:
         """What a first step is the first of, for people."""
         return "of this process" if len(self._forms_trained) <= 1 else f"that is {self._form}"

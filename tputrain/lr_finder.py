@@ -14,7 +14,8 @@ from tputrain.config import RunConfig
 from tputrain.config_checks import expect, expect_above, expect_at_least
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
-from tputrain.loop.step import StepParts, TrainStep
+from tputrain.loop.step import TrainStep
+from tputrain.loop.step_parts import StepParts
 from tputrain.loss import LossFunction
 from tputrain.trainer import Trainer
 

@@ -1,15 +1,12 @@
 """The Trainer: a model, its data and a configuration, and the loop that brings them together."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from tputrain import batches as batch_of
 from tputrain import device as devices
@@ -24,31 +21,33 @@ from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
-from tputrain.evaluator import Evaluator
+from tputrain.evaluator import Evaluator, better
 from tputrain.execution import Execution
 from tputrain.feed import feed_of
-from tputrain.garbage import ScheduledCollection
 from tputrain.label_weights import LabelWeights
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger, Record
 from tputrain.loop.checkpoints import Checkpoints
 from tputrain.loop.first_runs import FirstRuns
+from tputrain.loop.incoming import IncomingBatches
 from tputrain.loop.initial_values import InitialValues
+from tputrain.loop.occasions import Occasions
+from tputrain.loop.readings import Readings
 from tputrain.loop.run_state import RunState
-from tputrain.loop.step import StepParts, StepResult, TrainStep
+from tputrain.loop.session import session
+from tputrain.loop.step import TrainStep
+from tputrain.loop.step_parts import StepParts, StepResult
 from tputrain.loss import LossFunction
 from tputrain.metrics.evaluation import evaluation_sets
-from tputrain.metrics.flops import FlopCount
 from tputrain.metrics.named import Metric, metric_functions
-from tputrain.metrics.peak_flops import peak_flops
-from tputrain.metrics.step_log import StepLog
 from tputrain.models.meta import allocate, move
-from tputrain.next_batches import NextBatches, StepBatches
+from tputrain.next_batches import NextBatches
 from tputrain.nonfinite import BadSteps, Verdict
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
-from tputrain.optim.optimizer import build_optimizer, create_state, other_rates, set_learning_rate
+from tputrain.optim.optimizer import build_optimizer, create_state
 from tputrain.optim.ownership import check_ownership
+from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import LearningRate
 from tputrain.parallel.agreement import AgreedControl, AgreedSignals, Agreement
 from tputrain.parallel.limits import check_limits
@@ -57,9 +56,7 @@ from tputrain.parallel.world import World, join
 from tputrain.parallel.writer import SharedWriter
 from tputrain.signals import SignalWatch
 from tputrain.trainer_arguments import check_arguments, check_step
-from tputrain.watchdog import DATA, FIRST_STEP, READING, Watchdog
-from tputrain.worker_death import deaths_named
-from tputrain.worker_signals import left_to
+from tputrain.watchdog import READING, Watchdog
 
 
 class Trainer:
@@ -97,7 +94,7 @@ class Trainer:
     step: int
     """Optimizer steps done."""
     num_done: int
-    """Tokens (of text) or samples trained on."""
+    """Tokens (of text) or samples trained on; `unit` says which."""
     best: Record | None
     """The evaluation with the lowest loss that is finite."""
     evaluated_at: int | None
@@ -136,16 +133,10 @@ class Trainer:
         self.model = model
         move(model, self.device)
         self.execution = Execution(
-            self.model,
-            self.device,
-            cfg.execution,
-            lambda: self.step,
-            cfg.trainer.steps,
-            lambda here: bool(self.world.largest([here])[0]),
+            model, self.device, cfg.execution, lambda: self.step, cfg.trainer.steps, self._on_any_rank
         )
         freeze(self.model, cfg.optim.freeze)
-        self._peak_flops = cfg.log.peak_flops or peak_flops(devices.chip_name(self.device))
-        self._flops = None if self._peak_flops is None else FlopCount(self.model, loss_fn, not is_alone)
+        self._readings = Readings(self.model, loss_fn, self.device, self.world, cfg.log)
         self.world.parallelise(self.model, self.execution.compile_block, optimizer)
         allocate(self.model, self.device)
         self.loss_fn = loss_fn
@@ -158,8 +149,6 @@ class Trainer:
         self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks), budget]
         self.control = Control() if is_alone else AgreedControl()
 
-        self._scheduled_by_config = optimizer is None and lr_scheduler is None
-        self.lr_scheduler = lr_scheduler
         self.optimizer = (
             optimizer
             if optimizer is not None
@@ -167,18 +156,10 @@ class Trainer:
         )
         check_ownership(self.model, self.optimizer, lr_scheduler)
         create_state(self.optimizer)
-        limits = cfg.trainer
+        logged = self._readings.logged
         self.train_step = step(
             StepParts(
-                self.model,
-                self.optimizer,
-                loss_fn,
-                self.device,
-                self.world,
-                self.execution,
-                cfg.execution.autocast,
-                limits.max_grad_norm,
-                limits.max_grad_value,
+                model, self.optimizer, loss_fn, self.device, self.world, self.execution, logged, cfg.trainer
             )
         )
         check_step(self.train_step, cfg)
@@ -204,43 +185,34 @@ class Trainer:
         self.step = self.num_done = 0
         self.best = self.evaluated_at = None
         self.unit = "samples"
-        self._step_log = self._new_step_log()
+        self._rates = LearningRates(
+            self.optimizer, lr_scheduler, optimizer is None and lr_scheduler is None, cfg.optim, cfg.schedule
+        )
         saves = self.store is not None
         self._signals = SignalWatch(saves) if is_alone else AgreedSignals(saves)
+        self._due = Occasions(self, self._signals)
         self._bad_steps = BadSteps(self)
         self.train_step.withhold = self._bad_steps.withheld_update
         self._writer = BackgroundWriter() if is_alone else SharedWriter(self.world)
         self._agreement = Agreement(
-            self.world, self.control, self._signals, self._writer, lambda: self._step_log.host_seconds
+            self.world, self.control, self._signals, self._writer, lambda: self._readings.host_seconds
         )
         rank = None if is_alone else self.world.rank
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step, rank)
         self.label_weights = LabelWeights(self)
         self._evaluator = Evaluator(self, self._signals, self._agreement, self._watchdog)
+        if self._data is not None:
+            self._incoming = IncomingBatches(
+                self._data, self.label_weights, self._signals, self._watchdog, self._readings.waiting
+            )
         self._initial_values = InitialValues(self.model, self.optimizer, initialize)
-        self._checkpoints = Checkpoints(
-            self,
-            RunState(
-                self,
-                self._data,
-                self._bad_steps,
-                self._initial_values,
-                lambda: self._scheduled_by_config,
-                has_own_optimizer=optimizer is None,
-            ),
-            self._writer,
-            self._watchdog,
-            self._bad_steps.goes_back,
-            lambda path: self._tell("on_save", path),
+        state = RunState(
+            self, self._data, self._bad_steps, self._initial_values, self._rates, optimizer is None
         )
-        self._first_runs = FirstRuns(
-            self.execution,
-            self.device,
-            self._signals,
-            self._watchdog,
-            self._checkpoints.rescue,
-            lambda: self._step_log.wait(),
-        )
+        keeps, saved = self._bad_steps.goes_back, lambda path: self._tell("on_save", path)
+        self._checkpoints = Checkpoints(self, state, self._writer, self._watchdog, keeps, saved)
+        rescue, wait = self._checkpoints.rescue, self._readings.wait
+        self._first_runs = FirstRuns(self.execution, self.device, self._signals, self._watchdog, rescue, wait)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -250,21 +222,12 @@ class Trainer:
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
         self.control.stop = False  # of an earlier fit
-        # Outermost the deaths of workers, which PyTorch raises in whatever line it comes by.
-        with (
-            deaths_named(),
-            self._checkpoints.owned(),
-            self._signals,
-            self._signals.raised_at_the_end(),
-            left_to(self._signals),
-            self._watchdog,
-            self._running() as garbage,
-        ):
+        with session(self, self._checkpoints, self._signals, self._watchdog, self._writer) as garbage:
             self._start()
             self._evaluate_if_due()
             self._save_if_due()
-            while not self._should_end():
-                if (batches := self._draw()) is None:  # a signal came first
+            while not self._due.end:
+                if (batches := self._incoming.draw(self.step)) is None:  # a signal came first
                     break
                 is_new = self._first_runs.is_new(batches.form)
                 # Before the state is copied, to be saved at a signal while a program compiles.
@@ -274,13 +237,16 @@ class Trainer:
                 with self._first_runs.step(self.step + 1, is_new) as is_to_begin:
                     if not is_to_begin:
                         break
-                    batches, rates = self._prepare(batches)
+                    batches = self._incoming.take(batches, self.step)
+                    self._readings.begin_step()
+                    rates = self._rates.set(self.step, self.cfg.trainer.steps)
                     result = self.train_step(*batches.counted, not self._bad_steps.leaves_out_next)
                     self._count(batches.host, result, rates)
                 if self._bad_steps.examined is not None:  # done again on the way to a bad step: not logged
-                    self._step_log.drain(self.unit)
+                    self._readings.read(self.unit)
                     continue
-                self._draw_ahead()
+                if self._due.draw_ahead:  # before values are read, so that the device has them by then
+                    self._incoming.draw_ahead(self.step)
                 self._tell("on_step_end")
                 self._agree()
                 if self._went_back(self._log_if_due()):
@@ -290,59 +256,15 @@ class Trainer:
                 garbage.after_step(self.step)
             self._end()
 
-    def _draw(self) -> StepBatches | None:
-        assert self._data is not None
-        return self._wait_for_data(self._data.draw)
-
-    def _draw_ahead(self) -> None:
-        """Before values are read, so that the device has them by then."""
-        assert self._data is not None
-        if not (self._should_end() or self._evaluation_is_due() or self._save_is_due()):
-            self._wait_for_data(self._data.draw_ahead)
-
-    def _wait_for_data(self, draw: Callable[[int], StepBatches | None]) -> StepBatches | None:
-        with self._watchdog.phase(DATA), self._step_log.waiting():
-            return self._signals.wait_for(lambda: draw(self.step))
-
-    def _prepare(self, batches: StepBatches) -> tuple[StepBatches, dict[str, float]]:
-        """Take the batches, weighed, and bring the learning rate to this step; returns both."""
-        assert self._data is not None
-        with self._watchdog.phase(FIRST_STEP):  # the model may be run to find out
-            weights = iter(self.label_weights.of([part for parts in batches.slices for part in parts]))
-            batches = batches._replace(weights=[[next(weights) for _ in parts] for parts in batches.slices])
-        self._step_log.begin()
-        self._data.take()
-        if not any(map(sum, batches.weights)):
-            raise UserError(
-                f"step {self.step + 1}: the batch has nothing to learn from (every label is -100)"
-            )
-        return batches, {"learning_rate": self._set_learning_rate()} | other_rates(self.optimizer)
-
-    def _set_learning_rate(self) -> float:
-        """Bring the learning rate to this step; returns it (with an LRScheduler that of the first group)."""
-        if self._scheduled_by_config:
-            factor = self.cfg.schedule.factor(self.step, self.cfg.trainer.steps)
-            learning_rate = self.cfg.optim.learning_rate * factor
-        elif callable(self.lr_scheduler):
-            learning_rate = float(self.lr_scheduler(self.step))
-        else:
-            return float(self.optimizer.param_groups[0]["lr"])
-        set_learning_rate(self.optimizer, learning_rate)
-        return learning_rate
-
     def _count(self, batches: list[Batch], result: StepResult, rates: dict[str, float]) -> None:
         """The step was dispatched."""
         self._writer.let_write()
-        if isinstance(self.lr_scheduler, LRScheduler):
-            self.lr_scheduler.step()
-        num_done = sum(batch_of.size(batch) for batch in batches)
+        self._rates.after_step()
         self.unit = "tokens" if batch_of.is_text(batches[0]) else "samples"
         self.step += 1
-        self.num_done += num_done
+        self.num_done += sum(batch_of.size(batch) for batch in batches)
         self._bad_steps.remember(self.step, batches)
-        host = rates | {self.unit: self.num_done}
-        num_flops = None if self._flops is None else self._flops.of_step(batches)
-        self._step_log.end(self.step, result.loss, result.grad_norm, num_done, host, num_flops)
+        self._readings.end_step(self.step, batches, result, rates | {self.unit: self.num_done})
         if not self._first_runs.is_first_step:  # that is announced; a line in between would break that one
             for logger in self.loggers:
                 logger.after_step(self.step)
@@ -351,19 +273,18 @@ class Trainer:
 
     def _log_if_due(self) -> Verdict | None:
         """The only place in the loop that reads the device, and lets the host wait for it."""
-        is_due = self._first_runs.is_first_step or self._is_due(self.cfg.log.every)
-        return self._read() if is_due or self._evaluation_is_due() or self._save_is_due() else None
+        return self._read() if self._due.log or self._first_runs.is_first_step else None
 
     def _read(self) -> Verdict | None:
         """Read and log the values of all steps since the last time; returns what they say of the run."""
         with self._watchdog.phase(READING):
-            records = self._step_log.drain(self.unit, self._agreement.slowest)
+            records = self._readings.read(self.unit, self._agreement.slowest)
         if not records:
             return None
         is_first = self._first_runs.is_first_step
         self._watchdog.learn(records, is_first)
-        if is_first and self._flops is not None and self._flops.problem is not None:
-            say(f"note: no MFU, the model's operations cannot be counted: {self._flops.problem}")
+        if is_first and (why := self._readings.not_counted) is not None:
+            say(f"note: no MFU, the model's operations cannot be counted: {why}")
         for logger in self.loggers:
             logger.log(records)
         self._tell("on_log", records)
@@ -380,7 +301,7 @@ class Trainer:
         is_possible = verdict.goes_back and self._signals.received is None and self._data.can_go_back
         if not (is_possible and self._checkpoints.go_back()):
             raise self._bad_steps.stopped(verdict)
-        self._step_log = self._new_step_log()
+        self._readings.forget()
         self._watchdog.went_back()
         self._bad_steps.went_back(verdict)
         for logger in self.loggers if self._bad_steps.examined is None else ():
@@ -394,7 +315,7 @@ class Trainer:
             self._agreement.reach()
 
     def _evaluate_if_due(self) -> None:
-        if not self._evaluation_is_due():
+        if not self._due.evaluate:
             return
         self.control.evaluate = False
         with self._first_runs.evaluation():
@@ -405,9 +326,7 @@ class Trainer:
         self.evaluated_at = self.step
         self._checkpoints.forget_step(self.step)  # that checkpoint does not know of this evaluation
         record = {"step": self.step, "loss_hex": result["loss"].hex(), **result}
-        is_best = self.best is None or result["loss"] < self.best["loss"]
-        if is_best and math.isfinite(result["loss"]):
-            self.best = {"step": self.step, "loss": result["loss"]}
+        self.best = better(self.best, record)
         for logger in self.loggers:
             logger.log_evaluation(record)
         with rng.kept(self.device):  # what callbacks draw must not change the training, either
@@ -420,27 +339,11 @@ class Trainer:
     def _save_if_due(self) -> None:
         if self._writer.has_ended:
             self._checkpoints.end()
-        if self._save_is_due():
+        if self._due.save:
             self.control.save = False
             self._checkpoints.begin()
             if not self.cfg.checkpoint.background:
                 self._checkpoints.end()
-
-    def _is_due(self, every: int | None) -> bool:
-        return self._should_end() or (every is not None and self.step > 0 and self.step % every == 0)
-
-    def _evaluation_is_due(self) -> bool:
-        # A run ended by a signal evaluates when it goes on, at this same step, and has to leave quickly now.
-        if self.val_loader is None or self.evaluated_at == self.step or self._signals.received is not None:
-            return False
-        return self.control.evaluate or self.step == 0 or self._is_due(self.cfg.trainer.evaluate_every)
-
-    def _save_is_due(self) -> bool:
-        is_wanted = self.control.save or self._is_due(self.cfg.checkpoint.every)
-        return is_wanted and self.store is not None and self.saved_at != self.step
-
-    def _should_end(self) -> bool:
-        return self.step >= self.cfg.trainer.steps or self.control.stop or self._signals.received is not None
 
     # -- beside the loop -------------------------------------------------------------------------------------
 
@@ -483,19 +386,6 @@ class Trainer:
 
     # -- start and end ---------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _running(self) -> Iterator[ScheduledCollection]:
-        """What holds while the loop runs: the device's mode, the garbage collector's schedule, loggers."""
-        with ExitStack() as stack:
-            stack.enter_context(self.execution.phase("train"))
-            garbage = stack.enter_context(ScheduledCollection(self.cfg.trainer.collect_garbage_every))
-            for logger in self.loggers:
-                stack.callback(logger.close)
-            for callback in self.callbacks:
-                stack.callback(callback.close)
-            stack.callback(self._writer.wait, self._watchdog.go_on)  # whatever ends the run
-            yield garbage
-
     def _start(self) -> None:
         if self._data is None:
             raise UserError("fit: the Trainer was given no train_loader")
@@ -525,12 +415,12 @@ class Trainer:
         if self.step >= self.cfg.trainer.steps:
             self.execution.end_training()
         self._checkpoints.end()
-        if self._save_is_due():
+        if self._due.save:
             self.save()  # a signal may have come before the first step, or after the last look at it
         self._tell("on_fit_end")
 
-    def _new_step_log(self) -> StepLog:
-        return StepLog(self.device, self._peak_flops, self.world.size)
+    def _on_any_rank(self, here: bool) -> bool:
+        return bool(self.world.largest([here])[0])
 
     def _tell(self, hook: str, *arguments: Any) -> None:
         with self._watchdog.phase(f"callbacks, {hook}"):

@@ -24,7 +24,7 @@ class Another(Callback):
     """Makes the branch another one: from here on the learning rate is halved."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        trainer._scheduled_by_config = False
+        trainer._rates.is_by_config = False
         for group in trainer.optimizer.param_groups:
             group["lr"] = 0.015
 

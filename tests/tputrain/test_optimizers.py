@@ -18,7 +18,8 @@ from tputrain import (
     UserError,
 )
 from tputrain.loggers.logger import Logger
-from tputrain.loop.step import StepResult, TrainStep
+from tputrain.loop.step import TrainStep
+from tputrain.loop.step_parts import StepResult
 from tputrain.optim.adafactor import Adafactor
 from tputrain.optim.muon import MuonWithAdamW
 from tputrain.optim.optimizer import OPTIMIZERS, build_optimizer

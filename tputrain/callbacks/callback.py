@@ -49,6 +49,9 @@ class Callback:
     def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
         """A checkpoint is complete."""
 
+    def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        """`fit` is left by `error`. Not by a signal, after which the run has ended well."""
+
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Training ends: at the last step, by request, or by a signal."""
 

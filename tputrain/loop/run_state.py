@@ -1,13 +1,10 @@
 """All that a checkpoint holds of a run: taken from a Trainer, and put back."""
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch.optim.lr_scheduler import LRScheduler
 
 from tputrain import device as devices
 from tputrain import rng
@@ -22,6 +19,7 @@ from tputrain.config_differences import changed_settings
 from tputrain.loop.initial_values import InitialValues
 from tputrain.next_batches import NextBatches
 from tputrain.nonfinite import BadSteps
+from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import jump
 from tputrain.optim.schedule_free import progress_options
 from tputrain.versions import versions
@@ -39,15 +37,13 @@ class RunState:
         data: NextBatches | None,
         bad_steps: BadSteps,
         initial_values: InitialValues,
-        rate_by_config: Callable[[], bool],
+        rates: LearningRates,
         has_own_optimizer: bool,
     ):
-        """`rate_by_config()`: whether the configuration sets the learning rate; `has_own_optimizer`: whether
-        it made the optimizer, whose options it then sets.
-        """
+        """`has_own_optimizer`: whether the configuration made the optimizer, whose options it then sets."""
         self._trainer, self._data, self._bad_steps = trainer, data, bad_steps
         self._initial_values = initial_values
-        self._rate_by_config, self._has_own_optimizer = rate_by_config, has_own_optimizer
+        self._rates, self._has_own_optimizer = rates, has_own_optimizer
 
     def snapshot(self) -> Snapshot:
         """Copy all of it to the host, which waits for the device."""
@@ -64,7 +60,6 @@ class RunState:
 
     def _beside_tensors(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         trainer = self._trainer
-        scheduler = trainer.lr_scheduler
         return {
             "step": trainer.step,
             trainer.unit: trainer.num_done,
@@ -76,7 +71,7 @@ class RunState:
             "data": None if self._data is None else self._data.state(),
             "optimizer": optimizer,
             "train_step": trainer.train_step.state_dict(),
-            "lr_scheduler": scheduler.state_dict() if isinstance(scheduler, LRScheduler) else None,
+            "lr_scheduler": self._rates.state(),
             "callbacks": state_of(trainer.callbacks),
             "bad_steps": self._bad_steps.state(),
             "padding": padding_of(trainer.model),
@@ -95,8 +90,7 @@ class RunState:
         contents.load_trained_weights(trainer.model, path)
         options = progress_options(trainer.optimizer) if self._has_own_optimizer else None
         contents.load_optimizer(trainer.optimizer, trainer.model, path, state["optimizer"], options)
-        if isinstance(trainer.lr_scheduler, LRScheduler) and state["lr_scheduler"]:
-            trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self._rates.restore(state["lr_scheduler"])
         trainer.train_step.load_state_dict(state.get("train_step", {}))  # earlier checkpoints have none
         for kind in load_state_of(trainer.callbacks, state["callbacks"]):
             say(f"note: {path} holds state of a callback {kind}, which this run has not")
@@ -138,7 +132,6 @@ class RunState:
             if key != "run_dir":  # the same directory, by whatever name
                 say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
         rate, steps = cfg.optim.learning_rate, cfg.trainer.steps
-        if self._rate_by_config() and (
-            note := jump(trainer.step, state["config"], cfg.schedule, rate, steps)
-        ):
+        note = jump(trainer.step, state["config"], cfg.schedule, rate, steps)
+        if note is not None and self._rates.is_by_config:
             say(note)

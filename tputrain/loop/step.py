@@ -4,47 +4,22 @@ A step knows nothing of runs, callbacks or disks. The Trainer, the learning rate
 step and the rehearsal of a plan all use this one.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain.batches import Batch
-from tputrain.execution import Execution
-from tputrain.loss import LossFunction, loss_of
+from tputrain.loop.logged import means
+from tputrain.loop.step_parts import StepHooks, StepParts, StepResult
+from tputrain.loss import loss_of
 from tputrain.models.sequence import sequence_split
 from tputrain.optim.clipping import clip_gradients
-from tputrain.parallel.world import World
 from tputrain.withheld_update import WithheldUpdate
-
-
-class StepParts(NamedTuple):
-    """What a step is made of: the one argument of a step's class."""
-
-    model: nn.Module
-    """On its device, and laid out over the ranks."""
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFunction | None
-    device: torch.device
-    world: World
-    execution: Execution
-    autocast: str | None = None
-    max_grad_norm: float | None = None
-    max_grad_value: float | None = None
-
-
-class StepResult(NamedTuple):
-    """Scalar tensors on the device."""
-
-    loss: Tensor
-    """The mean over all labels of the step."""
-    grad_norm: Tensor
-    """Of all gradients together, before clipping."""
 
 
 class TrainStep:
@@ -61,6 +36,7 @@ class TrainStep:
         self.parts = parts
         self.model, self.optimizer, self.loss_fn = parts.model, parts.optimizer, parts.loss_fn
         self.device, self.world = parts.device, parts.world
+        self.logged, self.hooks = parts.logged, StepHooks()
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.withhold: Callable[[], WithheldUpdate | None] = lambda: None
         """Asked before each update: what takes it back on the device where it is bad."""
@@ -94,11 +70,14 @@ class TrainStep:
     def update(self, batches: list[Batch], shares: list[float]) -> StepResult:
         """Gradients, then the optimizer's step; no gradient is left. With several ranks this is a region."""
         withheld = self.withhold()
-        loss, grad_norm = self.gradients(batches, shares)
-        with nullcontext() if withheld is None else withheld.where_bad(loss, grad_norm):
-            self.optimizer_step()
+        with self.logged.collected() as logged:
+            loss, grad_norm = self.gradients(batches, shares)
+            for hook in self.hooks.before_optimizer_step:
+                hook()
+            with nullcontext() if withheld is None else withheld.where_bad(loss, grad_norm):
+                self.optimizer_step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, grad_norm)
+        return StepResult(loss, grad_norm, means(logged))
 
     def gradients(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
         """Forward and backward; returns the mean loss over the labels of all micro-batches, and the norm of
@@ -110,7 +89,7 @@ class TrainStep:
                 loss = self.forward(batch)[0]
                 if share != 1 or self.world.size > 1:  # ranks whose shares differ do the same operations
                     loss = loss * share
-                loss.backward()
+                self.backward(loss)
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return self.world.mean(total), self.clip()
@@ -118,19 +97,38 @@ class TrainStep:
     def forward(self, batch: Batch) -> tuple[Tensor, Any, Any]:
         """The mean loss of a batch (a scalar), the model's output, and the target."""
         batch = batch_of.to_device(batch, self.device)
-        with devices.autocast(self.device, self.parts.autocast):
+        with devices.autocast(self.device, self.parts.execution.autocast):
             inputs, named_inputs = batch_of.arguments(self.model, batch)
             output = self.parts.execution.model(*inputs, **named_inputs)
             target = batch_of.target_of(batch)
             return loss_of(output, target, self.loss_fn), output, target
 
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`, with the hooks of callbacks around it."""
+        for hook in self.hooks.before_backward:
+            hook(loss)
+        loss.backward()
+        for after in self.hooks.after_backward:
+            after()
+
     def clip(self) -> Tensor:
         """Clip the gradients as `trainer.max_grad_*` say; returns their norm before that."""
-        return clip_gradients(self.parameters, self.parts.max_grad_norm, self.parts.max_grad_value)
+        limits = self.parts.limits
+        return clip_gradients(self.parameters, limits.max_grad_norm, limits.max_grad_value)
 
     def optimizer_step(self) -> None:
         """Take the optimizer's step. One of several optimizers is `self.optimizer.parts[0]`."""
         self.optimizer.step()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In here passes are no steps of the run: no hook is called, and what is logged is dropped."""
+        hooks, self.hooks = self.hooks, StepHooks()
+        try:
+            with self.logged.collected():
+                yield
+        finally:
+            self.hooks = hooks
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the step beside the optimizer's state, as JSON."""

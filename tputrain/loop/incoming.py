@@ -1,0 +1,49 @@
+"""The batches of a step, waited for: a signal ends the wait, and the watchdog knows of it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from tputrain.errors import UserError
+from tputrain.label_weights import LabelWeights
+from tputrain.next_batches import NextBatches, StepBatches
+from tputrain.signals import SignalWatch
+from tputrain.watchdog import DATA, FIRST_STEP, Watchdog
+
+
+class IncomingBatches:
+    """What the loop asks for each step's batches."""
+
+    def __init__(
+        self,
+        data: NextBatches,
+        weights: LabelWeights,
+        signals: SignalWatch,
+        watchdog: Watchdog,
+        timed: Callable[[], AbstractContextManager[None]],
+    ):
+        """In `timed()` the host waits for data."""
+        self._data, self._weights, self._signals, self._watchdog = data, weights, signals, watchdog
+        self._timed = timed
+
+    def draw(self, step: int) -> StepBatches | None:
+        """Those of `step` (from 0), which are not taken yet; None where a signal came first."""
+        with self._watchdog.phase(DATA), self._timed():
+            return self._signals.wait_for(lambda: self._data.draw(step))
+
+    def draw_ahead(self, step: int) -> None:
+        """Have them come while the device is at the step before."""
+        with self._watchdog.phase(DATA), self._timed():
+            self._signals.wait_for(lambda: self._data.draw_ahead(step))
+
+    def take(self, batches: StepBatches, step: int) -> StepBatches:
+        """What was drawn is given out; returns it with what each part counts in the loss.
+
+        Raises UserError where that is nothing.
+        """
+        with self._watchdog.phase(FIRST_STEP):  # the model may be run to find out
+            weights = iter(self._weights.of([part for parts in batches.slices for part in parts]))
+            batches = batches._replace(weights=[[next(weights) for _ in parts] for parts in batches.slices])
+        self._data.take()
+        if not any(map(sum, batches.weights)):
+            raise UserError(f"step {step + 1}: the batch has nothing to learn from (every label is -100)")
+        return batches
