@@ -29,7 +29,9 @@ class TrainerConfig:
     max_grad_value: float | None = None
     """Before that, each element of a gradient is bounded to +- this; None: never."""
     evaluate_every: int | None = 100
-    """Steps between evaluations, which also open and close the run; None: only those two."""
+    """Steps between evaluations, which also open (`evaluate_first`) and close the run; None: only those."""
+    evaluate_first: bool = True
+    """Whether an evaluation opens the run, before its first step."""
     evaluate_batches: int | None = None
     """Batches of an evaluation; None: all there are."""
     metrics: list[str] = field(default_factory=list)

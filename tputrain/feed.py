@@ -1,6 +1,7 @@
 """Training batches by step, and the position in them that a checkpoint remembers."""
 
 import copy
+import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +19,8 @@ from tputrain.errors import UserError
 class IndexedLoader(Protocol):
     """A loader whose batches are a pure function of the step: resuming needs no skipping.
 
-    One that has a `fingerprint` (text that names its data) is asked for the same at a resume.
+    One that has a `fingerprint` (text that names its data) is asked for the same at a resume. One that has
+    `epochs_at(step)` tells how many epochs (a float) the steps before `step` come to.
     """
 
     def batch_at(self, step: int, micro: int) -> Batch:
@@ -49,6 +51,9 @@ class Feed(Protocol):
 
     def batches(self, step: int, count: int) -> list[Batch]:
         """The `count` micro-batches of step `step` (from 0), on the host."""
+
+    def epoch_of(self, step: int) -> int | None:
+        """The epoch (from 0) of the last batch of `step`, which was given last; None: not known."""
 
     def can_draw_ahead(self, count: int) -> bool:
         """Whether the next `count` batches, and all random numbers, are the same if they are drawn now."""
@@ -89,6 +94,10 @@ class IndexedFeed:
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self.loader.batch_at(step, micro) for micro in range(count)]
 
+    def epoch_of(self, step: int) -> int | None:
+        epochs_at = getattr(self.loader, "epochs_at", None)
+        return max(0, math.ceil(epochs_at(step + 1)) - 1) if callable(epochs_at) else None
+
     def can_draw_ahead(self, count: int) -> bool:
         return True
 
@@ -112,6 +121,9 @@ class StatefulFeed:
 
     def batches(self, step: int, count: int) -> list[Batch]:
         return [self._next() for _ in range(count)]
+
+    def epoch_of(self, step: int) -> int | None:
+        return self.epoch
 
     def can_draw_ahead(self, count: int) -> bool:
         return getattr(self.loader, "can_read_ahead", False) is True
@@ -175,6 +187,9 @@ class IterableFeed:
     @property
     def can_go_back(self) -> bool:
         return not isinstance(self.loader, Iterator)  # what is left of it, nobody can give again
+
+    def epoch_of(self, step: int) -> int | None:
+        return self.epoch
 
     def can_draw_ahead(self, count: int) -> bool:
         # Within an epoch: an order is drawn where one starts.

@@ -56,7 +56,7 @@ class LabelWeights:
         first_alone[:, 1:] = IGNORED_LABEL
         try:
             with rng.kept(trainer.device), evaluated(trainer.model, with_logits=False), torch.no_grad():
-                with trainer.execution.phase("validate"):
+                with trainer.execution.phase("validate"), trainer.train_step.aside():
                     whole, first = (
                         trainer.train_step.forward(each)[0].item()
                         for each in (batch, batch_of.with_target(batch, first_alone))

@@ -32,6 +32,8 @@ class StepBatches(NamedTuple):
     """Whose slices are on the device."""
     context: int = 1
     """Slices that make up whole sequences."""
+    epoch: int | None = None
+    """That of the last micro-batch, from 0; None: the loader does not know."""
 
     @property
     def counted(self) -> tuple[list[Batch], list[float]]:
@@ -115,7 +117,8 @@ class NextBatches:
             for parts, weight in zip(slices, weights, strict=True)
         ]
         copies = [batch_of.to_device(part, self._device) for part in own]
-        self._drawn = StepBatches(host, copies, slices, weights, rank, context)
+        epoch = self._feed.epoch_of(step)
+        self._drawn = StepBatches(host, copies, slices, weights, rank, context, epoch)
 
     @contextmanager
     def as_not_drawn(self) -> Iterator[None]:

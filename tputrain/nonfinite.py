@@ -222,7 +222,8 @@ class BadSteps:
         """Forward and backward of a step with every operation looked at; all is as before afterwards."""
         trainer = self.trainer
         with _Untouched(trainer.model, trainer.optimizer, trainer.device):
-            with trainer.execution.in_form("debug"), looking_for_nonfinite() as looking:
+            debug = trainer.execution.in_form("debug")
+            with debug, trainer.train_step.aside(), looking_for_nonfinite() as looking:
                 weights = [[weight] for weight in trainer.label_weights.of(batches)]
                 trainer.train_step.gradients(*batch_of.counted([[each] for each in batches], weights, 0))
         devices.flush(trainer.device)  # the next step's program must not hold any of this

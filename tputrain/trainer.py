@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tputrain import batches as batch_of
 from tputrain import device as devices
@@ -17,11 +17,12 @@ from tputrain.callbacks.callback import Callback, Control
 from tputrain.callbacks.config import build_callbacks
 from tputrain.callbacks.events import EventLog
 from tputrain.callbacks.recompile_budget import RecompileBudget
+from tputrain.callbacks.step_hooks import step_hooks
 from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
-from tputrain.evaluator import Evaluator, better
+from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
 from tputrain.feed import feed_of
 from tputrain.label_weights import LabelWeights
@@ -95,6 +96,8 @@ class Trainer:
     """Optimizer steps done."""
     num_done: int
     """Tokens (of text) or samples trained on; `unit` says which."""
+    epoch: int
+    """That of the step under way or the last one, from 0; -1: none has begun, or the loader knows none."""
     best: Record | None
     """The evaluation with the lowest loss that is finite."""
     evaluated_at: int | None
@@ -171,19 +174,18 @@ class Trainer:
             feed = feed_of(train_loader, self.device)
             self._data = NextBatches(feed, self.device, cfg.trainer.accumulate, self.world)
         self.run_dir = None if cfg.run_dir is None else Path(cfg.run_dir)
-        self._written_dir = self.run_dir if self.world.is_first else None  # where this rank writes its news
         self.store: CheckpointStore | None = None
         if self.run_dir is not None:
             self.store = CheckpointStore.of_run(self.run_dir, cfg.checkpoint)
             self.store.also_keeps = lambda steps: set().union(*(each.keeps(steps) for each in self.callbacks))
-        if self._written_dir is not None:
-            self.callbacks.append(EventLog(self._written_dir))
         self.loggers = []
-        if self.world.is_first:
+        if self.world.is_first:  # this rank writes the news
+            self.callbacks += [] if self.run_dir is None else [EventLog(self.run_dir)]
             self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
         self.step = self.num_done = 0
         self.best = self.evaluated_at = None
+        self.epoch = -1
         self.unit = "samples"
         self._rates = LearningRates(
             self.optimizer, lr_scheduler, optimizer is None and lr_scheduler is None, cfg.optim, cfg.schedule
@@ -201,10 +203,9 @@ class Trainer:
         self._watchdog = Watchdog(cfg.watchdog, self.run_dir, self.device, lambda: self.step, rank)
         self.label_weights = LabelWeights(self)
         self._evaluator = Evaluator(self, self._signals, self._agreement, self._watchdog)
+        weights, timed = self.label_weights, self._readings.waiting
         if self._data is not None:
-            self._incoming = IncomingBatches(
-                self._data, self.label_weights, self._signals, self._watchdog, self._readings.waiting
-            )
+            self._incoming = IncomingBatches(self._data, weights, self._signals, self._watchdog, timed)
         self._initial_values = InitialValues(self.model, self.optimizer, initialize)
         state = RunState(
             self, self._data, self._bad_steps, self._initial_values, self._rates, optimizer is None
@@ -239,6 +240,7 @@ class Trainer:
                         break
                     batches = self._incoming.take(batches, self.step)
                     self._readings.begin_step()
+                    self._begin_step(batches.epoch)
                     rates = self._rates.set(self.step, self.cfg.trainer.steps)
                     result = self.train_step(*batches.counted, not self._bad_steps.leaves_out_next)
                     self._count(batches.host, result, rates)
@@ -255,6 +257,12 @@ class Trainer:
                 self._save_if_due()
                 garbage.after_step(self.step)
             self._end()
+
+    def _begin_step(self, epoch: int | None) -> None:
+        if epoch is not None and epoch != self.epoch:
+            self.epoch = epoch
+            self._tell("on_epoch_start", epoch)
+        self._tell("on_step_start")
 
     def _count(self, batches: list[Batch], result: StepResult, rates: dict[str, float]) -> None:
         """The step was dispatched."""
@@ -319,14 +327,10 @@ class Trainer:
             return
         self.control.evaluate = False
         with self._first_runs.evaluation():
-            result = self._evaluator.measure()
-        if result is None:  # broken off by a signal
+            record = self._evaluator.evaluate()
+        if record is None:  # broken off by a signal
             return
-        self.execution.has_run("validate")
-        self.evaluated_at = self.step
         self._checkpoints.forget_step(self.step)  # that checkpoint does not know of this evaluation
-        record = {"step": self.step, "loss_hex": result["loss"].hex(), **result}
-        self.best = better(self.best, record)
         for logger in self.loggers:
             logger.log_evaluation(record)
         with rng.kept(self.device):  # what callbacks draw must not change the training, either
@@ -355,6 +359,27 @@ class Trainer:
         result = self._evaluator.measure()
         assert result is not None, "only fit() watches for signals"
         return result
+
+    def predict(self, loader: Iterable[Batch]) -> list[Any]:
+        """What the model returns for each batch of `loader`, on the host. It is in evaluation mode, with the
+        weights that evaluations use. A batch needs no target: a tensor, a list of one, or a dict.
+
+        All of it stays in memory. With several ranks each runs all batches and has all outputs; UserError
+        with `parallel.context`.
+        """
+        if self.world.context_size > 1:
+            raise UserError("predict: expected parallel.context=1, where each rank has whole sequences")
+        self._initial_values.give()
+        return self._evaluator.predict(loader)
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Log a number with the step under way, from the model, its loss, a callback or a step of your own.
+
+        A tensor of one element stays on the device until the next log step reads it. What a step logs several
+        times is averaged, and so is what several ranks log. In an evaluation the mean over its labels is in
+        the evaluation's record. UserError where `value` is no number, or a record has `name` anyway.
+        """
+        self._readings.logged.add(name, value)
 
     def save(self) -> Path:
         """Write the checkpoint of this step, `run_dir/checkpoints/step-N`, and return its path once it is
@@ -400,6 +425,7 @@ class Trainer:
             say(f"finished: step {self.step} is done, trainer.steps={steps}; raise it to go on")
         for logger in self.loggers:
             logger.start(self.step, self.cfg.trainer.steps, self._checkpoints.has_loaded)
+        self.train_step.hooks = step_hooks(self.callbacks, self)
         self.model.train()
         devices.flush(self.device)
         self.control.save |= self._bad_steps.needs_checkpoint and self.saved_at is None

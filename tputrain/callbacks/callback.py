@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from tputrain.loggers.logger import Record
 
 if TYPE_CHECKING:
@@ -23,10 +25,10 @@ class Control:
 class Callback:
     """Override what you need. Hooks run in the order in which the callbacks were given.
 
-    A hook may read `trainer` (step, num_done, model, optimizer, cfg) and set `trainer.control`. In
-    `on_step_end` it must not read a tensor of the model: that would stop the device at every step; `on_log`
-    and `on_evaluate` bring the numbers. A callback with `state_dict()` and `load_state_dict(state)` (plain
-    JSON) is kept in the checkpoint.
+    A hook may read `trainer` (step, epoch, num_done, model, optimizer, cfg), set `trainer.control` and call
+    `trainer.log`. The hooks of a step must not read a tensor of the model: that would stop the device at
+    every step; `on_log` and `on_evaluate` bring the numbers. A callback with `state_dict()` and
+    `load_state_dict(state)` (plain JSON) is kept in the checkpoint.
     """
 
     state_key: str = ""
@@ -34,6 +36,21 @@ class Callback:
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """After a resume, before the first step."""
+
+    def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
+        """The next step is the first with batches of epoch `epoch` (from 0); of loaders that know epochs."""
+
+    def on_step_start(self, trainer: "Trainer") -> None:
+        """Step `trainer.step + 1` begins; its batches are there."""
+
+    def on_before_backward(self, trainer: "Trainer", loss: Tensor) -> None:
+        """`loss` of a micro-batch, times its share of the step, is about to be differentiated."""
+
+    def on_after_backward(self, trainer: "Trainer") -> None:
+        """A micro-batch has added its gradients, which are not clipped."""
+
+    def on_before_optimizer_step(self, trainer: "Trainer") -> None:
+        """The gradients of the step are complete and clipped."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
         """A step was dispatched; `trainer.step` counts it."""

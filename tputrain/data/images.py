@@ -49,6 +49,10 @@ class ImageBatches:
         """The batch of step `step`, whose only micro-batch it is."""
         return self.images.batch_at(step, self.size)
 
+    def epochs_at(self, step: int) -> float:
+        """How many epochs the steps before `step` come to."""
+        return step * self.size / len(self.images)
+
 
 @dataclass(frozen=True)
 class ImageEvaluation:

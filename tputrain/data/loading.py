@@ -25,6 +25,10 @@ class TrainingBatches:
         """Micro-batch `micro` of step `step`: `batch_size` sequences."""
         return self.sequences.batch_at(step, micro, self.batch_size, self.micro_batches)
 
+    def epochs_at(self, step: int) -> float:
+        """How many epochs the steps before `step` come to."""
+        return self.sequences.epochs_at(step, self.batch_size * self.micro_batches)
+
 
 @dataclass(frozen=True)
 class ValidationBatches:

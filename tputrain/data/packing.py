@@ -69,6 +69,10 @@ class PackedSequences:
         places = (step * micros + micro) * sequences + np.arange(sequences)
         return self.batch_of(shuffled(self._seed, places, self.num_sequences))
 
+    def epochs_at(self, step: int, sequences: int) -> float:
+        """How many epochs the steps before `step`, of `sequences` each, come to."""
+        return step * sequences / self.num_sequences
+
     def eval_batches(self, sequences: int, max_batches: int | None = None) -> Iterator[Batch]:
         """Batches of exactly `sequences`, always the same ones in the same order, whatever the seed.
 

@@ -78,10 +78,16 @@ class PaddedSequences:
         """
         if not 0 <= micro < micros:
             raise ValueError(f"micro={micro}: expected 0 to {micros - 1}")
-        steps_an_epoch = len(self._plan(self._seed, 0, sequences * micros))
-        epoch, place = divmod(step, steps_an_epoch)
+        epoch, place = divmod(step, self._steps_an_epoch(sequences * micros))
         rows = self._plan(self._seed, epoch, sequences * micros)[place]
         return self._batch(rows[micro * sequences : (micro + 1) * sequences], self._length_for(rows))
+
+    def epochs_at(self, step: int, sequences: int) -> float:
+        """How many epochs the steps before `step`, of `sequences` each, come to."""
+        return step / self._steps_an_epoch(sequences)
+
+    def _steps_an_epoch(self, sequences: int) -> int:
+        return len(self._plan(self._seed, 0, sequences))
 
     def eval_batches(self, sequences: int, max_batches: int | None = None) -> Iterator[Batch]:
         """Batches of `sequences` rows, always the same ones in the same order, whatever the seed."""

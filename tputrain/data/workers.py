@@ -21,6 +21,7 @@ class WorkerBatches:
     def __init__(self, loader: IndexedLoader, micro_batches: int, workers: int):
         self.loader = loader
         self.fingerprint = getattr(loader, "fingerprint", None)
+        self.epochs_at = getattr(loader, "epochs_at", None)
         self._micro_batches, self._workers = micro_batches, workers
         self._place = -1
         self._iterator: Iterator[Batch] = iter(())

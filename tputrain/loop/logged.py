@@ -52,6 +52,17 @@ def means(collection: Mapping[str, Sequence[Tensor | float]]) -> Logged:
     return {name: _mean(values) for name, values in collection.items()}
 
 
+def expect_tensors(collection: Mapping[str, Sequence[Tensor | float]]) -> None:
+    """Raise UserError at a number of Python's: a step that is replayed would give it again and again."""
+    for name, values in collection.items():
+        for value in values:
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"trainer.log({name!r}, ...): {value}: expected a tensor with execution.train=captured, "
+                    "whose steps are replayed without their Python"
+                )
+
+
 def read_on_all_ranks(steps: Sequence[Logged], world: World) -> list[dict[str, float]]:
     """Of some steps the numbers of each, averaged over those ranks that gave them. All ranks call it."""
     own = [{name: float(value) for name, value in step.items()} for step in steps]

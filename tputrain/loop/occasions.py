@@ -32,10 +32,9 @@ class Occasions:
         # A run ended by a signal evaluates when it goes on, at this same step, and has to leave quickly now.
         if trainer.evaluated_at == trainer.step or self._signals.received is not None:
             return False
-        is_wanted = trainer.control.evaluate or trainer.step == 0
-        return trainer.val_loader is not None and (
-            is_wanted or self._recurs(trainer.cfg.trainer.evaluate_every)
-        )
+        cfg, is_first = trainer.cfg.trainer, trainer.step == 0
+        is_wanted = trainer.control.evaluate or (is_first and cfg.evaluate_first)
+        return trainer.val_loader is not None and (is_wanted or self._recurs(cfg.evaluate_every))
 
     @property
     def save(self) -> bool:

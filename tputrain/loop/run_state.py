@@ -66,6 +66,7 @@ class RunState:
             "unit": trainer.unit,
             "best": trainer.best,
             "evaluated_at": trainer.evaluated_at,
+            "epoch": trainer.epoch,
             "rng": rng.capture(trainer.device),
             "rng_of_other_ranks": trainer.world.of_all(rng.device_state(trainer.device))[1:],
             "data": None if self._data is None else self._data.state(),
@@ -101,6 +102,7 @@ class RunState:
         trainer.step, trainer.unit = state["step"], state["unit"]
         trainer.num_done = state[trainer.unit]
         trainer.best, trainer.evaluated_at = state["best"], state["evaluated_at"]
+        trainer.epoch = state.get("epoch", -1)  # earlier checkpoints have none
         if trainer.best is not None and not math.isfinite(trainer.best["loss"]):
             trainer.best = None  # earlier versions took a first evaluation of NaN for the best
         if "bad_steps" in state:  # the first checkpoints of all had none

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain.batches import Batch
-from tputrain.loop.logged import means
+from tputrain.loop.logged import expect_tensors, means
 from tputrain.loop.step_parts import StepHooks, StepParts, StepResult
 from tputrain.loss import loss_of
 from tputrain.models.sequence import sequence_split
@@ -77,6 +77,8 @@ class TrainStep:
             with nullcontext() if withheld is None else withheld.where_bad(loss, grad_norm):
                 self.optimizer_step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.parts.execution.captures:
+            expect_tensors(logged)
         return StepResult(loss, grad_norm, means(logged))
 
     def gradients(self, batches: list[Batch], shares: list[float]) -> tuple[Tensor, Tensor]:
