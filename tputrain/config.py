@@ -9,6 +9,7 @@ from tputrain.config_checks import expect, expect_above, expect_at_least, expect
 from tputrain.device import DEVICES
 from tputrain.execution import ExecutionConfig
 from tputrain.loggers.config import LogConfig
+from tputrain.loop.duration import Duration
 from tputrain.metrics.named import check_metric_names
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
@@ -22,6 +23,9 @@ class TrainerConfig:
 
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    duration: str | None = None
+    """In place of `steps`: so many steps, epochs, tokens, samples, or so much time of training, as in 2ep,
+    1.5B tokens or 30min. The run ends with the step that reaches it. None: `steps` counts."""
     accumulate: int = 1
     """Micro-batches a step. In a recipe it follows from batch.tokens and must be left out."""
     max_grad_norm: float | None = 1.0
@@ -52,6 +56,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for key in ("steps", "accumulate", "evaluate_every", "evaluate_batches", "collect_garbage_every"):
             expect_at_least(f"trainer.{key}", getattr(self, key), 1)
+        if self.duration is not None:
+            Duration.of(self.duration)
         expect_at_least("trainer.recompile_budget", self.recompile_budget, 0)
         expect_at_least("trainer.nonfinite_limit", self.nonfinite_limit, 1)
         expect_above("trainer.max_grad_norm", self.max_grad_norm, 0.0)
@@ -65,6 +71,13 @@ class TrainerConfig:
             self.spike_factor,
             "none with trainer.on_nonfinite=continue, which does nothing about spikes",
         )
+
+    @property
+    def length(self) -> Duration:
+        """Of the whole run."""
+        if self.duration is not None:
+            return Duration.of(self.duration)
+        return Duration(self.steps, "steps", f"trainer.steps={self.steps}")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ class Feed(Protocol):
     def epoch_of(self, step: int) -> int | None:
         """The epoch (from 0) of the last batch of `step`, which was given last; None: not known."""
 
+    def epochs_after(self, step: int) -> float | None:
+        """How many epochs the batches up to the last one of `step` come to; None: not known."""
+
     def can_draw_ahead(self, count: int) -> bool:
         """Whether the next `count` batches, and all random numbers, are the same if they are drawn now."""
 
@@ -95,8 +98,12 @@ class IndexedFeed:
         return [self.loader.batch_at(step, micro) for micro in range(count)]
 
     def epoch_of(self, step: int) -> int | None:
+        epochs = self.epochs_after(step)
+        return None if epochs is None else max(0, math.ceil(epochs) - 1)
+
+    def epochs_after(self, step: int) -> float | None:
         epochs_at = getattr(self.loader, "epochs_at", None)
-        return max(0, math.ceil(epochs_at(step + 1)) - 1) if callable(epochs_at) else None
+        return epochs_at(step + 1) if callable(epochs_at) else None
 
     def can_draw_ahead(self, count: int) -> bool:
         return True
@@ -124,6 +131,9 @@ class StatefulFeed:
 
     def epoch_of(self, step: int) -> int | None:
         return self.epoch
+
+    def epochs_after(self, step: int) -> float | None:
+        return None  # its length is not known
 
     def can_draw_ahead(self, count: int) -> bool:
         return getattr(self.loader, "can_read_ahead", False) is True
@@ -190,6 +200,12 @@ class IterableFeed:
 
     def epoch_of(self, step: int) -> int | None:
         return self.epoch
+
+    def epochs_after(self, step: int) -> float | None:
+        try:
+            return self.epoch + self.taken / len(self.loader)  # type: ignore[arg-type]
+        except TypeError:  # only gone through can it be counted
+            return None
 
     def can_draw_ahead(self, count: int) -> bool:
         # Within an epoch: an order is drawn where one starts.

@@ -34,6 +34,8 @@ class StepBatches(NamedTuple):
     """Slices that make up whole sequences."""
     epoch: int | None = None
     """That of the last micro-batch, from 0; None: the loader does not know."""
+    epochs: float | None = None
+    """How many epochs the run has come to with these; None: the loader does not know."""
 
     @property
     def counted(self) -> tuple[list[Batch], list[float]]:
@@ -117,8 +119,8 @@ class NextBatches:
             for parts, weight in zip(slices, weights, strict=True)
         ]
         copies = [batch_of.to_device(part, self._device) for part in own]
-        epoch = self._feed.epoch_of(step)
-        self._drawn = StepBatches(host, copies, slices, weights, rank, context, epoch)
+        epoch, epochs = self._feed.epoch_of(step), self._feed.epochs_after(step)
+        self._drawn = StepBatches(host, copies, slices, weights, rank, context, epoch, epochs)
 
     @contextmanager
     def as_not_drawn(self) -> Iterator[None]:

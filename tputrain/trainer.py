@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import say
@@ -27,12 +26,13 @@ from tputrain.execution import Execution
 from tputrain.feed import feed_of
 from tputrain.label_weights import LabelWeights
 from tputrain.loggers.config import build_loggers
-from tputrain.loggers.logger import Logger, Record
+from tputrain.loggers.logger import Logger
 from tputrain.loop.checkpoints import Checkpoints
 from tputrain.loop.first_runs import FirstRuns
 from tputrain.loop.incoming import IncomingBatches
 from tputrain.loop.initial_values import InitialValues
 from tputrain.loop.occasions import Occasions
+from tputrain.loop.position import Clock, Position, count
 from tputrain.loop.readings import Readings
 from tputrain.loop.run_state import RunState
 from tputrain.loop.session import session
@@ -42,7 +42,7 @@ from tputrain.loss import LossFunction
 from tputrain.metrics.evaluation import evaluation_sets
 from tputrain.metrics.named import Metric, metric_functions
 from tputrain.models.meta import allocate, move
-from tputrain.next_batches import NextBatches
+from tputrain.next_batches import NextBatches, StepBatches
 from tputrain.nonfinite import BadSteps, Verdict
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
@@ -56,11 +56,11 @@ from tputrain.parallel.same_batches import check_loader
 from tputrain.parallel.world import World, join
 from tputrain.parallel.writer import SharedWriter
 from tputrain.signals import SignalWatch
-from tputrain.trainer_arguments import check_arguments, check_step
+from tputrain.trainer_arguments import check_arguments, check_length, check_step
 from tputrain.watchdog import READING, Watchdog
 
 
-class Trainer:
+class Trainer(Position):
     """Trains `model` as `cfg` says; `fit()` goes on from the newest checkpoint in `cfg.run_dir`, if any.
 
     What a batch may be: `tputrain.batches`. Where the loss comes from: `tputrain.loss`. `train_loader` is any
@@ -91,18 +91,6 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     train_step: TrainStep
 
-    # Where the run is; a checkpoint holds all of it.
-    step: int
-    """Optimizer steps done."""
-    num_done: int
-    """Tokens (of text) or samples trained on; `unit` says which."""
-    epoch: int
-    """That of the step under way or the last one, from 0; -1: none has begun, or the loader knows none."""
-    best: Record | None
-    """The evaluation with the lowest loss that is finite."""
-    evaluated_at: int | None
-    """The step of the last evaluation that was not broken off."""
-
     # What goes along.
     control: Control
     callbacks: list[Callback]
@@ -128,6 +116,7 @@ class Trainer:
         check_arguments(
             model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers, initialize, step
         )
+        super().__init__()
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
@@ -136,7 +125,7 @@ class Trainer:
         self.model = model
         move(model, self.device)
         self.execution = Execution(
-            model, self.device, cfg.execution, lambda: self.step, cfg.trainer.steps, self._on_any_rank
+            model, self.device, cfg.execution, lambda: self.step, cfg.trainer.length.steps, self._on_any_rank
         )
         freeze(self.model, cfg.optim.freeze)
         self._readings = Readings(self.model, loss_fn, self.device, self.world, cfg.log)
@@ -183,13 +172,10 @@ class Trainer:
             self.callbacks += [] if self.run_dir is None else [EventLog(self.run_dir)]
             self.loggers = [*build_loggers(cfg.log, self.run_dir, asdict(cfg)), *loggers]
 
-        self.step = self.num_done = 0
-        self.best = self.evaluated_at = None
-        self.epoch = -1
-        self.unit = "samples"
-        self._rates = LearningRates(
-            self.optimizer, lr_scheduler, optimizer is None and lr_scheduler is None, cfg.optim, cfg.schedule
-        )
+        self._clock = Clock(self)
+        by_config = optimizer is None and lr_scheduler is None
+        check_length(cfg, by_config)
+        self._rates = LearningRates(self.optimizer, lr_scheduler, by_config, cfg.optim, cfg.schedule)
         saves = self.store is not None
         self._signals = SignalWatch(saves) if is_alone else AgreedSignals(saves)
         self._due = Occasions(self, self._signals)
@@ -241,9 +227,9 @@ class Trainer:
                     batches = self._incoming.take(batches, self.step)
                     self._readings.begin_step()
                     self._begin_step(batches.epoch)
-                    rates = self._rates.set(self.step, self.cfg.trainer.steps)
+                    rates = self._rates.set(self.step, self._due.total_steps)
                     result = self.train_step(*batches.counted, not self._bad_steps.leaves_out_next)
-                    self._count(batches.host, result, rates)
+                    self._count(batches, result, rates)
                 if self._bad_steps.examined is not None:  # done again on the way to a bad step: not logged
                     self._readings.read(self.unit)
                     continue
@@ -264,15 +250,14 @@ class Trainer:
             self._tell("on_epoch_start", epoch)
         self._tell("on_step_start")
 
-    def _count(self, batches: list[Batch], result: StepResult, rates: dict[str, float]) -> None:
+    def _count(self, batches: StepBatches, result: StepResult, rates: dict[str, float]) -> None:
         """The step was dispatched."""
         self._writer.let_write()
         self._rates.after_step()
-        self.unit = "tokens" if batch_of.is_text(batches[0]) else "samples"
-        self.step += 1
-        self.num_done += sum(batch_of.size(batch) for batch in batches)
-        self._bad_steps.remember(self.step, batches)
-        self._readings.end_step(self.step, batches, result, rates | {self.unit: self.num_done})
+        count(self, batches)
+        self._clock.read()
+        self._bad_steps.remember(self.step, batches.host)
+        self._readings.end_step(self.step, batches.host, result, rates | {self.unit: self.num_done})
         if not self._first_runs.is_first_step:  # that is announced; a line in between would break that one
             for logger in self.loggers:
                 logger.after_step(self.step)
@@ -314,11 +299,12 @@ class Trainer:
         self._bad_steps.went_back(verdict)
         for logger in self.loggers if self._bad_steps.examined is None else ():
             logger.close()
-            logger.start(self.step, self.cfg.trainer.steps, True)
+            logger.start(self.step, self._due.total_steps, True)
         return True
 
     def _agree(self) -> None:
         """Have all ranks know the same of signals, `control` and the write in flight."""
+        self.control.stop |= self._due.time_is_up
         with self._watchdog.phase(READING):
             self._agreement.reach()
 
@@ -412,6 +398,7 @@ class Trainer:
     # -- start and end ---------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        self._clock.start()
         if self._data is None:
             raise UserError("fit: the Trainer was given no train_loader")
         if not self._checkpoints.begin_run():
@@ -421,10 +408,11 @@ class Trainer:
             if self.step == 0:
                 self.evaluation_weights.begin(0)
         self.execution.after_step()  # the next step's form, wherever the run goes on
-        if self.step >= (steps := self.cfg.trainer.steps):
-            say(f"finished: step {self.step} is done, trainer.steps={steps}; raise it to go on")
+        if self._due.is_done:
+            asked = self.cfg.trainer.length.setting
+            say(f"finished: step {self.step} is done, {asked}; raise it to go on")
         for logger in self.loggers:
-            logger.start(self.step, self.cfg.trainer.steps, self._checkpoints.has_loaded)
+            logger.start(self.step, self._due.total_steps, self._checkpoints.has_loaded)
         self.train_step.hooks = step_hooks(self.callbacks, self)
         self.model.train()
         devices.flush(self.device)
@@ -438,7 +426,7 @@ class Trainer:
             raise self._bad_steps.stopped(examined)
         self._agree()
         self._went_back(self._log_if_due())
-        if self.step >= self.cfg.trainer.steps:
+        if self._due.is_done:
             self.execution.end_training()
         self._checkpoints.end()
         if self._due.save:

@@ -71,6 +71,17 @@ def check_arguments(
     _expect(callable(step), "step", step, "a subclass of tputrain.TrainStep, or a function that makes one")
 
 
+def check_length(cfg: RunConfig, rate_is_by_config: bool) -> None:
+    """Raise UserError where the schedule needs a number of steps that a run by time has not."""
+    length, schedule = cfg.trainer.length, cfg.schedule
+    needs_steps = rate_is_by_config and schedule.name != "constant" and schedule.steps is None
+    if needs_steps and length.unit == "seconds":
+        raise UserError(
+            f"{length.setting}: expected schedule.name=constant, or schedule.steps: the number of "
+            "steps is not known beforehand"
+        )
+
+
 def check_step(step: Any, cfg: RunConfig) -> None:
     """Raise UserError unless `step`, which a user's class or function has made, is one that `cfg` can use."""
     _expect(isinstance(step, TrainStep), "what step makes", step, "a tputrain.TrainStep")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tputrain import RunConfig, Trainer, TrainerConfig
+from tputrain import Callback, RunConfig, Trainer, TrainerConfig
 from tputrain.batches import IGNORED_LABEL
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.loggers.config import LogConfig
@@ -65,6 +65,18 @@ class Batches:
 EVALUATION = [batch(1001, 5, unlabelled=2), batch(1002, 3)]
 
 
+class Logs(Callback):
+    """Logs inside the step and beside it, values that differ by rank."""
+
+    def on_before_backward(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        trainer.log("part_of_loss", loss)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.log("mean_rank", trainer.world.rank)
+        if trainer.world.is_first:
+            trainer.log("of_first", 1)
+
+
 def begin_from(source: Path, run_dir: Path) -> None:
     """Make a run of its own that is to go on from the middle of another one."""
     shutil.copytree(source, run_dir)
@@ -95,6 +107,6 @@ def train(
         parallel=ParallelConfig(**parallel),
     )
     loaders: dict[str, Any] = {"train_loader": Batches(sequences), "val_loader": EVALUATION}
-    trainer = Trainer(model, cfg, **loaders)
+    trainer = Trainer(model, cfg, **loaders, callbacks=[Logs()])
     trainer.fit()
     return trainer

@@ -100,6 +100,12 @@ def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_chec
     assert last["slowest_rank"] in range(4)
     assert last["slowest_rank_seconds"] > 0
 
+    for name, world, num_parts in (("alone", 1, 2), ("shard", 2, 2), ("both", 4, 1)):
+        for record in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines()):
+            assert record["part_of_loss"] * num_parts == pytest.approx(record["loss"], rel=1e-5)
+            assert record["mean_rank"] == (world - 1) / 2  # over all ranks
+            assert record["of_first"] == 1
+
 
 @pytest.mark.sweep
 def test_from_four_ranks_a_run_goes_on_at_eight_and_at_two(runs: Path):

@@ -73,7 +73,7 @@ def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
         *(notes(cfg, data) if checkpoint is None else []),
         f"model: {cfg.model.name}, {num_parameters:,} parameters",
         cfg.batch.arithmetic(cfg.data.sequence_length),
-        f"run: {cfg.trainer.steps} steps, {_how_much(cfg)}, in {cfg.run_dir}",
+        f"run: {_how_much(cfg)}, in {cfg.run_dir}",
     ]
     return Job(trainer, description)
 
@@ -104,7 +104,10 @@ def _device(cfg: RecipeConfig) -> torch.device:
 
 def _how_much(cfg: RecipeConfig) -> str:
     samples = cfg.batch.samples
-    return f"{cfg.trainer.steps * (samples or cfg.batch.tokens):,} {'images' if samples else 'tokens'}"
+    if cfg.trainer.duration is not None:
+        return cfg.trainer.duration
+    num_done = cfg.trainer.steps * (samples or cfg.batch.tokens)
+    return f"{cfg.trainer.steps} steps, {num_done:,} {'images' if samples else 'tokens'}"
 
 
 def _build_data(cfg: RecipeConfig, tokenizer: Tokenizer | None, expected: str | None) -> Data:

@@ -17,6 +17,7 @@ from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
+from tputrain.loop.position import Position, restore
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.launched import is_launched, launched_by
 from tputrain.parallel.world import ALONE, World, join
@@ -125,7 +126,7 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
         raise
     if (programs := describe_programs(job.trainer.device)) is not None:
         say(f"programs: {programs}")
-    longer = _longer(command, overrides, 2 * cfg.trainer.steps)
+    longer = _longer(cfg, command, overrides, 2 * cfg.trainer.steps)
     _say_what_next(cfg, job.trainer.step, longer)
     return 0
 
@@ -136,15 +137,19 @@ def _says_finished(cfg: RecipeConfig, started: Path | None, command: str, overri
     if started is None or not world.first(lambda: _is_finished(cfg, started)):
         return False
     done, asked = contents.load_state(started)["step"], cfg.trainer.steps
-    what = f"its {done} steps" if done == asked else f"{done} steps, more than trainer.steps={asked}"
+    is_exact = done == asked or cfg.trainer.duration is not None
+    what = f"its {done} steps" if is_exact else f"{done} steps, more than trainer.steps={asked}"
     say(f"{cfg.run_dir} is finished: it has done {what}. To make it longer:")
-    say(f"  {_longer(command, overrides, 2 * done)}")
+    say(f"  {_longer(cfg, command, overrides, 2 * done)}")
     return True
 
 
-def _longer(command: str, overrides: Sequence[str], steps: int) -> str:
-    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith("trainer.steps="))
-    return f"{command}{kept} trainer.steps={steps}"
+def _longer(cfg: RecipeConfig, command: str, overrides: Sequence[str], steps: int) -> str:
+    """The command for a run of `steps`; of one with a duration, for twice as long."""
+    lengths = ("trainer.steps=", "trainer.duration=")
+    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith(lengths))
+    setting = f"trainer.steps={steps}" if cfg.trainer.duration is None else cfg.trainer.length.doubled
+    return f"{command}{kept} {shlex.quote(setting)}"
 
 
 def validate(target: str, overrides: Sequence[str]) -> int:
@@ -152,7 +157,8 @@ def validate(target: str, overrides: Sequence[str]) -> int:
     if not Path(target).is_dir():
         path = find_recipe(target, expected="run directory or recipe file")
         cfg = load_recipe(path, overrides)
-        say(f"{path}: valid; {cfg.trainer.steps} steps, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
+        length = cfg.trainer.duration or f"{cfg.trainer.steps} steps"
+        say(f"{path}: valid; {length}, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
         return 0
     checkpoint, cfg = _trained(target, overrides)
     trainer = build_evaluation(replace(cfg, run_dir=None), checkpoint)
@@ -230,8 +236,9 @@ def _started(cfg: RecipeConfig) -> Path | None:
 
 def _is_finished(cfg: RecipeConfig, checkpoint: Path) -> bool:
     """Whether the run has nothing left to do, and what it came to is whole."""
-    state = contents.load_state(checkpoint)
-    is_finished = state["step"] >= cfg.trainer.steps and state["evaluated_at"] == state["step"]
+    state, run = contents.load_state(checkpoint), Position()
+    restore(run, state)
+    is_finished = cfg.trainer.length.is_reached(run) and run.evaluated_at == run.step
     return is_finished and _newest_to_go_on_from(cfg) == checkpoint
 
 

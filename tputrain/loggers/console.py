@@ -21,22 +21,22 @@ class PlainLogger(Logger):
     """A line at every log step, and in between where it would otherwise be silent for long."""
 
     def __init__(self) -> None:
-        self._total = 0
+        self._total = ""
         self._spoke_at = time.monotonic()
 
-    def start(self, step: int, total_steps: int, resumed: bool) -> None:
-        self._total = total_steps
+    def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
+        self._total = "" if total_steps is None else f"/{total_steps}"
         self._spoke_at = time.monotonic()
 
     def after_step(self, step: int) -> None:
         # Only what the host knows: reading the loss here would stop the device for the sake of a line.
         if time.monotonic() - self._spoke_at > _LONGEST_SILENCE:
-            self._say(f"step {step}/{self._total}")
+            self._say(f"step {step}{self._total}")
 
     def log(self, records: list[Record]) -> None:
         if records:
             last = records[-1]
-            self._say(f"step {last['step']}/{self._total}  {_describe_step(last)}")
+            self._say(f"step {last['step']}{self._total}  {_describe_step(last)}")
 
     def log_evaluation(self, record: Record) -> None:
         self._say(describe_evaluation(record))
@@ -53,7 +53,7 @@ class BarLogger(Logger):
         self._bar: Any = None
         self._task: Any = None
 
-    def start(self, step: int, total_steps: int, resumed: bool) -> None:
+    def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
         # Imported here because only a terminal needs it.
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

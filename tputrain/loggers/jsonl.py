@@ -24,7 +24,7 @@ class JsonlLogger(Logger):
         self._evaluations: AppendedLines | None = None
         self._evaluated_at = -1
 
-    def start(self, step: int, total_steps: int, resumed: bool) -> None:
+    def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
         last = step if resumed else -1
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -28,9 +28,10 @@ def expect_run_dir(run_dir: Path | None, setting: str) -> Path:
 class Logger:
     """Override what you need; everything here does nothing."""
 
-    def start(self, step: int, total_steps: int, resumed: bool) -> None:
+    def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
         """The run goes on from `step` of a checkpoint (resumed): forget what was logged after it.
 
+        `total_steps`: of the run; None: that is not known yet (`trainer.duration`).
         Not resumed, it begins: forget everything, it is of a run that left nothing to go on from.
         """
 

@@ -26,7 +26,7 @@ class TensorBoardLogger(Logger):
         self._writer: SummaryWriter | None = None
         self._evaluated_at = -1
 
-    def start(self, step: int, total_steps: int, resumed: bool) -> None:
+    def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
         purge_step = step + 1 if resumed else 0
         run_dir = expect_run_dir(self.run_dir, "log.tensorboard=true")
         # What is of later steps than this one is hidden by the mark; of this very step it is not.

@@ -61,7 +61,7 @@ class WandbLogger(Logger):
         self._evaluated_at = -1
         """The last step whose evaluation is there."""
 
-    def start(self, step: int, total_steps: int, resumed: bool) -> None:
+    def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
         directory = expect_run_dir(self.run_dir, f"log.wandb.mode={self.cfg.mode}")
         mode = _mode(self.cfg.mode)
         run_id = _run_id(directory, keep=resumed)

@@ -17,9 +17,24 @@ class Occasions:
     @property
     def end(self) -> bool:
         """All steps are done, a callback asks for the end, or a signal came."""
-        trainer = self._trainer
-        is_asked = trainer.control.stop or self._signals.received is not None
-        return is_asked or trainer.step >= trainer.cfg.trainer.steps
+        return self.is_done or self._trainer.control.stop or self._signals.received is not None
+
+    @property
+    def is_done(self) -> bool:
+        """All steps are. Never of a run by time, which ranks agree to end: their clocks differ."""
+        length = self._trainer.cfg.trainer.length
+        return length.unit != "seconds" and length.is_reached(self._trainer)
+
+    @property
+    def time_is_up(self) -> bool:
+        """Of a run by time, on this rank's clock."""
+        length = self._trainer.cfg.trainer.length
+        return length.unit == "seconds" and length.is_reached(self._trainer)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Of the run, as far as that is known by now."""
+        return self._trainer.cfg.trainer.length.total_steps(self._trainer)
 
     @property
     def log(self) -> bool:

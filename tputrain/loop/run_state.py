@@ -1,6 +1,5 @@
 """All that a checkpoint holds of a run: taken from a Trainer, and put back."""
 
-import math
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.config_checks import spelled
 from tputrain.config_differences import changed_settings
+from tputrain.loop import position
 from tputrain.loop.initial_values import InitialValues
 from tputrain.next_batches import NextBatches
 from tputrain.nonfinite import BadSteps
@@ -61,12 +61,7 @@ class RunState:
     def _beside_tensors(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         trainer = self._trainer
         return {
-            "step": trainer.step,
-            trainer.unit: trainer.num_done,
-            "unit": trainer.unit,
-            "best": trainer.best,
-            "evaluated_at": trainer.evaluated_at,
-            "epoch": trainer.epoch,
+            **position.state_of(trainer),
             "rng": rng.capture(trainer.device),
             "rng_of_other_ranks": trainer.world.of_all(rng.device_state(trainer.device))[1:],
             "data": None if self._data is None else self._data.state(),
@@ -99,12 +94,7 @@ class RunState:
             self._data.restore(state["data"])
         rng.restore(trainer.device, state["rng"])
         self._take_own_rng([state["rng"]["device"], *state.get("rng_of_other_ranks", [])], state["step"])
-        trainer.step, trainer.unit = state["step"], state["unit"]
-        trainer.num_done = state[trainer.unit]
-        trainer.best, trainer.evaluated_at = state["best"], state["evaluated_at"]
-        trainer.epoch = state.get("epoch", -1)  # earlier checkpoints have none
-        if trainer.best is not None and not math.isfinite(trainer.best["loss"]):
-            trainer.best = None  # earlier versions took a first evaluation of NaN for the best
+        position.restore(trainer, state)
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
         # The next step's program must not hold the loading: in an uninterrupted run it would not.
@@ -135,5 +125,5 @@ class RunState:
                 say(f"note: {key} is {spelled(new)} from here on, it was {spelled(old)}")
         rate, steps = cfg.optim.learning_rate, cfg.trainer.steps
         note = jump(trainer.step, state["config"], cfg.schedule, rate, steps)
-        if note is not None and self._rates.is_by_config:
+        if note is not None and self._rates.is_by_config and cfg.trainer.duration is None:
             say(note)

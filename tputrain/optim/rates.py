@@ -1,5 +1,6 @@
 """The learning rate of each step, from wherever it comes."""
 
+import sys
 from typing import Any
 
 import torch
@@ -27,10 +28,13 @@ class LearningRates:
         self.is_by_config = is_by_config
         """Whether `optim` and `schedule` set it."""
 
-    def set(self, step: int, total_steps: int) -> dict[str, float]:
-        """Bring it to step `step` (from 0); returns it by name, with those of groups that have others."""
+    def set(self, step: int, total_steps: int | None) -> dict[str, float]:
+        """Bring it to step `step` (from 0); returns it by name, with those of groups that have others.
+
+        `total_steps`: None before the first step, where they are not known yet: a schedule begins alike.
+        """
         if self.is_by_config:
-            rate = self._optim.learning_rate * self._schedule.factor(step, total_steps)
+            rate = self._optim.learning_rate * self._schedule.factor(step, total_steps or sys.maxsize)
             set_learning_rate(self._optimizer, rate)
         elif callable(self._scheduler):
             rate = float(self._scheduler(step))

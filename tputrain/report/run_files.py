@@ -49,7 +49,9 @@ class Run:
     def num_steps(self) -> int | None:
         """Steps that were asked for; None where nothing says it."""
         trainer = self.config.get("trainer")
-        steps = trainer.get("steps") if isinstance(trainer, dict) else None
+        if not isinstance(trainer, dict) or trainer.get("duration") is not None:
+            return None
+        steps = trainer.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
