@@ -7,9 +7,9 @@ from tputrain.callbacks.config import CallbacksConfig
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice, expect_types
 from tputrain.device import DEVICES
+from tputrain.duration import Duration
 from tputrain.execution import ExecutionConfig
 from tputrain.loggers.config import LogConfig
-from tputrain.loop.duration import Duration
 from tputrain.metrics.named import check_metric_names
 from tputrain.optim.optimizer import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig

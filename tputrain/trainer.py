@@ -16,7 +16,6 @@ from tputrain.callbacks.callback import Callback, Control
 from tputrain.callbacks.config import build_callbacks
 from tputrain.callbacks.events import EventLog
 from tputrain.callbacks.recompile_budget import RecompileBudget
-from tputrain.callbacks.step_hooks import step_hooks
 from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.config import RunConfig
@@ -37,6 +36,7 @@ from tputrain.loop.readings import Readings
 from tputrain.loop.run_state import RunState
 from tputrain.loop.session import session
 from tputrain.loop.step import TrainStep
+from tputrain.loop.step_hooks import step_hooks
 from tputrain.loop.step_parts import StepParts, StepResult
 from tputrain.loss import LossFunction
 from tputrain.metrics.evaluation import evaluation_sets
@@ -434,7 +434,7 @@ class Trainer(Position):
         self._tell("on_fit_end")
 
     def _on_any_rank(self, here: bool) -> bool:
-        return bool(self.world.largest([here])[0])
+        return bool(self.world.largest([int(here)])[0])
 
     def _tell(self, hook: str, *arguments: Any) -> None:
         with self._watchdog.phase(f"callbacks, {hook}"):

@@ -37,6 +37,10 @@ SCRIPT = """
             own = sum(p.to_local().numel() for p in trainer.model.parameters())
             assert own <= whole / int(shard) * 1.1, (own, whole)
     assert not torch.tpu.fallback_stats()
+    (predicted,) = trainer.predict([small_run.batch(7, 2)])  # all of it on each rank
+    everywhere = trainer.world.of_all([value.tolist() for value in predicted.values()])
+    assert predicted["logits"].shape == (2, 8, small_run.SHAPE.vocab_size)
+    assert all(each == everywhere[0] for each in everywhere)
 
     own = runs / f"of-rank-{rank}"
     own.mkdir(exist_ok=True)

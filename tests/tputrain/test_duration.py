@@ -20,8 +20,8 @@ from tputrain import (
     UserError,
 )
 from tputrain.cli import main
+from tputrain.duration import Duration
 from tputrain.loggers.jsonl import read_jsonl
-from tputrain.loop.duration import Duration
 
 
 @pytest.mark.parametrize(
