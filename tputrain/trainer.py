@@ -204,7 +204,8 @@ class Trainer(Position):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train up to step `cfg.trainer.steps`, with evaluations and checkpoints on the way.
+        """Train up to step `cfg.trainer.steps`, or for `cfg.trainer.duration`, with evaluations and checkpoints
+        on the way.
 
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
@@ -386,14 +387,15 @@ class Trainer(Position):
         """The step saved last, complete or still being written; None: the last one could not be."""
         return self._checkpoints.saved_at
 
-    def resume(self, path: Path | str | None = None) -> bool:
+    def resume(self, path: Path | str | None = None, is_checked: bool = False) -> bool:
         """Load the checkpoint at `path`, or the newest whole one of this run; False where there is none.
 
         A damaged checkpoint in the run is named, in `fit` renamed to `refused-step-N-1`, and passed over; a
         damaged one at `path` is an error, and so are checkpoints of which none is whole. With an older one at
-        `path`, `fit` sets those after it aside: the run goes on from there.
+        `path`, `fit` sets those after it aside: the run goes on from there. `is_checked`: it is known to be
+        whole, so that its checksums are not compared again.
         """
-        return self._checkpoints.resume(None if path is None else Path(path))
+        return self._checkpoints.resume(None if path is None else Path(path), is_checked)
 
     # -- start and end ---------------------------------------------------------------------------------------
 

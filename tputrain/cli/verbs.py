@@ -162,7 +162,7 @@ def validate(target: str, overrides: Sequence[str]) -> int:
         return 0
     checkpoint, cfg = _trained(target, overrides)
     trainer = build_evaluation(replace(cfg, run_dir=None), checkpoint)
-    trainer.resume(checkpoint)
+    trainer.resume(checkpoint, is_checked=True)
     for name, value in trainer.validate().items():
         say(f"{name.replace('_', ' ')}: {value:.4f}")
     return 0

@@ -116,14 +116,14 @@ class Checkpoints:
 
     # -- going on
 
-    def resume(self, path: Path | None) -> bool:
+    def resume(self, path: Path | None, is_checked: bool = False) -> bool:
         """Load the checkpoint at `path`, or the newest whole one; False where there is none."""
         if path is None:
             newest = None if self._store is None else self._newest(self._store)
             if newest is None:
                 return False
             path = newest
-        elif (reason := damage(path)) is not None:
+        elif not is_checked and (reason := damage(path)) is not None:
             raise UserError(f"{path} cannot be used: {reason}")
         self._load(path)
         return True
