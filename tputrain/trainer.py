@@ -204,8 +204,8 @@ class Trainer(Position):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train up to step `cfg.trainer.steps`, or for `cfg.trainer.duration`, with evaluations and checkpoints
-        on the way.
+        """Train up to step `cfg.trainer.steps`, or for `cfg.trainer.duration`. Evaluations and checkpoints are
+        made on the way.
 
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """
