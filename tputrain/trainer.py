@@ -20,16 +20,18 @@ from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
-from tputrain.evaluator import Evaluator
 from tputrain.execution import Execution
 from tputrain.feed import feed_of
-from tputrain.label_weights import LabelWeights
+from tputrain.guard.bad_steps import BadSteps, Verdict
 from tputrain.loggers.config import build_loggers
 from tputrain.loggers.logger import Logger
 from tputrain.loop.checkpoints import Checkpoints
+from tputrain.loop.evaluator import Evaluator
 from tputrain.loop.first_runs import FirstRuns
 from tputrain.loop.incoming import IncomingBatches
 from tputrain.loop.initial_values import InitialValues
+from tputrain.loop.label_weights import LabelWeights
+from tputrain.loop.next_batches import NextBatches, StepBatches
 from tputrain.loop.occasions import Occasions
 from tputrain.loop.position import Clock, Position, count
 from tputrain.loop.readings import Readings
@@ -42,8 +44,6 @@ from tputrain.loss import LossFunction
 from tputrain.metrics.evaluation import evaluation_sets
 from tputrain.metrics.named import Metric, metric_functions
 from tputrain.models.meta import allocate, move
-from tputrain.next_batches import NextBatches, StepBatches
-from tputrain.nonfinite import BadSteps, Verdict
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.optimizer import build_optimizer, create_state
@@ -204,8 +204,9 @@ class Trainer(Position):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train up to step `cfg.trainer.steps`, or for `cfg.trainer.duration`. Evaluations and checkpoints are
-        made on the way.
+        """Train up to step `cfg.trainer.steps`, or for `cfg.trainer.duration`.
+
+        Evaluations and checkpoints are made on the way.
 
         On SIGINT or SIGTERM the step is ended, a checkpoint written and Interrupted (a SystemExit) raised.
         """

@@ -13,7 +13,7 @@ from tests.parallel.rank_threads import ThreadRank, on_ranks
 from tputrain import RunConfig, Trainer
 from tputrain.errors import UserError
 from tputrain.feed import feed_of
-from tputrain.next_batches import NextBatches
+from tputrain.loop.next_batches import NextBatches
 from tputrain.parallel.same_batches import check_loader, digest_of, given_alike
 from tputrain.parallel.world import World
 

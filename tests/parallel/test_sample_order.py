@@ -19,7 +19,7 @@ from tputrain.data import DataConfig, ImageBatches, PackedSequences, PaddedSeque
 from tputrain.data.images import Images
 from tputrain.data.loading import TrainingBatches
 from tputrain.feed import feed_of
-from tputrain.next_batches import NextBatches
+from tputrain.loop.next_batches import NextBatches
 from tputrain.parallel.slices import slices
 from tputrain.parallel.world import World
 

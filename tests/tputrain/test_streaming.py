@@ -15,7 +15,7 @@ from tputrain.data.corpus import is_held_out
 from tputrain.data.sources import row_document
 from tputrain.feed import StatefulFeed, feed_of
 from tputrain.loggers.jsonl import read_jsonl
-from tputrain.next_batches import NextBatches
+from tputrain.loop.next_batches import NextBatches
 from tputrain.prefetch import Prefetched
 
 ROWS = [{"text": f"<{number}> " + "some words " * (number % 7)} for number in range(120)]

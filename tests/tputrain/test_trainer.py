@@ -621,7 +621,7 @@ def test_a_generator_that_ends_early_is_told_with_what_it_gave():
 
 
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
-    from tputrain import evaluator
+    from tputrain.loop import evaluator
 
     monkeypatch.setattr(evaluator, "_SECONDS_BETWEEN_NEWS", 0.0)
     trainer = Trainer(classifier(), config(evaluate_batches=2), val_loader=[samples(4)] * 3)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from tputrain.errors import UserError
-from tputrain.label_weights import LabelWeights
-from tputrain.next_batches import NextBatches, StepBatches
+from tputrain.loop.label_weights import LabelWeights
+from tputrain.loop.next_batches import NextBatches, StepBatches
 from tputrain.signals import SignalWatch
 from tputrain.watchdog import DATA, FIRST_STEP, Watchdog
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tputrain import batches as batch_of
 from tputrain.loggers.logger import Record
-from tputrain.next_batches import StepBatches
+from tputrain.loop.next_batches import StepBatches
 
 
 class Position:

@@ -15,10 +15,10 @@ from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.config_checks import spelled
 from tputrain.config_differences import changed_settings
+from tputrain.guard.bad_steps import BadSteps
 from tputrain.loop import position
 from tputrain.loop.initial_values import InitialValues
-from tputrain.next_batches import NextBatches
-from tputrain.nonfinite import BadSteps
+from tputrain.loop.next_batches import NextBatches
 from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import jump
 from tputrain.optim.schedule_free import progress_options

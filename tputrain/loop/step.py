@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain.batches import Batch
+from tputrain.guard.withheld_update import WithheldUpdate
 from tputrain.loop.logged import expect_tensors, means
 from tputrain.loop.step_parts import StepHooks, StepParts, StepResult
 from tputrain.loss import loss_of
 from tputrain.models.sequence import sequence_split
 from tputrain.optim.clipping import clip_gradients
-from tputrain.withheld_update import WithheldUpdate
 
 
 class TrainStep:

@@ -22,9 +22,9 @@ from tputrain.batches import Batch
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.feed import feed_of
+from tputrain.loop.next_batches import NextBatches
 from tputrain.loss import LossFunction
 from tputrain.models.meta import is_on_meta
-from tputrain.next_batches import NextBatches
 from tputrain.trainer import Trainer
 
 LOSS = "loss"

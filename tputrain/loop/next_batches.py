@@ -27,7 +27,7 @@ class StepBatches(NamedTuple):
     slices: list[list[Batch]]
     """Of each, on the host, the one slice a rank that it is divided into."""
     weights: list[list[int]]
-    """What each slice counts in the loss: its labels, unless `tputrain.label_weights` knows better."""
+    """What each slice counts in the loss: its labels, unless `tputrain.loop.label_weights` knows better."""
     rank: int
     """Whose slices are on the device."""
     context: int = 1

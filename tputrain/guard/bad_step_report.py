@@ -1,7 +1,8 @@
 """What is kept of a step whose loss or gradient norm is not a number, or a spike.
 
 `run_dir/nonfinite/step-N/` holds its micro-batches as `batch-0.safetensors` and so on, and `report.json`: the
-step's record, what in the batch itself is not finite, and what a replay found (`tputrain.first_nonfinite`).
+step's record, what in the batch itself is not finite, and what a replay (`tputrain.guard.first_nonfinite`)
+found.
 """
 
 import math
@@ -18,7 +19,7 @@ from tputrain import exact_json
 from tputrain.announce import warn
 from tputrain.batches import Batch
 from tputrain.errors import in_words
-from tputrain.first_nonfinite import describe
+from tputrain.guard.first_nonfinite import describe
 from tputrain.loggers.logger import Record
 
 JUDGED = ("loss", "grad_norm")

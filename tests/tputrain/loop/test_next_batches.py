@@ -15,7 +15,7 @@ from tputrain.callbacks.callback import Callback
 from tputrain.errors import UserError
 from tputrain.feed import feed_of
 from tputrain.loggers.jsonl import read_jsonl
-from tputrain.next_batches import NextBatches
+from tputrain.loop.next_batches import NextBatches
 from tputrain.signals import Interrupted
 
 CPU = torch.device("cpu")

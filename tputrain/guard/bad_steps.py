@@ -3,8 +3,8 @@ dealt with as asked.
 
 stop: the run goes back to its newest checkpoint and to the bad step again, which is replayed with every
 operation looked at, and ends with what that found; after a spike, which no operation began, it ends at once.
-skip: the device itself does not make the update (`tputrain.withheld_update`). rollback: the run goes back,
-and on past the bad step, whose update is not made.
+skip: the device itself does not make the update (`withheld_update`). rollback: the run goes back, and on past
+the bad step, whose update is not made.
 """
 
 import math
@@ -21,9 +21,7 @@ from tputrain import rng
 from tputrain.announce import say
 from tputrain.batches import Batch
 from tputrain.errors import UserError
-from tputrain.first_nonfinite import looking_for_nonfinite
-from tputrain.loggers.logger import Record
-from tputrain.nonfinite_report import (
+from tputrain.guard.bad_step_report import (
     add_replay,
     bad_step_directory,
     in_one_line,
@@ -31,8 +29,10 @@ from tputrain.nonfinite_report import (
     save_bad_batch,
     what_is_bad,
 )
-from tputrain.spikes import SpikeLimit
-from tputrain.withheld_update import WithheldUpdate
+from tputrain.guard.first_nonfinite import looking_for_nonfinite
+from tputrain.guard.spikes import SpikeLimit
+from tputrain.guard.withheld_update import WithheldUpdate
+from tputrain.loggers.logger import Record
 
 if TYPE_CHECKING:
     from tputrain.trainer import Trainer

@@ -22,7 +22,7 @@ from tputrain import (
     TrainerConfig,
     UserError,
 )
-from tputrain.first_nonfinite import looking_for_nonfinite
+from tputrain.guard.first_nonfinite import looking_for_nonfinite
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.loggers.logger import Logger
 
@@ -102,7 +102,7 @@ def assert_report_names_the_culprit(run_dir: Path, note: str) -> None:
     assert note in report["replay"]["note"]
     first = report["replay"]["nan"]
     assert first["op"] == "aten.sqrt.default"
-    assert "test_nonfinite.py" in first["line"]
+    assert "test_bad_steps.py" in first["line"]
     assert "roots = torch.sqrt(inputs)" in first["line"]
     (given,) = first["inputs"]
     assert (given["shape"], given["dtype"], given["min"], given["nan"]) == ([6, 4], "float32", -4.0, 0)
