@@ -1,6 +1,7 @@
 """The settings of a run: the small dataclasses that each component owns, put together."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike, fspath
 
 from tputrain.callbacks.config import CallbacksConfig
@@ -72,7 +73,7 @@ class TrainerConfig:
             "none with trainer.on_nonfinite=continue, which does nothing about spikes",
         )
 
-    @property
+    @cached_property
     def length(self) -> Duration:
         """Of the whole run."""
         if self.duration is not None:
