@@ -21,7 +21,7 @@ from tputrain.cli import main
 from tputrain.parallel import compiled_step
 from tputrain.parallel.abstract_step import ONCE
 from tputrain.parallel.compiled_step import DoesNotFitError, shorten
-from tputrain.parallel.layout import Layout
+from tputrain.parallel.layout import Group, Layout, Stretch
 from tputrain.parallel.step_schedule import schedule
 from tputrain.parallel.topology import GIB, Topology
 
@@ -202,12 +202,15 @@ def test_the_first_group_of_a_collective_is_read(written: str, group: tuple[int,
 
 def test_collectives_are_found_along_the_axes_of_the_mesh() -> None:
     layout = Layout(Topology.parse("v5e:4x4"), ((2, 1, 2, 1), (1, 1, 2, 2)))
-    groups = compiled_step._Groups(layout)
+    groups = compiled_step._Groups(layout, [(0, rank // 4, rank % 4) for rank in range(16)])
     assert layout.degrees == {"replicate": 2, "shard": 4, "tensor": 2, "context": 1}
     assert groups.axes([0, 1]) == ("tensor",)
     assert groups.axes([0, 2, 4, 6]) == ("shard",)
     assert groups.axes([0, 8]) == ("replicate",)
     assert groups.axes(range(16)) == ("replicate", "shard", "tensor")
+    x, y = layout.topology.axes
+    assert groups.on_torus([0, 4, 8, 12]) == Group((Stretch(x, 4, 1),))
+    assert groups.on_torus([0, 2, 8, 10]) == Group((Stretch(x, 2, 2), Stretch(y, 2, 2)))
 
 
 def test_a_value_that_is_not_there_is_not_copied() -> None:
