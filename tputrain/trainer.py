@@ -57,6 +57,7 @@ from tputrain.optim.ownership import check_ownership
 from tputrain.optim.schedule import LearningRate, jump
 from tputrain.optim.schedule_free import progress_options
 from tputrain.parallel.agreement import AgreedControl, AgreedSignals, Agreement
+from tputrain.parallel.auto import divided
 from tputrain.parallel.limits import check_limits
 from tputrain.parallel.same_batches import check_loader
 from tputrain.parallel.world import World, join
@@ -133,6 +134,8 @@ class Trainer:
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
+        if cfg.parallel.auto:
+            self.world = divided(self.world, model, cfg, train_loader, loss_fn)
         check_limits(self.world, cfg, model, loss_fn)
         is_alone = self.world.size == 1
         self.model = model

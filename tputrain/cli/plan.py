@@ -22,7 +22,6 @@ from tputrain.parallel.compiled_step import (
     start_slice,
     why_not,
 )
-from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
@@ -32,8 +31,6 @@ from tputrain.recipe import RecipeConfig, load_recipe
 from tputrain.shipped import find_recipe
 
 _TRIES = 3  # smaller plans that are compiled until one fits
-_STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree": 8.0}
-"""Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone."""
 
 
 def plan(
@@ -109,11 +106,12 @@ def _judged(cfg: RecipeConfig, candidate: Candidate) -> tuple[CompiledStep | Non
 def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
     """A candidate as the Trainer would run it."""
     layout, degrees = candidate.layout, candidate.layout.degrees
+    parallel = replace(cfg.parallel, auto=False, **degrees)  # type: ignore[arg-type]  # they are numbers
     data_ranks = degrees["replicate"] * degrees["shard"]
     run = replace(
         cfg,
         run_dir=None,
-        parallel=ParallelConfig(**degrees, plan=cfg.parallel.plan, placement=cfg.parallel.placement),
+        parallel=parallel,
         trainer=replace(cfg.trainer, accumulate=candidate.micro_batches),
     )
     model_cfg = replace(cfg.model, activation_checkpointing=candidate.rung == "layers" or None)
@@ -129,14 +127,13 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         workload = _workload(cfg)
     samples = cfg.batch.samples
     rows = samples if samples is not None else cfg.batch.tokens // cfg.data.sequence_length
-    state = _STATE[cfg.optim.name] + (4.0 if cfg.optim.ema_decay is not None else 0.0)
     can_recompute = cfg.model.name == "huggingface" or hasattr(build_config(cfg), "activation_checkpointing")
     return Task(
         workload,
         topology,
         rows,
         micro_rows=samples,
-        precision=Precision(optimizer=state),
+        precision=Precision.of(cfg.optim.name, cfg.optim.ema_decay is not None),
         rungs=RUNGS,
         built_rungs=("none", "layers") if can_recompute else ("none",),
     )
