@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -28,16 +29,23 @@ from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.recipe import RecipeConfig, load_recipe
+from tputrain.report.document import write_page
+from tputrain.report.plan_page import plan_page
 from tputrain.shipped import find_recipe
 
 _TRIES = 3  # smaller plans that are compiled until one fits
 
 
 def plan(
-    recipe: str, overrides: Sequence[str], topology: str, compiles: bool = False, output: TextIO | None = None
+    recipe: str,
+    overrides: Sequence[str],
+    topology: str,
+    compiles: bool = False,
+    output: TextIO | None = None,
+    page: str | None = None,
 ) -> int:
     """Plan the recipe for the topology. `compiles`: have the TPU's compiler judge the plan. `output`: where
-    JSON goes, if it is wanted.
+    JSON goes, if it is wanted. `page`: a file for the HTML page.
     """
     found = Topology.parse(topology)
     cfg = load_recipe(find_recipe(recipe), overrides)
@@ -49,6 +57,8 @@ def plan(
     change: str | None = None
     if compiles and missing is None and made.chosen is not None:
         verdict, missing, change = compiled_plan(cfg, made)
+    if page is not None and made.chosen is not None:
+        write_page(Path(page), plan_page(made, verdict), "the plan")
     if output is not None:
         plain = made.as_json()
         if compiles:
