@@ -220,6 +220,16 @@ def chip_name(device: torch.device) -> str | None:
     return torch.tpu.get_device_name() if device.type == "tpu" else None  # type: ignore[attr-defined]
 
 
+def place(device: torch.device) -> tuple[int, ...] | None:
+    """Of this process's chip: its slice, coordinates x, y, z, and the core; None where it is no TPU."""
+    if device.type != "tpu":
+        return None
+    from tpu_backend.runtime.places import place_of
+    from tpu_backend.runtime.target import target_of
+
+    return place_of(target_of(0).device)
+
+
 def rng_state(device: torch.device) -> torch.Tensor | None:
     """The device generator's state (uint8), or None where the cpu's generator is the only one."""
     return torch.tpu.get_rng_state() if device.type == "tpu" else None  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ class RecipeConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.batch.micro_batches(self.data.sequence_length)
-        if self.parallel.processes > 1:
+        if self.parallel.processes > 1 and not self.parallel.auto:
             self.batch.check_divides(self.parallel.data_ranks(self.parallel.processes))
         expect(
             self.trust_code or self.model.name != "import",
@@ -142,7 +142,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: empty; expected keys and values (`tputrain cp llama` gives a recipe to edit)"
         )
-    return values  # type: ignore[return-value]
+    return _spelled_out(values)  # type: ignore[arg-type]
+
+
+def _spelled_out(values: dict[str, Any]) -> dict[str, Any]:
+    """With `parallel: auto` as the key that it is short for."""
+    return values | {"parallel": {"auto": True}} if values.get("parallel") == "auto" else values
 
 
 def _override_layer(text: str) -> _Layer:
@@ -152,7 +157,7 @@ def _override_layer(text: str) -> _Layer:
     values: Any = _parse_value(value, _known_keys(RecipeConfig).get(key))
     for part in reversed(key.split(".")):
         values = {part: values}
-    return _Layer(COMMAND_LINE, values)
+    return _Layer(COMMAND_LINE, _spelled_out(values))
 
 
 def _parse_value(text: str, hint: Any) -> Any:

@@ -51,6 +51,7 @@ from tputrain.optim.ownership import check_ownership
 from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import LearningRate
 from tputrain.parallel.agreement import AgreedControl, AgreedSignals, Agreement
+from tputrain.parallel.auto import divided
 from tputrain.parallel.limits import check_limits
 from tputrain.parallel.same_batches import check_loader
 from tputrain.parallel.world import World, join
@@ -120,6 +121,8 @@ class Trainer(Position):
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
+        if cfg.parallel.auto:
+            self.world = divided(self.world, model, cfg, train_loader, loss_fn)
         check_limits(self.world, cfg, model, loss_fn)
         is_alone = self.world.size == 1
         self.model = model

@@ -16,13 +16,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tpu_backend import _C
+
+if TYPE_CHECKING:
+    from tpu_backend.runtime.places import Place
 
 # What libtpu needs to be told where there is no TPU: it asks no metadata server, and holds no lock against a
 # second process.
@@ -164,11 +167,11 @@ def chips(topology: str) -> tuple[Any, ...]:
         raise ValueError(f"unknown topology {topology!r}: {str(error).splitlines()[0]}") from error
 
 
-def places(topology: str) -> list[tuple[int, int, int, int, int]]:
-    """Of each chip in `chips(topology)`: its slice, its coordinates x, y, z, and the core, where a chip has
-    several that are devices.
-    """
-    return [(getattr(each, "slice_index", 0), *each.coords, each.core_on_chip) for each in chips(topology)]
+def places(topology: str) -> list[Place]:
+    """Of each chip in `chips(topology)` where it is."""
+    from tpu_backend.runtime.places import place_of
+
+    return [place for each in chips(topology) if (place := place_of(each)) is not None]
 
 
 def compiler_version() -> str | None:

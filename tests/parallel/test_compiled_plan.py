@@ -18,10 +18,11 @@ from tpu_backend.runtime.described import NoArray
 from tpu_backend.runtime.transfer import copy
 from tputrain import device as devices
 from tputrain.cli import main
+from tputrain.errors import UserError
 from tputrain.parallel import compiled_step
 from tputrain.parallel.abstract_step import ONCE
 from tputrain.parallel.compiled_step import DoesNotFitError, shorten
-from tputrain.parallel.layout import Layout
+from tputrain.parallel.layout import Group, Layout, Stretch
 from tputrain.parallel.step_schedule import schedule
 from tputrain.parallel.topology import GIB, Topology
 
@@ -154,7 +155,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
 
     monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
     monkeypatch.setattr("tputrain.cli.plan.start_slice", lambda topology: None)
-    monkeypatch.setattr("tputrain.cli.plan.compile_step", compile_step)
+    monkeypatch.setattr("tputrain.parallel.judged.compile_step", compile_step)
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(RECIPE)
     assert main(["plan", str(recipe), "--topology", TOPOLOGY, "--compile"]) == 0
@@ -165,6 +166,60 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
     )
     assert len(asked) == len(set(asked)) == len(sizes)
     assert said is None or said in printed
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_compiled", "wins"),
+    [
+        ("25", 2, "parallel.replicate=2 parallel.shard=2 batch.sequences=16"),  # a third would take too long
+        ("1", 1, "parallel.shard=4 batch.sequences=16"),  # the plan is always compiled
+        ("55", 5, "parallel.replicate=2 parallel.shard=2 batch.sequences=16"),
+    ],
+)
+def test_a_search_compiles_within_its_time_and_takes_the_fastest_that_fits_by_the_compiler(
+    budget: str,
+    num_compiled: int,
+    wins: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Each takes 10 s. The second one is faster than the plan, the third does not fit, the fourth fails."""
+    clock, seconds = [0.0], [2.0, 1.0, 0.5, 0.0, 3.0]
+    compiled: list[compiled_step.Subject] = []
+
+    def compile_step(subject: compiled_step.Subject) -> compiled_step.CompiledStep:
+        clock[0] += 10.0
+        compiled.append(subject)
+        number = len(compiled) - 1
+        if number == 2:
+            raise DoesNotFitError(20 * GIB, "the whole step")
+        if number == 3:
+            raise UserError("the TPU compiler refuses the step: no")
+        return compiled_step.CompiledStep(
+            GIB, 0.0, seconds[number], 0.0, 0.0, 0.0, 1e12, (), (), ("the whole step",), 1.0, 1.0, "libtpu"
+        )
+
+    monkeypatch.setattr("tputrain.parallel.judged.monotonic", lambda: clock[0])
+    monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
+    monkeypatch.setattr("tputrain.cli.plan.start_slice", lambda topology: None)
+    monkeypatch.setattr("tputrain.parallel.judged.compile_step", compile_step)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE)
+    command = ["plan", str(recipe), "--topology", TOPOLOGY, "--search", budget]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert len(compiled) == num_compiled
+    (line,) = [line for line in printed.splitlines() if line.startswith("winner")]
+    assert line.endswith(wins)
+    assert f"step    {'2.00' if num_compiled == 1 else '1.00'} s +-15%" in printed
+    assert ("does not fit: " in printed) == (num_compiled > 2)
+    compiled.clear()
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["search"]
+    assert [each["wins"] for each in found].index(True) == (0 if num_compiled == 1 else 1)
+    assert main([*command[:-1], "0"]) == 2
+    assert "--search=0.0: expected seconds, more than 0" in capsys.readouterr().err
 
 
 PROGRAM = (Path(__file__).parent / "step.hlo").read_text()
@@ -202,12 +257,15 @@ def test_the_first_group_of_a_collective_is_read(written: str, group: tuple[int,
 
 def test_collectives_are_found_along_the_axes_of_the_mesh() -> None:
     layout = Layout(Topology.parse("v5e:4x4"), ((2, 1, 2, 1), (1, 1, 2, 2)))
-    groups = compiled_step._Groups(layout)
+    groups = compiled_step._Groups(layout, [(0, rank // 4, rank % 4) for rank in range(16)])
     assert layout.degrees == {"replicate": 2, "shard": 4, "tensor": 2, "context": 1}
     assert groups.axes([0, 1]) == ("tensor",)
     assert groups.axes([0, 2, 4, 6]) == ("shard",)
     assert groups.axes([0, 8]) == ("replicate",)
     assert groups.axes(range(16)) == ("replicate", "shard", "tensor")
+    x, y = layout.topology.axes
+    assert groups.on_torus([0, 4, 8, 12]) == Group((Stretch(x, 4, 1),))
+    assert groups.on_torus([0, 2, 8, 10]) == Group((Stretch(x, 2, 2), Stretch(y, 2, 2)))
 
 
 def test_a_value_that_is_not_there_is_not_copied() -> None:

@@ -57,6 +57,7 @@ def test_the_rest_is_worked_out(degrees: dict[str, int], world_size: int, expect
             ["parallel.shard=3", "parallel.processes=3"],
             "batch.sequences=8: expected a multiple of 3, the ranks that share a batch, such as 9",
         ),
+        (["parallel=auto", "parallel.shard=2"], "parallel.shard=2: expected no degrees with parallel.auto"),
         (["parallel.shards=2"], "unknown key; nearest known key: parallel.shard"),
     ],
 )
@@ -72,9 +73,25 @@ def test_degrees_without_the_processes_for_them_are_refused():
         Trainer(nn.Linear(2, 2), cfg)
 
 
+def test_auto_is_a_key_and_a_word_in_place_of_the_degrees(tmp_path: Path):
+    recipe = find_recipe("llama")
+    assert load_recipe(recipe, ["parallel=auto", "parallel.processes=3"]).parallel == ParallelConfig(
+        auto=True, processes=3
+    )
+    (tmp_path / "my.yaml").write_text("include: [model/llama-5m, optim/adamw]\nparallel: auto\n")
+    assert load_recipe(tmp_path / "my.yaml").parallel.auto
+
+
+def test_auto_alone_divides_nothing():
+    model = nn.Linear(2, 2)
+    Trainer(model, RunConfig(device="cpu", parallel=ParallelConfig(auto=True)))
+    assert type(model) is nn.Linear
+
+
 def test_processes_without_degrees_are_told_which_to_add():
     with pytest.raises(
-        UserError, match=r"there are 2 processes, .* add parallel\.shard=2 \(or parallel\.replicate=2"
+        UserError,
+        match=r"there are 2 processes, .* add parallel\.shard=2 \(or parallel\.replicate=2, or parallel=auto",
     ):
         ParallelConfig().resolved(2)
 

@@ -90,7 +90,7 @@ def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"attention_mask in a batch has the shape \(2, 1, 6\)"):
         columns({"input_ids": ids, "labels": ids, "attention_mask": ids[:, None]}, 2)
-    world = cast(Any, SimpleNamespace(size=2, context_size=2))
+    world = cast(Any, SimpleNamespace(size=2, context_size=2, tensor_size=1))
     cfg = RunConfig(execution=ExecutionConfig(train="compile"), parallel=ParallelConfig(context=2))
     with pytest.raises(UserError, match=r"execution.train=compile: expected fused, strict, debug with par"):
         check_limits(world, cfg, context_runs.Attending(), context_runs.loss_of)

@@ -6,8 +6,10 @@
 import json
 import re
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from tputrain.errors import UserError
 from tputrain.metrics.flops import count_flops
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.parallel.candidate import Task
+from tputrain.parallel.compiled_step import CollectiveSum, CompiledStep
 from tputrain.parallel.layout import Layout, layouts, mesh_of
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines, picture
-from tputrain.parallel.topology import CHIPS, Topology, shapes
+from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
 from tputrain.parallel.workload import Workload, workload_of
+from tputrain.report.plan_page import plan_page
 
 GOLDEN = Path(__file__).parent / "plans"
 # Model, topology, sequences of a step, tokens of one.
@@ -323,15 +327,108 @@ def test_the_picture_shows_replicas_and_tensor_ranks() -> None:
     assert picture(layout)[-4:] == ["    A-A A-A", "    A-A A-A", "    B-B B-B", "    B-B B-B"]
 
 
+class Page(HTMLParser):
+    """The text of a page and of its titles, and everything it would load."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.text, self.open = "", []
+        self.titles: list[str] = []
+        self.widths: list[list[float]] = []
+        self.feed(page)
+        assert not self.open
+        self.svgs = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg .*?</svg>", page, re.S)]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        assert not {"src", "href", "srcset", "action", "data"} & set(found)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        if found.get("class") == "stack":
+            self.widths.append([])
+        if tag == "i" and (match := re.fullmatch(r"width:([\d.]+)%", found.get("style") or "")):
+            self.widths[-1].append(float(match[1]))
+            self.titles.append(str(found["title"]))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+def test_the_page_has_the_torus_memory_and_the_time_line_and_loads_nothing() -> None:
+    plan = planned("llama-70b", "v6e:16x16", 1024, 4096)
+    assert plan.chosen is not None
+    assert plan.chosen.seconds is not None
+    page = plan_page(plan)
+    assert "http" not in page
+    seen = Page(page)
+    (svg,) = seen.svgs
+    assert len([each for each in svg.iter() if "chip" in each.get("class", "")]) == 256
+    assert len([each for each in svg.iter() if each.get("class") == "ring"]) == 2
+    layout = plan.chosen.layout
+    mesh = torch.tensor(mesh_of(layout, [(0, x, y) for x in range(16) for y in range(16)]))
+    shard, tensor = (mesh == 16 * 3 + 5).nonzero()[0][[1, 3]].tolist()
+    assert layout.degrees == {"replicate": 1, "shard": mesh.size(1), "context": 1, "tensor": mesh.size(3)}
+    assert f"x=3 y=5: shard {shard}, tensor {tensor}" in {each.text for each in svg.iter("title")}
+    memory, core, links = seen.widths
+    used = plan.chosen.memory.arguments + plan.chosen.memory.temporaries / 1.06  # type: ignore[union-attr]
+    assert sum(memory) == pytest.approx(100 * used / plan.task.most, abs=0.1)
+    assert sum(core) == pytest.approx(100, abs=0.1)
+    assert sum(links) <= 100.1
+    assert any(each.startswith("products: ") for each in seen.titles)
+    for reason in plan.why:
+        assert reason in seen.text
+
+
+def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_escaped() -> None:
+    task = replace(planned("llama-1b", "v5e:2x2", 64, 2048).task)
+    named = replace(task, workload=replace(task.workload, name="<b>mine</b>"))
+    step = CompiledStep(
+        arguments=4 * GIB,
+        temporaries=20 * GIB,
+        estimated=0.9,
+        unestimated=0.0,
+        waiting=0.1,
+        copying=0.0,
+        flops=1e12,
+        collectives=(CollectiveSum("all-gather", "shard", 12, GIB, 0.01),),
+        parts=(("forward model.layers.*: dot_general", 0.4),),
+        depths=("4 of 16 layers",),
+        record_seconds=1.0,
+        compile_seconds=1.0,
+        compiler="libtpu 0.0",
+    )
+    page = plan_page(make_plan(named), step)
+    assert "<b>mine" not in page
+    seen = Page(page)
+    for text in ("1 s ±15%", "forward model.layers.*: dot_general", "all-gather", "24.0 GiB", "40 %"):
+        assert text in seen.text, text
+    assert "temporaries: 20.00 GiB" in seen.titles
+    assert "waiting for collectives (modelled): 100 ms" in seen.titles
+
+
 # -- the command
 
 
-def test_the_command_prints_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_plan_its_json_and_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     arguments = ["plan", "llama", "--topology", "v5e:2x2"]
     assert main(arguments) == 0
     assert "llama-5m" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"] == "v5e:2x2"
+    file = tmp_path / "plan.html"
+    assert main([*arguments, "--html", str(file)]) == 0
+    assert f"{file}: the plan, " in capsys.readouterr().out
+    assert Page(file.read_text()).svgs
+    assert main([*arguments, "--html", str(tmp_path)]) == 2
+    assert "cannot be written (Is a directory)" in capsys.readouterr().err
     assert main(["plan", "llama", "--topology", "v6e:3x3"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("tputrain: topology 'v6e:3x3'")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
+from tests.backend.distributed.ranks import Rank, assert_all_ended_well, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,6 +17,7 @@ SCRIPT = """
     from pathlib import Path
     import small_run
     from tputrain.checkpoint import rows
+    from tputrain.parallel import auto
     from tputrain.errors import UserError
 
     if world == 2:
@@ -29,9 +30,15 @@ SCRIPT = """
             small_run.begin_from(runs / source, runs / name)
         dist.barrier()
         layout = {"replicate": int(replicate), "shard": int(shard)}
+        if name in ("auto", "both"):
+            layout, degrees = {"auto": True}, {"tensor": 1, "context": 1, **layout}
+        if name == "both":  # shards are not the ranks that follow each other, as where a ring is that way
+            auto._division = lambda *_: (degrees, [0, 2, 1, 3])
         model = small_run.recomputing() if name == "recomputed" else None
         trainer = small_run.train(runs / name, "tpu", model, 8 // sequences, sequences, **layout)
         assert trainer.world.size == world and trainer.world.rank == rank
+        assert trainer.world.data_size == world
+        assert trainer.world.data_rank == ([0, 2, 1, 3].index(rank) if name == "both" else rank)
         if int(shard) > 1:
             whole = sum(p.numel() for p in trainer.model.parameters())
             own = sum(p.to_local().numel() for p in trainer.model.parameters())
@@ -63,11 +70,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_jobs(world_size: int, jobs: str, runs: Path) -> None:
+def run_jobs(world_size: int, jobs: str, runs: Path) -> list[Rank]:
     here = str(Path(__file__).parent)
     environment = {"GROUP_BACKEND": "cpu:gloo,tpu:tpu", "TPU_CACHE_DIR": str(runs / "programs")}
     ranks = run_ranks(SCRIPT, world_size, timeout=300, JOBS=jobs, RUNS=str(runs), HERE=here, **environment)
     assert_all_ended_well(ranks)
+    return ranks
 
 
 def assert_as_alone(runs: Path, name: str) -> None:
@@ -90,13 +98,16 @@ def bits(runs: Path, name: str) -> list[str]:
 
 
 def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_checkpoints(runs: Path):
-    run_jobs(2, "shard::1:2 replicate::2:1 from-1-to-2:alone:1:2 again:shard:1:2 recomputed::1:2", runs)
+    jobs = "shard::1:2 replicate::2:1 from-1-to-2:alone:1:2 again:shard:1:2 recomputed::1:2 auto::1:2"
+    first, second = run_jobs(2, jobs, runs)
+    assert first.stdout.count("x 2, a line: shard 2") == 1  # the plan's picture
+    assert "a line" not in second.stdout
     run_jobs(4, "both::2:2:8 from-2-to-4:shard:2:2:8", runs)  # in larger micro-batches
     for source, name, sequences in (("shard", "from-2-to-1", 4), ("both", "from-4-to-1", 2)):
         small_run.begin_from(runs / source, runs / name)
         small_run.train(runs / name, "cpu", None, 8 // sequences, sequences)
     names = ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-1")
-    for name in (*names, "recomputed"):
+    for name in (*names, "recomputed", "auto"):
         assert_as_alone(runs, name)
     assert bits(runs, "again") == bits(runs, "shard")
     assert flops_of_steps(runs, "both", chips=4) == pytest.approx(flops_of_steps(runs, "alone", chips=1))

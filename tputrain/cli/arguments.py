@@ -100,7 +100,11 @@ def _planned(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", metavar="SLICE", required=True, help=help)
     help = "have the TPU's compiler (libtpu) judge the plan: minutes, and no TPU"
     parser.add_argument("--compile", action="store_true", help=help)
+    help = "compile the best candidates for so long, and take the fastest by the compiler's figures"
+    parser.add_argument("--search", metavar="SECONDS", type=float, help=help)
     parser.add_argument("--json", action="store_true", help="every candidate with its figures, as JSON")
+    help = "write a page with a picture of the torus, memory and the time line of a step"
+    parser.add_argument("--html", metavar="FILE", help=help)
 
 
 def _run_dir(parser: argparse.ArgumentParser) -> None:

@@ -164,7 +164,15 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
             from tputrain.cli.plan import plan
 
             where = output if chosen.json else None
-            return plan(chosen.target, chosen.overrides, chosen.topology, chosen.compile, where)
+            return plan(
+                chosen.target,
+                chosen.overrides,
+                chosen.topology,
+                chosen.compile,
+                where,
+                chosen.html,
+                chosen.search,
+            )
         case "import":
             from tputrain.cli.hf_import import import_directory
 

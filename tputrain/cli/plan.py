@@ -3,6 +3,8 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -14,106 +16,84 @@ from tputrain.models import ModelConfig, build_initialized, build_model, paramet
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.compiled_report import compiled_lines
-from tputrain.parallel.compiled_step import (
-    CompiledStep,
-    DoesNotFitError,
-    Subject,
-    compile_step,
-    start_slice,
-    why_not,
-)
-from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.compiled_step import Subject, start_slice, why_not
+from tputrain.parallel.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
 from tputrain.parallel.memory_model import RUNGS, Precision
-from tputrain.parallel.plan import Plan, make_plan, refuse
+from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
-from tputrain.parallel.topology import GIB, Topology
+from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.recipe import RecipeConfig, load_recipe
+from tputrain.report.document import write_page
+from tputrain.report.plan_page import plan_page
 from tputrain.shipped import find_recipe
-
-_TRIES = 3  # smaller plans that are compiled until one fits
-_STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree": 8.0}
-"""Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone."""
 
 
 def plan(
-    recipe: str, overrides: Sequence[str], topology: str, compiles: bool = False, output: TextIO | None = None
+    recipe: str,
+    overrides: Sequence[str],
+    topology: str,
+    compiles: bool = False,
+    output: TextIO | None = None,
+    page: str | None = None,
+    search: float | None = None,
 ) -> int:
     """Plan the recipe for the topology. `compiles`: have the TPU's compiler judge the plan. `output`: where
-    JSON goes, if it is wanted.
+    JSON goes, if it is wanted. `page`: a file for the HTML page. `search`: have the compiler judge further
+    candidates for so many seconds, and take the best by its figures.
     """
+    expect(search is None or search > 0, "--search", search, "seconds, more than 0")
+    compiles |= search is not None
     found = Topology.parse(topology)
     cfg = load_recipe(find_recipe(recipe), overrides)
     missing = why_not(found) if compiles else None
     if compiles and missing is None:
         start_slice(found)  # before anything uses the device
     made = make_plan(task_of(cfg, found))
-    verdict: CompiledStep | None = None
+    judged: list[Judged] = []
+    best: Judged | None = None
     change: str | None = None
     if compiles and missing is None and made.chosen is not None:
-        verdict, missing, change = compiled_plan(cfg, made)
+        judge = judge_by(partial(subject_of, cfg))
+        judged = [judge(made.chosen)] if search is None else searched(made, judge, search)
+        best = winner(made, judged)
+        missing, change = best.problem, change_that_fits(made, judge, best)
+    step = None if best is None else best.step
+    of_best = made if best is None else replace(made, chosen=best.candidate)
+    if page is not None and made.chosen is not None:
+        write_page(Path(page), plan_page(of_best, step), "the plan")
     if output is not None:
         plain = made.as_json()
         if compiles:
-            plain["compiled"] = {"missing": missing} if verdict is None else verdict.as_json()
+            plain["compiled"] = {"missing": missing} if step is None else step.as_json()
             plain["compiled"]["change"] = change
+        if search is not None:
+            plain["search"] = [each.as_json() | {"wins": each is best} for each in judged]
         print(json.dumps(plain, indent=1), file=output, flush=True)
         return 0 if made.chosen is not None else 2
     refuse(made)
     for line in lines(made):
         say(line)
+    if search is not None and best is not None:
+        for line in search_lines(made, judged, best):
+            say(line)
     if compiles:
-        for line in compiled_lines(made, verdict) if verdict is not None else [f"not compiled: {missing}"]:
+        for line in compiled_lines(of_best, step) if step is not None else [f"not compiled: {missing}"]:
             say(line)
         if change is not None:
             say(f"change  {change}")
     return 0
 
 
-def compiled_plan(cfg: RecipeConfig, made: Plan) -> tuple[CompiledStep | None, str | None, str | None]:
-    """What the compiler says of a plan, or why it says nothing; where it does not fit, a change that does."""
-    assert made.chosen is not None
-    verdict, missing, used = _judged(cfg, made.chosen)
-    if used <= made.task.most:
-        return verdict, missing, None
-    return verdict, missing, _change_that_fits(cfg, made, made.chosen, used)
-
-
-def _change_that_fits(cfg: RecipeConfig, made: Plan, too_large: Candidate, used: float) -> str:
-    """The plan for less memory: by as much less as the compiler needs more than the models say."""
-    task = made.task
-    for _ in range(_TRIES):
-        assert too_large.memory is not None
-        smaller = make_plan(replace(task, usable=task.usable * too_large.memory.total / used))
-        if smaller.chosen is None:
-            further = f"; not compiled: {smaller.changes[0]}" if smaller.changes else ""
-            return f"no plan of this slice is small enough by the compiler's figures{further}"
-        too_large, settings = smaller.chosen, smaller.chosen.settings(task)
-        say(f"does not fit: trying {settings}")
-        _, _, used = _judged(cfg, too_large)
-        if used <= task.most:
-            return f"{settings} fits: {used / GIB:.1f} GiB a device, by the compiler"
-    outcome = f"{_TRIES} smaller plans do not fit either; the last one needs {used / GIB:.1f} GiB a device"
-    return f"{outcome}: {settings}"
-
-
-def _judged(cfg: RecipeConfig, candidate: Candidate) -> tuple[CompiledStep | None, str | None, float]:
-    """What the compiler says of a candidate, or why it says nothing; and the bytes of a device."""
-    try:
-        verdict = compile_step(subject_of(cfg, candidate))
-    except DoesNotFitError as error:
-        return None, str(error), error.used
-    return verdict, None, verdict.memory
-
-
 def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
     """A candidate as the Trainer would run it."""
     layout, degrees = candidate.layout, candidate.layout.degrees
+    parallel = replace(cfg.parallel, auto=False, **degrees)  # type: ignore[arg-type]  # they are numbers
     data_ranks = degrees["replicate"] * degrees["shard"]
     run = replace(
         cfg,
         run_dir=None,
-        parallel=ParallelConfig(**degrees, plan=cfg.parallel.plan, placement=cfg.parallel.placement),
+        parallel=parallel,
         trainer=replace(cfg.trainer, accumulate=candidate.micro_batches),
     )
     model_cfg = replace(cfg.model, activation_checkpointing=candidate.rung == "layers" or None)
@@ -129,14 +109,13 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         workload = _workload(cfg)
     samples = cfg.batch.samples
     rows = samples if samples is not None else cfg.batch.tokens // cfg.data.sequence_length
-    state = _STATE[cfg.optim.name] + (4.0 if cfg.optim.ema_decay is not None else 0.0)
     can_recompute = cfg.model.name == "huggingface" or hasattr(build_config(cfg), "activation_checkpointing")
     return Task(
         workload,
         topology,
         rows,
         micro_rows=samples,
-        precision=Precision(optimizer=state),
+        precision=Precision.of(cfg.optim.name, cfg.optim.ema_decay is not None),
         rungs=RUNGS,
         built_rungs=("none", "layers") if can_recompute else ("none",),
     )

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tputrain.announce import say
 from tputrain.errors import UserError
 from tputrain.report import read_run, report_page
+from tputrain.report.document import write_page
 
 
 def write_report(run_dirs: Sequence[str], output: str | None) -> int:
@@ -18,9 +18,5 @@ def write_report(run_dirs: Sequence[str], output: str | None) -> int:
             )
     beside = runs[0].directory if len(runs) == 1 else Path()
     path = Path(output) if output is not None else beside / "report.html"
-    try:
-        path.write_text(report_page(runs), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); name a file with --output") from None
-    say(f"{path}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {path.stat().st_size / 1e3:.0f} kB")
+    write_page(path, report_page(runs), f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}")
     return 0

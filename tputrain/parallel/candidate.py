@@ -40,6 +40,8 @@ class Task:
     """Of activation checkpointing, those that may be chosen."""
     built_rungs: tuple[str, ...] = _BUILT_RUNGS
     """Of those, the ones that the model and the Trainer can run."""
+    shards_alone: bool = False
+    """Whether no other degree may be chosen than shard."""
     usable: float = USABLE
     """Of a device's memory."""
 
@@ -97,6 +99,8 @@ def candidates(task: Task) -> Iterator[Candidate]:
     context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
     for layout in layouts(task.topology, task.workload.tensor_degrees, context):
         data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
+        if task.shards_alone and layout.degrees["shard"] != task.topology.num_devices:
+            continue
         rows = task.micro_rows or task.rows
         if task.rows % data_ranks or rows % data_ranks:
             least = task.micro_rows and f" in micro-batches of {task.micro_rows}"

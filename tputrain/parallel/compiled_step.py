@@ -22,7 +22,7 @@ from tputrain.errors import UserError
 from tputrain.loss import LossFunction
 from tputrain.parallel.abstract_step import ONCE, abstract_step
 from tputrain.parallel.blocks import lists_of_blocks, period
-from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, mesh_of
+from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, mesh_of
 from tputrain.parallel.step_schedule import schedule
 from tputrain.parallel.topology import GIB, Topology
 
@@ -235,14 +235,16 @@ def _refusal(error: Exception, depth: str) -> Exception:
 
 def chips_by_rank(layout: Layout) -> list[int]:
     """Of each rank its chip, so that the axes of the mesh lie on those of the torus as the layout says."""
-    names = ("slice", "x", "y", "z", "core")
-    axes = [names.index(axis.name) for axis in layout.topology.axes]
-    places = [
-        (place[0], *(place[axis] for axis in axes))
-        for place in devices.of_slices().places(_name(layout.topology))
-    ]
-    mesh = mesh_of(layout, places)
+    mesh = mesh_of(layout, _places(layout.topology))
     return [chip for replica in mesh for shard in replica for context in shard for chip in context]
+
+
+def _places(topology: Topology) -> list[tuple[int, ...]]:
+    """Of each chip its slice, and its coordinates along the topology's axes."""
+    names = ("slice", "x", "y", "z", "core")
+    axes = [names.index(axis.name) for axis in topology.axes]
+    found = devices.of_slices().places(_name(topology))
+    return [(place[0], *(place[axis] for axis in axes)) for place in found]
 
 
 def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
@@ -256,7 +258,8 @@ def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
     )
     found["temporaries",] = memory.temp_size_in_bytes
     program = hlo.program(compiled.as_text())
-    groups = _Groups(layout)
+    places = _places(layout.topology)
+    groups = _Groups(layout, [places[chip] for chip in chips_by_rank(layout)])
     scheduled = schedule(program, layout.topology, groups.seconds)
     once = sum(seconds for label, seconds in scheduled.by_label.items() if label in ONCE)
     scale = 1.0 if scheduled.total == 0 else (once + times * (scheduled.total - once)) / scheduled.total
@@ -274,32 +277,43 @@ def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
 
 
 class _Groups:
-    """The groups of collectives as axes of the mesh."""
+    """The groups of collectives: axes of the mesh, and where they lie on the torus."""
 
-    def __init__(self, layout: Layout):
-        self._layout = layout
+    def __init__(self, layout: Layout, places: Sequence[tuple[int, ...]]):
+        """`places`: of each rank."""
+        self._layout, self._places = layout, places
         self._names = tuple(reversed(INNERMOST_FIRST))
         self._sizes = [layout.degrees[name] for name in self._names]
 
     def axes(self, group: Sequence[int]) -> tuple[str, ...]:
         """Those along which the members differ."""
-        places = [self._place(each) for each in group]
+        places = [self._in_mesh(each) for each in group]
         return tuple(
             name for dim, name in enumerate(self._names) if len({place[dim] for place in places}) > 1
         )
 
-    def _place(self, rank: int) -> tuple[int, ...]:
+    def _in_mesh(self, rank: int) -> tuple[int, ...]:
         place = []
         for size in reversed(self._sizes):
             rank, own = divmod(rank, size)
             place.append(own)
         return tuple(reversed(place))
 
+    def on_torus(self, group: Sequence[int]) -> Group:
+        """The stretches of the torus axes that the members take."""
+        slices, *along = (
+            sorted(set(each)) for each in zip(*(self._places[rank] for rank in group), strict=True)
+        )
+        stretches = tuple(
+            Stretch(axis, len(own), own[1] - own[0])
+            for axis, own in zip(self._layout.topology.axes, along, strict=True)
+            if len(own) > 1
+        )
+        return Group(stretches, len(slices))
+
     def seconds(self, collective: Any) -> float:
-        group = Group()
-        for name in self.axes(collective.group):
-            group = group.joined(self._layout.groups[name])
-        topology, num_bytes = self._layout.topology, collective.num_bytes
+        group, num_bytes = self.on_torus(collective.group), collective.num_bytes
+        topology = self._layout.topology
         if collective.kind == "collective-permute":
             return num_bytes / topology.axes[0].bandwidth + group.latency
         if collective.kind == "all-to-all":  # a quarter of a gather of as many bytes (scaling book)

@@ -69,6 +69,9 @@ _RULES = {
 class ParallelConfig:
     """Degrees, whose product is the number of processes; one of them may be -1, which is the rest."""
 
+    auto: bool = False
+    """Whether a plan chooses the degrees, for the chips that the ranks have. `parallel: auto` is short for
+    it."""
     replicate: int = 1
     """Copies of the model, each of which takes a part of the batch."""
     shard: int = 1
@@ -96,6 +99,9 @@ class ParallelConfig:
         rest = [key for key in DEGREES if getattr(self, key) == -1]
         if len(rest) > 1:
             expect(False, f"parallel.{rest[1]}", -1, f"a number: parallel.{rest[0]} is the rest already")
+        given = next((key for key in DEGREES if getattr(self, key) != 1), None)
+        if self.auto and given is not None:
+            expect(False, f"parallel.{given}", getattr(self, given), "no degrees with parallel.auto")
         expect_at_least("parallel.processes", self.processes, 1)
         expect_at_least("parallel.restarts", self.restarts, 0)
         for pattern, rule in self.plan.items():
@@ -114,7 +120,7 @@ class ParallelConfig:
                 dims,
                 "shard for one dimension, null for others: [shard, null]",
             )
-        if self.processes > 1:
+        if self.processes > 1 and not self.auto:
             self.resolved(self.processes * hosts().size)
 
     def data_ranks(self, world_size: int) -> int:
@@ -131,7 +137,7 @@ class ParallelConfig:
         if not fits and known == 1:
             raise UserError(
                 f"parallel: there are {world_size} processes, and nothing says how to divide the work: add "
-                f"parallel.shard={world_size} (or parallel.replicate={world_size})"
+                f"parallel.shard={world_size} (or parallel.replicate={world_size}, or parallel=auto)"
             )
         if not fits:
             key = rest or next((key for key in DEGREES if given[key] > 1), "shard")

@@ -20,14 +20,14 @@ def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: Loss
     """Raise UserError where several ranks would train otherwise than one process does, or not at all."""
     if world.size == 1:
         return
-    if cfg.parallel.resolved(world.size)["tensor"] > 1 and any(True for _ in lora_layers(model)):
+    if world.tensor_size > 1 and any(True for _ in lora_layers(model)):
         raise UserError(
-            f"lora.rank: expected 0 with parallel.tensor={cfg.parallel.tensor}: its matrices are not cut "
+            f"lora.rank: expected 0 with parallel.tensor={world.tensor_size}: its matrices are not cut "
             "yet; parallel.shard divides them"
         )
     if world.context_size > 1:
         _check_takes_parts(f"parallel.context={world.context_size}: {type(model).__name__}", model, loss_fn)
-    divides_more = world.context_size > 1 or cfg.parallel.resolved(world.size)["tensor"] > 1
+    divides_more = world.context_size > 1 or world.tensor_size > 1
     forms = _FORMS if divides_more else (*_FORMS, "compile")
     who = "parallel.context or parallel.tensor" if divides_more else f"{world.size} ranks"
     for phase in ("train", "validate", "sample"):

@@ -23,6 +23,10 @@ _GATHERED = 2  # layers: the current one, and the next one while it computes
 _ON_DEVICE = 2  # layers whose offloaded inputs are on their way
 
 
+_STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree": 8.0}
+"""Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone."""
+
+
 @dataclass(frozen=True)
 class Precision:
     """Bytes of an element."""
@@ -31,6 +35,11 @@ class Precision:
     """Of all state of the optimizer: two float32 moments for AdamW."""
     gathered: float | None = None
     """Of a parameter on its way to those that compute with it. None: as it is stored."""
+
+    @classmethod
+    def of(cls, optimizer: str, has_average: bool) -> "Precision":
+        """With an optimizer of this library, and maybe an average of the parameters."""
+        return cls(_STATE[optimizer] + (4.0 if has_average else 0.0))
 
 
 @dataclass(frozen=True)

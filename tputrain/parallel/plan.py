@@ -139,7 +139,7 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
         if plain and plain[0].memory is not None:
             most = f"{_gib(plain[0].memory.total)} with {_rows(plain[0].rows)} a device"
             yield f"activation checkpointing ({chosen.rung}): without it, {most}"
-    if chosen.micro_batches > 1:
+    if chosen.micro_batches > 1 and task.micro_rows is None:
         yield f"{chosen.micro_batches} micro-batches: more rows at a time do not fit"
 
 

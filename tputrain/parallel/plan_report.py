@@ -27,7 +27,7 @@ def lines(plan: Plan) -> Iterator[str]:
     tokens = f" x {workload.sequence:,} tokens" if workload.sequence else ""
     yield f"a step: {task.rows:,} rows{tokens}"
     yield ""
-    yield from _table(plan, chosen)
+    yield from _table(plan)
     yield ""
     yield from picture(chosen.layout)
     yield ""
@@ -89,21 +89,26 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def _table(plan: Plan, chosen: Candidate) -> Iterator[str]:
-    """The plan, and the best ones that differ from it in more than where they lie."""
-    rows = [("plan", chosen)]
-    seen = {_kind(chosen)}
+def alternatives(plan: Plan) -> list[tuple[str, Candidate]]:
+    """The plan, and the best ones that differ from it in more than where they lie; with a word for each."""
+    assert plan.chosen is not None
+    found = [("plan", plan.chosen)]
+    seen = {_kind(plan.chosen)}
     others = sorted(
         (each for each in plan.candidates if each.code in ("slower", "not_built")),
         key=lambda each: each.seconds.total if each.seconds else 0.0,
     )
     for each in others:
-        if _kind(each) not in seen and len(rows) <= _OTHERS:
+        if _kind(each) not in seen and len(found) <= _OTHERS:
             seen.add(_kind(each))
-            rows.append(("not built" if each.code == "not_built" else "", each))
+            found.append(("not built" if each.code == "not_built" else "", each))
+    return found
+
+
+def _table(plan: Plan) -> Iterator[str]:
     header = ("", *DEGREES, "checkpointing", "rows", "micro-batches", "GiB", "step", "MFU")
     cells: list[tuple[str, ...]] = [header]
-    for what, each in rows:
+    for what, each in alternatives(plan):
         assert each.memory is not None
         assert each.seconds is not None
         cells.append(

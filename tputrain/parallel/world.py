@@ -2,8 +2,9 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,8 @@ class World:
     """Parts that the samples of a batch are divided into."""
     context_size = 1
     """Parts that each sequence of these is divided into, of ranks that follow each other."""
+    tensor_size = 1
+    """Ranks that share the matrices of a layer."""
     data_rank = 0
     """The number of this rank's part of a batch."""
     sequence: SplitSequence | None = None
@@ -97,19 +100,31 @@ class Ranks(World):
 
     def __init__(self, cfg: ParallelConfig):
         import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
 
         self._dist = dist
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        degrees = cfg.resolved(self.size)
+        self._plan, self._placement = cfg.plan, cfg.placement
+        if not cfg.auto:
+            self.divide(cfg.resolved(self.size), range(self.size))
+
+    def divided(self, degrees: Mapping[str, int], order: Sequence[int]) -> "Ranks":
+        """The same ranks in another mesh."""
+        found = copy(self)
+        found.divide(degrees, order)
+        return found
+
+    def divide(self, degrees: Mapping[str, int], order: Sequence[int]) -> None:
+        """Make the mesh of ranks: they are given in its order (replicate, shard, context, tensor)."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         further = [name for name in ("context", "tensor") if degrees[name] > 1]
         names = ("replicate", "shard", *further)
-        sizes = tuple(degrees[name] for name in names)
-        self._mesh = init_device_mesh("tpu", sizes, mesh_dim_names=names)
-        self._plan, self._placement = cfg.plan, cfg.placement
+        ranks = torch.tensor(order).reshape([degrees[name] for name in names])
+        self._mesh = DeviceMesh("tpu", ranks, mesh_dim_names=names)
         # Ranks that share layers follow each other, and share their part of the batch.
-        self.data_rank = self.rank // degrees["tensor"]
-        self.data_size, self.context_size = cfg.data_ranks(self.size), degrees["context"]
+        self.data_rank = list(order).index(self.rank) // degrees["tensor"]
+        self.data_size = degrees["replicate"] * degrees["shard"]
+        self.context_size, self.tensor_size = degrees["context"], degrees["tensor"]
         if self.context_size > 1:
             context = self._mesh["context"]
             self.sequence = SplitSequence(
@@ -137,7 +152,11 @@ class Ranks(World):
 
     def mean(self, value: Tensor) -> Tensor:
         mean = value.detach().clone()
-        self._dist.all_reduce(mean, self._dist.ReduceOp.AVG)
+        # Along one axis after the other: a region's groups have to be of its mesh, and the order of the
+        # world's ranks may be another one.
+        for dim in range(self._mesh.ndim):
+            if self._mesh.size(dim) > 1:
+                self._dist.all_reduce(mean, self._dist.ReduceOp.AVG, group=self._mesh.get_group(dim))
         return mean
 
     def total(self, value: Tensor) -> Tensor:
@@ -253,7 +272,8 @@ def join(cfg: ParallelConfig, device: torch.device) -> World:
     Before the first use of the device. Raises UserError where the degrees do not fit the ranks.
     """
     world_size = _world_size()
-    cfg.resolved(world_size)
+    if not cfg.auto:
+        cfg.resolved(world_size)
     if world_size == 1:
         return ALONE
     if device.type != "tpu":

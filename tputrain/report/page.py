@@ -9,8 +9,8 @@ from typing import Any
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 from tputrain.report.chart import NUM_COLOURS, Line, bar_chart, line_chart
+from tputrain.report.document import document
 from tputrain.report.numbers import bytes_text, moment, plain, seconds_text
-from tputrain.report.page_files import page_file
 from tputrain.report.run_files import Run, is_number
 from tputrain.report.series import Measure, histogram, measures, percentile, points, thinned
 from tputrain.report.timeline import timeline
@@ -30,13 +30,7 @@ def report_page(runs: Sequence[Run]) -> str:
             _tables(runs),
         ]
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{page_file('style.css')}</style></head>"
-        f"<body><main>{body}</main><div id=tip hidden></div>"
-        f"<script>{page_file('hover.js')}</script></body></html>\n"
-    )
+    return document(title, body, has_charts=True)
 
 
 def _header(runs: Sequence[Run]) -> str:

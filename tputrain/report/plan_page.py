@@ -1,0 +1,215 @@
+"""The page of a plan: the torus with the axes of the mesh on it, memory, the time line of a step, and why."""
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+
+from tputrain.parallel.advice import advice
+from tputrain.parallel.candidate import Candidate
+from tputrain.parallel.compiled_step import BAND, CompiledStep
+from tputrain.parallel.config import DEGREES
+from tputrain.parallel.plan import Plan
+from tputrain.parallel.plan_report import alternatives
+from tputrain.parallel.topology import GIB
+from tputrain.report.document import document
+from tputrain.report.numbers import seconds_text, share
+from tputrain.report.torus import torus
+
+_MEMORY = (
+    ("parameters", "parameters"),
+    ("optimizer", "optimizer state"),
+    ("gradients", "gradients"),
+    ("kept", "kept for the backward pass"),
+    ("working", "of the current layer"),
+    ("gathered", "gathered parameters"),
+)
+_CORE = (
+    ("products", "products"),
+    ("attention", "attention"),
+    ("traffic", "memory traffic"),
+    ("recomputed", "computed again"),
+    ("tensor", "waiting for tensor ranks"),
+    ("exposed", "waiting for FSDP"),
+    ("optimizer", "optimizer"),
+    ("dcn", "waiting for other slices"),
+    ("host", "waiting for the host"),
+)
+_COMPILED = (
+    ("estimated", "by the compiler's cycles"),
+    ("unestimated", "without an estimate (modelled)"),
+    ("copying", "copies within the memory (modelled)"),
+    ("waiting", "waiting for collectives (modelled)"),
+)
+
+Parts = Sequence[tuple[str, float]]
+"""What follows each other on a bar, each with its length."""
+
+
+def plan_page(plan: Plan, step: CompiledStep | None = None) -> str:
+    """HTML of a plan that fits, and of what the compiler says of it. Names from the recipe are escaped."""
+    assert plan.chosen is not None
+    task, chosen = plan.task, plan.chosen
+    title = f"{task.workload.name} on {task.topology.name}"
+    body = "".join(
+        (
+            f"<header><h1>{escape(title)}</h1><p>{_sizes(plan)}</p></header>",
+            _figures(plan, chosen, step),
+            f"<h2>Where the ranks are</h2><figure>{torus(chosen.layout)}</figure>",
+            f"<h2>Memory of a device</h2>{_memory(plan, chosen, step)}",
+            f"<h2>Time line of a step</h2>{_times(chosen, step)}",
+            _list("Why", plan.why),
+            _list("What would be faster", [*plan.changes, *advice(plan)]),
+            f"<h2>Other plans</h2>{_others(plan)}",
+            "" if step is None else _compiled(step),
+        )
+    )
+    return document(title, body)
+
+
+def _sizes(plan: Plan) -> str:
+    task, topology = plan.task, plan.task.topology
+    tokens = f" of {task.workload.sequence:,} tokens" if task.workload.sequence else ""
+    return (
+        f"{task.workload.num_parameters:,} parameters; {topology.num_chips:,} chips, "
+        f"{topology.num_hosts:,} hosts; a step has {task.rows:,} rows{tokens}. All figures are predicted."
+    )
+
+
+def _figures(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
+    assert chosen.memory is not None
+    assert chosen.seconds is not None
+    task, seconds = plan.task, chosen.seconds.total
+    degrees = [f"{name} {degree}" for name, degree in chosen.layout.degrees.items() if degree > 1]
+    speed = task.rows * (task.workload.sequence or 1) / seconds / task.topology.num_chips
+    found = {
+        "ranks": " × ".join(degrees) or "one",
+        "activation checkpointing": chosen.rung,
+        "micro-batches": f"{chosen.micro_batches} of {chosen.rows} rows a device",
+        "memory a device": f"{chosen.memory.total / GIB:.2f} of {task.most / GIB:.2f} GiB",
+        "step": f"{seconds_text(seconds)}, bound by {chosen.seconds.bound}",
+        "MFU": share(chosen.mfu),
+        f"{'tokens' if task.workload.sequence else 'rows'}/s a chip": f"{speed:,.0f}",
+        "settings": chosen.settings(task),
+    }
+    if step is not None:
+        found["step, by the compiler"] = f"{seconds_text(step.seconds)} ±{BAND:.0%}"
+    tiles = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(said)}</dd></div>" for name, said in found.items()
+    )
+    return f'<dl class="figures">{tiles}</dl>'
+
+
+# -- bars --------------------------------------------------------------------------------------------------
+
+
+def _memory(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
+    assert chosen.memory is not None
+    bars: list[tuple[str, Parts]] = [
+        ("the plan", [(said, getattr(chosen.memory, name)) for name, said in _MEMORY])
+    ]
+    if step is not None:
+        bars.append(("by the compiler", [("arguments", step.arguments), ("temporaries", step.temporaries)]))
+    total = max(plan.task.most, *(sum(size for _, size in parts) for _, parts in bars))
+    has = ", what a device has" if total == plan.task.most else ""
+    ends = ("0", f"{total / GIB:.1f} GiB{has}")
+    return _bars(bars, total, ends, lambda size: f"{size / GIB:.2f} GiB")
+
+
+def _times(chosen: Candidate, step: CompiledStep | None) -> str:
+    """The core's bar, and what the links do beside it: hidden collectives first, then those waited for."""
+    seconds = chosen.seconds
+    assert seconds is not None
+    hidden = min(seconds.compute, max(0.0, seconds.collectives - seconds.exposed))
+    bars: list[tuple[str, Parts]] = [
+        ("core", [(said, getattr(seconds, name)) for name, said in _CORE]),
+        (
+            "links",
+            [
+                ("FSDP beside compute", hidden),
+                ("", seconds.compute - hidden),
+                ("tensor parallelism", seconds.tensor),
+                ("FSDP", seconds.exposed),
+            ],
+        ),
+    ]
+    total = seconds.total
+    if step is not None:
+        bars.append(("by the compiler", [(said, getattr(step, name)) for name, said in _COMPILED]))
+        total = max(total, step.seconds)
+    return _bars(bars, total, ("0", seconds_text(total)), seconds_text)
+
+
+def _bars(
+    bars: Sequence[tuple[str, Parts]], total: float, ends: tuple[str, str], form: Callable[[float], str]
+) -> str:
+    """Strips whose parts have lengths in proportion to `total`, each with its own legend."""
+    found = []
+    for name, parts in bars:
+        shown = [(number, said, size) for number, (said, size) in enumerate(parts) if size > 0]
+        drawn = "".join(
+            f'<i class="{f"p{number % 10}" if said else "gap"}" style="width:{100 * size / total:.2f}%" '
+            f'title="{escape(f"{said}: {form(size)}" if said else "idle")}"></i>'
+            for number, said, size in shown
+        )
+        legend = "".join(
+            f'<span><i class="swatch p{number % 10}"></i>{escape(said)} {form(size)}</span>'
+            for number, said, size in shown
+            if said and size / total >= 0.001
+        )
+        found.append(
+            f'<div class="stack"><span>{escape(name)}</span><div>{drawn}</div></div>'
+            f'<p class="legend">{legend}</p>'
+        )
+    scale = f'<div class="ends"><span>{escape(ends[0])}</span><span>{escape(ends[1])}</span></div>'
+    return f'<div class="timeline">{"".join(found)}{scale}</div>'
+
+
+# -- words and tables --------------------------------------------------------------------------------------
+
+
+def _list(title: str, said: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(each)}</li>" for each in said)
+    return f"<h2>{escape(title)}</h2><ul>{items}</ul>" if said else ""
+
+
+def _others(plan: Plan) -> str:
+    return _table(
+        ("", *DEGREES, "checkpointing", "rows", "micro-batches", "GiB", "step", "MFU"),
+        (
+            (
+                what,
+                *(str(each.layout.degrees[name]) for name in DEGREES),
+                each.rung,
+                str(each.rows),
+                str(each.micro_batches),
+                f"{each.memory.total / GIB:.2f}" if each.memory else "",
+                seconds_text(each.seconds.total) if each.seconds else "",
+                share(each.mfu),
+            )
+            for what, each in alternatives(plan)
+        ),
+    )
+
+
+def _compiled(step: CompiledStep) -> str:
+    collectives = (
+        (
+            each.kind,
+            each.axes,
+            str(round(each.count)),
+            f"{each.num_bytes / GIB:.3f}",
+            seconds_text(each.seconds),
+        )
+        for each in step.collectives
+    )
+    parts = ((what, seconds_text(value), share(value / step.seconds)) for what, value in step.parts)
+    return (
+        f"<h2>By the compiler</h2><p>{escape(step.compiler)}: {escape(', and '.join(step.depths))}</p>"
+        f"{_table(('collective', 'along', 'number', 'GiB', 'seconds (modelled)'), collectives)}"
+        f"{_table(('most expensive parts', 'seconds', 'share'), parts)}"
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    names = "".join(f"<th>{escape(each)}</th>" for each in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table></div>'
