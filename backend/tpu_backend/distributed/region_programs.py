@@ -12,7 +12,7 @@ for nobody, as long as they are covered by what was compared.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -36,6 +36,10 @@ from tpu_backend.runtime.user_line import first_line, user_line
 
 _NUM_COMPARED = 3  # launches: a start that moves by its rank's number is seen at the second one
 
+_MOVES = (
+    f"a start that moves on some ranks alone must do so within the first {_NUM_COMPARED} calls, or be a "
+    "tensor (x[start + torch.arange(n)])"
+)
 _RULE = "all ranks must make the same collectives in a region (torch.tpu.spmd), and read at the same places"
 
 
@@ -157,21 +161,25 @@ class _Meeting:
 
     def covered(self) -> Agreement | None:
         """The agreement if all ranks know what this one will launch. Forms with most in common come first."""
+        for form, common, known in self._settled():
+            if self._is_covered(form, common, known):
+                return self._agreement(form)
+        return None
+
+    def _settled(self) -> Iterator[tuple[_Form, Common, _Known]]:
+        """What the ranks have settled for the same operations."""
         fitting = [
             form
             for (ranks, names), form in _forms.items()
             if ranks == self._target.ranks and self._names == names[self._place()]
         ]
         for form in sorted(fitting, key=lambda form: len(form.local) - len(next(iter(form.own.values())))):
-            if self._is_covered(form):
-                return self._agreement(form)
-        return None
+            common = form.common(self._sketch)
+            known = form.known.get(form.digest(common))
+            if known is not None and known.num_compared >= _NUM_COMPARED:
+                yield form, common, known
 
-    def _is_covered(self, form: _Form) -> bool:
-        common = form.common(self._sketch)
-        known = form.known.get(form.digest(common))
-        if known is None or known.num_compared < _NUM_COMPARED:
-            return False
+    def _is_covered(self, form: _Form, common: Common, known: _Known) -> bool:
         if form.constant_starts(common) != known.starts:
             return False
         if not form.is_chain:
@@ -249,8 +257,20 @@ class _Meeting:
         return Agreement(self._target, is_input, parts, interfaces, form, known, form.version)
 
     def _gather(self, told: str) -> list[str]:
-        text = f"{len(self._sketch.names)} operations, launched at {user_line()}"
+        text = f"{len(self._sketch.names)} operations, launched at {user_line()}{self._moved_start()}"
         return agreement.gather(self._target.ranks, text, told)
+
+    def _moved_start(self) -> str:
+        """Which slice starts elsewhere than the ranks have settled, in words for those that do not come to
+        compare it: they have launched the program with the old start.
+        """
+        for form, common, known in self._settled():
+            for (at, position), start in form.constant_starts(common).items():
+                if (before := known.starts.get((at, position), start)) != start:
+                    entry = self._tape.entries[self._sketch.places[common.own[at]]]
+                    name = f"{entry.summary.overload}, first at {first_line(entry.summary.number)}"
+                    return f", where {name}, reads a slice from element {start} instead of {before}: {_MOVES}"
+        return ""
 
     def _distinct(self, own: str, of_all: list[str]) -> list[Sketch]:
         """The sketches that differ: one rank sends each of them."""
