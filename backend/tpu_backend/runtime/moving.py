@@ -33,8 +33,10 @@ def move_over(connect: Callable[[], None]) -> None:
     clear_backends()
     for cached in (platform.platform, target.target_of, transfer.placement, transfer.form_of_numbers):
         cached.cache_clear()
-    connect()
-    _C.move_values(0, _moved)
+    try:
+        connect()
+    finally:  # without the others it goes on alone, in a runtime that is new all the same
+        _C.move_values(0, _moved)
     ending.install()
 
 
