@@ -107,7 +107,7 @@ def measured(world: int, rounds: int) -> dict[str, Timing]:
         return {name: Timing(tuple(each)) for name, each in json.loads(result.read_text()).items()}
 
 
-def rows(rounds: int = 9) -> list[Row]:
+def rows(rounds: int = 7) -> list[Row]:
     found = []
     for world in WORLDS:
         of = measured(world, rounds)
