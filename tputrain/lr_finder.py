@@ -108,7 +108,9 @@ def find_learning_rate(
         replace(
             cfg,
             run_dir=None,
-            trainer=replace(cfg.trainer, steps=chosen.steps, on_nonfinite="continue", spike_factor=None),
+            trainer=replace(
+                cfg.trainer, steps=chosen.steps, duration=None, on_nonfinite="continue", spike_factor=None
+            ),
             callbacks=CallbacksConfig(),
             log=replace(cfg.log, every=_READ_EVERY, tensorboard=False, wandb=type(cfg.log.wandb)()),
         ),

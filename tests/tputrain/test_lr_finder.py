@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tputrain import LogConfig, RunConfig, UserError
+from tputrain import LogConfig, RunConfig, TrainerConfig, TrainStep, UserError
 from tputrain.cli import main
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 
@@ -71,6 +71,22 @@ def test_a_sweep_ends_where_the_loss_is_no_number_any_more():
     sweep = find_learning_rate(Explodes(), cfg, [torch.ones(3)], sweep=SweepConfig(1e-3, 10.0, 60))
     assert 10 < len(sweep.losses) < 60
     assert all(math.isfinite(loss) for loss in sweep.losses)
+
+
+def test_a_sweep_takes_all_of_its_steps_with_a_step_of_ones_own():
+    class Counted(TrainStep):
+        num_taken = 0
+
+        def optimizer_step(self) -> None:
+            Counted.num_taken += 1
+            super().optimizer_step()
+
+    trainer = TrainerConfig(duration="1ep")  # of one batch, which a sweep does not count
+    cfg = RunConfig(device="cpu", trainer=trainer, log=LogConfig(progress="none"))
+    sweep = find_learning_rate(
+        Explodes(), cfg, [torch.ones(3)], sweep=SweepConfig(1e-6, 1e-3, 20), step=Counted
+    )
+    assert len(sweep.losses) == Counted.num_taken == 20
 
 
 def test_the_command_writes_its_findings_into_the_run_directory_and_changes_nothing_there(

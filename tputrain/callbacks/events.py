@@ -37,7 +37,8 @@ class EventLog(Callback):
         self._write("saved", int(checkpoint.name.rpartition("-")[2]), checkpoint=checkpoint.name)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self._write("ended", trainer.step)
+        is_finished = trainer.cfg.trainer.length.is_reached(trainer)
+        self._write("ended", trainer.step, finished=is_finished)
 
     def _write(self, event: str, step: int, **more: Any) -> None:
         if not self._is_writable:

@@ -49,9 +49,12 @@ class Run:
     def num_steps(self) -> int | None:
         """Steps that were asked for; None where nothing says it."""
         trainer = self.config.get("trainer")
-        if not isinstance(trainer, dict) or trainer.get("duration") is not None:
+        if not isinstance(trainer, dict):
             return None
         steps = trainer.get("steps")
+        if trainer.get("duration") is not None:  # known once that has passed
+            ended = self.events[-1] if self.events else {}
+            steps = ended.get("step") if ended.get("finished") else None
         return steps if isinstance(steps, int) else None
 
     @property
