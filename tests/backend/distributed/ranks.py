@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -11,7 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.backend.distributed.preloaded import PreloadedProcess, start_server
+
 ROOT = Path(__file__).resolve().parents[3]
+
+READ_AT_IMPORT = ("TPU_", "JAX_", "XLA_", "TORCH_", "PYTHON", "OMP_")
 
 # Each rank is what it claims to be: many processes, one XLA device each, and the backend of the device.
 PROLOGUE = """
@@ -33,7 +38,7 @@ PROLOGUE = """
 class Rank:
     """What became of a process."""
 
-    def __init__(self, process: subprocess.Popen[str]):
+    def __init__(self, process: subprocess.Popen[str] | PreloadedProcess):
         self.process = process
         self.stdout = self.stderr = ""
         self.seconds = float("nan")
@@ -60,6 +65,11 @@ def environment_of_ranks() -> dict[str, str]:
     }
 
 
+@functools.cache
+def _server(number: int) -> socket.socket:
+    return start_server(environment_of_ranks())
+
+
 def run_ranks(
     script: str,
     world_size: int,
@@ -71,6 +81,7 @@ def run_ranks(
 ) -> list[Rank]:
     """Run `prologue` and `script` as each rank of a world, with these environment variables added.
 
+    Ranks with the usual prologue and no variables of PyTorch, JAX and the device begin with both imported.
     `meanwhile` is called when all have started. Kills what has not ended after `timeout` seconds.
     """
     shared = {
@@ -81,15 +92,21 @@ def run_ranks(
         **environment,
     }
     source = textwrap.dedent(prologue) + textwrap.dedent(script)
+    is_preloaded = prologue == PROLOGUE and not any(name.startswith(READ_AT_IMPORT) for name in environment)
     ranks = []
     for rank in range(world_size):
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", source],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process: subprocess.Popen[str] | PreloadedProcess
+        if is_preloaded:
+            process = PreloadedProcess(_server(rank % 2), source, variables)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", source],
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         ranks.append(Rank(process))
     if meanwhile is not None:
         meanwhile(ranks)
