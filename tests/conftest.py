@@ -24,3 +24,8 @@ def freeze_older_objects() -> None:
     """Imports and programs so far stay: without this every run of a Trainer collects among all of them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Three for two cores: tests of many ranks wait for much of their time, for deadlines and for peers."""
+    return (os.cpu_count() or 1) * 3 // 2
