@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -124,10 +124,14 @@ class Execution:
         ranks share out come and go.
         """
         self._is_by_block = True
-        plain, compiled = block.forward, torch.compile(block.forward, **_OPTIONS)
+        plain = block.forward
+
+        @cache
+        def compiled() -> Any:  # only if it is called: this imports all of the compiler
+            return torch.compile(plain, **_OPTIONS)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (compiled if self._form == "compile" else plain)(*args, **kwargs)
+            return (compiled() if self._form == "compile" else plain)(*args, **kwargs)
 
         block.forward = forward
 

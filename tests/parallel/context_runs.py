@@ -80,7 +80,7 @@ class Batches:
 def train(name: str, run_dir: Path, device: str, **parallel: Any) -> Trainer:
     torch.manual_seed(0)
     model: nn.Module = Attending()
-    if name == "llama":
+    if name == "split-llama":
         initialize(model := Llama(SHAPE), 0)
     cfg = RunConfig(
         device=device,
@@ -92,13 +92,13 @@ def train(name: str, run_dir: Path, device: str, **parallel: Any) -> Trainer:
         log=LogConfig(every=2, progress="none"),
         parallel=ParallelConfig(**parallel),
     )
-    loader = Batches(has_documents=name == "llama")
+    loader = Batches(has_documents=name == "split-llama")
     trainer = Trainer(
         model,
         cfg,
         train_loader=loader,
         val_loader=[loader.batch_at(101, 0), loader.batch_at(102, 0)],
-        loss_fn=None if name == "llama" else loss_of,
+        loss_fn=None if name == "split-llama" else loss_of,
     )
     trainer.fit()
     return trainer

@@ -66,12 +66,12 @@ def begin_from_middle(source: Path, run_dir: Path) -> None:
 
 
 class Net(nn.Module):
-    """Two blocks, which are divided one by one, and a rest."""
+    """Two blocks, which are divided one by one, and a rest. Rows of 7 and 5 do not divide by two."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(*sizes) for sizes in ((4, 6), (6, 6)))
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 4)
+        self.blocks = nn.ModuleList(nn.Linear(*sizes) for sizes in ((4, 6), (6, 7)))
+        self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 5)
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self.blocks:

@@ -1,8 +1,10 @@
 """A Llama and its data for one process or several ranks, with what is awkward to divide among them."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from tputrain.loggers.config import LogConfig
 from tputrain.models import initialize
 from tputrain.models.llama import Llama, LlamaConfig
 from tputrain.optim.optimizer import OptimConfig
+from tputrain.optim.schedule import ScheduleConfig
 from tputrain.parallel.config import ParallelConfig
 
 # 61 and 30 rows do not divide by 4: shards differ in size.
@@ -89,9 +92,11 @@ def train(
     model: nn.Module | None = None,
     accumulate: int = 2,
     sequences: int = 4,
+    optim: Mapping[str, Any] = MappingProxyType({}),
+    steps: int = 20,
     **parallel: Any,
 ) -> Trainer:
-    """Twenty steps, with checkpoints and evaluations in the beginning, the middle and the end."""
+    """Training steps, with checkpoints and evaluations in the beginning, the middle and the end."""
     if model is None:
         model = Llama(SHAPE)
         initialize(model, 0)
@@ -99,9 +104,10 @@ def train(
         device=device,
         run_dir=str(run_dir),
         trainer=TrainerConfig(
-            steps=20, accumulate=accumulate, evaluate_every=10, max_grad_norm=0.5, metrics=["accuracy"]
+            steps=steps, accumulate=accumulate, evaluate_every=10, max_grad_norm=0.5, metrics=["accuracy"]
         ),
-        optim=OptimConfig(learning_rate=3e-3),
+        optim=OptimConfig(**({"learning_rate": 3e-3} | optim)),
+        schedule=ScheduleConfig(name="constant" if optim.get("name") == "schedulefree" else "cosine"),
         checkpoint=CheckpointConfig(every=10, keep_last=9),
         log=LogConfig(every=5, progress="none", peak_flops=1e9),
         parallel=ParallelConfig(**parallel),

@@ -1,6 +1,5 @@
-"""Sequences that are cut over ranks (parallel.context) train as whole ones in one process do."""
+"""How sequences are cut over ranks (parallel.context). What that trains is in test_training.py."""
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
 from tputrain import ExecutionConfig, ParallelConfig, RunConfig
 from tputrain.batches import IGNORED_LABEL, counted
 from tputrain.errors import UserError
@@ -20,49 +18,6 @@ from tputrain.parallel.slices import columns
 sys.path.insert(0, str(Path(__file__).parent))
 
 import context_runs
-
-SCRIPT = """
-    sys.path.insert(0, os.environ["HERE"])
-    from pathlib import Path
-    import context_runs
-    from tputrain.errors import UserError
-    from tputrain.models.sequence import sequence_split
-
-    runs = Path(os.environ["RUNS"])
-    for name in ("llama", "attending"):
-        trainer = context_runs.train(name, runs / name, "tpu", context=2)
-        assert trainer.world.size == trainer.world.context_size == world == 2
-        assert trainer.world.data_size == 1 and trainer.world.data_rank == rank
-        weight = next(trainer.model.parameters())
-        assert weight.to_local().numel() * 2 == weight.numel()
-        assert len(trainer.train_step._region.digests) == 1  # the step is one program
-    assert not torch.tpu.fallback_stats(), torch.tpu.fallback_stats()
-    try:
-        with sequence_split(trainer.world.sequence):
-            torch.nn.Linear(2, 2)(torch.ones(1, 2))
-        raise AssertionError("a model without attention over all of a sequence was taken")
-    except UserError as error:
-        assert "attention sees only the part of a sequence" in str(error)
-    dist.destroy_process_group()
-"""
-
-
-def records(run: Path, file: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / f"{file}.jsonl").read_text().splitlines()]
-
-
-def test_two_ranks_that_share_sequences_train_as_one_process(tmp_path: Path) -> None:
-    environment = {"GROUP_BACKEND": "cpu:gloo,tpu:tpu", "HERE": str(Path(__file__).parent)}
-    environment["TPU_CACHE_DIR"] = str(tmp_path / "programs")
-    assert_all_ended_well(run_ranks(SCRIPT, 2, timeout=300, RUNS=str(tmp_path), **environment))
-    for name in ("llama", "attending"):
-        context_runs.train(name, tmp_path / f"{name}-alone", "cpu")
-        for file, keys in (("metrics", ("loss", "grad_norm")), ("evaluations", ("loss", "accuracy"))):
-            alone, found = records(tmp_path / f"{name}-alone", file), records(tmp_path / name, file)
-            assert [each["step"] for each in found] == [each["step"] for each in alone]
-            for key in keys:
-                expected = [each[key] for each in alone]
-                assert [each[key] for each in found] == pytest.approx(expected, rel=1e-5), (name, file, key)
 
 
 def test_a_part_without_labels_counts_nothing_and_is_run_all_the_same() -> None:

@@ -3,6 +3,7 @@
 The only place that knows how the two belong together. One process has all rows of everything.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -82,19 +83,28 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Any) -> Tensor:
-    """All of a tensor, on each rank that has a part of it.
+    """All of a tensor, on each rank that has a part of it."""
+    return _replicated(tensor, lambda placement: not placement.is_replicate()).to_local()
 
-    One gather for each dimension of the mesh that divides it. `full_tensor` makes the same, with a warning
-    where there are several.
+
+def summed(tensor: Tensor) -> Tensor:
+    """The tensor, divided as it is, where ranks that have parts of what was summed up know theirs alone."""
+    return _replicated(tensor, lambda placement: placement.is_partial()) if is_distributed(tensor) else tensor
+
+
+def _replicated(tensor: Any, chosen: Callable[[Any], bool]) -> Any:
+    """The same with no `chosen` placement: one collective for each dimension of the mesh that has one.
+
+    In one call DTensor makes the same ones, and warns that they are several.
     """
     from torch.distributed.tensor import Replicate
 
     for dim, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
+        if chosen(placement):
             placements = [*tensor.placements]
             placements[dim] = Replicate()
             tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+    return tensor
 
 
 def divided_like(whole: Tensor, like: Tensor) -> Tensor:

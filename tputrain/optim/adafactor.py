@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tputrain.checkpoint.rows import is_distributed, local_part, summed
+
 
 class Adafactor(torch.optim.Adafactor):
     """torch.optim.Adafactor (Shazeer and Stern, 2018), with the same settings, state and formulas.
@@ -36,9 +38,25 @@ def initial_state(parameter: Tensor) -> dict[str, Tensor]:
     state = {"step": torch.zeros((), dtype=torch.float32)}
     if parameter.dim() < 2:
         return state | {"variance": torch.zeros_like(parameter)}
-    rows = torch.zeros_like(parameter[..., :1])
-    columns = torch.zeros_like(parameter[..., :1, :])
-    return state | {"row_var": rows, "col_var": columns}
+    return state | {"row_var": _zeros(parameter, -1), "col_var": _zeros(parameter, -2)}
+
+
+def _zeros(parameter: Tensor, dim: int) -> Tensor:
+    """Zeros of the parameter's shape, with 1 in `dim`, along which they are not divided among ranks."""
+    shape, local = list(parameter.shape), list(local_part(parameter).shape)
+    shape[dim] = local[dim] = 1
+    zeros = torch.zeros(local, dtype=parameter.dtype, device=parameter.device)
+    if not is_distributed(parameter):
+        return zeros
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    divided = [not each.is_replicate() and each.dim == dim % parameter.dim() for each in placements]
+    placements = [Replicate() if is_so else each for each, is_so in zip(placements, divided, strict=True)]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def _update(parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
@@ -59,10 +77,15 @@ def _averaged_square(grad: Tensor, state: dict[str, Tensor], share: float, least
     square = grad.square()
     if grad.dim() < 2:
         return state["variance"].lerp_(square, share)
-    rows = state["row_var"].lerp_(square.mean(dim=-1, keepdim=True), share)
-    columns = state["col_var"].lerp_(square.mean(dim=-2, keepdim=True), share)
-    return rows @ columns / rows.mean(dim=-2, keepdim=True).clamp(min=least)
+    rows = state["row_var"].lerp_(_mean(square, -1), share)
+    columns = state["col_var"].lerp_(_mean(square, -2), share)
+    return rows * columns / _mean(rows, -2).clamp(min=least)
+
+
+def _mean(values: Tensor, dim: int) -> Tensor:
+    """The mean over `dim`, which stays as one of size 1, over all ranks that have parts of it."""
+    return summed(values.sum(dim=dim, keepdim=True)) / values.shape[dim]
 
 
 def _rms(values: Tensor) -> Tensor:
-    return values.square().mean().sqrt()
+    return (summed(values.square().sum()) / values.numel()).sqrt()
