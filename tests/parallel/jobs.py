@@ -69,7 +69,7 @@ def launch(world_size: int, jobs: Sequence[Job], runs: Path) -> list[str]:
         "RUNS": str(runs),
         "TPU_CACHE_DIR": str(runs / "programs"),
     }
-    ranks = run_ranks(SCRIPT, world_size, timeout=400, **environment)
+    ranks = run_ranks(SCRIPT, world_size, timeout=600, **environment)
     assert_all_ended_well(ranks)
     for rank in ranks:
         assert "While redistributing" not in rank.stderr, rank.stderr  # several gathers where one would do

@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "HERE": str(Path(__file__).parent),
         "TPU_CACHE_DIR": str(directory / "programs"),
     }
-    assert_all_ended_well(run_ranks(SCRIPT, 2, timeout=400, RUNS=str(directory), **environment))
+    assert_all_ended_well(run_ranks(SCRIPT, 2, timeout=600, RUNS=str(directory), **environment))
     return directory
 
 
