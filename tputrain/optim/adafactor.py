@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tputrain.checkpoint.rows import is_distributed, local_part, summed
+from tputrain.optim.closure import evaluated
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -19,10 +20,7 @@ class Adafactor(torch.optim.Adafactor):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` gives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from tputrain.optim.closure import evaluated
+
 
 class JointOptimizer(torch.optim.Optimizer):
     """Optimizers over groups of their own, which step together.
@@ -35,10 +37,7 @@ class JointOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` gives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for part in self.parts:
             # Without the hooks around `step`: the end of an optimizer's step is where the tpu device ends a
             # program, and there is to be one program for all.

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tputrain.optim.closure import evaluated
+
 MASTER = "master"
 """The key of a parameter's float32 copy in the optimizer's state, and so in optimizer.safetensors."""
 
@@ -45,10 +47,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` gives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
         trained = [(p, master) for p, master in self._masters.items() if p.grad is not None]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim._muon import _adjust_lr as adjusted_rate
 
+from tputrain.optim.closure import evaluated
 from tputrain.optim.joint import JointOptimizer
 from tputrain.optim.orthogonal import orthogonalised
 
@@ -17,10 +18,7 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` gives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             parameters: list[torch.Tensor] = []
             grads: list[torch.Tensor] = []
