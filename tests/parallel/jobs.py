@@ -67,7 +67,6 @@ def launch(world_size: int, jobs: Sequence[Job], runs: Path) -> list[str]:
         "HERE": str(Path(__file__).parent),
         "JOBS": json.dumps([asdict(job) for job in jobs]),
         "RUNS": str(runs),
-        "TPU_CACHE_DIR": str(runs / "programs"),
     }
     ranks = run_ranks(SCRIPT, world_size, timeout=600, **environment)
     assert_all_ended_well(ranks)
@@ -79,6 +78,7 @@ def launch(world_size: int, jobs: Sequence[Job], runs: Path) -> list[str]:
 def train_all(rank: int, world: int) -> None:
     """What a rank of the launch does."""
     runs = Path(os.environ["RUNS"])
+    torch.tpu.set_executable_cache(runs / "programs")
     for each in json.loads(os.environ["JOBS"]):
         job = Job(**each)
         if job.source and rank == 0:

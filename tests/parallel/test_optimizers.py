@@ -40,6 +40,7 @@ SCRIPT = """
 
     rows.SMALLEST_PART = 0  # each rank writes its rows of everything
     runs = Path(os.environ["RUNS"])
+    torch.tpu.set_executable_cache(runs / "programs")
     for name, way in optimizer_runs.WAYS.items():
         trainer = optimizer_runs.train(way, runs / name, "tpu", shard=2)
         assert trainer.world.size == world == 2 and trainer.world.rank == rank
@@ -66,7 +67,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {
         "GROUP_BACKEND": "cpu:gloo,tpu:tpu",
         "HERE": str(Path(__file__).parent),
-        "TPU_CACHE_DIR": str(directory / "programs"),
     }
     assert_all_ended_well(run_ranks(SCRIPT, 2, timeout=600, RUNS=str(directory), **environment))
     return directory

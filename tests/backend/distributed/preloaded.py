@@ -18,7 +18,7 @@ import time
 
 _SERVER = """
 import json, os, select, signal, socket, sys
-import torch, torch.distributed, torch.distributed.tensor, jax
+import torch, torch._dynamo, torch.distributed, torch.distributed.tensor, torch.distributed.fsdp, jax
 from tpu_backend.distributed import launched
 
 assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"

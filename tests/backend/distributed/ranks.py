@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.backend.distributed.preloaded import PreloadedProcess, start_server
+from tests.backend.quick_xla import QUICK_XLA_FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -62,6 +63,7 @@ def environment_of_ranks() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT / "backend"), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "TPU_CACHE_DIR": "none",
+        "XLA_FLAGS": QUICK_XLA_FLAGS,
     }
 
 
