@@ -1,5 +1,7 @@
 """Scaled dot-product attention: a softmax over all scores, and its gradients from the log of their sum.
 
+Scores that fill more than one block are never in memory together: `blocked_attention.py`.
+
 Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries,
 each for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both
 broadcast to (B, H, L, S). 16-bit tensors are computed in float32. (The registry gives parameters called `key`
@@ -13,6 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from tpu_backend.lowering import blocked_attention
 from tpu_backend.lowering.matmul import batched_matmul
 from tpu_backend.lowering.normalization import safe_softmax
 from tpu_backend.lowering.registry import is_16_bit, lowering, opmath
@@ -53,11 +56,16 @@ def attention(
 ):  # fmt: skip
     """Results (B, H, L, E), log sums (B, H, L), which are -inf where a query looks nowhere, and a state of
     dropout that is none."""
-    scores = _scores(query, keys, attn_bias, is_causal, _factor(query, scale))
-    weights = safe_softmax(scores, -1)
-    output = batched_matmul(_grouped(weights, values.shape[1]), values)
-    log_sums = jax.nn.logsumexp(scores, -1) if compute_log_sumexp else jnp.zeros((*query.shape[:2], 0))
-    return output.reshape(*query.shape[:3], values.shape[3]), log_sums, None, None
+    factor = _factor(query, scale)
+    if blocked_attention.fits(query, keys, values, has_gradients=compute_log_sumexp):
+        output, log_sums = blocked_attention.forward(query, keys, values, attn_bias, is_causal, factor)
+    else:
+        scores = _scores(query, keys, attn_bias, is_causal, factor)
+        weights = safe_softmax(scores, -1)
+        output = batched_matmul(_grouped(weights, values.shape[1]), values)
+        output = output.reshape(*query.shape[:3], values.shape[3])
+        log_sums = jax.nn.logsumexp(scores, -1)
+    return output, log_sums if compute_log_sumexp else jnp.zeros((*query.shape[:2], 0)), None, None
 
 
 @lowering("_scaled_dot_product_efficient_attention_backward", runtime=("scale",))
@@ -73,6 +81,11 @@ def attention_backward(
         each.astype(opmath(each.dtype)) for each in (grad_out_, query, keys, values, output)
     )
     factor = _factor(query, scale)
+    if blocked_attention.fits(query, keys, values, has_gradients=True) and not grad_input_mask[3]:
+        found = blocked_attention.backward(
+            grad_out_, query, keys, values, attn_bias, output, logsumexp, is_causal, factor
+        )
+        return *(each if is_wanted else None for each, is_wanted in zip(found, grad_input_mask)), None
     scores = _scores(query, keys, attn_bias, is_causal, factor)
     looks_nowhere = (logsumexp == -jnp.inf)[..., None]
     weights = jnp.where(looks_nowhere, 0, jnp.exp(scores - jnp.where(looks_nowhere, 0, logsumexp[..., None])))

@@ -1,0 +1,256 @@
+"""Attention in blocks of queries and keys: one block's scores in memory (FlashAttention-2, Dao 2023).
+
+The forward pass keeps a running maximum and sum for each query. The backward pass computes the scores again
+from the log of that sum. A block that a causal mask or all values of a mask rule out is skipped. Sizes are
+those of `attention.py`; the G = H / K query heads that share a head of keys are rows of one matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpu_backend.lowering.matmul import matmul
+
+BLOCK = 256
+"""Queries, and keys, of a block. Measured on a CPU with heads of 64: 512 costs a fifth more."""
+
+LENGTH_WITHOUT_GRADIENTS = 1024
+"""To this length attention without gradients has all its scores in memory. Sizes that grow by one a turn, as
+in generating text, then share padded programs, which know no loops (`padded/rules.py`).
+"""
+
+
+def fits(query: jax.Array, key: jax.Array, value: jax.Array, has_gradients: bool) -> bool:
+    """Whether attention of these shapes is computed in blocks: not where one block is all of it."""
+    length = BLOCK if has_gradients else LENGTH_WITHOUT_GRADIENTS
+    return query.size > 0 and query.shape[2] * key.shape[2] > length**2 and key.shape[1] == value.shape[1]
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    is_causal: bool,
+    factor: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Results (B, H, L, E) and log sums (B, H, L), -inf where a query looks nowhere."""
+    grid = _Grid.of(query, key, bias, is_causal)
+    queries = grid.query_blocks(query * factor)
+    keys, values = grid.keys(key), grid.keys(value)
+    features = value.shape[3]
+
+    def of_head(head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rows = queries[head, i]
+
+            def of_keys(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                highest, total, mixed = state
+                scores = grid.masked(matmul(rows, keys[head, j].T), head, i, j)
+                higher = jnp.maximum(highest, jnp.max(scores, -1))
+                shift = jnp.where(higher == -jnp.inf, 0, higher)
+                weights = jnp.exp(scores - shift[:, None])
+                kept = jnp.exp(highest - shift)
+                total = total * kept + jnp.sum(weights, -1)
+                mixed = mixed * kept[:, None] + matmul(weights, values[head, j])
+                return higher, total, mixed
+
+            size = rows.shape[0]
+            nothing = (
+                jnp.full((size,), -jnp.inf, rows.dtype),
+                jnp.zeros((size,), rows.dtype),
+                jnp.zeros((size, features), rows.dtype),
+            )
+            highest, total, mixed = lax.fori_loop(
+                jnp.int32(0), grid.end_of_keys(i), grid.where_seen(of_keys, head, i=i), nothing
+            )
+            looks_nowhere = total == 0
+            total = jnp.where(looks_nowhere, 1, total)
+            return mixed / total[:, None], jnp.where(looks_nowhere, -jnp.inf, highest + jnp.log(total))
+
+        return lax.map(of_queries, jnp.arange(grid.num_query_blocks, dtype=jnp.int32))
+
+    output, log_sums = lax.map(of_head, grid.heads())
+    return grid.whole(output), grid.whole(log_sums)
+
+
+def backward(
+    grad_out: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    output: jax.Array,
+    log_sums: jax.Array,
+    is_causal: bool,
+    factor: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value. `output` and `log_sums` may be over more keys than these."""
+    grid = _Grid.of(query, key, bias, is_causal)
+    queries = grid.query_blocks(query * factor)
+    grads = grid.query_blocks(grad_out)
+    # Of a query that looks nowhere every score is -inf: with a sum of 1 its weights are 0.
+    sums = grid.query_blocks(jnp.where(log_sums == -jnp.inf, 0, log_sums).astype(query.dtype))
+    means = grid.query_blocks(jnp.sum(grad_out * output, -1))
+    keys, values = grid.keys(key), grid.keys(value)
+
+    def of_head(head: jax.Array) -> tuple[jax.Array, ...]:
+        def of_keys(grad_queries: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            key_rows, value_rows = keys[head, j], values[head, j]
+
+            def of_queries(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                grad_queries, grad_keys, grad_values = state
+                rows, grad_rows = queries[head, i], grads[head, i]
+                scores = grid.masked(matmul(rows, key_rows.T), head, i, j)
+                weights = jnp.exp(scores - sums[head, i][:, None])
+                grad_scores = weights * (matmul(grad_rows, value_rows.T) - means[head, i][:, None])
+                return (
+                    grad_queries.at[i].add(matmul(grad_scores, key_rows)),
+                    grad_keys + matmul(grad_scores.T, rows),
+                    grad_values + matmul(weights.T, grad_rows),
+                )
+
+            nothing = (grad_queries, jnp.zeros_like(key_rows), jnp.zeros_like(value_rows))
+            grad_queries, *of_block = lax.fori_loop(
+                grid.first_queries(j),
+                jnp.int32(grid.num_query_blocks),
+                grid.where_seen(of_queries, head, j=j),
+                nothing,
+            )
+            return grad_queries, (of_block[0], of_block[1])
+
+        blocks = jnp.arange(grid.num_key_blocks, dtype=jnp.int32)
+        grad_queries, (grad_keys, grad_values) = lax.scan(of_keys, jnp.zeros_like(queries[0]), blocks)
+        return grad_queries, grad_keys, grad_values
+
+    grad_query, grad_key, grad_value = lax.map(of_head, grid.heads())
+    return grid.whole(grad_query) * factor, grid.whole_keys(grad_key), grid.whole_keys(grad_value)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How queries and keys are cut into blocks, and who sees whom. What is left over is padded."""
+
+    batch: int
+    num_key_heads: int
+    group: int
+    """Query heads that share a head of keys."""
+    num_queries: int
+    num_keys: int
+    query_size: int
+    key_size: int
+    is_causal: bool
+    bias: jax.Array | None
+    """Four dims, each of the whole size (padded) or 1: where True is seen, or what is added."""
+
+    @staticmethod
+    def of(query: jax.Array, key: jax.Array, bias: jax.Array | None, is_causal: bool) -> _Grid:
+        batch, heads, queries, _ = query.shape
+        key_heads, keys = key.shape[1], key.shape[2]
+        query_size, key_size = min(BLOCK, queries), min(BLOCK, keys)
+        if bias is not None:
+            bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+            padding = [
+                (0, 0 if size == 1 else -size % block)
+                for size, block in zip(bias.shape, (1, 1, query_size, key_size))
+            ]
+            bias = jnp.pad(bias, padding)
+        group = heads // key_heads
+        return _Grid(batch, key_heads, group, queries, keys, query_size, key_size, is_causal, bias)
+
+    @property
+    def num_query_blocks(self) -> int:
+        return math.ceil(self.num_queries / self.query_size)
+
+    @property
+    def num_key_blocks(self) -> int:
+        return math.ceil(self.num_keys / self.key_size)
+
+    def heads(self) -> jax.Array:
+        """The heads of keys of all sequences, in a row."""
+        return jnp.arange(self.batch * self.num_key_heads, dtype=jnp.int32)
+
+    def query_blocks(self, tensor: jax.Array) -> jax.Array:
+        """(B, H, L, ...) as (B * K, blocks, G * rows of a block, ...)."""
+        padding = [(0, 0)] * tensor.ndim
+        padding[2] = (0, -self.num_queries % self.query_size)
+        parts = jnp.pad(tensor, padding).reshape(
+            -1, self.group, self.num_query_blocks, self.query_size, *tensor.shape[3:]
+        )
+        return jnp.swapaxes(parts, 1, 2).reshape(parts.shape[0], self.num_query_blocks, -1, *tensor.shape[3:])
+
+    def whole(self, blocks: jax.Array) -> jax.Array:
+        """What `query_blocks` made of (B, H, L, ...) as it was."""
+        features = blocks.shape[3:]
+        parts = blocks.reshape(*blocks.shape[:2], self.group, self.query_size, *features)
+        rows = jnp.swapaxes(parts, 1, 2).reshape(self.batch, self.num_key_heads * self.group, -1, *features)
+        return rows[:, :, : self.num_queries]
+
+    def keys(self, tensor: jax.Array) -> jax.Array:
+        """(B, K, S, E) as (B * K, blocks, rows of a block, E)."""
+        padded = jnp.pad(tensor, ((0, 0), (0, 0), (0, -self.num_keys % self.key_size), (0, 0)))
+        return padded.reshape(-1, self.num_key_blocks, self.key_size, tensor.shape[3])
+
+    def whole_keys(self, blocks: jax.Array) -> jax.Array:
+        """What `keys` made of (B, K, S, E) as it was."""
+        rows = blocks.reshape(self.batch, self.num_key_heads, -1, blocks.shape[-1])
+        return rows[:, :, : self.num_keys]
+
+    def end_of_keys(self, i: jax.Array) -> jax.Array:
+        """The first block of keys that no query of block `i` sees, nor any later one."""
+        if not self.is_causal:
+            return jnp.int32(self.num_key_blocks)
+        return jnp.minimum(((i + 1) * self.query_size - 1) // self.key_size + 1, self.num_key_blocks)
+
+    def first_queries(self, j: jax.Array) -> jax.Array:
+        """The first block of queries that sees a key of block `j`."""
+        return j * self.key_size // self.query_size if self.is_causal else jnp.int32(0)
+
+    def _bias(self, head: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Of a block, (G or 1, rows or 1, columns or 1)."""
+        assert self.bias is not None
+        sizes = (1, self.group, self.query_size, self.key_size)
+        starts = (
+            head // self.num_key_heads,
+            head % self.num_key_heads * self.group,
+            i * self.query_size,
+            j * self.key_size,
+        )
+        is_whole = [size > 1 for size in self.bias.shape]
+        return lax.dynamic_slice(
+            self.bias,
+            [start if whole else jnp.int32(0) for start, whole in zip(starts, is_whole)],
+            [size if whole else 1 for size, whole in zip(sizes, is_whole)],
+        )[0]
+
+    def where_seen(self, body, head: jax.Array, i=None, j=None):
+        """A loop's body, left out where the mask rules out all of a block."""
+        if self.bias is None:
+            return body
+
+        def guarded(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            block = self._bias(head, index if i is None else i, index if j is None else j)
+            seen = block if block.dtype == jnp.bool_ else block != -jnp.inf
+            return lax.cond(jnp.any(seen), body, lambda _, state: state, index, state)
+
+        return guarded
+
+    def masked(self, scores: jax.Array, head: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        """The scores (G * rows, columns) of a block, -inf where a query does not look."""
+        shape = self.group, self.query_size, self.key_size
+        scores = scores.reshape(shape)
+        if self.bias is not None:
+            block = self._bias(head, i, j)
+            scores = jnp.where(block, scores, -jnp.inf) if block.dtype == jnp.bool_ else scores + block
+        rows = i * self.query_size + jnp.arange(self.query_size, dtype=jnp.int32)[:, None]
+        columns = j * self.key_size + jnp.arange(self.key_size, dtype=jnp.int32)
+        if self.is_causal:
+            scores = jnp.where(rows >= columns, scores, -jnp.inf)
+        if self.num_keys % self.key_size:
+            scores = jnp.where(columns < self.num_keys, scores, -jnp.inf)
+        return scores.reshape(-1, self.key_size)
