@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.matmul import matmul
+from tpu_backend.lowering.platforms import lowered_for
 
 BLOCK = 256
 """Queries, and keys, of a block. Measured on a CPU with heads of 64: 512 costs a fifth more."""
@@ -26,7 +27,12 @@ in generating text, then share padded programs, which know no loops (`padded/rul
 
 
 def fits(query: jax.Array, key: jax.Array, value: jax.Array, has_gradients: bool) -> bool:
-    """Whether attention of these shapes is computed in blocks: not where one block is all of it."""
+    """Whether attention of these shapes is computed in blocks: not where one block is all of it.
+
+    Nor on a TPU or a GPU: the turns of a loop over heads would leave their matrix units idle.
+    """
+    if lowered_for() not in (None, "cpu"):
+        return False
     length = BLOCK if has_gradients else LENGTH_WITHOUT_GRADIENTS
     return query.size > 0 and query.shape[2] * key.shape[2] > length**2 and key.shape[1] == value.shape[1]
 
