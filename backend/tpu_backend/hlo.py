@@ -17,10 +17,13 @@ _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MOST_CYCLES = 2**50
+_CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](\S*) \{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -57,18 +60,15 @@ class Instruction:
     called: str | None
     """The computation that it runs: a fusion's, a loop's body."""
     text: str
+    """What stands behind its operands."""
+    constant: str = ""
+    """Its value, as it is written."""
 
     @cached_property
     def cycles(self) -> int | None:
         """The compiler's estimate for a core, if it made one. Some of its sums overflow: they are none."""
         found = _CYCLES.search(self.text)
         return None if found is None or int(found[1]) > _MOST_CYCLES else int(found[1])
-
-    @cached_property
-    def trips(self) -> int:
-        """Of a loop."""
-        found = _TRIPS.search(self.text)
-        return 1 if found is None else int(found[1])
 
     @cached_property
     def op_name(self) -> str:
@@ -92,6 +92,22 @@ class Program:
         """What it reads and writes."""
         read = sum(num_bytes(self._shapes.get(name, ())) for name in instruction.operands)
         return read + num_bytes(instruction.results)
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a loop's body runs: as the compiler notes it, or up to the constant that its counter,
+        from 0 on, is compared with. 1 if neither is there: the number depends on values.
+        """
+        if (noted := _TRIPS.search(loop.text)) is not None:
+            return int(noted[1])
+        condition = _CONDITION.search(loop.text)
+        instructions = self.computations.get(condition[1], ()) if condition is not None else ()
+        if not instructions:
+            return 1
+        constants = {each.name: each.constant for each in instructions if each.constant.isdecimal()}
+        last = instructions[-1]
+        if last.opcode != "compare" or "direction=LT" not in last.text or last.operands[-1] not in constants:
+            return 1
+        return int(constants[last.operands[-1]])
 
     def collective(self, instruction: Instruction, computation: str) -> Collective | None:
         """What it does with other devices, if it does."""
@@ -146,6 +162,7 @@ def program(text: str) -> Program:
                     tuple(_NAME.findall(operands)),
                     None if called is None else called[1],
                     rest,
+                    operands if opcode == "constant" else "",
                 )
             )
     return Program(entry, computations)
@@ -174,6 +191,8 @@ def _shapes(text: str) -> Shapes:
 def _first_group(text: str) -> tuple[int, ...]:
     if (pair := _PAIRS.search(text)) is not None:
         return int(pair[1]), int(pair[2])
+    if (mesh := _MESH.search(text)) is not None:
+        return _first_group_of_mesh(mesh)
     if (match := _GROUPS.search(text)) is None:
         return ()
     written = match[1]
@@ -184,13 +203,46 @@ def _first_group(text: str) -> tuple[int, ...]:
     dims_text, _, order_text = rest.partition("]")
     dims = [int(each) for each in dims_text.split(",")]
     order = [int(each) for each in order_text[2:-1].split(",")] if order_text else list(range(len(dims)))
+    return _counted(dims, order, int(sizes.split(",")[-1]))
+
+
+def _first_group_of_mesh(match: re.Match[str]) -> tuple[int, ...]:
+    """mesh['a'=4,'b'=2] {'b'}: the devices along axes of a mesh of all; 'a':(2)2 is a part of an axis, behind
+    a part of 2.
+    """
+    if match[2]:
+        raise ValueError(f"replica groups of a mesh with its devices in another order: {match[0]}")
+    sizes = {name: int(size) for name, size, _, _ in _MESH_AXIS.findall(match[1])}
+    # Of each axis its parts: which of them the group goes along, by the place of the axis among the group's.
+    along: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    wanted = []
+    for name, _, before, size in _MESH_AXIS.findall(match[3]):
+        part = (int(before), int(size)) if size else (1, sizes[name])
+        along[name].append(part)
+        wanted.append((name, part))
+    dims: list[int] = []
+    places: dict[tuple[str, tuple[int, int]], int] = {}
+    for name, size in sizes.items():
+        done = 1
+        for before, own in sorted(along[name]):
+            if before > done:
+                dims.append(before // done)
+            places[name, (before, own)] = len(dims)
+            dims.append(own)
+            done = before * own
+        dims.append(size // done)
+    order = [places[each] for each in wanted]
+    return _counted(dims, order, math.prod(dims[dim] for dim in order))
+
+
+def _counted(dims: list[int], order: list[int], size: int) -> tuple[int, ...]:
+    """The first `size` devices, numbered over `dims`, where the last dim of `order` counts up first."""
     strides = [math.prod(dims[place + 1 :]) for place in range(len(dims))]
-    size = int(sizes.split(",")[-1])
     found = []
     for number in range(size):
-        place, rest_of = 0, number
+        place, rest = 0, number
         for dim in reversed(order):
-            rest_of, own = divmod(rest_of, dims[dim])
+            rest, own = divmod(rest, dims[dim])
             place += own * strides[dim]
         found.append(place)
     return tuple(found)

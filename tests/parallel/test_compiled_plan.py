@@ -246,6 +246,10 @@ def test_a_schedule_adds_cycles_loops_and_what_is_waited_for() -> None:
         ("replica_groups={{0,4,8},{1,5,9}}", (0, 4, 8)),
         ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("replica_groups=mesh['a'=4,'b'=2] {'b'}", (0, 1)),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a'}", (0, 2, 4, 6)),
+        ("replica_groups=mesh['a'=4,'b'=2] {'b','a'}", (0, 2, 4, 6, 1, 3, 5, 7)),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a':(2)2}", (0, 2)),
         ("source_target_pairs={{0,1},{1,2}}", (0, 1)),
     ],
 )
@@ -253,6 +257,27 @@ def test_the_first_group_of_a_collective_is_read(written: str, group: tuple[int,
     text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  ROOT %a = f32[8]{{0}} all-to-all(%x), {written}\n}}\n"
     (found,) = hlo.collectives(text)
     assert found.group == group
+
+
+def test_a_loop_without_a_note_runs_up_to_the_constant_that_its_counter_is_compared_with() -> None:
+    condition = """%until (state: (s32[])) -> pred[] {
+  %last = s32[] constant(7)
+  %state = (s32[]) parameter(0)
+  %counter = s32[] get-tuple-element(%state), index=0
+  ROOT %less = pred[] compare(%counter, %last), direction=LT
+}
+"""
+    loop = "  %loop = (s32[]) while(%state), condition=%until, body=%body\n"
+    program = hlo.program(condition + "ENTRY %main (s: (s32[])) -> (s32[]) {\n" + loop + "}\n")
+    (instruction,) = program.computations["main"]
+    assert program.trips(instruction) == 7
+    of_values = hlo.program(
+        condition.replace("constant(7)", "copy(%other)")
+        + "ENTRY %main (s: s32[]) -> s32[] {\n"
+        + loop
+        + "}\n"
+    )
+    assert of_values.trips(instruction) == 1
 
 
 def test_collectives_are_found_along_the_axes_of_the_mesh() -> None:

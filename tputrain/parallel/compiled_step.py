@@ -23,7 +23,7 @@ from tputrain.loss import LossFunction
 from tputrain.parallel.abstract_step import ONCE, abstract_step
 from tputrain.parallel.blocks import lists_of_blocks, period
 from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, mesh_of
-from tputrain.parallel.step_schedule import schedule
+from tputrain.parallel.step_schedule import Schedule, schedule
 from tputrain.parallel.topology import GIB, Topology
 
 FEW, MORE = 4, 8
@@ -225,6 +225,16 @@ def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
     return _One(_figures(compiled, layout, micro_batches / few), step.seconds, seconds)
 
 
+def scheduled_step(program: Any, layout: Layout) -> Schedule:
+    """The walk over a `tpu_backend.hlo.Program` whose devices are in the order of `chips_by_rank`."""
+    return schedule(program, layout.topology, _groups(layout).seconds)
+
+
+def _groups(layout: Layout) -> "_Groups":
+    places = _places(layout.topology)
+    return _Groups(layout, [places[chip] for chip in chips_by_rank(layout)])
+
+
 def _refusal(error: Exception, depth: str) -> Exception:
     match = _OUT_OF_MEMORY.search(str(error))
     if match is not None:
@@ -257,10 +267,8 @@ def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
         0, memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
     found["temporaries",] = memory.temp_size_in_bytes
-    program = hlo.program(compiled.as_text())
-    places = _places(layout.topology)
-    groups = _Groups(layout, [places[chip] for chip in chips_by_rank(layout)])
-    scheduled = schedule(program, layout.topology, groups.seconds)
+    groups = _groups(layout)
+    scheduled = scheduled_step(hlo.program(compiled.as_text()), layout)
     once = sum(seconds for label, seconds in scheduled.by_label.items() if label in ONCE)
     scale = 1.0 if scheduled.total == 0 else (once + times * (scheduled.total - once)) / scheduled.total
     for kind in ("estimated", "unestimated", "waiting", "copying"):

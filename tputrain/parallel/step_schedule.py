@@ -80,7 +80,7 @@ class _Walk:
         if opcode in _FREE:
             return
         if opcode == "while":
-            for _ in range(instruction.trips):
+            for _ in range(program.trips(instruction)):
                 self.run(instruction.called)
             return
         kind, _, stage = opcode.rpartition("-")
