@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tputrain.loggers.logger import Logger
     from tputrain.loop.step import TrainStep
     from tputrain.loop.step_parts import StepParts, StepResult
+    from tputrain.optim.config import OptimConfig
     from tputrain.optim.groups import GroupConfig
     from tputrain.optim.joint import JointOptimizer
-    from tputrain.optim.optimizer import OptimConfig
     from tputrain.optim.schedule import ScheduleConfig
     from tputrain.parallel.config import ParallelConfig
     from tputrain.trainer import Trainer
@@ -69,7 +69,7 @@ _HOME = {
     "LogConfig": "tputrain.loggers.config",
     "GroupConfig": "tputrain.optim.groups",
     "Logger": "tputrain.loggers.logger",
-    "OptimConfig": "tputrain.optim.optimizer",
+    "OptimConfig": "tputrain.optim.config",
     "ParallelConfig": "tputrain.parallel.config",
     "ProfileSteps": "tputrain.callbacks.profile_steps",
     "RunConfig": "tputrain.config",

@@ -12,7 +12,7 @@ from tputrain.duration import Duration
 from tputrain.execution import ExecutionConfig
 from tputrain.loggers.config import LogConfig
 from tputrain.metrics.named import check_metric_names
-from tputrain.optim.optimizer import OptimConfig
+from tputrain.optim.config import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
 from tputrain.parallel.config import ParallelConfig
 from tputrain.watchdog import WatchdogConfig
@@ -132,7 +132,7 @@ class RunConfig:
             self.trainer.spike_factor,
             "none with execution.train=captured, whose steps do not see a limit that moves",
         )
-        is_all_on_device = self.optim.name in ("adamw", "sgd") and self.optim.ema_decay is None
+        is_all_on_device = self.optim.computes_on_device and self.optim.ema_decay is None
         expect(
             self.execution.train != "captured" or is_all_on_device,
             "execution.train",

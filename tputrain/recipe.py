@@ -20,6 +20,7 @@ from tputrain.config import RunConfig
 from tputrain.config_checks import described_type, expect, nearest, spelled
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
+from tputrain.kinds import Family, foreign
 from tputrain.models import LoraConfig, ModelConfig
 from tputrain.shipped import shipped_names, shipped_path
 
@@ -88,7 +89,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
 
 def config_from_json(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The configuration that a checkpoint's state.json holds; `source` names it in errors."""
-    return _build_overridden([_Layer(source, values)], overrides)
+    return _build_overridden([_Layer(source, values, is_stored=True)], overrides)
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class _Layer:
 
     source: str
     values: dict[str, Any]
+    is_stored: bool = False
+    """Whether a run wrote it: before kinds had settings of their own, it wrote those of all."""
 
 
 def _layers_of_file(path: Path) -> list[_Layer]:
@@ -154,7 +157,7 @@ def _override_layer(text: str) -> _Layer:
     key, equals, value = text.partition("=")
     if not equals or not _KEY.fullmatch(key):
         raise UserError(f"{COMMAND_LINE}: {text!r}: expected key=value, such as trainer.steps=1000")
-    values: Any = _parse_value(value, _known_keys(RecipeConfig).get(key))
+    values: Any = _parse_value(value, _known_of_any_kind().get(key))
     for part in reversed(key.split(".")):
         values = {part: values}
     return _Layer(COMMAND_LINE, _spelled_out(values))
@@ -198,17 +201,21 @@ def _is_valid(layers: list[_Layer]) -> bool:
 
 def _build(layers: list[_Layer]) -> RecipeConfig:
     """Merge layer by layer, so that each mistake is blamed on the source it came from."""
+    kinds, layers = _chosen(layers)
     merged = OmegaConf.structured(RecipeConfig)
     # The dataclasses are frozen for their readers, not for this merge.
     OmegaConf.set_readonly(merged, False)
+    for family, kind in kinds.items():
+        merged[family.group] = OmegaConf.structured(kind)
+        OmegaConf.set_readonly(merged[family.group], False)
     sources: dict[str, str] = {}
-    known = _known_keys(RecipeConfig)
+    known = _known_keys(RecipeConfig, kinds)
     for layer in layers:
         for key, value in _leaves(layer.values):
             _check_key(layer.source, key, value, known)
             sources[key] = layer.source
-        merged = _merge(merged, layer)
-    cfg: RecipeConfig = _to_dataclass(RecipeConfig, merged, sources)
+        merged = _merge(merged, layer, known)
+    cfg: RecipeConfig = _to_dataclass(RecipeConfig, merged, sources, kinds)
     micro_batches = cfg.batch.micro_batches(cfg.data.sequence_length)
     set_in, accumulate = sources.get("trainer.accumulate"), cfg.trainer.accumulate
     if set_in is not None and accumulate != micro_batches:
@@ -219,11 +226,65 @@ def _build(layers: list[_Layer]) -> RecipeConfig:
     return replace(cfg, trainer=replace(cfg.trainer, accumulate=micro_batches))
 
 
+Kinds = dict[type[Family], type[Family]]
+"""The kind that was chosen, of each family."""
+
+
+def _families() -> list[type[Family]]:
+    hints = get_type_hints(RecipeConfig).values()
+    return [hint for hint in hints if isinstance(hint, type) and issubclass(hint, Family)]
+
+
+def _chosen(layers: list[_Layer]) -> tuple[Kinds, list[_Layer]]:
+    """The kind of each family that the last layer to name one names, and the layers without settings of
+    other kinds, as far as a layer below left them behind or a run wrote them.
+
+    Raises UserError for such a setting in the layer that names the kind, or above it.
+    """
+    kinds: Kinds = {}
+    for family in _families():
+        named, chooser = getattr(family, family.by), -1
+        for index, layer in enumerate(layers):
+            group = layer.values.get(family.group)
+            if isinstance(group, dict) and family.by in group:
+                named, chooser = group[family.by], index
+        try:
+            kinds[family] = family.kind_of(named)
+        except UserError as error:
+            raise UserError(f"{layers[chooser].source}: {error}") from None
+        chosen_in = layers[chooser].source if chooser >= 0 else None
+        layers = [
+            _without_foreign(
+                layer, family, named, layer.is_stored or (i < chooser and layer.source != chosen_in)
+            )
+            for i, layer in enumerate(layers)
+        ]
+    return kinds, layers
+
+
+def _without_foreign(layer: _Layer, family: type[Family], name: str, is_left_behind: bool) -> _Layer:
+    """`layer` without the settings of other kinds than `name`; UserError unless they are left behind."""
+    group = layer.values.get(family.group)
+    if not isinstance(group, dict):
+        return layer
+    others = {key: owners for key in group if name not in (owners := family.owners(key)) and owners}
+    if others and not is_left_behind:
+        key, owners = next(iter(others.items()))
+        error = foreign(
+            f"{family.group}.{key}", _short(group[key]), f"{family.group}.{family.by}={name}", owners
+        )
+        raise UserError(f"{layer.source}: {error}")
+    kept = {key: value for key, value in group.items() if key not in others}
+    return replace(layer, values=layer.values | {family.group: kept})
+
+
 def _check_key(source: str, key: str, value: Any, known: dict[str, Any]) -> None:
     if _is_free(key, value, known):
         return
     if key in known:
         if is_dataclass(known[key]):
+            if value == {}:
+                return
             raise UserError(
                 f"{source}: {key}={_short(value)}: expected keys below it, such as {_first_below(key, known)}"
             )
@@ -265,12 +326,11 @@ def _check_elements(source: str, key: str, value: Any, hint: Any) -> None:
                 ) from None
 
 
-def _merge(merged: DictConfig, layer: _Layer) -> DictConfig:
+def _merge(merged: DictConfig, layer: _Layer, known: dict[str, Any]) -> DictConfig:
     try:
         return OmegaConf.merge(merged, layer.values)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
-        known = _known_keys(RecipeConfig)
         value = dict(_leaves(layer.values)).get(key)
         if key not in known or isinstance(error, ConfigKeyError):
             raise UserError(f"{layer.source}: {key}={_short(value)}: {_first_line(error)}") from None
@@ -279,20 +339,22 @@ def _merge(merged: DictConfig, layer: _Layer) -> DictConfig:
         ) from None
 
 
-def _to_dataclass(kind: type, node: DictConfig, sources: dict[str, str], prefix: str = "") -> Any:
+def _to_dataclass(
+    kind: type, node: DictConfig, sources: dict[str, str], kinds: Kinds, prefix: str = ""
+) -> Any:
     """Build bottom-up, so that a check that fails can be blamed on the file its key came from."""
     values: dict[str, Any] = {}
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in _hints(kind, kinds).items():
         key = prefix + name
         if is_dataclass(hint):
-            values[name] = _to_dataclass(hint, node[name], sources, key + ".")  # type: ignore[arg-type]
+            values[name] = _to_dataclass(hint, node[name], sources, kinds, key + ".")  # type: ignore[arg-type]
             continue
         try:
             value = node[name]
         except OmegaConfBaseException as error:
             raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
         if isinstance(value, ListConfig):
-            value = _to_list(value, hint, sources, key)
+            value = _to_list(value, hint, sources, kinds, key)
         values[name] = _to_dict(value, sources, key) if isinstance(value, DictConfig) else value
     try:
         return kind(**values)
@@ -304,13 +366,13 @@ def _to_dataclass(kind: type, node: DictConfig, sources: dict[str, str], prefix:
         raise UserError(f"{source}: {error}") from None
 
 
-def _to_list(node: ListConfig, hint: Any, sources: dict[str, str], key: str) -> list[Any]:
+def _to_list(node: ListConfig, hint: Any, sources: dict[str, str], kinds: Kinds, key: str) -> list[Any]:
     """The elements of a key of type list[T], where T is plain or a dataclass."""
     element = next(iter(get_args(hint)), None)
     if not is_dataclass(element):
         return list(node)
     return [
-        _to_dataclass(element, node[index], sources, f"{key}[{index}].")  # type: ignore[arg-type]
+        _to_dataclass(element, node[index], sources, kinds, f"{key}[{index}].")  # type: ignore[arg-type]
         for index in range(len(node))
     ]
 
@@ -326,15 +388,29 @@ def _to_dict(node: DictConfig, sources: dict[str, str], key: str) -> dict[str, A
         raise UserError(f"{source}: {key}: {_first_line(error)}") from None
 
 
-def _known_keys(kind: type, prefix: str = "") -> dict[str, Any]:
+def _hints(kind: type, kinds: Kinds) -> dict[str, Any]:
+    """The fields of a dataclass to their types: of a family, the kind that was chosen."""
+    hints = get_type_hints(kind)
+    return {entry.name: kinds.get(hints[entry.name], hints[entry.name]) for entry in fields(kind)}
+
+
+def _known_keys(kind: type, kinds: Kinds, prefix: str = "") -> dict[str, Any]:
     """Every dotted key, groups included, to its type."""
     known: dict[str, Any] = {}
-    hints = get_type_hints(kind)
-    for entry in fields(kind):
-        key, hint = prefix + entry.name, hints[entry.name]
+    for name, hint in _hints(kind, kinds).items():
+        key = prefix + name
         known[key] = hint
         if is_dataclass(hint):
-            known |= _known_keys(hint, key + ".")  # type: ignore[arg-type]
+            known |= _known_keys(hint, kinds, key + ".")  # type: ignore[arg-type]
+    return known
+
+
+def _known_of_any_kind() -> dict[str, Any]:
+    """Every dotted key that some kind has, to its type."""
+    known = _known_keys(RecipeConfig, {})
+    for family in _families():
+        for kind in family.kinds.values():
+            known |= _known_keys(kind, {}, f"{family.group}.")
     return known
 
 

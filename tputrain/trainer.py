@@ -46,7 +46,7 @@ from tputrain.metrics.named import Metric, metric_functions
 from tputrain.models.meta import allocate, move
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
-from tputrain.optim.optimizer import build_optimizer, create_state
+from tputrain.optim.optimizer import create_state
 from tputrain.optim.ownership import check_ownership
 from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import LearningRate
@@ -147,7 +147,7 @@ class Trainer(Position):
         self.optimizer = (
             optimizer
             if optimizer is not None
-            else build_optimizer(model, cfg.optim, counts_on_device=self.execution.captures_training)
+            else cfg.optim.build(model, counts_on_device=self.execution.captures_training)
         )
         check_ownership(self.model, self.optimizer, lr_scheduler)
         create_state(self.optimizer)

@@ -32,7 +32,7 @@ from tests.benchmarks.interleaved import Timing
 from tputrain import Callback, CheckpointConfig, RunConfig, Trainer
 from tputrain.loggers.logger import Record
 from tputrain.models.llama import LlamaConfig
-from tputrain.optim.optimizer import build_optimizer, set_learning_rate
+from tputrain.optim.optimizer import set_learning_rate
 from tputrain.recipe import RecipeConfig, load_recipe
 from tputrain.shipped import find_recipe
 from tputrain.watchdog import STEP, Watchdog
@@ -106,7 +106,7 @@ class HandWrittenLoop:
     def __init__(self, cfg: RunConfig, config: LlamaConfig, loader: Loader):
         self.cfg, self.loader = cfg, loader
         self.model = torch_step.llama(config).to("tpu").train()
-        self.optimizer = build_optimizer(self.model, cfg.optim)
+        self.optimizer = cfg.optim.build(self.model)
         self.parameters = list(self.model.parameters())
         self.step = 0
 

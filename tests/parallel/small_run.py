@@ -16,7 +16,7 @@ from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.loggers.config import LogConfig
 from tputrain.models import initialize
 from tputrain.models.llama import Llama, LlamaConfig
-from tputrain.optim.optimizer import OptimConfig
+from tputrain.optim.config import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
 from tputrain.parallel.config import ParallelConfig
 

@@ -10,7 +10,6 @@ from torch import nn
 from tests.tputrain.test_optimizers import Batches, Net, train
 from tputrain import OptimConfig
 from tputrain.optim.evaluation_weights import EvaluationWeights
-from tputrain.optim.optimizer import build_optimizer
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
@@ -54,7 +53,7 @@ def test_a_checkpoint_holds_the_weights_that_were_evaluated_and_beside_them_thos
 
 def test_the_weights_of_a_schedule_free_optimizer_are_those_its_package_gives():
     model = Net()
-    optimizer = build_optimizer(model, OptimConfig(name="schedulefree"))
+    optimizer = OptimConfig(name="schedulefree").build(model)
     averaged = EvaluationWeights(model, optimizer, None, torch.device("cpu"))
     for step in range(3):
         inputs, targets = Batches().batch_at(step, 0)
@@ -72,7 +71,7 @@ def test_the_weights_of_a_schedule_free_optimizer_are_those_its_package_gives():
 
 def test_without_averages_nothing_is_copied():
     model = Net()
-    averaged = EvaluationWeights(model, build_optimizer(model, OptimConfig()), None, torch.device("cpu"))
+    averaged = EvaluationWeights(model, OptimConfig().build(model), None, torch.device("cpu"))
     versions = [parameter._version for parameter in model.parameters()]
     with averaged.in_place() as trained:
         assert trained == {}

@@ -11,7 +11,7 @@ from torch import nn
 
 from tputrain import OptimConfig, ScheduleConfig
 from tputrain.optim.groups import parameter_groups
-from tputrain.optim.optimizer import build_optimizer, create_state
+from tputrain.optim.optimizer import create_state
 
 
 def test_the_cosine_warms_up_and_comes_down_to_its_fraction():
@@ -52,7 +52,8 @@ def test_warm_up_stable_decay():
     final=st.floats(0, 1),
 )
 def test_a_factor_is_from_zero_to_one_and_never_rises_after_the_warm_up(name, warmup, total, final):
-    schedule = ScheduleConfig(name=name, warmup_steps=warmup, final_fraction=final)
+    decay = {} if name == "constant" else {"final_fraction": final}
+    schedule = ScheduleConfig(name=name, warmup_steps=warmup, **decay)
     factors = [schedule.factor(step, total) for step in range(total)]
     assert all(0.0 <= factor <= 1.0 + 1e-12 for factor in factors)
     decay = factors[warmup:]
@@ -105,10 +106,10 @@ def test_state_made_up_front_is_the_state_that_the_first_step_would_make(make):
     assert all(torch.equal(a, b) for a, b in zip(ours, expected))
 
 
-def test_build_optimizer_takes_every_setting():
-    adamw = build_optimizer(nn.Linear(2, 2), OptimConfig(learning_rate=0.5, beta1=0.8, beta2=0.7, eps=1e-3))
+def test_an_optimizer_takes_every_setting():
+    adamw = OptimConfig(learning_rate=0.5, beta1=0.8, beta2=0.7, eps=1e-3).build(nn.Linear(2, 2))
     assert isinstance(adamw, torch.optim.AdamW)
     assert (adamw.defaults["lr"], adamw.defaults["betas"], adamw.defaults["eps"]) == (0.5, (0.8, 0.7), 1e-3)
-    sgd = build_optimizer(nn.Linear(2, 2), OptimConfig(name="sgd", momentum=0.4))
+    sgd = OptimConfig(name="sgd", momentum=0.4).build(nn.Linear(2, 2))
     assert isinstance(sgd, torch.optim.SGD)
     assert sgd.defaults["momentum"] == 0.4

@@ -10,7 +10,7 @@ from torch import nn
 from tputrain import GroupConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.groups import freeze, parameter_groups
-from tputrain.optim.optimizer import build_optimizer, other_rates, set_learning_rate
+from tputrain.optim.optimizer import other_rates, set_learning_rate
 from tputrain.recipe import config_from_json, load_recipe
 
 
@@ -40,11 +40,11 @@ def settings_by_name(model: nn.Module, groups: list[dict]) -> dict[str, tuple[fl
 
 
 def test_learning_rates_of_groups_are_logged_where_they_differ():
-    plain = build_optimizer(Net(), OptimConfig(learning_rate=0.5))
+    plain = OptimConfig(learning_rate=0.5).build(Net())
     assert len(plain.param_groups) == 2
     assert other_rates(plain) == {}
     scaled = [GroupConfig("layers.*", lr_scale=0.5)]
-    optimizer = build_optimizer(Net(), OptimConfig(learning_rate=0.5, groups=scaled))
+    optimizer = OptimConfig(learning_rate=0.5, groups=scaled).build(Net())
     set_learning_rate(optimizer, 0.4)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert 0.2 in rates[1:]
@@ -77,7 +77,7 @@ def test_groups_apply_by_name_and_later_ones_win():
 
 
 def test_a_group_learns_at_its_share_of_the_rate():
-    optimizer = build_optimizer(Net(), OptimConfig(groups=[GroupConfig("head.*", lr_scale=0.1)]))
+    optimizer = OptimConfig(groups=[GroupConfig("head.*", lr_scale=0.1)]).build(Net())
     set_learning_rate(optimizer, 0.5)
     assert {group.get("lr_scale", 1.0): group["lr"] for group in optimizer.param_groups} == {
         1.0: 0.5,
@@ -112,7 +112,7 @@ def test_a_pattern_that_matches_nothing_is_one_line_that_names_a_near_name():
     model = Net()
     freeze(model, ["*"])
     with pytest.raises(UserError, match="no parameter to train"):
-        build_optimizer(model, OptimConfig())
+        OptimConfig().build(model)
 
 
 def test_groups_come_from_a_recipe_the_command_line_and_a_checkpoint(tmp_path: Path):

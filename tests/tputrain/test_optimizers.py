@@ -22,7 +22,6 @@ from tputrain.loop.step import TrainStep
 from tputrain.loop.step_parts import StepResult
 from tputrain.optim.adafactor import Adafactor
 from tputrain.optim.muon import MuonWithAdamW
-from tputrain.optim.optimizer import OPTIMIZERS, build_optimizer
 
 RATES = {"sgd": 0.05, "adafactor": 0.03}
 
@@ -76,7 +75,7 @@ def train(
     return trainer, steps_seen
 
 
-VARIANTS = [*((name, {}) for name in OPTIMIZERS), ("adamw", {"ema_decay": 0.9})]
+VARIANTS = [*((name, {}) for name in OptimConfig.kinds), ("adamw", {"ema_decay": 0.9})]
 named = pytest.mark.parametrize(
     ("name", "optim"), VARIANTS, ids=["-".join([name, *optim]) for name, optim in VARIANTS]
 )
@@ -146,7 +145,7 @@ def test_adafactor_takes_the_steps_of_torchs(weight_decay):
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     ours, theirs = Net(), Net()
-    optimizer = build_optimizer(ours, OptimConfig(name="muon", learning_rate=0.02, momentum=0.95))
+    optimizer = OptimConfig(name="muon", learning_rate=0.02, momentum=0.95).build(ours)
     assert isinstance(optimizer, MuonWithAdamW)
     names = {id(parameter): name for name, parameter in ours.named_parameters()}
     muon, adamw = [
@@ -178,7 +177,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
 
 def test_muon_without_a_hidden_matrix_is_refused():
     with pytest.raises(UserError, match=r"^optim\.name=muon: expected a model with trainable matrices"):
-        build_optimizer(nn.Linear(3, 2), OptimConfig(name="muon"))
+        OptimConfig(name="muon").build(nn.Linear(3, 2))
 
 
 def test_schedule_free_takes_no_decaying_schedule_and_no_ema():
@@ -192,4 +191,4 @@ def test_schedule_free_takes_no_decaying_schedule_and_no_ema():
 def test_schedule_free_without_its_package_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "schedulefree", None)
     with pytest.raises(UserError, match=r"pip install 'tputrain\[schedulefree\]'"):
-        build_optimizer(Net(), OptimConfig(name="schedulefree"))
+        OptimConfig(name="schedulefree").build(Net())

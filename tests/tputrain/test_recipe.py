@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tputrain import OptimConfig
 from tputrain.config import RunConfig
-from tputrain.config_differences import changed_settings, differences
+from tputrain.config_differences import changed_settings
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
 from tputrain.recipe import RecipeConfig, config_from_json, load_recipe
@@ -75,9 +76,11 @@ def test_a_config_survives_json(tmp_path):
 
 
 def test_differences_are_named_by_dotted_key():
-    old, new = asdict(RecipeConfig()), asdict(RecipeConfig(seed=4))
-    new["optim"]["eps"] = 1.0
-    assert differences(old, new) == {"seed": (0, 4), "optim.eps": (1e-8, 1.0)}
+    old = asdict(RecipeConfig())
+    assert changed_settings(old, RecipeConfig(seed=4, optim=OptimConfig(eps=1.0))) == {
+        "seed": (0, 4),
+        "optim.eps": (1e-8, 1.0),
+    }
 
 
 def test_a_key_that_an_older_run_did_not_know_had_its_default():

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from tputrain.optim.optimizer import OptimConfig, other_rates, set_learning_rate
+from tputrain.optim.config import OptimConfig
+from tputrain.optim.optimizer import other_rates, set_learning_rate
 from tputrain.optim.schedule import LearningRate, ScheduleConfig
 
 

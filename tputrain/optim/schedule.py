@@ -7,35 +7,26 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from tputrain.config_checks import expect, expect_at_least, expect_choice, expect_share
-
-SHAPES = ("cosine", "linear", "constant", "wsd")
-
+from tputrain.config_checks import expect, expect_at_least, expect_share
+from tputrain.kinds import Family
 
 LearningRate = Callable[[int], float] | LRScheduler
 """A function of the step (from 0), or one of PyTorch's schedulers, stepped after every optimizer step."""
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
-    """Linear warm-up to the optimizer's learning rate, then `name`'s way down to a fraction of it."""
+class ScheduleConfig(Family, group="schedule", by="name"):
+    """Linear warm-up to the optimizer's learning rate, then `name`'s way on."""
 
     name: str = "cosine"
-    """cosine, linear, constant, or wsd (warm-up, stable, decay: constant, then linear at the end)."""
+    """cosine, linear, constant, or wsd."""
     warmup_steps: int = 0
     """Steps until the full learning rate."""
-    final_fraction: float = 0.1
-    """What is left of the learning rate at the end (all but constant)."""
-    decay_fraction: float = 0.2
-    """wsd: the last share of the schedule's steps, in which the learning rate comes down."""
     steps: int | None = None
     """Length of the schedule; None: trainer.steps, so that a run made longer decays over its new length."""
 
     def __post_init__(self) -> None:
-        expect_choice("schedule.name", self.name, SHAPES)
         expect_at_least("schedule.warmup_steps", self.warmup_steps, 0)
-        expect_share("schedule.final_fraction", self.final_fraction)
-        expect_share("schedule.decay_fraction", self.decay_fraction)
         expect_at_least("schedule.steps", self.steps, 1)
         expect(
             self.steps is None or self.warmup_steps <= self.steps,
@@ -52,15 +43,71 @@ class ScheduleConfig:
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        if self.name == "constant":
-            return 1.0
-        length = self.steps or total_steps
-        start = self.warmup_steps
-        if self.name == "wsd":
-            start = max(start, length - 1 - round(self.decay_fraction * length))
+        return self._after_warmup(step, self.steps or total_steps)
+
+    def _after_warmup(self, step: int, length: int) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ConstantConfig(ScheduleConfig, names=("constant",)):
+    """The full learning rate to the end."""
+
+    name: str = "constant"
+
+    def _after_warmup(self, step: int, length: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearConfig(ScheduleConfig, names=("linear",)):
+    """A straight line down."""
+
+    name: str = "linear"
+    final_fraction: float = 0.1
+    """What is left of the learning rate at the end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_share("schedule.final_fraction", self.final_fraction)
+
+    def _after_warmup(self, step: int, length: int) -> float:
+        start = self._start(length)
         progress = max(0.0, min(1.0, (step - start) / max(1, length - 1 - start)))
-        down = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.name == "cosine" else 1.0 - progress
-        return self.final_fraction + (1.0 - self.final_fraction) * down
+        return self.final_fraction + (1.0 - self.final_fraction) * self._down(progress)
+
+    def _start(self, length: int) -> int:
+        """The step at which the way down begins."""
+        return self.warmup_steps
+
+    def _down(self, progress: float) -> float:
+        return 1.0 - progress
+
+
+@dataclass(frozen=True)
+class CosineConfig(LinearConfig, names=("cosine",)):
+    """Half a cosine down."""
+
+    name: str = "cosine"
+
+    def _down(self, progress: float) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class WarmupStableDecayConfig(LinearConfig, names=("wsd",)):
+    """Warm-up, stable, decay: constant, then a straight line down at the end."""
+
+    name: str = "wsd"
+    decay_fraction: float = 0.2
+    """The last share of the schedule's steps, in which the learning rate comes down."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_share("schedule.decay_fraction", self.decay_fraction)
+
+    def _start(self, length: int) -> int:
+        return max(self.warmup_steps, length - 1 - round(self.decay_fraction * length))
 
 
 def jump(
@@ -72,12 +119,8 @@ def jump(
     None where the rate goes on as it would have, or where more than the length was changed, on purpose.
     """
     old_steps, old_rate = before["trainer"]["steps"], before["optim"]["learning_rate"]
-    if (
-        old_steps == total_steps
-        or step >= total_steps
-        or before["schedule"] != asdict(now)
-        or old_rate != rate
-    ):
+    same_schedule = all(before["schedule"].get(key) == value for key, value in asdict(now).items())
+    if old_steps == total_steps or step >= total_steps or not same_schedule or old_rate != rate:
         return None
     due, comes = (rate * now.factor(step, steps) for steps in (old_steps, total_steps))
     if abs(comes - due) <= 0.01 * due:
