@@ -195,7 +195,7 @@ def test_resume_of_a_finished_run_leaves_it_alone(capsys):
     ],
 )
 def test_resume_refuses_what_would_make_it_another_run(capsys, override, was):
-    assert main(["resume", "runs/tiny", "trainer.steps=6", "optim.beta2=0.9", override]) == 2
+    assert main(["resume", "runs/tiny", "trainer.steps=6", "optim.weight_decay=0.2", override]) == 2
     captured = capsys.readouterr()
     key, _, value = override.partition("=")
     assert f"refused: {key} would be {value}, it was {was}" in captured.out
