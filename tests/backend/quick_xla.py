@@ -1,7 +1,7 @@
 """XLA's options for tests that look at values and at what ranks agree on, not at the code that XLA makes.
 
-They take half of the time, or a third. The device's own tests in one process have its programs compiled as for
-users, and so have those of `tputrain run`.
+They take half of the time, or a third. Programs of the device's own tests in one process are compiled as for
+users, and so are those of `tputrain run`.
 """
 
 import jax
