@@ -32,7 +32,7 @@ Kind = Literal[
 _OPERATORS: dict[Kind, str] = {
     # Every dtype but bool.
     "numbers": """
-        abs addbmm addcmul addmm addmv baddbmm bmm convolution cumprod cumsum dot index_reduce kthvalue
+        abs addbmm addcmul addmm addmv baddbmm bmm convolution cumprod cumsum dot index_reduce
         linalg_cross mm mv neg pow.Scalar pow.Tensor_Tensor reflection_pad1d reflection_pad2d reflection_pad3d
         replication_pad1d replication_pad2d replication_pad3d searchsorted.Scalar searchsorted.Tensor trace
         vdot
@@ -54,8 +54,9 @@ _OPERATORS: dict[Kind, str] = {
         argmax argmin bucketize.Scalar bucketize.Tensor ceil clamp clamp.Tensor clamp_max
         clamp_min div.Scalar_mode div.Tensor_mode floor floor_divide floor_divide.Scalar
         fmod.Scalar fmod.Tensor geometric hardtanh isin.Scalar_Tensor isin.Tensor_Scalar isin.Tensor_Tensor
-        max_pool2d_with_indices max_pool3d_with_indices median median.dim mvlgamma nanmedian nanmedian.dim
-        relu remainder.Scalar remainder.Scalar_Tensor remainder.Tensor round threshold topk trunc
+        kthvalue max_pool2d_with_indices max_pool3d_with_indices median median.dim mvlgamma nanmedian
+        nanmedian.dim relu remainder.Scalar remainder.Scalar_Tensor remainder.Tensor round threshold topk
+        trunc
     """,
     "integers": "gcd lcm",
     # Floats and complex numbers.

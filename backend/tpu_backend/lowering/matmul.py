@@ -97,6 +97,8 @@ def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> 
 
 @lowering("mm", "bmm", "mv", "_int_mm", on_tpu=NO_INT64_PRODUCTS)
 def mm(self, mat2):
+    if self.dtype != mat2.dtype:
+        raise NotLoweredError("two dtypes: PyTorch refuses them, in its own words on the CPU")
     if self.dtype == jnp.int8:  # _int_mm
         return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
     return batched_matmul(self, mat2) if self.ndim == 3 else matmul(self, mat2)
