@@ -24,14 +24,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tests.benchmarks.jax_reference import Params, State, updated
+from tests.benchmarks.jax_reference import Params, State, llama_loss, training_step, updated
 from tpu_backend import ahead_of_time, hlo
-from tputrain.models.llama import LLAMA_CONFIGS, LlamaConfig, inverse_frequencies
+from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig, inverse_frequencies
 from tputrain.parallel.compiled_step import chips_by_rank, scheduled_step
 from tputrain.parallel.layout import Layout
 from tputrain.parallel.step_schedule import Schedule
@@ -235,6 +236,23 @@ def lower(step: SliceStep) -> jax.stages.Lowered:
     return jitted.lower(state, placed(WHOLE, ()), batch)
 
 
+def lower_unrolled(step: SliceStep) -> jax.stages.Lowered:
+    """The step of `jax_reference` for one chip: every layer is written out, with parameters of its own. It
+    computes in the weights' dtype, without activation checkpointing.
+    """
+    (chip,) = ahead_of_time.chips(step.topology)
+
+    def placed(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=SingleDeviceSharding(chip))
+
+    with torch.device("meta"):
+        model = Llama(step.config)
+    params = {name: placed(each.shape, step.weights) for name, each in model.named_parameters()}
+    state = State(params, params, params, placed((), jnp.int32))
+    batch = tuple(placed((step.rows, step.sequence), jnp.int32) for _ in range(4))
+    return training_step(llama_loss(step.config)).lower(state, placed((), jnp.float32), batch)
+
+
 def layout_of(topology: str) -> Layout:
     """All chips of a topology share the parameters."""
     found = Topology.parse(topology)
@@ -254,7 +272,12 @@ class Compiled:
     schedule: Schedule
 
 
-def compiled(step: SliceStep, options: Mapping[str, Any] | None = None, text: str | None = None) -> Compiled:
+def compiled(
+    step: SliceStep,
+    options: Mapping[str, Any] | None = None,
+    text: str | None = None,
+    lower: Callable[[SliceStep], jax.stages.Lowered] = lower,
+) -> Compiled:
     """`text`: a file for the compiled program. Raises what JAX raises if it does not compile."""
     lowered = lower(step)
     began = time.perf_counter()

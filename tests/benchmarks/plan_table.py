@@ -1,0 +1,217 @@
+"""Our step beside one written by hand in JAX, both compiled for TPUs that are not here.
+
+    python -m tests.benchmarks.plan_table --rows one-chip 1b-v5e
+
+Each side of a row is compiled in a process of its own, with the same model, mesh, rows a chip and activation
+checkpointing. Needs libtpu and no TPU; the larger rows take a quarter of an hour a side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import torch
+from torch import Tensor
+
+from tests.benchmarks import jax_slice
+from tputrain.config import RunConfig, TrainerConfig
+from tputrain.execution import ExecutionConfig
+from tputrain.models import parameters_on_meta
+from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.parallel.compiled_step import Subject, compile_step, start_slice
+from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.cost_model import CostModel
+from tputrain.parallel.memory_model import Precision, memory
+from tputrain.parallel.topology import GIB, Topology
+from tputrain.parallel.workload import Workload, workload_of
+
+Lower = Callable[[jax_slice.SliceStep], jax.stages.Lowered]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What both sides compile."""
+
+    model: str
+    topology: str
+    rows: int
+    """Sequences a chip."""
+    sequence: int
+    recomputes: bool
+    layers: int | None = None
+    """None: the model's own number."""
+    weights: str = "float32"
+    """The dtype of parameters and of the optimizer's state. Products are in bfloat16 always."""
+
+    @property
+    def config(self) -> LlamaConfig:
+        found = replace(LLAMA_CONFIGS[self.model], activation_checkpointing=self.recomputes)
+        return found if self.layers is None else replace(found, num_hidden_layers=self.layers)
+
+
+ROWS = {
+    "one-chip": Row("llama-100m", "v6e:1x1", 4, 1024, False, 4, "bfloat16"),
+    "1b-v5e": Row("llama-1b", "v5e:2x2", 1, 2048, True),
+    "1b-v6e": Row("llama-1b", "v6e:2x2", 1, 2048, True),
+    "8b-v5e": Row("llama-8b", "v5e:16x16", 1, 2048, True),
+    "8b-v5p": Row("llama-8b", "v5p:4x4x4", 2, 2048, True),
+    "8b-v6e": Row("llama-8b", "v6e:16x16", 2, 2048, True),
+}
+
+
+def ours(row: Row) -> dict[str, float]:
+    """Our Trainer's step. In a process of its own: it stands for a rank of the slice."""
+    topology = Topology.parse(row.topology)
+    start_slice(topology)
+    layout = jax_slice.layout_of(row.topology)
+    cfg = RunConfig(
+        trainer=TrainerConfig(accumulate=1),
+        execution=ExecutionConfig(autocast="bfloat16" if row.weights == "float32" else None),
+        parallel=ParallelConfig(shard=topology.num_devices),
+    )
+
+    def model() -> Llama:
+        with parameters_on_meta():
+            return Llama(row.config).to(getattr(torch, row.weights))
+
+    found = compile_step(Subject(model, cfg, _batch(row, row.rows * topology.num_devices), layout))
+    return {
+        "compile_seconds": found.compile_seconds,
+        "arguments": found.arguments,
+        "temporaries": found.temporaries,
+        "seconds": found.seconds,
+    }
+
+
+def _batch(row: Row, rows: int) -> dict[str, Tensor]:
+    """In memory for one token."""
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    return {name: one.expand(rows, row.sequence) for name in ("input_ids", "labels")}
+
+
+def by_hand(row: Row, lower: Lower = jax_slice.lower) -> dict[str, float]:
+    """A step of `jax_slice`."""
+    step = jax_slice.SliceStep(
+        row.config, row.topology, row.rows, row.sequence, row.recomputes, weights=row.weights
+    )
+    found = jax_slice.compiled(step, lower=lower)
+    return {
+        "compile_seconds": found.compile_seconds,
+        "arguments": found.arguments,
+        "temporaries": found.temporaries,
+        "seconds": found.schedule.total,
+    }
+
+
+def unrolled(row: Row) -> dict[str, float]:
+    """The other one, for one chip."""
+    return by_hand(row, jax_slice.lower_unrolled)
+
+
+def planned(row: Row) -> dict[str, float]:
+    """What the models say, without a compiler; and the FLOPs of a chip in a step."""
+    topology = Topology.parse(row.topology)
+    work, rung = _workload(row), "layers" if row.recomputes else "none"
+    size = memory(
+        work,
+        shards=topology.num_devices,
+        tensor=1,
+        rows=row.rows,
+        rung=rung,
+        is_accumulated=False,
+        precision=Precision(),
+    )
+    seconds = CostModel(work, topology, Precision()).seconds(
+        jax_slice.layout_of(row.topology), row.rows, 1, rung
+    )
+    return {"memory": size.total, "seconds": seconds.total, "flops": work.model_flops(row.rows)}
+
+
+def _workload(row: Row) -> Workload:
+    def batch(rows: int) -> dict[str, Tensor]:
+        size = (rows, row.sequence)
+        return {name: torch.empty(size, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+
+    with torch.device("meta"):
+        model = Llama(replace(row.config, activation_checkpointing=False)).to(getattr(torch, row.weights))
+    autocast = "bfloat16" if row.weights == "float32" else None
+    return workload_of(model, batch, name=row.model, autocast=autocast)
+
+
+SIDES = {"ours": ours, "jax": by_hand, "jax-unrolled": unrolled}
+
+
+def sides(row: Row) -> list[str]:
+    is_one = Topology.parse(row.topology).num_devices == 1
+    return ["ours", "jax", "jax-unrolled"] if is_one and not row.recomputes else ["ours", "jax"]
+
+
+def compiled(name: str, side: str) -> dict[str, float] | str:
+    """One side of a row, or in a line why there is none."""
+    command = [sys.executable, "-m", "tests.benchmarks.plan_table", "--rows", name, "--side", side]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["no word"])[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(names: list[str]) -> list[str]:
+    """In Markdown: seconds to compile and memory of this machine, and predictions for a chip."""
+    lines = [
+        "| row | side | compile s | RSS GiB | arguments GiB | temporaries GiB | step ms | MFU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        row, plan = ROWS[name], planned(ROWS[name])
+        peak = Topology.parse(row.topology).peak_flops
+        lines.append(
+            f"| {name} | planner | | | {plan['memory'] / GIB:.2f} in all | | {plan['seconds'] * 1e3:.4g} | "
+            f"{plan['flops'] / plan['seconds'] / peak:.1%} |"
+        )
+        found = {side: compiled(name, side) for side in sides(row)}
+        for side, each in found.items():
+            if isinstance(each, str):
+                lines.append(f"| {name} | {side} | {each} | | | | | |")
+                continue
+            lines.append(
+                f"| {name} | {side} | {each['compile_seconds']:.0f} | {each['resident']:.1f} | "
+                f"{each['arguments'] / GIB:.2f} | {each['temporaries'] / GIB:.2f} | "
+                f"{each['seconds'] * 1e3:.4g} | {plan['flops'] / each['seconds'] / peak:.1%} |"
+            )
+        mine = found.pop("ours")
+        others = [each for each in found.values() if not isinstance(each, str)]
+        if not isinstance(mine, str) and others:
+            size = _memory(mine) / min(map(_memory, others))
+            seconds = mine["seconds"] / min(each["seconds"] for each in others)
+            lines.append(f"| {name} | ours / JAX | | | memory {size:.3f} | | {seconds:.3f} | |")
+    return lines
+
+
+def _memory(found: dict[str, float]) -> float:
+    return found["arguments"] + found["temporaries"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", choices=sorted(ROWS), default=list(ROWS))
+    parser.add_argument("--side", choices=sorted(SIDES), help="one side of one row, as JSON")
+    given = parser.parse_args()
+    if given.side is None:
+        print("\n".join(table(given.rows)))
+        return
+    found = SIDES[given.side](ROWS[given.rows[0]])
+    found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
