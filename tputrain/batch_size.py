@@ -21,10 +21,16 @@ class BatchConfig:
         expect_at_least("batch.sequences", self.sequences, 1)
         expect_at_least("batch.samples", self.samples, 1)
 
-    def micro_batches(self, sequence_length: int) -> int:
+    @property
+    def size(self) -> int:
+        """Samples of one micro-batch: images or sequences."""
+        return self.samples or self.sequences
+
+    def micro_batches(self, sequence_length: int | None) -> int:
         """Micro-batches to a step. Raises UserError where the tokens do not divide into them."""
         if self.samples is not None:
             return 1
+        assert sequence_length is not None, "without batch.samples, samples are sequences"
         micro = self.sequences * sequence_length
         nearest = max(1, round(self.tokens / micro)) * micro
         expect(
@@ -47,7 +53,7 @@ class BatchConfig:
             f"a multiple of {ranks}, the ranks that share a batch, such as {nearest}",
         )
 
-    def arithmetic(self, sequence_length: int) -> str:
+    def arithmetic(self, sequence_length: int | None) -> str:
         """The batch, factor by factor, as one line."""
         if self.samples is not None:
             return f"batch: {self.samples:,} images a step"

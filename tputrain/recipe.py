@@ -43,6 +43,7 @@ class RecipeConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_what_is_read()
         self.batch.micro_batches(self.data.sequence_length)
         if self.parallel.processes > 1 and not self.parallel.auto:
             self.batch.check_divides(self.parallel.data_ranks(self.parallel.processes))
@@ -58,23 +59,23 @@ class RecipeConfig(RunConfig):
             "next_token_accuracy",
             "accuracy: in a recipe the labels are the next tokens already",
         )
-        self._check_what_is_read()
         positions, vocab_size = self.model.limits()
+        length, trained = self.data.sequence_length, self.data.trained_vocab_size
         expect(
-            positions is None or self.data.sequence_length <= positions,
+            positions is None or length is None or length <= positions,
             "data.sequence_length",
-            self.data.sequence_length,
+            length,
             f"at most model.max_position_embeddings={positions}",
         )
         expect(
-            self.data.tokenizer is not None or vocab_size is None or self.data.vocab_size <= vocab_size,
+            trained is None or vocab_size is None or trained <= vocab_size,
             "data.vocab_size",
-            self.data.vocab_size,
+            trained,
             f"at most model.vocab_size={vocab_size}",
         )
 
     def _check_what_is_read(self) -> None:
-        is_images, condition = self.data.is_images, f"with data.source={self.data.source}"
+        is_images, condition = not self.data.is_text, f"with data.source={self.data.source}"
         kind = "vit-digits or import" if is_images else "a model of language"
         fits = self.model.name == "import" or self.model.is_vision == is_images
         expect(fits, "model.name", self.model.name, f"{kind} {condition}")

@@ -15,7 +15,7 @@ import pytest
 
 from tputrain.data import DataConfig, DataError, Tokenizer, build_data
 from tputrain.data.corpus import Corpus, Document, split
-from tputrain.data.sources import read_corpus, standard_library
+from tputrain.data.sources import standard_library
 from tputrain.data.token_cache import known_totals, tokenise
 from tputrain.data.tokenizer import pieces_of
 
@@ -83,7 +83,7 @@ def test_the_size_of_little_text_is_told_too(notes, words, size):
 
 
 def test_a_corpus_is_read_when_it_is_looked_at(notes):
-    corpus = read_corpus(config())
+    corpus = config().corpus()
     (notes / "00.txt").write_text("another text")
     assert "another text" in [document.text for document in corpus.documents]
 
@@ -163,11 +163,11 @@ def test_the_end_of_a_single_file_is_held_out():
 
 
 def test_the_default_corpus_is_the_standard_library_without_its_tests():
-    corpus = read_corpus(DataConfig())
+    corpus = DataConfig().corpus()
     assert corpus.survey.totals.num_bytes > 6_000_000
     paths = [document.path for document in corpus.documents]
     assert "json/decoder.py" in paths
-    assert paths == [document.path for document in read_corpus(DataConfig()).documents]
+    assert paths == [document.path for document in DataConfig().corpus().documents]
     for path in paths:
         assert not {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))
     _, validation = divided(corpus, 0.05)

@@ -12,6 +12,7 @@ from tputrain import OptimConfig, ScheduleConfig, UserError
 from tputrain.config_differences import changed_settings
 from tputrain.optim.config import AdamWConfig, SgdConfig
 from tputrain.recipe import RecipeConfig, config_from_json, load_recipe
+from tputrain.shipped import find_recipe
 
 LLAMA = "include: [optim/adamw]\noptim: {beta2: 0.99}\nschedule: {name: wsd, decay_fraction: 0.5}"
 
@@ -65,6 +66,17 @@ def test_another_kind_leaves_the_settings_of_the_one_below_it_behind(tmp_path):
     cfg = load(tmp_path, LLAMA, "optim.name=sgd", "optim.momentum=0.8", "schedule.name=constant")
     assert (cfg.optim, cfg.schedule) == (SgdConfig(momentum=0.8), ScheduleConfig("constant"))
     assert load(tmp_path, LLAMA, "optim.name=muon").optim == OptimConfig(name="muon", beta2=0.99)
+
+
+STORED = json.loads(Path(__file__).with_name("stored_before_kinds.json").read_text())
+"""What runs of the shipped recipes wrote before kinds had settings of their own."""
+
+
+@pytest.mark.parametrize("recipe", STORED)
+def test_a_run_begun_before_kinds_is_the_same_run_now(recipe):
+    cfg = load_recipe(find_recipe(recipe))
+    assert config_from_json(STORED[recipe], "state.json") == cfg
+    assert changed_settings(STORED[recipe], cfg) == {}
 
 
 def test_what_a_run_wrote_before_kinds_had_settings_of_their_own_is_read_and_unchanged():

@@ -190,7 +190,7 @@ MISTAKES = [
         "model: {name: vit-digits, hidden_size: 30}\ndata: {source: digits}\nbatch: {samples: 3}",
         "model.hidden_size=30: expected a multiple of model.num_attention_heads=4",
     ),
-    ("data: {source: docstrings}", "data.format=text: expected messages with data.source=docstrings"),
+    ("data: {source: docstrings, format: text}", "data.format=text: expected one of messages"),
     (
         "trainer: {metrics: [next_token_accuracy]}",
         "trainer.metrics=next_token_accuracy: expected accuracy: in a recipe the labels are the next tokens",

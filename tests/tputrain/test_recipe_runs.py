@@ -27,6 +27,7 @@ LLAMA = [
     *("model.num_hidden_layers=1", "model.num_attention_heads=2", "model.num_key_value_heads=1"),
 ]
 TEXT = ["data.vocab_size=280", "data.sequence_length=32", "batch.tokens=128", "batch.sequences=4"]
+TEXT += ["data.cache_dir=cache"]
 SMALLER = {
     "llama": [*LLAMA, *TEXT, "data.files=notes.txt"],
     "instruct": [*LLAMA, *TEXT, "data.source=jsonl", "data.files=chats.jsonl"],
@@ -71,7 +72,7 @@ def run(name: str, device: str) -> dict[str, float]:
     run_dir = f"{name}-{device}"
     quickly = [f"trainer.steps={STEPS}", "trainer.evaluate_batches=2", "schedule.warmup_steps=0"]
     quiet = [f"sample.max_new_tokens={2 * (device == 'cpu')}", "log.progress=none", f"run_dir={run_dir}"]
-    quiet += ["data.cache_dir=cache", "trainer.metrics=[accuracy]"]
+    quiet += ["trainer.metrics=[accuracy]"]
     assert main(["run", name, f"device={device}", *SMALLER[name], *quickly, *quiet]) == 0
     steps = {f"step {r['step']}": r["loss"] for r in read_jsonl(Path(run_dir) / "metrics.jsonl")}
     last = read_jsonl(Path(run_dir) / "evaluations.jsonl")[-1]

@@ -7,7 +7,6 @@ import pytest
 
 from tputrain.data import DataConfig, DataError, build_data
 from tputrain.data.corpus import split
-from tputrain.data.sources import read_corpus
 from tputrain.errors import UserError
 
 ROWS = [
@@ -51,7 +50,7 @@ SOURCES = [
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.get("name") or source["files"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
 def test_every_source_gives_the_same_documents(source, streaming):
-    corpus = read_corpus(config(**source, streaming=streaming))
+    corpus = config(**source, streaming=streaming).corpus()
     assert [document.text for document in corpus.documents] == [row["text"] for row in ROWS]
     assert corpus.unit == "row"
 
@@ -68,7 +67,7 @@ def test_rows_become_sequences_and_are_told_of():
 def test_several_files_are_one_dataset_in_the_order_of_their_names(directory):
     for name, rows in (("b", ROWS[:3]), ("a", ROWS[3:5])):
         (directory / f"part-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus = read_corpus(config(source="jsonl", files="part-*.jsonl"))
+    corpus = config(source="jsonl", files="part-*.jsonl").corpus()
     assert [document.text for document in corpus.documents] == [
         ROWS[number]["text"] for number in (3, 4, 0, 1, 2)
     ]
@@ -77,7 +76,7 @@ def test_several_files_are_one_dataset_in_the_order_of_their_names(directory):
 def test_equal_rows_are_all_trained_on_or_all_held_out_and_rows_stay_whole(directory):
     texts = [f"text {number % 10}" for number in range(40)]
     (directory / "twice.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    parts = list(split(read_corpus(config(source="jsonl", files="twice.jsonl")), 0.05))
+    parts = list(split(config(source="jsonl", files="twice.jsonl").corpus(), 0.05))
     train = [document for document, is_validation in parts if not is_validation]
     validation = [document for document, is_validation in parts if is_validation]
     assert {document.text for document in train}.isdisjoint(document.text for document in validation)
@@ -159,7 +158,7 @@ def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, stre
     (directory / "one.jsonl").write_text('{"text": "alone"}\n' * 2)
     cfg = config(**changes, streaming=streaming)
     with pytest.raises(DataError, match=message) as caught:
-        list(split(read_corpus(cfg), cfg.validation_fraction))
+        list(split(cfg.corpus(), cfg.validation_fraction))
     assert "\n" not in str(caught.value)
     assert "Failed to" not in capfd.readouterr().err  # what `datasets` logs beside what it raises
 
@@ -168,7 +167,7 @@ def test_a_name_that_is_not_on_the_hub_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"data\.name='nobody/nothing': cannot be read: .*hub") as caught:
-        read_corpus(config(source="hub", name="nobody/nothing"))
+        config(source="hub", name="nobody/nothing").corpus()
     assert "\n" not in str(caught.value)
 
 
@@ -184,12 +183,21 @@ def test_a_name_that_is_not_on_the_hub_is_one_clear_line(monkeypatch):
         ({"source": "csv", "files": "a.csv", "name": "x"}, "data.name=x: expected nothing"),
         (
             {"source": "hub", "name": "x", "files": "a"},
-            "data.files=a: expected null with data.source=hub",
+            "data.files=a: expected nothing with data.source=hub; it is a setting of jsonl",
         ),
-        ({"validation_files": "a"}, "data.validation_files=a: expected null with data.source=text"),
+        (
+            {"validation_files": "a"},
+            "data.validation_files=a: expected nothing with data.source=text; it is a setting of jsonl, csv",
+        ),
         ({"source": "saved", "name": "x", "subset": "y"}, "data.subset=y: expected nothing"),
-        ({"format": "messages"}, "data.format=messages: expected text with data.source=text"),
-        ({"streaming": True}, "data.streaming=true: expected false with data.source=text"),
+        (
+            {"format": "messages"},
+            "data.format=messages: expected nothing with data.source=text; it is a setting of jsonl",
+        ),
+        (
+            {"streaming": True},
+            "data.streaming=true: expected nothing with data.source=text; it is a setting of jsonl",
+        ),
         ({"buckets": 0}, "data.buckets=0: expected 1 to data.sequence_length=16"),
     ],
 )

@@ -11,8 +11,7 @@ import torch
 
 from tputrain import CheckpointConfig, LogConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig, UserError
 from tputrain.data import DataConfig, DataError, build_stream
-from tputrain.data.corpus import is_held_out
-from tputrain.data.sources import row_document
+from tputrain.data.corpus import is_held_out, row_document
 from tputrain.feed import StatefulFeed, feed_of
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.loop.next_batches import NextBatches
@@ -34,9 +33,10 @@ def directory(tmp_path, monkeypatch):
 
 def stream(**changes):
     settings = {"source": "jsonl", "files": "rows-*.jsonl", "sequence_length": 16, "shuffle_block": 10}
-    cfg = DataConfig(
-        **{**settings, "streaming": True, "vocab_size": 300, "validation_fraction": 0.1, **changes}
-    )
+    settings |= {"streaming": True, "vocab_size": 300, "validation_fraction": 0.1, **changes}
+    if settings["source"] == "saved":
+        del settings["files"]
+    cfg = DataConfig(**settings)
     return build_stream(cfg, seed=7, announce=lambda line: None)
 
 
@@ -57,7 +57,7 @@ def equal(first: list[dict], second: list[dict]) -> bool:
 SOURCES = [
     {},
     {"source": "parquet", "files": "rows-*.parquet"},
-    {"source": "saved", "files": None, "name": "saved"},
+    {"source": "saved", "name": "saved"},
 ]
 
 

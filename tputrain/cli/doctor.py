@@ -117,9 +117,9 @@ def _program() -> str:
 
 
 def _cache() -> str:
-    from tputrain.data.config import DataConfig
+    from tputrain.data.config import TextConfig
 
-    directory = Path(DataConfig().cache_dir).expanduser()
+    directory = Path(TextConfig.cache_dir).expanduser()
     return _written(directory, "tokenizers", "data.cache_dir=DIR")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from tputrain.announce import announced, say
 from tputrain.batch_size import BatchConfig
 from tputrain.cli.hf_directory import new_directory
-from tputrain.data import DataConfig, Tokenizer
+from tputrain.data import TextFilesConfig, Tokenizer
 from tputrain.errors import UserError
 from tputrain.models import build_model
 from tputrain.models.hf_llama import load_weights, model_config_of
@@ -24,11 +24,12 @@ def import_directory(hf_directory: str, out: str) -> int:
         tokenizer = Tokenizer.load(source)
     except ValueError as error:
         raise UserError(f"{error}; only a byte-level BPE with that token can be imported") from None
-    length = min(DataConfig.sequence_length, model_config.limits()[0] or DataConfig.sequence_length)
+    usual = TextFilesConfig.sequence_length
+    length = min(usual, model_config.limits()[0] or usual)
     cfg = RecipeConfig(
         run_dir=str(directory),
         model=model_config,
-        data=DataConfig(vocab_size=tokenizer.vocab_size, sequence_length=length),
+        data=TextFilesConfig(vocab_size=tokenizer.vocab_size, sequence_length=length),
         batch=BatchConfig(tokens=BatchConfig.sequences * length),
     )
     model = build_model(cfg.model)

@@ -14,20 +14,7 @@ from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.named_directory import model_directory
 from tputrain.cli.job_notes import notes
-from tputrain.data import (
-    ImageBatches,
-    ImageData,
-    ImageEvaluation,
-    StreamedText,
-    TextData,
-    Tokenizer,
-    ValidationBatches,
-    build_data,
-    build_images,
-    build_stream,
-    check_vocabulary,
-    load_tokenizer,
-)
+from tputrain.data import Data, Tokenizer, check_vocabulary, load_tokenizer
 from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.hub import is_path
@@ -40,7 +27,6 @@ from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig
 from tputrain.trainer import Trainer
 
-Data = TextData | StreamedText | ImageData
 Initialize = Callable[[Any], None]
 
 
@@ -90,7 +76,7 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
     with announced(f"building {cfg.model.name}"):
-        return Trainer(_build_model(cfg, checkpoint), cfg, val_loader=_validation_batches(cfg, data))
+        return Trainer(_build_model(cfg, checkpoint), cfg, val_loader=data.evaluation_batches(cfg.batch.size))
 
 
 def _device(cfg: RecipeConfig) -> torch.device:
@@ -111,10 +97,7 @@ def _how_much(cfg: RecipeConfig) -> str:
 
 
 def _build_data(cfg: RecipeConfig, tokenizer: Tokenizer | None, expected: str | None) -> Data:
-    if cfg.data.is_images:
-        return build_images(cfg.data, cfg.seed, expected)
-    build = build_stream if cfg.data.streaming else build_data
-    return build(cfg.data, cfg.seed, announce=say, tokenizer=tokenizer, expected=expected)
+    return cfg.data.build(cfg.seed, say, tokenizer, expected)
 
 
 def _started_with(cfg: RecipeConfig, checkpoint: Path) -> tuple[Tokenizer | None, str | None]:
@@ -122,21 +105,7 @@ def _started_with(cfg: RecipeConfig, checkpoint: Path) -> tuple[Tokenizer | None
     that does not say it).
     """
     data = contents.load_state(checkpoint)["data"] or {}
-    return None if cfg.data.is_images else load_tokenizer(checkpoint), data.get("fingerprint")
-
-
-def _training_batches(cfg: RecipeConfig, data: Data) -> Any:
-    if isinstance(data, ImageData):
-        assert cfg.batch.samples is not None, "RecipeConfig asks for it"
-        return ImageBatches(data.train, cfg.batch.samples, data.fingerprint)
-    return data.training_batches(cfg.batch.sequences, cfg.trainer.accumulate)
-
-
-def _validation_batches(cfg: RecipeConfig, data: Data) -> ValidationBatches | ImageEvaluation:
-    if isinstance(data, ImageData):
-        assert cfg.batch.samples is not None, "RecipeConfig asks for it"
-        return ImageEvaluation(data.validation, cfg.batch.samples)
-    return ValidationBatches(data.validation, cfg.batch.sequences, data.tokenizer.token_bytes())
+    return load_tokenizer(checkpoint) if cfg.data.is_text else None, data.get("fingerprint")
 
 
 def _build_model(cfg: RecipeConfig, checkpoint: Path | None) -> nn.Module:
@@ -207,7 +176,7 @@ def _load_llama(model: Llama, path: str, seed: int) -> None:
 
 
 def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world: World) -> Trainer:
-    tokenizer = None if isinstance(data, ImageData) else data.tokenizer
+    tokenizer = data.tokenizer
     vocab_size = cfg.model.limits()[1]
     if tokenizer is not None and vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
@@ -218,13 +187,14 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world
         model, give_values = _build_divisible(cfg, checkpoint)
     world.meet("making the model")
     callbacks = []
-    if tokenizer is not None and cfg.sample.max_new_tokens > 0:
-        callbacks.append(SampleText(tokenizer, cfg.sample, cfg.data.sequence_length))
+    window = cfg.data.sequence_length
+    if tokenizer is not None and window is not None and cfg.sample.max_new_tokens > 0:
+        callbacks.append(SampleText(tokenizer, cfg.sample, window))
     return Trainer(
         model,
         cfg,
-        train_loader=_training_batches(cfg, data),
-        val_loader=_validation_batches(cfg, data),
+        train_loader=data.training_batches(cfg.batch.size, cfg.trainer.accumulate),
+        val_loader=data.evaluation_batches(cfg.batch.size),
         callbacks=callbacks,
         tokenizer=tokenizer,
         initialize=give_values,
@@ -239,13 +209,14 @@ def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
     data = _build_data(cfg, None, None)
     with announced(f"building {cfg.model.name}"):
         model = _build_model(cfg, None)
-    return find_learning_rate(model, cfg, _training_batches(cfg, data), sweep=chosen)
+    loader = data.training_batches(cfg.batch.size, cfg.trainer.accumulate)
+    return find_learning_rate(model, cfg, loader, sweep=chosen)
 
 
 def build_trained_model(cfg: RecipeConfig, checkpoint: Path) -> tuple[nn.Module, Tokenizer, torch.device]:
     """Model and tokenizer from a checkpoint alone, on their device: no data is needed."""
     device = _device(replace(cfg, parallel=ParallelConfig()))
-    if cfg.data.is_images:
+    if not cfg.data.is_text:
         raise UserError(
             f"{checkpoint}: its model reads images and writes no text; `tputrain validate` judges it"
         )

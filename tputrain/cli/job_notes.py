@@ -2,42 +2,39 @@
 
 from collections.abc import Iterator
 
-from tputrain.data import ImageData, StreamedText, TextData
+from tputrain.data import Data
 from tputrain.recipe import RecipeConfig
 
 _FEW = 0.9  # of the entries asked for
 
 
-def notes(cfg: RecipeConfig, data: TextData | StreamedText | ImageData) -> Iterator[str]:
+def notes(cfg: RecipeConfig, data: Data) -> Iterator[str]:
     """The lines to say before a run of `cfg` on `data` begins."""
     if _is_lora_on_noise(cfg):
         yield (
             "note: lora.rank freezes a model that has learned nothing yet; begin with one that has: "
             "model.path=runs/llama data.tokenizer=runs/llama"
         )
-    if not isinstance(data, ImageData) and cfg.data.tokenizer is None:
-        found, asked = data.tokenizer.vocab_size, cfg.data.vocab_size
-        if found < _FEW * asked:
-            yield (
-                f"note: the tokenizer found {found:,} entries in this text, data.vocab_size={asked} asks for "
-                f"{asked:,}: what the model has for the others is never learned; give more text, or lower "
-                "data.vocab_size and model.vocab_size"
-            )
-    if not isinstance(data, StreamedText):
-        taken, unit = _samples_of_a_step(cfg), "images" if isinstance(data, ImageData) else "sequences"
-        there = len(data.train) if isinstance(data, ImageData) else data.train.num_sequences
-        if taken > there:
-            key = "batch.samples" if isinstance(data, ImageData) else "batch.tokens"
-            yield (
-                f"note: a step takes {taken:,} {unit}, and there are {there:,} to train on: an epoch is less "
-                f"than a step; lower {key}, or give more data"
-            )
+    asked = cfg.data.trained_vocab_size
+    if (
+        asked is not None
+        and data.tokenizer is not None
+        and (found := data.tokenizer.vocab_size) < _FEW * asked
+    ):
+        yield (
+            f"note: the tokenizer found {found:,} entries in this text, data.vocab_size={asked} asks for "
+            f"{asked:,}: what the model has for the others is never learned; give more text, or lower "
+            "data.vocab_size and model.vocab_size"
+        )
+    taken, there = cfg.batch.size * cfg.trainer.accumulate, data.num_samples
+    if there is not None and taken > there:
+        unit, key = ("sequences", "batch.tokens") if cfg.data.is_text else ("images", "batch.samples")
+        yield (
+            f"note: a step takes {taken:,} {unit}, and there are {there:,} to train on: an epoch is less "
+            f"than a step; lower {key}, or give more data"
+        )
 
 
 def _is_lora_on_noise(cfg: RecipeConfig) -> bool:
     has_weights = cfg.model.name == "import" or (cfg.model.path is not None and cfg.model.init == "weights")
     return cfg.lora.rank > 0 and not has_weights
-
-
-def _samples_of_a_step(cfg: RecipeConfig) -> int:
-    return cfg.batch.samples or cfg.batch.sequences * cfg.trainer.accumulate

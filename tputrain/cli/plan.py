@@ -108,7 +108,7 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
     with announced(f"running {cfg.model.name} without values"):
         workload = _workload(cfg)
     samples = cfg.batch.samples
-    rows = samples if samples is not None else cfg.batch.tokens // cfg.data.sequence_length
+    rows = cfg.batch.size * cfg.trainer.accumulate
     can_recompute = cfg.model.name == "huggingface" or hasattr(build_config(cfg), "activation_checkpointing")
     return Task(
         workload,
@@ -135,7 +135,7 @@ def _workload(cfg: RecipeConfig) -> Workload:
     freeze(model, cfg.optim.freeze)
     return workload_of(
         model,
-        lambda rows: _batch(cfg, rows),
+        cfg.data.example,
         name=cfg.model.path or cfg.model.name,
         autocast=cfg.execution.autocast,
         plan=cfg.parallel.plan,
@@ -156,16 +156,5 @@ def _host_batch(cfg: RecipeConfig, rows: int) -> dict[str, Tensor]:
     """A batch as the recipe's data gives it, in memory for one row."""
     return {
         name: torch.zeros(1, *each.shape[1:], dtype=each.dtype).expand(rows, *each.shape[1:])
-        for name, each in _batch(cfg, rows).items()
+        for name, each in cfg.data.example(rows).items()
     }
-
-
-def _batch(cfg: RecipeConfig, rows: int) -> dict[str, Tensor]:
-    """A batch as the recipe's data gives it."""
-    if cfg.data.is_images:
-        shape = (rows, 1, 8, 8)  # digits
-        images = torch.empty(shape, device="meta")
-        return {"pixel_values": images, "labels": torch.empty(rows, dtype=torch.int64, device="meta")}
-    names = ("input_ids", "labels", "position_ids", "document_ids")
-    size = (rows, cfg.data.sequence_length)
-    return {name: torch.empty(size, dtype=torch.int64, device="meta") for name in names}

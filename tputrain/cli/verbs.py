@@ -182,6 +182,8 @@ def sample(
     expect_at_least("--temperature", temperature, 0.0)
     checkpoint, cfg = _trained(run_dir, overrides)
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
+    window = cfg.data.sequence_length
+    assert window is not None, "a model without text was refused"
     execution = Execution(model, device, cfg.execution)
     with announced("writing"), execution.phase("sample"):
         return generate(
@@ -191,7 +193,7 @@ def sample(
             max_new_tokens,
             temperature=temperature,
             seed=seed,
-            window=cfg.data.sequence_length,
+            window=window,
         )
 
 
@@ -281,7 +283,7 @@ def _check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) 
 
 def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:
     say(f"checkpoint  {Path(str(cfg.run_dir)) / 'checkpoints' / f'step-{step}'}")
-    if not cfg.data.is_images:
+    if cfg.data.is_text:
         run_dir, prompt = shlex.quote(str(cfg.run_dir)), _quoted(cfg.sample.prompt)
         say(f"sample      tputrain sample {run_dir} --prompt {prompt}")
     say(f"resume      {command}")

@@ -1,12 +1,14 @@
-"""Text and images: sources, tokenizer, packing. `build_data(DataConfig(), 0)` needs no network."""
+"""Text and images: sources, tokenizer, packing. `DataConfig().build(seed=0)` needs no network."""
 
 from tputrain.batches import IGNORED_LABEL
-from tputrain.data.config import DataConfig, DataError
-from tputrain.data.images import ImageBatches, ImageData, ImageEvaluation, build_images
+from tputrain.data.config import Data, DataConfig, DataError, RowsConfig, TextConfig
+from tputrain.data.dataset_sources import FileRowsConfig, HubRowsConfig, SavedRowsConfig
+from tputrain.data.images import DigitsConfig, ImageBatches, ImageData, ImageEvaluation, build_images
 from tputrain.data.loading import TrainingBatches, ValidationBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, check_vocabulary, load_tokenizer
+from tputrain.data.sources import DocstringsConfig, TextFilesConfig
 from tputrain.data.streaming import StreamedBatches, StreamedText, build_stream
 from tputrain.data.text import TextData, build_data
 from tputrain.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -14,17 +16,26 @@ from tputrain.data.tokenizer import END_OF_TEXT, Tokenizer
 __all__ = [
     "END_OF_TEXT",
     "IGNORED_LABEL",
+    "Data",
     "DataConfig",
     "DataError",
+    "DigitsConfig",
+    "DocstringsConfig",
+    "FileRowsConfig",
+    "HubRowsConfig",
     "ImageBatches",
     "ImageData",
     "ImageEvaluation",
     "PackedSequences",
     "PaddedSequences",
     "PretrainedTokenizer",
+    "RowsConfig",
+    "SavedRowsConfig",
     "StreamedBatches",
     "StreamedText",
+    "TextConfig",
     "TextData",
+    "TextFilesConfig",
     "Tokenizer",
     "TrainingBatches",
     "ValidationBatches",

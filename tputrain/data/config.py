@@ -1,12 +1,23 @@
-"""What the user may say about the data."""
+"""What all kinds of data have in common. Each kind stands beside what reads it."""
 
-from dataclasses import dataclass, fields
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from tputrain.batches import Batch
 from tputrain.config_checks import expect, expect_at_least, expect_choice
 from tputrain.errors import UserError
+from tputrain.kinds import Family
 
-WITH_COLUMNS = ("jsonl", "csv", "parquet", "saved", "hub")
-SOURCES = ("text", *WITH_COLUMNS, "docstrings", "digits")
+if TYPE_CHECKING:
+    from tputrain.data.corpus import Corpus
+    from tputrain.data.tokenizer import Tokenizer
+
 FORMATS = ("text", "messages", "prompt")
 LAYOUTS = ("packed", "padded")
 
@@ -15,26 +26,156 @@ class DataError(UserError):
     """The data named in the configuration cannot be trained on; one line says why and what to change."""
 
 
+class Data(ABC):
+    """What a run trains on and is judged by, of whatever kind."""
+
+    title: str
+    fingerprint: str
+    """Names the data: a run goes on with the same."""
+    tokenizer: "Tokenizer | None"
+    """None: it is no text."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int | None:
+        """Sequences or images to train on; None: nobody knows, they are a stream."""
+
+    @abstractmethod
+    def describe(self) -> list[str]:
+        """A few lines for people."""
+
+    @abstractmethod
+    def training_batches(self, size: int, micro_batches: int) -> Any:
+        """The Trainer's loader: `micro_batches` of `size` samples a step."""
+
+    @abstractmethod
+    def evaluation_batches(self, size: int) -> Iterable[Batch]:
+        """An evaluation's loader: batches of `size` samples."""
+
+
 @dataclass(frozen=True)
-class DataConfig:
-    """Text, how it becomes tokens, and how tokens become sequences. Nothing here depends on the seed."""
+class DataConfig(Family, group="data", by="source"):
+    """Where the data comes from, and how much of it is held out. Nothing here depends on the seed."""
 
     source: str = "text"
     """text: a file is a document; jsonl, csv, parquet: a row is one; saved: a directory that
     `datasets.save_to_disk` wrote; hub: a dataset of the Hugging Face hub; docstrings: questions about Python
     and their answers, made from its own source; digits: scikit-learn's images, with their classes."""
-    files: str | None = None
-    """Files as a glob, or several with commas between, `**` allowed; None: Python's own source (UTF-8)."""
-    validation_files: str | None = None
-    """Files of jsonl, csv or parquet to be judged by; None: a share of `files` is held out."""
-    name: str | None = None
-    """The directory of source=saved; the name, or the local directory, of source=hub."""
-    subset: str | None = None
-    """Which part of a dataset of the hub, where it has several."""
-    split: str = "train"
-    """What to train on, of source=saved and source=hub."""
-    validation_split: str | None = None
-    """What to be judged by; None: a share of `split` is held out."""
+    validation_fraction: float = 0.05
+    """Share of the data held out for validation: of files in bytes, of rows in rows."""
+
+    is_text: ClassVar[bool] = True
+    """Whether samples are sequences of tokens, else images with classes."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.validation_fraction < 1.0:
+            raise DataError(
+                f"data.validation_fraction={self.validation_fraction}: expected a share above 0 and below 1"
+            )
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens in a sequence; None where there are none."""
+        return None
+
+    @property
+    def trained_vocab_size(self) -> int | None:
+        """Entries of the tokenizer that is trained on the text; None where none is."""
+        return None
+
+    def build(
+        self,
+        seed: int,
+        announce: Callable[[str], None] = print,
+        tokenizer: "Tokenizer | None" = None,
+        expected: str | None = None,
+    ) -> Data:
+        """Read the data, or as much as is needed; `seed` decides only the order of training samples.
+
+        A run that goes on gives its own `tokenizer` (None: one is trained) and, as `expected`, the
+        fingerprint of the data it was started with. `announce` gets a line before and after anything that
+        takes seconds. Raises DataError, one line, where there is nothing to train on, too little of it, or
+        not the expected data.
+        """
+        raise NotImplementedError
+
+    def example(self, rows: int) -> dict[str, Tensor]:
+        """A batch of so many samples without values, on the meta device."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TextConfig(DataConfig):
+    """Text of any source: how it becomes tokens, and how tokens become sequences."""
+
+    tokenizer: str | None = None
+    """Directory or name of a Hugging Face tokenizer, or a run with its own; None: a byte-level BPE is trained
+    on the text."""
+    vocab_size: int = 4096
+    """Entries of the byte-level BPE vocabulary, `<|endoftext|>` and the 256 bytes included."""
+    sequence_length: int = 128
+    """Tokens in a sequence."""
+    layout: str = "packed"
+    """packed: documents end to end, no token wasted; padded: one document a row, similar lengths together."""
+    buckets: int = 4
+    """How many lengths padded batches may have: each is a program to compile."""
+    workers: int = 0
+    """Processes that put batches together; 0: the training process does, which is enough for packed text."""
+    cache_dir: str = "~/.cache/tputrain/data"
+    """Where tokenizers and token arrays are kept between runs."""
+
+    to_restore: ClassVar[str] = "the files"
+    """What a user restores where the text is not the one that a run was started with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence_length < 2:
+            raise DataError(f"data.sequence_length={self.sequence_length}: expected at least 2 tokens")
+        if self.vocab_size < 257:
+            raise DataError(
+                f"data.vocab_size={self.vocab_size}: expected at least 257 (256 bytes and <|endoftext|>)"
+            )
+        expect_choice("data.layout", self.layout, LAYOUTS)
+        expect_at_least("data.workers", self.workers, 0)
+        expect(
+            1 <= self.buckets <= self.sequence_length,
+            "data.buckets",
+            self.buckets,
+            f"1 to data.sequence_length={self.sequence_length}",
+        )
+
+    @property
+    def format(self) -> str:
+        """What of a document is learned, and how it is written: one of `FORMATS`."""
+        return "text"
+
+    @property
+    def trained_vocab_size(self) -> int | None:
+        """Entries of the tokenizer that is trained on the text; None where one is given."""
+        return self.vocab_size if self.tokenizer is None else None
+
+    def where(self, held_out: bool = False) -> tuple[str, str]:
+        """The key that says where the text is, or that to be judged by, and its value."""
+        return "data.files", "null"
+
+    def files_behind(self) -> list[Path]:
+        """The user's files that the text is read from; none where it is not the user's."""
+        return []
+
+    def corpus(self) -> "Corpus":
+        """The text, read when it is looked at. Raises DataError where there is none."""
+        raise NotImplementedError
+
+    def example(self, rows: int) -> dict[str, Tensor]:
+        """A batch of so many sequences without values, on the meta device."""
+        names, size = ("input_ids", "labels", "position_ids", "document_ids"), (rows, self.sequence_length)
+        return {name: torch.empty(size, dtype=torch.int64, device="meta") for name in names}
+
+
+@dataclass(frozen=True)
+class RowsConfig(TextConfig):
+    """Rows of a dataset, each of which is a document: which columns count, and whether they are streamed."""
+
     streaming: bool = False
     """Read while training, and never hold all of it; shuffled within `shuffle_block`."""
     format: str = "text"
@@ -47,121 +188,51 @@ class DataConfig:
     """The question's column of format=prompt."""
     answer_column: str = "answer"
     """The answer's column of format=prompt."""
-    tokenizer: str | None = None
-    """Directory or name of a Hugging Face tokenizer, or a run with its own; None: a byte-level BPE is trained
-    on the text."""
-    vocab_size: int = 4096
-    """Entries of the byte-level BPE vocabulary, `<|endoftext|>` and the 256 bytes included."""
-    sequence_length: int = 128
-    """Tokens in a sequence."""
-    layout: str = "packed"
-    """packed: documents end to end, no token wasted; padded: one document a row, similar lengths together."""
-    buckets: int = 4
-    """How many lengths padded batches may have: each is a program to compile."""
-    validation_fraction: float = 0.05
-    """Share of the text held out for validation: in bytes, and of rows in rows."""
     validation_documents: int = 256
     """Documents of a stream held out for validation, at most."""
     shuffle_block: int = 1024
     """Sequences of a stream that are read and then shuffled, at a time."""
-    workers: int = 0
-    """Processes that put batches together; 0: the training process does, which is enough for packed text."""
     prefetch: int = 2
     """Steps of a stream that are read ahead while the device computes."""
-    cache_dir: str = "~/.cache/tputrain/data"
-    """Where tokenizers and token arrays are kept between runs."""
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 2:
-            raise DataError(f"data.sequence_length={self.sequence_length}: expected at least 2 tokens")
-        if self.vocab_size < 257:
-            raise DataError(
-                f"data.vocab_size={self.vocab_size}: expected at least 257 (256 bytes and <|endoftext|>)"
-            )
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise DataError(
-                f"data.validation_fraction={self.validation_fraction}: expected a share above 0 and below 1"
-            )
-        expect_choice("data.source", self.source, SOURCES)
+        super().__post_init__()
         expect_choice("data.format", self.format, FORMATS)
-        expect_choice("data.layout", self.layout, LAYOUTS)
         for key in ("validation_documents", "shuffle_block", "prefetch"):
             expect_at_least(f"data.{key}", getattr(self, key), 1)
-        expect_at_least("data.workers", self.workers, 0)
-        expect(
-            1 <= self.buckets <= self.sequence_length,
-            "data.buckets",
-            self.buckets,
-            f"1 to data.sequence_length={self.sequence_length}",
-        )
-        self._check_where()
-        self._check_what_goes_together()
-
-    def _check_where(self) -> None:
-        by_name = self.source in ("saved", "hub")
-        if by_name:
-            what = "a directory" if self.source == "saved" else "the name of a dataset, or a directory,"
-            expect(self.name is not None, "data.name", self.name, f"{what} with data.source={self.source}")
-        elif self.source in ("jsonl", "csv", "parquet"):
-            example = f"data.files='train/*.{self.source}'"
-            expect(self.files is not None, "data.files", self.files, f"files to read, such as {example}")
-        for key, value in (("name", self.name), ("validation_split", self.validation_split)):
-            allowed = by_name or value is None
-            expect(allowed, f"data.{key}", value, f"nothing with data.source={self.source} (saved, hub)")
-        allowed = self.source in ("jsonl", "csv", "parquet")
-        for key, value in (("files", self.files), ("validation_files", self.validation_files)):
-            fits = allowed or value is None or (key == "files" and self.source == "text")
-            expect(fits, f"data.{key}", value, f"null with data.source={self.source}")
-        expect(
-            self.subset is None or self.source == "hub",
-            "data.subset",
-            self.subset,
-            f"nothing with data.source={self.source} (only a dataset of the hub has subsets)",
-        )
-
-    def _check_what_goes_together(self) -> None:
-        expect(
-            self.format == "text" or (self.is_rows and not self.is_images),
-            "data.format",
-            self.format,
-            f"text with data.source={self.source}; columns come from {', '.join(WITH_COLUMNS)}",
-        )
-        if self.is_images:
-            defaults = {key.name: key.default for key in fields(self)}
-            for name in ("tokenizer", "vocab_size", "layout", "buckets", "workers", "prefetch"):
-                value = getattr(self, name)
-                expect(
-                    value == defaults[name], f"data.{name}", value, f"nothing with data.source={self.source}"
-                )
-        if self.source == "docstrings":
-            is_messages = self.format == "messages"
-            expect(is_messages, "data.format", self.format, "messages with data.source=docstrings")
         if self.streaming:
-            reads_rows = self.source not in ("text", "docstrings", "digits")
-            expect(reads_rows, "data.streaming", True, f"false with data.source={self.source}, read whole")
             expect(self.layout == "packed", "data.layout", self.layout, "packed with data.streaming=true")
             expect(
                 self.workers == 0, "data.workers", self.workers, "0 with data.streaming=true (data.prefetch)"
             )
 
     @property
-    def is_images(self) -> bool:
-        """Whether the data is images with classes, and no text."""
-        return self.source == "digits"
-
-    @property
-    def is_rows(self) -> bool:
-        """Whether a document is a row of a dataset, not a file."""
-        return self.source != "text"
+    def readable(self) -> str:
+        """What can be read as such rows, for an error."""
+        raise NotImplementedError
 
     @property
     def validation_is_given(self) -> bool:
         """Whether the user names what to be judged by, so that nothing is held out."""
-        return self.validation_files is not None or self.validation_split is not None
+        raise NotImplementedError
 
-    @property
-    def where(self) -> tuple[str, str]:
-        """The key that says where the data is, and its value."""
-        if self.source in ("saved", "hub"):
-            return "data.name", repr(self.name)
-        return "data.files", "null" if self.files is None else repr(self.files)
+    def load(self, held_out: bool) -> Any:
+        """The dataset, or the one to be judged by; what it raises is put in words by `rows.open_rows`."""
+        raise NotImplementedError
+
+    def row_place(self, number: int, held_out: bool) -> str | None:
+        """Row `number` (from 0) by its file and line, where that can be told."""
+        return None
+
+    def broken_place(self, held_out: bool) -> str | None:
+        """What is broken in the user's files, and where, if that can be told."""
+        return None
+
+    def choices(self) -> list[Any]:
+        """How the rows are read, as JSON: part of the stamp by which they are known again."""
+        columns = [self.text_column, self.messages_column, self.prompt_column, self.answer_column]
+        return [self.source, self.format, *columns]
+
+    def stamp(self) -> str | None:
+        """A name for what is behind the rows and how it is read; None where a file changed just now."""
+        raise NotImplementedError

@@ -1,15 +1,18 @@
 """Images with classes: scikit-learn's handwritten digits, which come with that package."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tputrain.batches import IGNORED_LABEL, Batch
-from tputrain.data.config import DataConfig, DataError
+from tputrain.data.config import Data, DataConfig, DataError
 from tputrain.data.packing import epoch_order, shuffled
+from tputrain.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class ImageEvaluation:
 
 
 @dataclass(frozen=True)
-class ImageData:
+class ImageData(Data):
     """What a run trains on and is judged by."""
 
     title: str
@@ -76,13 +79,50 @@ class ImageData:
     validation: Images
     fingerprint: str
     """Names the images and how they are split."""
+    tokenizer: None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Images to train on."""
+        return len(self.train)
 
     def describe(self) -> list[str]:
         """A line for people."""
         return [f"data: {self.title}, {len(self.train):,} to train on, {len(self.validation):,} held out"]
 
+    def training_batches(self, size: int, micro_batches: int) -> ImageBatches:
+        """The Trainer's loader: `size` images a step, which is one micro-batch."""
+        assert micro_batches == 1, "BatchConfig gives images one"
+        return ImageBatches(self.train, size, self.fingerprint)
 
-def build_images(cfg: DataConfig, seed: int, expected: str | None = None) -> ImageData:
+    def evaluation_batches(self, size: int) -> "ImageEvaluation":
+        """An evaluation's loader."""
+        return ImageEvaluation(self.validation, size)
+
+
+@dataclass(frozen=True)
+class DigitsConfig(DataConfig, names=("digits",)):
+    """scikit-learn's handwritten digits: images of 8 x 8 pixels, with their classes."""
+
+    source: str = "digits"
+
+    is_text: ClassVar[bool] = False
+
+    def build(
+        self,
+        seed: int,
+        announce: Callable[[str], None] = print,
+        tokenizer: Tokenizer | None = None,
+        expected: str | None = None,
+    ) -> ImageData:
+        return build_images(self, seed, expected)
+
+    def example(self, rows: int) -> dict[str, Tensor]:
+        labels = torch.empty(rows, dtype=torch.int64, device="meta")
+        return {"pixel_values": torch.empty(rows, 1, 8, 8, device="meta"), "labels": labels}
+
+
+def build_images(cfg: DigitsConfig, seed: int, expected: str | None = None) -> ImageData:
     """The images that `cfg` names; `seed` decides only the order of training.
 
     A run that goes on gives as `expected` the fingerprint of the data it was started with. Raises DataError,

@@ -3,23 +3,16 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from tputrain.config_checks import nearest
-from tputrain.data.config import DataConfig, DataError
-from tputrain.data.files import find_files, nearest_path
-from tputrain.data.row_place import broken_line, place_of_row
-from tputrain.hub import asking_hub, is_path
+from tputrain.data.config import DataError, RowsConfig
 
 ANSWERS = "assistant"
 """The role of the messages that are learned."""
 
-_BUILDERS = {"jsonl": "json", "csv": "csv", "parquet": "parquet"}
 
-
-def open_rows(cfg: DataConfig, held_out: bool = False) -> Any:
+def open_rows(cfg: RowsConfig, held_out: bool = False) -> Any:
     """A `datasets.Dataset` (or, with data.streaming, an `IterableDataset`) that has the columns named in
     `cfg`.
 
@@ -33,7 +26,7 @@ def open_rows(cfg: DataConfig, held_out: bool = False) -> Any:
     # It logs what it raises as well, and what is raised becomes our one line.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        dataset = _saved(cfg, held_out) if cfg.source == "saved" else _loaded(cfg, held_out)
+        dataset = cfg.load(held_out)
         # A stream's columns may only be known from its first row.
         columns = dataset.column_names or list(next(iter(dataset), {}))
     except DataError:
@@ -47,7 +40,7 @@ def open_rows(cfg: DataConfig, held_out: bool = False) -> Any:
 
 
 def read_documents(
-    rows: Any, cfg: DataConfig, held_out: bool = False, is_from_start: bool = True
+    rows: Any, cfg: RowsConfig, held_out: bool = False, is_from_start: bool = True
 ) -> Iterator[str | None]:
     """Each row as a document: its text, or its conversation as JSON; None for one that holds nothing.
 
@@ -67,13 +60,15 @@ def read_documents(
         try:
             text = convert(row, cfg)
         except _MalformedError as error:
-            place = _place(cfg, held_out, number) if is_from_start else "a row"
+            place = "a row"
+            if is_from_start:
+                place = cfg.row_place(number, held_out) or f"row {number + 1}"
             raise DataError(f"{_where(cfg, held_out)}: {place}, {error}") from None
         yield text
         number += 1
 
 
-def empty(cfg: DataConfig, held_out: bool = False) -> DataError:
+def empty(cfg: RowsConfig, held_out: bool = False) -> DataError:
     """What is said where there is no row, or only empty ones."""
     return DataError(f"{_where(cfg, held_out)}: there is no row with text in it")
 
@@ -82,74 +77,21 @@ class _MalformedError(ValueError):
     """What a row has, and what was expected."""
 
 
-def _place(cfg: DataConfig, held_out: bool, number: int) -> str:
-    """Row `number` (from 0), by its file where the user named files."""
-    place = place_of_row(_files(cfg, held_out), cfg.source, number) if cfg.source in _BUILDERS else None
-    return place or f"row {number + 1}"
-
-
-def _files(cfg: DataConfig, held_out: bool) -> list[Path]:
-    key = "validation_files" if held_out else "files"
-    return find_files(str(getattr(cfg, key)), f"data.{key}")
-
-
-def _where(cfg: DataConfig, held_out: bool) -> str:
+def _where(cfg: RowsConfig, held_out: bool) -> str:
     """The key that says where the rows are, and its value."""
-    if held_out and cfg.validation_files is not None:
-        return f"data.validation_files={cfg.validation_files!r}"
-    return "{}={}".format(*cfg.where)
+    return "{}={}".format(*cfg.where(held_out))
 
 
-def _loaded(cfg: DataConfig, held_out: bool) -> Any:
-    import datasets
-
-    if cfg.source == "hub":
-        name, split = str(cfg.name), cfg.validation_split if held_out else cfg.split
-        is_here = Path(name).is_dir()
-        if not is_here and is_path(name):
-            raise _no_directory(cfg)
-        with nullcontext() if is_here else asking_hub(f"data.name={name} ({split})"):
-            return datasets.load_dataset(name, cfg.subset, split=split, streaming=cfg.streaming)
-    files = [str(path) for path in _files(cfg, held_out)]
-    return datasets.load_dataset(
-        _BUILDERS[cfg.source],
-        data_files=files,
-        split="train",  # what the library calls files that are not said to be of any split
-        streaming=cfg.streaming,
-        cache_dir=str(Path(cfg.cache_dir).expanduser() / "datasets"),
-    )
-
-
-def _saved(cfg: DataConfig, held_out: bool) -> Any:
-    import datasets
-
-    path = Path(str(cfg.name)).expanduser()
-    if not path.is_dir():
-        raise _no_directory(cfg)
-    dataset = datasets.load_from_disk(str(path))
-    if isinstance(dataset, datasets.DatasetDict):
-        key = "validation_split" if held_out else "split"
-        dataset = dataset[_known(f"data.{key}", getattr(cfg, key), list(dataset), f"split in {cfg.name}")]
-    elif held_out:
-        raise DataError(f"data.validation_split={cfg.validation_split}: {cfg.name} is one dataset, unsplit")
-    return dataset.to_iterable_dataset() if cfg.streaming else dataset
-
-
-def _no_directory(cfg: DataConfig) -> DataError:
-    hint = nearest_path(str(cfg.name))
-    suggestion = f"; did you mean {hint}?" if hint else ""
-    return DataError(f"data.name={cfg.name!r}: no such directory{suggestion}")
-
-
-def _check_columns(columns: Sequence[str], cfg: DataConfig) -> None:
+def _check_columns(columns: Sequence[str], cfg: RowsConfig) -> None:
     keys = {"text": ["text_column"], "messages": ["messages_column"]}.get(
         cfg.format, ["prompt_column", "answer_column"]
     )
     for key in keys:
-        _known(f"data.{key}", getattr(cfg, key), columns, "column in {}={}".format(*cfg.where))
+        known_name(f"data.{key}", getattr(cfg, key), columns, "column in {}={}".format(*cfg.where()))
 
 
-def _known(key: str, name: str, known: Sequence[str], what: str) -> str:
+def known_name(key: str, name: str, known: Sequence[str], what: str) -> str:
+    """`name` where it is one of `known`. Raises DataError, which names a near one, where it is not."""
     if name not in known:
         hint = nearest(name, known)
         suggestion = f"; did you mean {hint}?" if hint else ""
@@ -157,11 +99,11 @@ def _known(key: str, name: str, known: Sequence[str], what: str) -> str:
     return name
 
 
-def _text(row: dict[str, Any], cfg: DataConfig) -> str | None:
+def _text(row: dict[str, Any], cfg: RowsConfig) -> str | None:
     return _string(row, cfg.text_column) or None
 
 
-def _question(row: dict[str, Any], cfg: DataConfig) -> str | None:
+def _question(row: dict[str, Any], cfg: RowsConfig) -> str | None:
     question = _string(row, cfg.prompt_column)
     answer = _string(row, cfg.answer_column)
     if not answer:
@@ -169,7 +111,7 @@ def _question(row: dict[str, Any], cfg: DataConfig) -> str | None:
     return conversation(question or "", answer)
 
 
-def _messages(row: dict[str, Any], cfg: DataConfig) -> str | None:
+def _messages(row: dict[str, Any], cfg: RowsConfig) -> str | None:
     messages = row[cfg.messages_column]
     if not messages:
         return None
@@ -206,17 +148,12 @@ def _malformed(row: dict[str, Any], column: str, expected: str) -> _MalformedErr
     return _MalformedError(f"column {column}: {shown}: expected {expected}")
 
 
-def _unreadable(cfg: DataConfig, held_out: bool, error: Exception) -> DataError:
+def _unreadable(cfg: RowsConfig, held_out: bool, error: Exception) -> DataError:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, StopIteration):  # of a file without a line
         return empty(cfg, held_out)
     reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-    if cfg.source == "jsonl":  # the library names no file, and counts rows from 0 and a block's beginning
-        reason = broken_line(_files(cfg, held_out)) or re.sub(r" in row \d+$", "", reason)
-    expected = {
-        "hub": "a name on the Hugging Face hub (and a network), or a directory with data files",
-        "saved": "a directory that datasets.save_to_disk wrote",
-    }.get(cfg.source, f"{cfg.source} files with the same columns")
-    return DataError(f"{_where(cfg, held_out)}: cannot be read: {reason}; expected {expected}")
+    reason = cfg.broken_place(held_out) or re.sub(r" in row \d+$", "", reason)
+    return DataError(f"{_where(cfg, held_out)}: cannot be read: {reason}; expected {cfg.readable}")

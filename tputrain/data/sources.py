@@ -1,22 +1,22 @@
-"""Where text comes from: the standard library's source by default, the user's files, a dataset's rows."""
+"""Sources whose documents are files: the standard library's source by default, or the user's text; and the
+conversations that are made from that source.
+"""
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from platform import python_version
-from typing import Any
 
-from tputrain.data.config import DataConfig, DataError
-from tputrain.data.corpus import Corpus, Document
+from tputrain.config_checks import expect_choice
+from tputrain.data.config import Data, DataError, TextConfig
+from tputrain.data.corpus import Corpus, Document, row_document
 from tputrain.data.docstrings import docstring_conversations
 from tputrain.data.files import find_files
-from tputrain.data.rows import empty, open_rows, read_documents
-from tputrain.data.stamp import stamp_of, stamp_of_rows
+from tputrain.data.stamp import stamp_of
+from tputrain.data.text import build_data
+from tputrain.data.tokenizer import Tokenizer
 
 # Tests are repetitive and site-packages differs from machine to machine; neither belongs in a default corpus.
 _SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -25,15 +25,67 @@ _SKIPPED_PREFIX = "_sysconfigdata"
 _SMALLEST_STANDARD_LIBRARY = 6_000_000  # bytes
 
 
-def read_corpus(cfg: DataConfig) -> Corpus:
-    """The text that `cfg` names, read when it is looked at. Raises DataError where there is none."""
-    if cfg.source == "docstrings":
-        return docstrings(cfg)
-    if cfg.is_rows:
-        return rows(cfg)
-    if cfg.files is None:
-        return standard_library(Path(sysconfig.get_path("stdlib")))
-    return text_files(cfg.files)
+@dataclass(frozen=True)
+class TextFilesConfig(TextConfig, names=("text",)):
+    """Files of text, each of which is a document."""
+
+    source: str = "text"
+    files: str | None = None
+    """Files as a glob, or several with commas between, `**` allowed; None: Python's own source (UTF-8)."""
+
+    def where(self, held_out: bool = False) -> tuple[str, str]:
+        return "data.files", "null" if self.files is None else repr(self.files)
+
+    def files_behind(self) -> list[Path]:
+        return [] if self.files is None else find_files(self.files)
+
+    def corpus(self) -> Corpus:
+        return python_source() if self.files is None else text_files(self.files)
+
+    def build(
+        self,
+        seed: int,
+        announce: Callable[[str], None] = print,
+        tokenizer: Tokenizer | None = None,
+        expected: str | None = None,
+    ) -> Data:
+        return build_data(self, seed, announce, tokenizer, expected)
+
+
+@dataclass(frozen=True)
+class DocstringsConfig(TextConfig, names=("docstrings",)):
+    """Questions about the standard library, answered by its docstrings; a conversation is one document."""
+
+    source: str = "docstrings"
+    format: str = "messages"
+    """messages: answers alone are learned."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_choice("data.format", self.format, ("messages",))
+
+    def corpus(self) -> Corpus:
+        source = python_source()
+        made = docstring_conversations(
+            ((document.path, document.text) for document in source.documents),
+            source.survey.totals.digest,
+            self.cache_dir,
+        )
+        return Corpus(f"questions about the {source.title}", [*map(row_document, made)], unit="question")
+
+    def build(
+        self,
+        seed: int,
+        announce: Callable[[str], None] = print,
+        tokenizer: Tokenizer | None = None,
+        expected: str | None = None,
+    ) -> Data:
+        return build_data(self, seed, announce, tokenizer, expected)
+
+
+def python_source() -> Corpus:
+    """The standard library of the running interpreter."""
+    return standard_library(Path(sysconfig.get_path("stdlib")))
 
 
 def standard_library(root: Path) -> Corpus:
@@ -48,17 +100,6 @@ def standard_library(root: Path) -> Corpus:
         )
     title = f"Python {python_version()} standard library"
     return Corpus(title, _Files(paths, root, "replace"), stamp=stamp_of(paths))
-
-
-def docstrings(cfg: DataConfig) -> Corpus:
-    """Questions about the standard library, answered by its docstrings; a conversation is one document."""
-    source = standard_library(Path(sysconfig.get_path("stdlib")))
-    made = docstring_conversations(
-        ((document.path, document.text) for document in source.documents),
-        source.survey.totals.digest,
-        cfg.cache_dir,
-    )
-    return Corpus(f"questions about the {source.title}", [*map(row_document, made)], unit="question")
 
 
 def _python_source(root: Path) -> Iterator[Path]:
@@ -92,37 +133,6 @@ class _Files:
         for path in self.paths:
             if text := _read_utf8(path, self.errors):
                 yield Document(path.relative_to(self.root).as_posix(), text)
-
-
-def rows(cfg: DataConfig) -> Corpus:
-    """The rows of a dataset; one row is one document, named by its content."""
-    title = cfg.where[1].strip("'")
-    validation = _Rows(cfg, held_out=True) if cfg.validation_is_given else ()
-    return Corpus(title, _Rows(cfg, held_out=False), "row", validation, stamp_of_rows(cfg))
-
-
-class _Rows:
-    """The rows that hold text, which stay on disk. Its iterator raises DataError where there is none."""
-
-    def __init__(self, cfg: DataConfig, held_out: bool):
-        self._cfg, self._held_out = cfg, held_out
-
-    @cached_property
-    def _rows(self) -> Any:
-        return open_rows(self._cfg, self._held_out)
-
-    def __iter__(self) -> Iterator[Document]:
-        read = read_documents(self._rows, self._cfg, self._held_out)
-        texts = (text for text in read if text is not None)
-        first = next(texts, None)
-        if first is None:
-            raise empty(self._cfg, self._held_out)
-        yield from map(row_document, chain([first], texts))
-
-
-def row_document(text: str) -> Document:
-    """A row as a document. Its name is a hash of it, so equal rows are all trained on or all held out."""
-    return Document(blake2b(text.encode(), digest_size=8).hexdigest(), text)
 
 
 def _read_utf8(path: Path, errors: str) -> str:

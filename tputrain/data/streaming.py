@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tputrain.data.config import DataConfig, DataError
+from tputrain.data.config import Data, DataError, RowsConfig
 from tputrain.data.conversations import encode_conversations, spoken
-from tputrain.data.corpus import is_held_out
-from tputrain.data.loading import Sequences
+from tputrain.data.corpus import is_held_out, row_document
+from tputrain.data.loading import Sequences, ValidationBatches
 from tputrain.data.packing import Batch, PackedSequences, epoch_order
 from tputrain.data.pretrained_tokenizer import find_tokenizer
 from tputrain.data.rows import empty, open_rows, read_documents
-from tputrain.data.sources import row_document
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.prefetch import Prefetched
 
@@ -26,7 +25,7 @@ _TOKENIZER_DOCUMENTS = 4096
 
 
 @dataclass(frozen=True)
-class StreamedText:
+class StreamedText(Data):
     """What a run trains on, as a stream, and is judged by."""
 
     title: str
@@ -34,7 +33,7 @@ class StreamedText:
     """Names the held-out text and the tokenizer: all that is known of a stream before it is read."""
     tokenizer: Tokenizer
     validation: Sequences
-    cfg: DataConfig
+    cfg: RowsConfig
     seed: int
 
     def describe(self) -> list[str]:
@@ -47,15 +46,24 @@ class StreamedText:
             f"sequences, {self.validation.num_documents:,} documents",
         ]
 
-    def training_batches(self, batch_size: int, micro_batches: int) -> "StreamedBatches":
+    @property
+    def num_samples(self) -> None:
+        """Nobody knows how many sequences there are to train on."""
+        return None
+
+    def training_batches(self, size: int, micro_batches: int) -> "StreamedBatches":
         """The Trainer's loader: one that resumes by its `state_dict`."""
         rows = open_rows(self.cfg)
         ahead = self.cfg.prefetch * micro_batches
-        return StreamedBatches(rows, self.cfg, self.tokenizer, self.seed, batch_size, ahead, self.fingerprint)
+        return StreamedBatches(rows, self.cfg, self.tokenizer, self.seed, size, ahead, self.fingerprint)
+
+    def evaluation_batches(self, size: int) -> ValidationBatches:
+        """An evaluation's loader, which knows the bytes behind its labels."""
+        return ValidationBatches(self.validation, size, self.tokenizer.token_bytes())
 
 
 def build_stream(
-    cfg: DataConfig,
+    cfg: RowsConfig,
     seed: int,
     announce: Callable[[str], None] = print,
     tokenizer: Tokenizer | None = None,
@@ -63,12 +71,12 @@ def build_stream(
 ) -> StreamedText:
     """Read as much of the stream as is held out and as a tokenizer is learned from.
 
-    The arguments are those of `build_data`. Raises DataError, one line, where there is no text to train on,
-    or not the `expected`.
+    The arguments are those of `DataConfig.build`. Raises DataError, one line, where there is
+    no text to train on, or not the `expected`.
     """
     if tokenizer is None and cfg.tokenizer is not None:
         tokenizer = find_tokenizer(cfg.tokenizer)
-    announce("data: reading the beginning of {}={}".format(*cfg.where))
+    announce("data: reading the beginning of {}={}".format(*cfg.where()))
     head, validation = _read_head(cfg, 0 if tokenizer is not None else _TOKENIZER_DOCUMENTS)
     if cfg.validation_is_given:
         given = read_documents(open_rows(cfg, held_out=True), cfg, held_out=True)
@@ -76,18 +84,18 @@ def build_stream(
     if not validation:
         raise DataError(
             "{}={}: nothing is held out to be judged by: raise data.validation_fraction, or name "
-            "data.validation_files or data.validation_split".format(*cfg.where)
+            "data.validation_files or data.validation_split".format(*cfg.where())
         )
     text = blake2b("\0".join(validation).encode(), digest_size=16).hexdigest()
     if expected is not None and not expected.startswith(text):
         raise DataError(
             "{}={}: the text there is not what this run was started with; restore it, or choose another "
-            "run_dir".format(*cfg.where)
+            "run_dir".format(*cfg.where())
         )
     if tokenizer is None:
         tokenizer = Tokenizer.train(head if cfg.format == "text" else map(spoken, head), cfg.vocab_size)
     return StreamedText(
-        title=cfg.where[1].strip("'"),
+        title=cfg.where()[1].strip("'"),
         fingerprint=f"{text}-{tokenizer.digest()}",
         tokenizer=tokenizer,
         validation=_packed([_Document(*_encode(text, cfg, tokenizer)) for text in validation], cfg),
@@ -96,7 +104,7 @@ def build_stream(
     )
 
 
-def _read_head(cfg: DataConfig, num_train: int) -> tuple[list[str], list[str]]:
+def _read_head(cfg: RowsConfig, num_train: int) -> tuple[list[str], list[str]]:
     """The first texts to train on, and the first held out."""
     num_validation = 0 if cfg.validation_is_given else cfg.validation_documents
     train: list[str] = []
@@ -138,7 +146,7 @@ class StreamedBatches:
     def __init__(
         self,
         rows: Any,
-        cfg: DataConfig,
+        cfg: RowsConfig,
         tokenizer: Tokenizer,
         seed: int,
         batch_size: int,
@@ -240,7 +248,7 @@ class StreamedBatches:
         return is_held_out(row_document(text), self._cfg.validation_fraction)
 
 
-def _encode(text: str, cfg: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
+def _encode(text: str, cfg: RowsConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
     if cfg.format == "text":
         return np.array(tokenizer.encode_documents([text])[0], dtype=np.int64), None
     (ids,), (learned,) = encode_conversations([text], tokenizer)
@@ -248,7 +256,7 @@ def _encode(text: str, cfg: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarra
 
 
 def _packed(
-    documents: list[_Document], cfg: DataConfig, used: int = 0, size: int | None = None, seed: int = 0
+    documents: list[_Document], cfg: RowsConfig, used: int = 0, size: int | None = None, seed: int = 0
 ) -> PackedSequences:
     """`size` tokens of the documents (None: all), without the first `used`, as sequences."""
     stop = None if size is None else used + size

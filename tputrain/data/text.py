@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tputrain.data.changed_files import changed_files
-from tputrain.data.config import DataConfig, DataError
-from tputrain.data.loading import Sequences, TrainingBatches
+from tputrain.data.config import Data, DataError, TextConfig
+from tputrain.data.loading import Sequences, TrainingBatches, ValidationBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokenizer
-from tputrain.data.sources import read_corpus
-from tputrain.data.stamp import files_of
 from tputrain.data.token_cache import entries_of, known_totals, text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.data.workers import WorkerBatches
@@ -18,7 +16,7 @@ from tputrain.feed import IndexedLoader
 
 
 @dataclass(frozen=True)
-class TextData:
+class TextData(Data):
     """What a run trains on and is judged by."""
 
     title: str
@@ -50,14 +48,23 @@ class TextData:
             f"sequences, {self.validation.num_documents:,} documents",
         ]
 
-    def training_batches(self, batch_size: int, micro_batches: int) -> IndexedLoader:
-        """The Trainer's loader: micro-batches of `batch_size` sequences, by step."""
-        loader = TrainingBatches(self.train, batch_size, micro_batches, self.fingerprint)
+    @property
+    def num_samples(self) -> int:
+        """Sequences to train on."""
+        return self.train.num_sequences
+
+    def training_batches(self, size: int, micro_batches: int) -> IndexedLoader:
+        """The Trainer's loader: micro-batches of `size` sequences, by step."""
+        loader = TrainingBatches(self.train, size, micro_batches, self.fingerprint)
         return WorkerBatches(loader, micro_batches, self.num_workers) if self.num_workers > 0 else loader
+
+    def evaluation_batches(self, size: int) -> ValidationBatches:
+        """An evaluation's loader, which knows the bytes behind its labels."""
+        return ValidationBatches(self.validation, size, self.tokenizer.token_bytes())
 
 
 def build_data(
-    cfg: DataConfig,
+    cfg: TextConfig,
     seed: int,
     announce: Callable[[str], None] = print,
     tokenizer: Tokenizer | None = None,
@@ -65,11 +72,9 @@ def build_data(
 ) -> TextData:
     """Read, tokenise (or take from the cache) and pack; `seed` decides only the order of training sequences.
 
-    A run that goes on gives its own `tokenizer` (None: one is trained) and, as `expected`, the fingerprint of
-    the data it was started with. `announce` gets a line before and after anything that takes seconds. Raises
-    DataError, one line, where there is no text to train on, too little of it, or not the expected one.
+    The arguments are those of `DataConfig.build`.
     """
-    corpus = read_corpus(cfg)
+    corpus = cfg.corpus()
     totals = known_totals(corpus, cfg, announce)
     text = text_fingerprint(totals, cfg)
     # Before the tokenizer: this may be told in a second.
@@ -107,12 +112,12 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 
-def _other_text(cfg: DataConfig, title: str, expected: str) -> DataError:
+def _other_text(cfg: TextConfig, title: str, expected: str) -> DataError:
     found, mend = f"the {title}", "use the Python that the run was started with"
-    key, value = cfg.where
+    key, value = cfg.where()
     if value != "null":
-        found, mend = "the text there", "restore it" if cfg.name else "restore the files"
-    files = files_of(cfg)
+        found, mend = "the text there", f"restore {cfg.to_restore}"
+    files = cfg.files_behind()
     begun_with = entries_of(expected.partition("-")[0], cfg) if files else []
     changed = changed_files(files, begun_with) if begun_with else None
     which = "" if changed is None else f" ({changed})"

@@ -18,11 +18,10 @@ import numpy as np
 
 from tputrain.data.built_once import built_once
 from tputrain.data.changed_files import record_files
-from tputrain.data.config import DataConfig, DataError
+from tputrain.data.config import DataError, TextConfig
 from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.corpus import Corpus, Document, Totals, split
 from tputrain.data.pretrained_tokenizer import load_tokenizer
-from tputrain.data.stamp import files_of
 from tputrain.data.token_writer import TokenWriter
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.errors import in_words
@@ -52,7 +51,7 @@ class TokenisedCorpus:
     validation: TokenisedPart
 
 
-def known_totals(corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None]) -> Totals:
+def known_totals(corpus: Corpus, cfg: TextConfig, announce: Callable[[str], None]) -> Totals:
     """What all documents add up to; they are not read again while their files stay as they are."""
     path = Path(cfg.cache_dir).expanduser() / f"totals-{_LAYOUT}-{corpus.stamp}.json"
     if corpus.stamp is not None:
@@ -74,7 +73,7 @@ def known_totals(corpus: Corpus, cfg: DataConfig, announce: Callable[[str], None
 def tokenise(
     corpus: Corpus,
     totals: Totals,
-    cfg: DataConfig,
+    cfg: TextConfig,
     announce: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
 ) -> TokenisedCorpus:
@@ -107,7 +106,7 @@ def tokenise(
 def _build_in_place(
     corpus: Corpus,
     totals: Totals,
-    cfg: DataConfig,
+    cfg: TextConfig,
     entry: Path,
     announce: Callable[[str], None],
     tokenizer: Tokenizer | None,
@@ -116,16 +115,16 @@ def _build_in_place(
         built = Path(workspace) / entry.name
         built.mkdir()
         _build(corpus, totals.num_bytes / 1e6, cfg, built, announce, tokenizer)
-        record_files(files_of(cfg), built)
+        record_files(cfg.files_behind(), built)
         _publish(built, entry)
 
 
-def entries_of(text: str, cfg: DataConfig) -> list[Path]:
+def entries_of(text: str, cfg: TextConfig) -> list[Path]:
     """Where the tokens of the text with this fingerprint are kept, by whatever tokenizer."""
     return sorted(Path(cfg.cache_dir).expanduser().glob(f"{text}*"))
 
 
-def text_fingerprint(totals: Totals, cfg: DataConfig) -> str:
+def text_fingerprint(totals: Totals, cfg: TextConfig) -> str:
     """Names the text and all that decides how it is cut, but for the tokenizer itself."""
     # What came later is named only where it is used: older runs go on with the name that they know.
     later = [cfg.format] if cfg.format != "text" else []
@@ -147,7 +146,7 @@ def _load_or_remove(entry: Path, announce: Callable[[str], None]) -> TokenisedCo
 def _build(
     corpus: Corpus,
     megabytes: float,
-    cfg: DataConfig,
+    cfg: TextConfig,
     built: Path,
     announce: Callable[[str], None],
     tokenizer: Tokenizer | None,
