@@ -132,6 +132,13 @@ def region(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer
     return torch.tpu.spmd(function, modules=modules, optimizers=[optimizer])  # type: ignore[attr-defined]
 
 
+def use_meta_kernels() -> None:
+    """Have tensors without values get the shapes that the tpu device gives; the device need not be opened."""
+    from tpu_backend.runtime.shapes import register_meta_kernels
+
+    register_meta_kernels()
+
+
 def of_slices() -> Any:
     """What the device does for slices that are not here: `tpu_backend.ahead_of_time`."""
     from tpu_backend import ahead_of_time

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tputrain.cli import main
@@ -179,6 +180,19 @@ def test_any_module_is_planned_and_layers_that_differ_are_parts_of_their_own() -
     assert "forward" not in vars(model.left[0])  # the model is as it was
     plan = make_plan(Task(found, Topology.parse("v5e:2x2"), 64))
     assert plan.chosen is not None
+
+
+def test_attention_of_grouped_queries_is_planned_before_the_device_is_opened() -> None:
+    class Attends(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            query = super().forward(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            keys = query[:, :2]  # PyTorch's own inference gives them the gradients of all heads
+            mixed = F.scaled_dot_product_attention(query, keys, keys, is_causal=True, enable_gqa=True)
+            return mixed.square().mean()
+
+    found = workload_of(Attends(64, 64), lambda rows: torch.empty(rows, 32, 64))
+    products = found.parts[-1].forward
+    assert sum(work.product.is_attention for work in products) == 2
 
 
 def test_tensor_parallelism_divides_what_its_plan_cuts() -> None:

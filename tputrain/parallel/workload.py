@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tputrain import batches as batch_of
+from tputrain import device as devices
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction, loss_of
@@ -287,6 +288,7 @@ class _StandIn(torch.autograd.Function):
 def _runs(settings: _Settings, batch: Callable[[int], Batch], rows: int) -> list[_Run]:
     """The layers of the model, and last the rest of it."""
     model = settings.model
+    devices.use_meta_kernels()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode:
