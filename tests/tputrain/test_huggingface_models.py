@@ -11,7 +11,7 @@ from torch import nn
 from tests.tputrain.test_lora import Batches, train
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.checkpoint.configuration import padding_of, write_configuration
-from tputrain.cli.job import build_trained_model
+from tputrain.cli.job import build_job, build_trained_model
 from tputrain.data import Tokenizer
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer
 from tputrain.errors import UserError
@@ -19,8 +19,6 @@ from tputrain.models import (
     LoraConfig,
     ModelConfig,
     add_lora,
-    build_initialized,
-    build_model,
     load_huggingface,
 )
 from tputrain.models.huggingface import build_huggingface
@@ -163,7 +161,7 @@ def test_another_module_around_it_is_not_passed_off_as_one_of_transformers(direc
 @pytest.mark.parametrize("kind", ["ours", "theirs"])
 def test_config_json_names_the_special_tokens_of_the_run_s_tokenizer(tmp_path, directory, kind):
     with torch.device("meta"):  # which has the ids of Llama 3 by its name
-        ours = build_model(ModelConfig("llama-1b"))
+        ours = ModelConfig("llama-1b").build_empty()
     model = ours if kind == "ours" else load_huggingface(str(directory))
     for special, expected in (
         ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}, (40, 41, 42)),
@@ -209,10 +207,11 @@ def test_a_recipe_names_a_directory_and_knows_its_limits(directory, tmp_path):
     recipe = tmp_path / "my.yaml"
     text = f"model: {{name: huggingface, path: {directory}}}\nbatch: {{tokens: 256, sequences: 8}}\n"
     recipe.write_text(text + "data: {sequence_length: 32, vocab_size: 300}")
-    assert isinstance(build_initialized(load_recipe(recipe).model, seed=0), nn.Module)
+    assert isinstance(load_recipe(recipe).model.build(seed=0), nn.Module)
     recipe.write_text(text + "data: {sequence_length: 32, vocab_size: 301}")
+    cfg = load_recipe(recipe)  # reads nothing of the directory
     with pytest.raises(UserError, match=r"data\.vocab_size=301: expected at most model\.vocab_size=300"):
-        load_recipe(recipe)
+        build_job(cfg)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +338,7 @@ def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch)
     recipe.write_text(text + "\ntrust_code: true")
     cfg = load_recipe(recipe).model
     assert "my_models" not in sys.modules
-    first, again = build_initialized(cfg, seed=4), build_initialized(cfg, seed=4)
+    first, again = cfg.build(seed=4), cfg.build(seed=4)
     assert isinstance(first, nn.Linear)
     assert torch.equal(first.weight, again.weight)
     for path, message in (
@@ -348,7 +347,7 @@ def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch)
         ("my_models:number", "it returned a int, expected an nn.Module"),
     ):
         with pytest.raises(UserError, match=message):
-            build_initialized(ModelConfig(name="import", path=path), seed=0)
+            ModelConfig(name="import", path=path).build(seed=0)
 
 
 def test_the_trained_model_of_a_run_comes_from_its_checkpoint(directory, tmp_path):

@@ -169,8 +169,8 @@ MISTAKES = [
         "data.sequence_length=4096: expected at most model.",
     ),
     ("data: {vocab_size: 5000}", "data.vocab_size=5000: expected at most model.vocab_size=4096"),
-    ("model: {name: lama-5m}", "model.name=lama-5m: no such model, did you mean llama-5m?"),
-    ("model: {config: 3}", "model.config=3: expected keys and values"),
+    ("model: {name: lama-5m}", "model.name=lama-5m: expected one of llama-5m, llama-20m, "),
+    ("model: {name: huggingface, config: 3}", "model.config=3: expected keys and values"),
     ("model: {config: {a: 1}}", "model.config={'a': 1}: expected nothing with model.name=llama-5m"),
     (
         "model: {name: huggingface, config: {a: '${b}'}}",

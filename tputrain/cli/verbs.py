@@ -157,6 +157,7 @@ def validate(target: str, overrides: Sequence[str]) -> int:
     if not Path(target).is_dir():
         path = find_recipe(target, expected="run directory or recipe file")
         cfg = load_recipe(path, overrides)
+        cfg.check_limits(*cfg.model.limits_there())
         length = cfg.trainer.duration or f"{cfg.trainer.steps} steps"
         say(f"{path}: valid; {length}, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
         return 0
@@ -200,11 +201,7 @@ def sample(
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
     """The newest whole checkpoint of a run, and the configuration it was made with."""
     checkpoint, state = _newest(run_dir)
-    config, model = state["config"], state["config"]["model"]
-    if model["name"] == "huggingface" and model["path"] is not None:
-        # What the run began with may have changed since, or gone; the checkpoint is a model like it.
-        config = config | {"model": model | {"path": str(checkpoint)}}
-    return checkpoint, config_from_json(config, str(checkpoint / contents.STATE), overrides)
+    return checkpoint, config_from_json(state["config"], str(checkpoint / contents.STATE), overrides)
 
 
 def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, Any]]:
