@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tputrain.config import RunConfig, TrainerConfig
     from tputrain.errors import RunFailedError, UserError
     from tputrain.execution import ExecutionConfig
+    from tputrain.job import Recipe, load_recipe
     from tputrain.loggers.config import LogConfig
     from tputrain.loggers.logger import Logger
     from tputrain.loop.step import TrainStep
@@ -46,6 +47,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "ProfileSteps",
+    "Recipe",
     "RunConfig",
     "RunFailedError",
     "ScheduleConfig",
@@ -56,6 +58,7 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "UserError",
+    "load_recipe",
 ]
 
 _HOME = {
@@ -72,6 +75,7 @@ _HOME = {
     "OptimConfig": "tputrain.optim.config",
     "ParallelConfig": "tputrain.parallel.config",
     "ProfileSteps": "tputrain.callbacks.profile_steps",
+    "Recipe": "tputrain.job",
     "RunConfig": "tputrain.config",
     "RunFailedError": "tputrain.errors",
     "ScheduleConfig": "tputrain.optim.schedule",
@@ -82,6 +86,7 @@ _HOME = {
     "Trainer": "tputrain.trainer",
     "TrainerConfig": "tputrain.config",
     "UserError": "tputrain.errors",
+    "load_recipe": "tputrain.job",
 }
 
 

@@ -86,7 +86,7 @@ class RecipeConfig(RunConfig):
         expect(is_images == (samples is not None), "batch.samples", samples, f"{kind} {condition}")
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The checked configuration of the recipe at `path`, with `key=value` overrides on top."""
     return _build_overridden(_layers_of_file(path), overrides)
 

@@ -14,7 +14,7 @@ from tputrain.config_differences import changed_settings
 from tputrain.data import DataConfig
 from tputrain.models import ModelConfig
 from tputrain.optim.config import AdamWConfig, SgdConfig
-from tputrain.recipe import RecipeConfig, config_from_json, load_recipe
+from tputrain.recipe import RecipeConfig, config_from_json, read_recipe
 from tputrain.shipped import find_recipe
 
 LLAMA = "include: [optim/adamw]\noptim: {beta2: 0.99}\nschedule: {name: wsd, decay_fraction: 0.5}"
@@ -23,7 +23,7 @@ LLAMA = "include: [optim/adamw]\noptim: {beta2: 0.99}\nschedule: {name: wsd, dec
 def load(tmp_path: Path, text: str, *overrides: str) -> RecipeConfig:
     path = tmp_path / "my.yaml"
     path.write_text(text)
-    return load_recipe(path, overrides)
+    return read_recipe(path, overrides)
 
 
 def test_a_family_makes_the_kind_that_is_named():
@@ -91,7 +91,7 @@ STORED = json.loads(Path(__file__).with_name("stored_before_kinds.json").read_te
 
 @pytest.mark.parametrize("recipe", STORED)
 def test_a_run_begun_before_kinds_is_the_same_run_now(recipe):
-    cfg = load_recipe(find_recipe(recipe))
+    cfg = read_recipe(find_recipe(recipe))
     assert config_from_json(STORED[recipe], "state.json") == cfg
     assert changed_settings(STORED[recipe], cfg) == {}
 

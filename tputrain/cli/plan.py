@@ -23,7 +23,7 @@ from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
-from tputrain.recipe import RecipeConfig, load_recipe
+from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.report.document import write_page
 from tputrain.report.plan_page import plan_page
 from tputrain.shipped import find_recipe
@@ -45,7 +45,7 @@ def plan(
     expect(search is None or search > 0, "--search", search, "seconds, more than 0")
     compiles |= search is not None
     found = Topology.parse(topology)
-    cfg = load_recipe(find_recipe(recipe), overrides)
+    cfg = read_recipe(find_recipe(recipe), overrides)
     missing = why_not(found) if compiles else None
     if compiles and missing is None:
         start_slice(found)  # before anything uses the device

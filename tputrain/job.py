@@ -13,54 +13,77 @@ from tputrain.announce import announced, say
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint import contents
 from tputrain.checkpoint.named_directory import model_directory
-from tputrain.cli.job_notes import notes
 from tputrain.data import Data, Tokenizer, check_vocabulary, load_tokenizer
 from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
+from tputrain.goes_on_from import started_from
+from tputrain.job_notes import notes
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import add_lora, initialize, parameters_on_meta
 from tputrain.models.hf_llama import load_weights
 from tputrain.models.lora import initialize_lora
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.world import World, join
-from tputrain.recipe import RecipeConfig
+from tputrain.recipe import RecipeConfig, read_recipe
+from tputrain.shipped import default_run_dir, find_recipe
 from tputrain.trainer import Trainer
 
 Initialize = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A trainer ready to fit, and what there is to say about it beforehand."""
+class Recipe:
+    """The checked configuration of a recipe, and what is built of it."""
 
-    trainer: Trainer
-    description: list[str]
+    cfg: RecipeConfig
+
+    def build(self) -> Trainer:
+        """Data, model and Trainer; the run in `cfg.run_dir` goes on, if there is one and resume is auto.
+
+        Says on the way what takes long and what was built. Raises UserError, one line, for what its caller
+        can mend, also where the run there is another one.
+        """
+        world = join(self.cfg.parallel, find_device(self.cfg.device))
+        goes_on = self.cfg.checkpoint.resume == "auto"
+        return self.build_from(world.first(lambda: started_from(self.cfg)) if goes_on else None)
+
+    def build_from(self, checkpoint: Path | None) -> Trainer:
+        """Data, model and Trainer. The model has its initial values.
+
+        `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
+        """
+        cfg = self.cfg
+        device = _device(cfg)  # a device that is not there is reported before the tokenizer is trained
+        world = join(cfg.parallel, device)
+        cfg.batch.check_divides(world.data_size)
+        tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
+        if checkpoint is None:
+            _check_model_path(cfg)
+        data = _build_data(cfg, tokenizer, fingerprint)  # one process of a host makes what is not there yet
+        world.meet("reading the data")
+        with announced(f"building {cfg.model.name} and its optimizer"):
+            trainer = _build_trainer(cfg, data, checkpoint, world)
+        num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        for line in (
+            *data.describe(),
+            *(notes(cfg, data) if checkpoint is None else []),
+            f"model: {cfg.model.name}, {num_parameters:,} parameters",
+            cfg.batch.arithmetic(cfg.data.sequence_length),
+            f"run: {_how_much(cfg)}, in {cfg.run_dir}",
+        ):
+            say(line)
+        return trainer
 
 
-def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
-    """Data, model and Trainer of a recipe. The model has its initial values.
+def load_recipe(recipe: str | Path, *overrides: str) -> Recipe:
+    """The recipe of that name, or in that file, with `key=value` overrides on top.
 
-    `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
+    `load_recipe("llama", "trainer.steps=20").build().fit()` is `tputrain run llama trainer.steps=20`. Without
+    `run_dir` the run is in runs/RECIPE. Raises UserError, one line, for a mistake in it.
     """
-    device = _device(cfg)  # a device that is not there is reported before the tokenizer is trained
-    world = join(cfg.parallel, device)
-    cfg.batch.check_divides(world.data_size)
-    tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
-    if checkpoint is None:
-        _check_model_path(cfg)
-    data = _build_data(cfg, tokenizer, fingerprint)  # one process of a host makes what is not there yet
-    world.meet("reading the data")
-    with announced(f"building {cfg.model.name} and its optimizer"):
-        trainer = _build_trainer(cfg, data, checkpoint, world)
-    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    description = [
-        *data.describe(),
-        *(notes(cfg, data) if checkpoint is None else []),
-        f"model: {cfg.model.name}, {num_parameters:,} parameters",
-        cfg.batch.arithmetic(cfg.data.sequence_length),
-        f"run: {_how_much(cfg)}, in {cfg.run_dir}",
-    ]
-    return Job(trainer, description)
+    path = find_recipe(str(recipe))
+    cfg = read_recipe(path, overrides)
+    return Recipe(cfg if cfg.run_dir is not None else replace(cfg, run_dir=str(default_run_dir(path))))
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
