@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tputrain.parallel.launched import is_launched, speak_in_one_line
+from tputrain.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from tputrain.callbacks.best_checkpoint import BestCheckpoint
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from tputrain.optim.schedule import ScheduleConfig
     from tputrain.parallel.config import ParallelConfig
     from tputrain.trainer import Trainer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BestCheckpoint",

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from tputrain.announce import say
-from tputrain.checkpoint import contents
 from tputrain.checkpoint.store import CheckpointStore, say_nothing
 from tputrain.config_checks import spelled
 from tputrain.config_differences import changed_settings
@@ -14,6 +13,7 @@ from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.recipe import RecipeConfig
 from tputrain.run_lock import RunLock
+from tputrain.saved import contents
 
 _FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "optim.master_weights", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from tputrain.announce import announced, say
 from tputrain.callbacks.sample_text import SampleText
-from tputrain.checkpoint import contents
 from tputrain.checkpoint.named_directory import model_directory
 from tputrain.data import Data, Tokenizer, check_vocabulary, load_tokenizer
 from tputrain.device import find_device, open_device, use_executable_cache
@@ -20,11 +19,12 @@ from tputrain.goes_on_from import started_from
 from tputrain.job_notes import notes
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
 from tputrain.models import add_lora, initialize, parameters_on_meta
-from tputrain.models.hf_llama import load_weights
 from tputrain.models.lora import initialize_lora
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig, read_recipe
+from tputrain.saved import contents
+from tputrain.saved.hf_llama import load_weights
 from tputrain.shipped import default_run_dir, find_recipe
 from tputrain.trainer import Trainer
 

@@ -16,7 +16,6 @@ from tputrain.callbacks.callback import Callback, Control
 from tputrain.callbacks.config import build_callbacks
 from tputrain.callbacks.events import EventLog
 from tputrain.callbacks.recompile_budget import RecompileBudget
-from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -56,6 +55,7 @@ from tputrain.parallel.limits import check_limits
 from tputrain.parallel.same_batches import check_loader
 from tputrain.parallel.world import World, join
 from tputrain.parallel.writer import SharedWriter
+from tputrain.saved.background import BackgroundWriter
 from tputrain.short_settings import ShortSettings, with_short_settings
 from tputrain.signals import SignalWatch
 from tputrain.trainer_arguments import check_arguments, check_length, check_step

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
-from tputrain import RunConfig, Trainer
-from tputrain.cli import job
+from tputrain import RunConfig, Trainer, job
 from tputrain.errors import UserError
 from tputrain.models import Llama, ModelConfig, initialize, parameters_on_meta
 from tputrain.models.meta import allocate, is_on_meta, move

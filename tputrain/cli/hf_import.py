@@ -7,8 +7,8 @@ from tputrain.batch_size import BatchConfig
 from tputrain.cli.hf_directory import new_directory
 from tputrain.data import TextFilesConfig, Tokenizer
 from tputrain.errors import UserError
-from tputrain.models.hf_llama import load_weights, model_config_of
 from tputrain.recipe import RecipeConfig
+from tputrain.saved.hf_llama import load_weights, model_config_of
 from tputrain.trainer import Trainer
 
 

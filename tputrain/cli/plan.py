@@ -15,14 +15,14 @@ from tputrain.config_checks import expect
 from tputrain.models import ModelConfig, parameters_on_meta
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
-from tputrain.parallel.compiled_report import compiled_lines
-from tputrain.parallel.compiled_step import Subject, start_slice, why_not
-from tputrain.parallel.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
+from tputrain.planning.compiled_report import compiled_lines
+from tputrain.planning.compiled_step import Subject, start_slice, why_not
+from tputrain.planning.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.report.document import write_page
 from tputrain.report.plan_page import plan_page

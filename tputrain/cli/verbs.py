@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tputrain.announce import announced, say
-from tputrain.checkpoint import CHECKPOINTS, contents
+from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
 from tputrain.config_checks import expect, expect_at_least
 from tputrain.data import Tokenizer
@@ -25,6 +25,7 @@ from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
+from tputrain.saved import contents
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
 

@@ -45,7 +45,7 @@ class ModelConfig(Family, group="model", by="name"):
 
     def build(self, seed: int) -> nn.Module:
         """The model in its initial values. A Llama's are random: what gives it the weights at its `path` is
-        `models.hf_llama`.
+        `saved.hf_llama`.
         """
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class ModelConfig(Family, group="model", by="name"):
 
     @property
     def weights_path(self) -> str | None:
-        """Where the weights are that `models.hf_llama` gives it."""
+        """Where the weights are that `saved.hf_llama` gives it."""
         return None
 
     @property

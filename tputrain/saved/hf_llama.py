@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tputrain.checkpoint.contents import tensors_of_plain_model
 from tputrain.checkpoint.rows import read_into
 from tputrain.checkpoint.tensor_files import DCP_INDEX, TensorFiles
 from tputrain.errors import UserError
 from tputrain.models.config import LlamaModelConfig
 from tputrain.models.llama import LLAMA_CONFIGS, RopeScaling
+from tputrain.saved.contents import tensors_of_plain_model
 
 if TYPE_CHECKING:
     from tputrain.checkpoint.dcp_files import DcpFiles
