@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tputrain.parallel.launched import is_launched, speak_in_one_line
+from tputrain.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from tputrain.callbacks.best_checkpoint import BestCheckpoint
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tputrain.config import RunConfig, TrainerConfig
     from tputrain.errors import RunFailedError, UserError
     from tputrain.execution import ExecutionConfig
+    from tputrain.job import Recipe, load_recipe
     from tputrain.loggers.config import LogConfig
     from tputrain.loggers.logger import Logger
     from tputrain.loop.step import TrainStep
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from tputrain.optim.schedule import ScheduleConfig
     from tputrain.parallel.config import ParallelConfig
     from tputrain.trainer import Trainer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BestCheckpoint",
@@ -46,6 +46,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "ProfileSteps",
+    "Recipe",
     "RunConfig",
     "RunFailedError",
     "ScheduleConfig",
@@ -56,6 +57,7 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "UserError",
+    "load_recipe",
 ]
 
 _HOME = {
@@ -72,6 +74,7 @@ _HOME = {
     "OptimConfig": "tputrain.optim.config",
     "ParallelConfig": "tputrain.parallel.config",
     "ProfileSteps": "tputrain.callbacks.profile_steps",
+    "Recipe": "tputrain.job",
     "RunConfig": "tputrain.config",
     "RunFailedError": "tputrain.errors",
     "ScheduleConfig": "tputrain.optim.schedule",
@@ -82,6 +85,7 @@ _HOME = {
     "Trainer": "tputrain.trainer",
     "TrainerConfig": "tputrain.config",
     "UserError": "tputrain.errors",
+    "load_recipe": "tputrain.job",
 }
 
 

@@ -1,25 +1,56 @@
 """Lines for the person who waits, each of them whole: what starts now, and how long it took."""
 
 import errno
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_is_open = False  # a line that `announced` has begun, and is to complete
-_is_quiet = False  # another rank says it all
+LOGGER = logging.getLogger("tputrain")
+"""What is said to people goes through it, at level INFO; `LOGGER.setLevel(logging.WARNING)` silences it."""
+
+
+class _Terminal(logging.Handler):
+    """Prints each line at once to standard output, as it is at that moment, also where that is a pipe."""
+
+    is_open = False
+    """Whether `announced` has begun a line, and is to complete it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.print(record.getMessage(), getattr(record, "end", "\n"))
+
+    def print(self, text: str, end: str) -> None:
+        beginning = "\n" if self.is_open else ""
+        self.is_open = not end.endswith("\n")
+        try:
+            print(f"{beginning}{text}", end=end, flush=True)
+        except OSError as error:
+            # Redirected to a file on a disk that is full: what is said there is not worth a run.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+
+_terminal = _Terminal()
+LOGGER.addHandler(_terminal)
+LOGGER.propagate = False  # a script's own handlers, of the root logger, would say everything twice
+if LOGGER.level == logging.NOTSET:
+    LOGGER.setLevel(logging.INFO)
 
 
 def be_quiet() -> None:
     """From here on nothing but `warn` is heard: another rank says the same on the same terminal."""
-    global _is_quiet
-    _is_quiet = True
+    LOGGER.addFilter(_of_another_rank)
+
+
+def _of_another_rank(record: logging.LogRecord) -> bool:
+    return False
 
 
 def say(line: str) -> None:
-    """Print one line at once, also where standard output is a pipe."""
-    _print(line, end="\n")
+    """Say one line."""
+    LOGGER.info("%s", line)
 
 
 def warn(line: str) -> None:
@@ -38,7 +69,7 @@ def announced(what: str) -> Iterator[None]:
     On a terminal that is one line, completed at the end unless something was said in between. In a file or a
     pipe, and above a progress bar, where nothing can be known of who else writes, it is two.
     """
-    _print(f"{what} ...", end=" " if _is_terminal() else "\n")
+    LOGGER.info("%s ...", what, extra={"end": " " if _is_terminal() else "\n"})
     started = time.perf_counter()
     try:
         yield
@@ -62,21 +93,6 @@ def discard_unwritten() -> None:
 
 
 def _complete(what: str, end: str) -> None:
-    global _is_open
-    line = end if _is_open else f"{what} ... {end}"
-    _is_open = False
-    _print(line, end="\n")
-
-
-def _print(text: str, end: str) -> None:
-    global _is_open
-    if _is_quiet:
-        return
-    beginning = "\n" if _is_open else ""
-    _is_open = not end.endswith("\n")
-    try:
-        print(f"{beginning}{text}", end=end, flush=True)
-    except OSError as error:
-        # Redirected to a file on a disk that is full: what is said there is not worth a run.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    line = end if _terminal.is_open else f"{what} ... {end}"
+    _terminal.is_open = False
+    LOGGER.info("%s", line)

@@ -146,6 +146,13 @@ def of_slices() -> Any:
     return ahead_of_time
 
 
+def program_of(text: str) -> Any:
+    """A compiled program's text, parsed: a `tpu_backend.hlo.Program`."""
+    from tpu_backend import hlo
+
+    return hlo.program(text)
+
+
 def is_absent() -> bool:
     """Whether this process stands for one rank of a slice that is not here, and only records."""
     module = sys.modules.get("tpu_backend.ahead_of_time")

@@ -48,7 +48,7 @@ class RecipeConfig(RunConfig):
         if self.parallel.processes > 1 and not self.parallel.auto:
             self.batch.check_divides(self.parallel.data_ranks(self.parallel.processes))
         expect(
-            self.trust_code or self.model.name != "import",
+            self.trust_code or not self.model.runs_code,
             "model.name",
             self.model.name,
             "trust_code=true with it: the recipe names code, which is run",
@@ -59,7 +59,10 @@ class RecipeConfig(RunConfig):
             "next_token_accuracy",
             "accuracy: in a recipe the labels are the next tokens already",
         )
-        positions, vocab_size = self.model.limits()
+        self.check_limits(*self.model.limits())
+
+    def check_limits(self, positions: int | None, vocab_size: int | None) -> None:
+        """Raise UserError where the model has fewer positions or entries than the data asks for."""
         length, trained = self.data.sequence_length, self.data.trained_vocab_size
         expect(
             positions is None or length is None or length <= positions,
@@ -77,13 +80,13 @@ class RecipeConfig(RunConfig):
     def _check_what_is_read(self) -> None:
         is_images, condition = not self.data.is_text, f"with data.source={self.data.source}"
         kind = "vit-digits or import" if is_images else "a model of language"
-        fits = self.model.name == "import" or self.model.is_vision == is_images
+        fits = self.model.reads_text in (None, self.data.is_text)
         expect(fits, "model.name", self.model.name, f"{kind} {condition}")
         samples, kind = self.batch.samples, "a number of images" if is_images else "nothing (batch.tokens)"
         expect(is_images == (samples is not None), "batch.samples", samples, f"{kind} {condition}")
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The checked configuration of the recipe at `path`, with `key=value` overrides on top."""
     return _build_overridden(_layers_of_file(path), overrides)
 

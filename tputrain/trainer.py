@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from tputrain.callbacks.callback import Callback, Control
 from tputrain.callbacks.config import build_callbacks
 from tputrain.callbacks.events import EventLog
 from tputrain.callbacks.recompile_budget import RecompileBudget
-from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -56,6 +55,8 @@ from tputrain.parallel.limits import check_limits
 from tputrain.parallel.same_batches import check_loader
 from tputrain.parallel.world import World, join
 from tputrain.parallel.writer import SharedWriter
+from tputrain.saved.background import BackgroundWriter
+from tputrain.short_settings import ShortSettings, with_short_settings
 from tputrain.signals import SignalWatch
 from tputrain.trainer_arguments import check_arguments, check_length, check_step
 from tputrain.watchdog import READING, Watchdog
@@ -80,19 +81,18 @@ class Trainer(Position):
     divided, and only if no checkpoint does.
 
     `step` makes the step (`tputrain.loop.step`): a class of your own takes the place of `TrainStep`.
+    `settings`: those of `tputrain.short_settings`, such as `steps=300, run_dir="runs/mine"`, over `cfg`'s.
 
     Raises UserError, one line, for what the caller can mend.
     """
 
-    # What is trained, and how.
+    # What is trained, how, and what goes along.
     model: nn.Module
     cfg: RunConfig
     device: torch.device
     world: World
     optimizer: torch.optim.Optimizer
     train_step: TrainStep
-
-    # What goes along.
     control: Control
     callbacks: list[Callback]
     loggers: list[Logger]
@@ -100,7 +100,7 @@ class Trainer(Position):
     def __init__(
         self,
         model: nn.Module,
-        cfg: RunConfig,
+        cfg: RunConfig | None = None,
         *,
         train_loader: Any = None,
         val_loader: Iterable[Batch] | Mapping[str, Iterable[Batch]] | None = None,
@@ -113,7 +113,9 @@ class Trainer(Position):
         tokenizer: Any = None,
         initialize: Callable[[nn.Module], None] | None = None,
         step: Callable[[StepParts], TrainStep] = TrainStep,
+        **settings: Unpack[ShortSettings],
     ):
+        cfg = with_short_settings(cfg, settings)
         check_arguments(
             model, cfg, loss_fn, optimizer, lr_scheduler, metrics, callbacks, loggers, initialize, step
         )
@@ -415,8 +417,7 @@ class Trainer(Position):
                 self.evaluation_weights.begin(0)
         self.execution.after_step()  # the next step's form, wherever the run goes on
         if self._due.is_done:
-            asked = self.cfg.trainer.length.setting
-            say(f"finished: step {self.step} is done, {asked}; raise it to go on")
+            say(f"finished: step {self.step} is done, {self.cfg.trainer.length.setting}; raise it to go on")
         for logger in self.loggers:
             logger.start(self.step, self._due.total_steps, self._checkpoints.has_loaded)
         self.train_step.hooks = step_hooks(self.callbacks, self)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from inspect import isclass
 from typing import Any
 
@@ -9,14 +10,18 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.config import RunConfig
 from tputrain.config_checks import nearest
+from tputrain.config_differences import changed_settings
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Logger
 from tputrain.loop.step import TrainStep
 from tputrain.metrics.evaluation import MEASURED
 from tputrain.models.meta import is_on_meta
+from tputrain.optim.config import OptimConfig
+from tputrain.optim.schedule import ScheduleConfig
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
@@ -33,7 +38,9 @@ def check_arguments(
     initialize: Any,
     step: Any,
 ) -> None:
-    """Raise UserError, one line, for the first of the Trainer's arguments that is of another kind."""
+    """Raise UserError, one line, for the first of the Trainer's arguments that is of another kind. Says which
+    settings of `cfg` are not used beside the others.
+    """
     _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
     _expect(
         "_orig_mod" not in model._modules,
@@ -69,6 +76,23 @@ def check_arguments(
         _check_hooks(callback)
     _each("loggers", loggers, Logger)
     _expect(callable(step), "step", step, "a subclass of tputrain.TrainStep, or a function that makes one")
+    _say_unused_settings(cfg, optimizer, lr_scheduler)
+
+
+def _say_unused_settings(cfg: RunConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    """Name the settings of `cfg` that do nothing beside an optimizer or a scheduler that was given."""
+    if optimizer is not None:
+        own = replace(cfg.optim, freeze=[], ema_decay=None)  # these are used with any optimizer
+        changed = [f"optim.{key}" for key in changed_settings(asdict(OptimConfig()), own)]
+        _say_unused(changed, "an optimizer")
+    if optimizer is not None or lr_scheduler is not None:
+        changed = [f"schedule.{key}" for key in changed_settings(asdict(ScheduleConfig()), cfg.schedule)]
+        _say_unused(changed, "an optimizer" if lr_scheduler is None else "an lr_scheduler")
+
+
+def _say_unused(keys: Sequence[str], given: str) -> None:
+    if keys:
+        say(f"note: {', '.join(keys)}: not used, the Trainer was given {given}")
 
 
 def check_length(cfg: RunConfig, rate_is_by_config: bool) -> None:

@@ -4,8 +4,7 @@ import platform
 from functools import cache
 from importlib import metadata
 
-import tputrain
-
+__version__ = "0.1.0"
 _PACKAGES = ("torch", "jax", "jaxlib", "numpy", "safetensors", "tokenizers")
 
 
@@ -14,7 +13,7 @@ def versions() -> dict[str, str]:
     installed = {name: _installed(name) for name in _PACKAGES}
     return {
         "python": platform.python_version(),
-        "tputrain": tputrain.__version__,
+        "tputrain": __version__,
         **{name: version for name, version in installed.items() if version is not None},
     }
 

@@ -31,9 +31,9 @@ from tests.acceptance.fault_campaign import some_text
 from tests.benchmarks.bars import Row, print_table
 from tputrain import Callback, Trainer
 from tputrain import device as devices
-from tputrain.cli.job import build_job
+from tputrain.job import Recipe
 from tputrain.loggers.logger import Record
-from tputrain.recipe import load_recipe
+from tputrain.recipe import read_recipe
 
 SAMPLES = 250  # along the way
 MIB = 2**20
@@ -134,11 +134,11 @@ def main() -> int:
         os.chdir(work)
         Path("text.txt").write_text(some_text())
         Path("soak.yaml").write_text(RECIPE)
-        cfg = load_recipe(Path("soak.yaml"), [f"trainer.steps={options.steps}", *options.overrides])
-        job = build_job(cfg)
+        cfg = read_recipe(Path("soak.yaml"), [f"trainer.steps={options.steps}", *options.overrides])
+        trainer = Recipe(cfg).build_from(None)
         counting = CountWhatIsHeld(max(1, options.steps // SAMPLES))
-        job.trainer.callbacks.append(counting)
-        job.trainer.fit()
+        trainer.callbacks.append(counting)
+        trainer.fit()
         os.chdir("/")
     print()
     return 0 if print_table(bars(counting.samples)) else 1

@@ -33,10 +33,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from tests.benchmarks.jax_reference import Params, State, llama_loss, training_step, updated
 from tpu_backend import ahead_of_time, hlo
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig, inverse_frequencies
-from tputrain.parallel.compiled_step import chips_by_rank, scheduled_step
 from tputrain.parallel.layout import Layout
 from tputrain.parallel.step_schedule import Schedule
 from tputrain.parallel.topology import GIB, Topology
+from tputrain.planning.compiled_step import chips_by_rank, scheduled_step
 
 CHIPS = "chips"
 WHOLE, ROWS = PartitionSpec(), PartitionSpec(CHIPS)

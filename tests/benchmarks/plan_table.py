@@ -25,12 +25,12 @@ from tputrain.config import RunConfig, TrainerConfig
 from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
-from tputrain.parallel.compiled_step import Subject, compile_step, start_slice
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.cost_model import CostModel
 from tputrain.parallel.memory_model import Precision, memory
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload, workload_of
+from tputrain.planning.compiled_step import Subject, compile_step, start_slice
 
 Lower = Callable[[jax_slice.SliceStep], jax.stages.Lowered]
 

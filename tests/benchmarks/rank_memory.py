@@ -21,7 +21,7 @@ from torch import distributed as dist
 from tputrain import Callback, RunConfig, Trainer, TrainerConfig
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.loggers.config import LogConfig
-from tputrain.models import ModelConfig, build_model, initialize, parameters_on_meta
+from tputrain.models import ModelConfig, initialize, parameters_on_meta
 from tputrain.parallel.config import ParallelConfig
 
 RANKS = 2
@@ -82,7 +82,7 @@ def _status(key: str) -> int:
 
 def train(model_config: ModelConfig, run_dir: Path, steps: int, start: str | None) -> None:
     with parameters_on_meta():
-        model = build_model(model_config)
+        model = model_config.build_empty()
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
     callbacks = [] if start is None else [Peaks(start, 3 * sum(sizes) // RANKS, max(sizes))]
     if start == "init" and dist.get_rank() == 0:

@@ -5,8 +5,8 @@ import sys
 from tests.benchmarks.bars import Row, print_table
 from tests.benchmarks.steady_state import Counts, fallback_row
 from tputrain import Callback, Trainer
-from tputrain.cli.job import build_job
-from tputrain.recipe import load_recipe
+from tputrain.job import Recipe
+from tputrain.recipe import read_recipe
 from tputrain.shipped import find_recipe
 
 STEPS, WARM_STEPS, LOG_EVERY = 17, 3, 5
@@ -32,10 +32,10 @@ def rows(recipe: str = "llama", overrides: tuple[str, ...] = ()) -> list[Row]:
         *(f"trainer.steps={STEPS}", "schedule.warmup_steps=5", f"log.every={LOG_EVERY}"),
         *("trainer.evaluate_every=1000", "trainer.evaluate_batches=2", "sample.max_new_tokens=4"),
     )
-    job = build_job(load_recipe(find_recipe(recipe), [*shortened, *overrides]))
+    trainer = Recipe(read_recipe(find_recipe(recipe), [*shortened, *overrides])).build_from(None)
     counting = CountSteps()
-    job.trainer.callbacks.append(counting)
-    job.trainer.fit()
+    trainer.callbacks.append(counting)
+    trainer.fit()
 
     steady = {step: counts for step, counts in counting.counts.items() if step > WARM_STEPS}
     # The read of a log step comes after its end, and is counted with the next.

@@ -33,7 +33,7 @@ from tputrain import Callback, CheckpointConfig, RunConfig, Trainer
 from tputrain.loggers.logger import Record
 from tputrain.models.llama import LlamaConfig
 from tputrain.optim.optimizer import set_learning_rate
-from tputrain.recipe import RecipeConfig, load_recipe
+from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.shipped import find_recipe
 from tputrain.watchdog import STEP, Watchdog
 
@@ -68,7 +68,7 @@ class ReadTimes(Callback):
 
 def configuration(run_dir: Path, log_every: int | None = None) -> RecipeConfig:
     """The recipe's, without evaluations; it saves when a fit ends. `log_every`: None is the default."""
-    cfg = load_recipe(find_recipe("llama"))
+    cfg = read_recipe(find_recipe("llama"))
     return dataclasses.replace(
         cfg,
         device="tpu",

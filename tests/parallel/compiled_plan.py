@@ -17,7 +17,7 @@ from tputrain.errors import UserError
 from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
 from tputrain.models.llama import Llama, LlamaConfig
-from tputrain.parallel.abstract_step import abstract_step
+from tputrain.planning.abstract_step import abstract_step
 
 CONFIG = LlamaConfig(512, 128, 256, 2, 2, 1, 64, 64, tie_word_embeddings=False, activation_checkpointing=True)
 TOPOLOGY = "v5e:2x2"

@@ -19,12 +19,12 @@ from tpu_backend.runtime.transfer import copy
 from tputrain import device as devices
 from tputrain.cli import main
 from tputrain.errors import UserError
-from tputrain.parallel import compiled_step
-from tputrain.parallel.abstract_step import ONCE
-from tputrain.parallel.compiled_step import DoesNotFitError, shorten
 from tputrain.parallel.layout import Group, Layout, Stretch
 from tputrain.parallel.step_schedule import schedule
 from tputrain.parallel.topology import GIB, Topology
+from tputrain.planning import compiled_step
+from tputrain.planning.abstract_step import ONCE
+from tputrain.planning.compiled_step import DoesNotFitError, shorten
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -155,7 +155,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
 
     monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
     monkeypatch.setattr("tputrain.cli.plan.start_slice", lambda topology: None)
-    monkeypatch.setattr("tputrain.parallel.judged.compile_step", compile_step)
+    monkeypatch.setattr("tputrain.planning.judged.compile_step", compile_step)
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(RECIPE)
     assert main(["plan", str(recipe), "--topology", TOPOLOGY, "--compile"]) == 0
@@ -200,10 +200,10 @@ def test_a_search_compiles_within_its_time_and_takes_the_fastest_that_fits_by_th
             GIB, 0.0, seconds[number], 0.0, 0.0, 0.0, 1e12, (), (), ("the whole step",), 1.0, 1.0, "libtpu"
         )
 
-    monkeypatch.setattr("tputrain.parallel.judged.monotonic", lambda: clock[0])
+    monkeypatch.setattr("tputrain.planning.judged.monotonic", lambda: clock[0])
     monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
     monkeypatch.setattr("tputrain.cli.plan.start_slice", lambda topology: None)
-    monkeypatch.setattr("tputrain.parallel.judged.compile_step", compile_step)
+    monkeypatch.setattr("tputrain.planning.judged.compile_step", compile_step)
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(RECIPE)
     command = ["plan", str(recipe), "--topology", TOPOLOGY, "--search", budget]

@@ -17,7 +17,7 @@ from tputrain.parallel import launch, launched
 from tputrain.parallel.apply import blocks
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.slices import rounds, slices
-from tputrain.recipe import load_recipe
+from tputrain.recipe import read_recipe
 from tputrain.shipped import find_recipe
 
 
@@ -63,7 +63,7 @@ def test_the_rest_is_worked_out(degrees: dict[str, int], world_size: int, expect
 )
 def test_degrees_that_do_not_fit_are_refused_in_one_line(overrides: list[str], message: str):
     with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")) as caught:
-        load_recipe(find_recipe("llama"), overrides)
+        read_recipe(find_recipe("llama"), overrides)
     assert "\n" not in str(caught.value)
 
 
@@ -75,11 +75,11 @@ def test_degrees_without_the_processes_for_them_are_refused():
 
 def test_auto_is_a_key_and_a_word_in_place_of_the_degrees(tmp_path: Path):
     recipe = find_recipe("llama")
-    assert load_recipe(recipe, ["parallel=auto", "parallel.processes=3"]).parallel == ParallelConfig(
+    assert read_recipe(recipe, ["parallel=auto", "parallel.processes=3"]).parallel == ParallelConfig(
         auto=True, processes=3
     )
     (tmp_path / "my.yaml").write_text("include: [model/llama-5m, optim/adamw]\nparallel: auto\n")
-    assert load_recipe(tmp_path / "my.yaml").parallel.auto
+    assert read_recipe(tmp_path / "my.yaml").parallel.auto
 
 
 def test_auto_alone_divides_nothing():

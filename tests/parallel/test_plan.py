@@ -21,12 +21,12 @@ from tputrain.errors import UserError
 from tputrain.metrics.flops import count_flops
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.parallel.candidate import Task
-from tputrain.parallel.compiled_step import CollectiveSum, CompiledStep
 from tputrain.parallel.layout import Layout, layouts, mesh_of
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines, picture
 from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
 from tputrain.parallel.workload import Workload, workload_of
+from tputrain.planning.compiled_step import CollectiveSum, CompiledStep
 from tputrain.report.plan_page import plan_page
 
 GOLDEN = Path(__file__).parent / "plans"

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
-from tputrain import RunConfig, Trainer
-from tputrain.cli import job
+from tputrain import RunConfig, Trainer, job
 from tputrain.errors import UserError
-from tputrain.models import Llama, ModelConfig, build_initialized, initialize, parameters_on_meta
+from tputrain.models import Llama, ModelConfig, initialize, parameters_on_meta
 from tputrain.models.meta import allocate, is_on_meta, move
 from tputrain.recipe import RecipeConfig
 
@@ -25,7 +24,7 @@ SCRIPT = """
     from tputrain.checkpoint import rows
     from tputrain.checkpoint.store import CheckpointConfig
     from tputrain.loggers.config import LogConfig
-    from tputrain.models import ModelConfig, build_initialized, build_model, initialize, parameters_on_meta
+    from tputrain.models import ModelConfig, initialize, parameters_on_meta
     from tputrain.parallel.config import ParallelConfig
 
     rows.SMALLEST_PART = 0  # each rank writes its rows of everything
@@ -38,7 +37,7 @@ SCRIPT = """
         def on_fit_start(self, trainer):
             self.look("start")
             if trainer.step == 0:
-                plain = build_initialized(SHAPE, seed=5)
+                plain = SHAPE.build(seed=5)
                 for name, parameter in trainer.model.named_parameters():
                     found = parameter.full_tensor().cpu()
                     assert torch.equal(found, plain.get_parameter(name)), name
@@ -62,7 +61,7 @@ SCRIPT = """
 
     for steps, give_values in ((1, partial(initialize, seed=5)), (2, never)):
         with parameters_on_meta():
-            model = build_model(SHAPE)
+            model = SHAPE.build_empty()
         sizes = [4 * parameter.numel() for parameter in model.parameters()]
         shard, largest = 3 * sum(sizes) // world, max(sizes)
         assert SLACK < largest / 2 and largest < shard / 2
@@ -127,7 +126,7 @@ def test_a_model_of_transformers_that_goes_on_is_read_and_not_made(tmp_path: Pat
         "n_positions": 128,
     }
     cfg = RecipeConfig(model=ModelConfig("huggingface", config=shape))
-    trained = build_initialized(cfg.model, seed=1)
+    trained = cfg.model.build(seed=1)
     checkpoint = Trainer(trained, RunConfig(device="cpu", run_dir=str(tmp_path))).save()
     model, give_values = job._build_divisible(cfg, checkpoint)
     assert is_on_meta(model)

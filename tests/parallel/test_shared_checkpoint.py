@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tputrain.checkpoint.background import Written
 from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
 from tputrain.checkpoint.rows import Rows
-from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.checkpoint.tensor_files import TensorSpec
 from tputrain.parallel import meeting
 from tputrain.parallel.world import World
 from tputrain.parallel.writer import SharedWriter
+from tputrain.saved.background import Written
+from tputrain.saved.snapshot import Snapshot
 
 RANKS = 3
 

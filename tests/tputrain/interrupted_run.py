@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.tputrain.hanging_run import hang
 from tputrain import CheckpointConfig, LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
-from tputrain.checkpoint import contents
+from tputrain.saved import contents
 from tputrain.signals import Interrupted, SignalWatch
 
 STEPS = 9

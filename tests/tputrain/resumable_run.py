@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tputrain import CheckpointConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
-from tputrain.checkpoint import contents, store
+from tputrain.checkpoint import store
+from tputrain.saved import contents
 
 STEPS = 14
 NUM_SAMPLES, MICRO_BATCH = 22, 3

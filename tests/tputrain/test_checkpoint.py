@@ -12,15 +12,15 @@ from torch import nn
 from tests.tputrain.resumable_run import build
 from tputrain import CheckpointConfig, RunConfig, RunFailedError, Trainer, TrainerConfig, UserError
 from tputrain.callbacks.callback import Callback
-from tputrain.checkpoint import contents
-from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.checkpoint.integrity import DamagedCheckpointError, seal, verify
 from tputrain.checkpoint.rows import rows_of
-from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.data import Tokenizer
 from tputrain.loggers.jsonl import read_jsonl
-from tputrain.models import ModelConfig, build_model, initialize
+from tputrain.models import ModelConfig, initialize
+from tputrain.saved import contents
+from tputrain.saved.background import BackgroundWriter
+from tputrain.saved.snapshot import Snapshot
 
 TINY = ModelConfig(
     name="llama-5m",
@@ -50,7 +50,7 @@ LLAMA_FILES = {
 def checkpoints(tmp_path_factory) -> Path:
     """Two checkpoints of a tiny Llama, with every file that a checkpoint can have."""
     run_dir = tmp_path_factory.mktemp("run")
-    model = build_model(TINY)
+    model = TINY.build_empty()
     initialize(model, seed=0)
     tokenizer = Tokenizer.train(["def f(x): return x"], vocab_size=270)
     ids = torch.arange(8)[None]

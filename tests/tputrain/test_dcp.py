@@ -17,8 +17,7 @@ from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint.dcp_files import DcpFiles
 from tputrain.cli import main
 from tputrain.errors import UserError
-from tputrain.models import build_model
-from tputrain.models.hf_llama import load_weights, model_config_of
+from tputrain.saved.hf_llama import load_weights, model_config_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -39,7 +38,7 @@ def exported(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_dcp_load_gives_the_weights_and_the_optimizer_of_an_exported_run(exported: Path):
     checkpoint = Path("runs/tiny/checkpoints/step-4")
-    model = build_model(model_config_of(exported))
+    model = model_config_of(exported).build_empty()
     names = dict(model.named_parameters())
     saved = json.loads((checkpoint / "state.json").read_text())["optimizer"]["groups"]
     optimizer = torch.optim.AdamW([{"params": [names[n] for n in group["params"]]} for group in saved])
@@ -106,7 +105,7 @@ class Evil:
 
 
 def test_an_index_that_would_run_code_is_refused(exported: Path):
-    model = build_model(model_config_of(exported))
+    model = model_config_of(exported).build_empty()
     index = exported / ".metadata"
     whole = index.read_bytes()
     index.write_bytes(pickle.dumps(Evil()))

@@ -11,20 +11,18 @@ from torch import nn
 from tests.tputrain.test_lora import Batches, train
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.checkpoint.configuration import padding_of, write_configuration
-from tputrain.cli.job import build_trained_model
 from tputrain.data import Tokenizer
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer
 from tputrain.errors import UserError
+from tputrain.job import Recipe, build_trained_model
 from tputrain.models import (
     LoraConfig,
     ModelConfig,
     add_lora,
-    build_initialized,
-    build_model,
     load_huggingface,
 )
 from tputrain.models.huggingface import build_huggingface
-from tputrain.recipe import load_recipe
+from tputrain.recipe import read_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +161,7 @@ def test_another_module_around_it_is_not_passed_off_as_one_of_transformers(direc
 @pytest.mark.parametrize("kind", ["ours", "theirs"])
 def test_config_json_names_the_special_tokens_of_the_run_s_tokenizer(tmp_path, directory, kind):
     with torch.device("meta"):  # which has the ids of Llama 3 by its name
-        ours = build_model(ModelConfig("llama-1b"))
+        ours = ModelConfig("llama-1b").build_empty()
     model = ours if kind == "ours" else load_huggingface(str(directory))
     for special, expected in (
         ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}, (40, 41, 42)),
@@ -188,7 +186,7 @@ def test_a_resume_takes_no_gradient_from_the_padding_token_of_the_tokenizer(dire
         f"device: cpu\nmodel: {{name: huggingface, path: {directory}}}\n"
         "batch: {tokens: 256, sequences: 8}\ndata: {sequence_length: 32, vocab_size: 300}"
     )
-    built, _, _ = build_trained_model(load_recipe(recipe), checkpoint)
+    built, _, _ = build_trained_model(read_recipe(recipe), checkpoint)
     assert padding_of(built) is None
 
 
@@ -209,10 +207,11 @@ def test_a_recipe_names_a_directory_and_knows_its_limits(directory, tmp_path):
     recipe = tmp_path / "my.yaml"
     text = f"model: {{name: huggingface, path: {directory}}}\nbatch: {{tokens: 256, sequences: 8}}\n"
     recipe.write_text(text + "data: {sequence_length: 32, vocab_size: 300}")
-    assert isinstance(build_initialized(load_recipe(recipe).model, seed=0), nn.Module)
+    assert isinstance(read_recipe(recipe).model.build(seed=0), nn.Module)
     recipe.write_text(text + "data: {sequence_length: 32, vocab_size: 301}")
+    cfg = read_recipe(recipe)  # reads nothing of the directory
     with pytest.raises(UserError, match=r"data\.vocab_size=301: expected at most model\.vocab_size=300"):
-        load_recipe(recipe)
+        Recipe(cfg).build_from(None)
 
 
 @pytest.mark.parametrize(
@@ -334,12 +333,12 @@ def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch)
     text = "model: {name: import, path: 'my_models:build'}"
     recipe.write_text(text)
     with pytest.raises(UserError, match=r"model\.name=import: expected trust_code=true with it"):
-        load_recipe(recipe)
+        read_recipe(recipe)
     assert "my_models" not in sys.modules
     recipe.write_text(text + "\ntrust_code: true")
-    cfg = load_recipe(recipe).model
+    cfg = read_recipe(recipe).model
     assert "my_models" not in sys.modules
-    first, again = build_initialized(cfg, seed=4), build_initialized(cfg, seed=4)
+    first, again = cfg.build(seed=4), cfg.build(seed=4)
     assert isinstance(first, nn.Linear)
     assert torch.equal(first.weight, again.weight)
     for path, message in (
@@ -348,7 +347,7 @@ def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch)
         ("my_models:number", "it returned a int, expected an nn.Module"),
     ):
         with pytest.raises(UserError, match=message):
-            build_initialized(ModelConfig(name="import", path=path), seed=0)
+            ModelConfig(name="import", path=path).build(seed=0)
 
 
 def test_the_trained_model_of_a_run_comes_from_its_checkpoint(directory, tmp_path):
@@ -360,6 +359,6 @@ def test_the_trained_model_of_a_run_comes_from_its_checkpoint(directory, tmp_pat
         "batch: {tokens: 256, sequences: 8}\ndata: {sequence_length: 32, vocab_size: 300}"
     )
     Tokenizer.train(["def x(): pass\n" * 9], 300).save(checkpoint)
-    model, _, _ = build_trained_model(load_recipe(recipe), checkpoint)
+    model, _, _ = build_trained_model(read_recipe(recipe), checkpoint)
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name

@@ -7,7 +7,7 @@ import torch
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data import DataConfig, DataError, ImageBatches, ImageEvaluation, build_images
 from tputrain.errors import UserError
-from tputrain.models import ModelConfig, build_initialized
+from tputrain.models import ModelConfig
 
 DIGITS = DataConfig(source="digits", validation_fraction=0.2)
 
@@ -70,7 +70,7 @@ def test_without_scikit_learn_it_says_how_to_get_it(monkeypatch):
 
 
 def test_patches_are_squares_of_the_image_row_by_row():
-    model = build_initialized(ModelConfig(name="vit-digits"), seed=0)
+    model = ModelConfig(name="vit-digits").build(seed=0)
     patches = model.patches(torch.arange(64.0).view(1, 1, 8, 8))
     assert patches.shape == (1, 16, 4)
     assert patches[0, 0].tolist() == [0, 1, 8, 9]
@@ -78,7 +78,7 @@ def test_patches_are_squares_of_the_image_row_by_row():
 
 
 def test_labels_that_do_not_count_leave_the_loss_alone():
-    model = build_initialized(ModelConfig(name="vit-digits"), seed=0)
+    model = ModelConfig(name="vit-digits").build(seed=0)
     batch = build_images(DIGITS, 0).train.batch_at(0, 6)
     few = {name: tensor[:4] for name, tensor in batch.items()}
     batch["labels"][4:] = IGNORED_LABEL

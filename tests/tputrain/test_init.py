@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tputrain.models import Llama, ModelConfig, build_model, initialize
+from tputrain.models import Llama, ModelConfig, initialize
 from tputrain.models.init import initial_value, standard_normal
 from tputrain.models.llama import LLAMA_CONFIGS
 
@@ -34,7 +34,7 @@ def test_values_are_pinned_to_the_bit():
     ("tied", "embedding"), [(True, "0x1.4544060000000p-8"), (False, "0x1.fc3a480000000p-3")]
 )
 def test_a_model_s_values_are_pinned(tied, embedding):
-    model = build_model(ModelConfig(num_hidden_layers=5, tie_word_embeddings=tied))
+    model = ModelConfig(num_hidden_layers=5, tie_word_embeddings=tied).build_empty()
     initialize(model, seed=7)
     values = dict(model.named_parameters())
     found = [
@@ -86,7 +86,7 @@ def test_the_distribution_is_normal():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_norms_start_as_ones_and_what_writes_to_the_stream_starts_smaller(tied):
-    model = build_model(ModelConfig(tie_word_embeddings=tied))
+    model = ModelConfig(tie_word_embeddings=tied).build_empty()
     initialize(model, seed=0)
     layers = model.config.num_hidden_layers
     for name, parameter in model.named_parameters():
@@ -101,7 +101,10 @@ def test_norms_start_as_ones_and_what_writes_to_the_stream_starts_smaller(tied):
 
 
 def test_rounding_to_the_parameter_s_dtype_comes_last():
-    full, half = build_model(ModelConfig(num_hidden_layers=1)), build_model(ModelConfig(num_hidden_layers=1))
+    full, half = (
+        ModelConfig(num_hidden_layers=1).build_empty(),
+        ModelConfig(num_hidden_layers=1).build_empty(),
+    )
     half.to(torch.bfloat16)
     initialize(full, seed=0)
     initialize(half, seed=0)

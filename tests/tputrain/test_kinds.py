@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from tputrain import OptimConfig, ScheduleConfig, UserError
 from tputrain.config_differences import changed_settings
+from tputrain.data import DataConfig
+from tputrain.models import ModelConfig
 from tputrain.optim.config import AdamWConfig, SgdConfig
-from tputrain.recipe import RecipeConfig, config_from_json, load_recipe
+from tputrain.recipe import RecipeConfig, config_from_json, read_recipe
 from tputrain.shipped import find_recipe
 
 LLAMA = "include: [optim/adamw]\noptim: {beta2: 0.99}\nschedule: {name: wsd, decay_fraction: 0.5}"
@@ -20,7 +23,7 @@ LLAMA = "include: [optim/adamw]\noptim: {beta2: 0.99}\nschedule: {name: wsd, dec
 def load(tmp_path: Path, text: str, *overrides: str) -> RecipeConfig:
     path = tmp_path / "my.yaml"
     path.write_text(text)
-    return load_recipe(path, overrides)
+    return read_recipe(path, overrides)
 
 
 def test_a_family_makes_the_kind_that_is_named():
@@ -68,13 +71,27 @@ def test_another_kind_leaves_the_settings_of_the_one_below_it_behind(tmp_path):
     assert load(tmp_path, LLAMA, "optim.name=muon").optim == OptimConfig(name="muon", beta2=0.99)
 
 
+DATA = [
+    {"source": "text", "files": "*.txt", "tokenizer": "runs/llama"},
+    {"source": "jsonl", "files": "*.jsonl", "validation_files": "other.jsonl"},
+    {"source": "saved", "name": "saved"},
+    {"source": "hub", "name": "nobody/nothing", "tokenizer": "nobody/nothing"},
+    {"source": "docstrings"},
+    {"source": "digits"},
+]
+MODELS = [
+    {"path": "runs/llama"},
+    {"name": "huggingface", "path": "."},
+    {"name": "huggingface", "path": "a/b"},
+]
+
 STORED = json.loads(Path(__file__).with_name("stored_before_kinds.json").read_text())
 """What runs of the shipped recipes wrote before kinds had settings of their own."""
 
 
 @pytest.mark.parametrize("recipe", STORED)
 def test_a_run_begun_before_kinds_is_the_same_run_now(recipe):
-    cfg = load_recipe(find_recipe(recipe))
+    cfg = read_recipe(find_recipe(recipe))
     assert config_from_json(STORED[recipe], "state.json") == cfg
     assert changed_settings(STORED[recipe], cfg) == {}
 
@@ -94,3 +111,25 @@ def test_what_a_run_wrote_before_kinds_had_settings_of_their_own_is_read_and_unc
     }
     del stored["optim"]["name"]
     assert "optim.name" in changed_settings(stored, cfg)
+
+
+def test_making_a_configuration_touches_neither_disk_nor_network(monkeypatch):
+    """`stat` is no audited event, so it is watched by itself."""
+    watched: list[str] = []
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if watching and event.startswith(("open", "os.listdir", "os.scandir", "socket.")):
+            watched.append(f"{event} {arguments[0]}")
+
+    monkeypatch.setattr("os.stat", lambda path, **_: watched.append(f"stat {path}"))
+    watching = False
+    sys.addaudithook(hook)
+    watching = True
+    try:
+        for settings in DATA:
+            DataConfig(**settings)
+        for settings in MODELS:
+            RecipeConfig(model=ModelConfig(**settings))
+    finally:
+        watching = False
+    assert watched == []

@@ -266,11 +266,11 @@ def test_a_metric_that_cannot_be_measured_is_one_line():
 
 
 def test_a_recipe_names_metrics_and_callbacks(tmp_path):
-    from tputrain.recipe import config_from_json, load_recipe
+    from tputrain.recipe import config_from_json, read_recipe
 
     path = tmp_path / "my.yaml"
     path.write_text("trainer: {metrics: [perplexity]}\ncallbacks: {early_stopping: {patience: 3}}")
-    cfg = load_recipe(path, ["trainer.metrics=[accuracy, perplexity]", "log.wandb.mode=offline"])
+    cfg = read_recipe(path, ["trainer.metrics=[accuracy, perplexity]", "log.wandb.mode=offline"])
     assert cfg.trainer.metrics == ["accuracy", "perplexity"]
     assert type(cfg.trainer.metrics) is list
     assert (cfg.callbacks.early_stopping.patience, cfg.log.wandb.mode) == (3, "offline")
@@ -278,4 +278,4 @@ def test_a_recipe_names_metrics_and_callbacks(tmp_path):
 
     assert config_from_json(asdict(cfg), "state.json") == cfg
     with pytest.raises(UserError, match=r"trainer.metrics='accuracy': expected a list such as \[a, b\]"):
-        load_recipe(path, ["trainer.metrics=accuracy"])
+        read_recipe(path, ["trainer.metrics=accuracy"])

@@ -22,7 +22,7 @@ from tputrain.checkpoint.state import STATE, load_state
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.config import CheckpointConfig
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, load_recipe
+from tputrain.recipe import RecipeConfig, config_from_json, read_recipe
 from tputrain.report.run_files import read_run
 
 RECIPE = """
@@ -174,7 +174,7 @@ def test_a_mutated_recipe_is_valid_or_refused_in_one_line(tmp_path, seeds):
     path, seen = tmp_path / "mutated.yaml", []
     for seed in seeds:
         path.write_text(mutated_text(random.Random(seed), RECIPE), encoding="utf-8")
-        seen.append(outcome(lambda: load_recipe(path), "mutated.yaml: "))
+        seen.append(outcome(lambda: read_recipe(path), "mutated.yaml: "))
     # It tries both what is harmless and what is not.
     assert 0.03 < seen.count("accepted") / len(seeds) < 0.7
     assert len({said.rpartition(": ")[2] for said in seen}) > len(seeds) / 12
@@ -194,7 +194,7 @@ def test_mutated_keys_and_values_are_valid_or_refused_in_one_line(seeds):
 def test_no_key_of_a_recipe_can_name_code(tmp_path, key, text):
     (tmp_path / "bad.yaml").write_text(f"{key}: {text}\n")
     assert "not valid YAML: could not determine a constructor" in outcome(
-        lambda: load_recipe(tmp_path / "bad.yaml"), "bad.yaml: line 1"
+        lambda: read_recipe(tmp_path / "bad.yaml"), "bad.yaml: line 1"
     )
 
 

@@ -11,7 +11,7 @@ from tputrain import GroupConfig, LogConfig, OptimConfig, RunConfig, Trainer, Tr
 from tputrain.optim.clipping import clip_gradients
 from tputrain.optim.groups import freeze, parameter_groups
 from tputrain.optim.optimizer import other_rates, set_learning_rate
-from tputrain.recipe import config_from_json, load_recipe
+from tputrain.recipe import config_from_json, read_recipe
 
 
 class Net(nn.Module):
@@ -120,11 +120,11 @@ def test_groups_come_from_a_recipe_the_command_line_and_a_checkpoint(tmp_path: P
     path.write_text(
         "optim:\n  freeze: [model.embed_tokens.*]\n  groups:\n    - {match: '*.bias', weight_decay: 0}\n"
     )
-    cfg = load_recipe(path)
+    cfg = read_recipe(path)
     assert cfg.optim.groups == [GroupConfig("*.bias", weight_decay=0.0)]
     assert cfg.optim.freeze == ["model.embed_tokens.*"]
     assert config_from_json(asdict(cfg), "state.json") == cfg
-    changed = load_recipe(path, ["optim.groups=[{match: 'lm_head.*', lr_scale: 0.5}]"])
+    changed = read_recipe(path, ["optim.groups=[{match: 'lm_head.*', lr_scale: 0.5}]"])
     assert changed.optim.groups == [GroupConfig("lm_head.*", lr_scale=0.5)]
 
 
@@ -145,7 +145,7 @@ def test_a_mistake_in_a_list_is_one_line(tmp_path: Path, text: str, message: str
     path = tmp_path / "my.yaml"
     path.write_text(f"optim: {{{text}}}")
     with pytest.raises(UserError) as caught:
-        load_recipe(path)
+        read_recipe(path)
     assert str(caught.value).startswith(f"{path}: {message}")
     assert "\n" not in str(caught.value)
 

@@ -1,5 +1,6 @@
 """Recipes: what they resolve to, and what is said about every mistake in one."""
 
+import json
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,11 @@ from tputrain.config import RunConfig
 from tputrain.config_differences import changed_settings
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, load_recipe
+from tputrain.recipe import RecipeConfig, config_from_json, read_recipe
 from tputrain.shipped import find_recipe, shipped_names, shipped_path
+
+RESOLVED = Path(__file__).with_name("resolved_recipes")
+"""What each shipped recipe resolves to. Where a change is meant: `python -m tests.tputrain.test_recipe`."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def load(tmp_path: Path, text: str, *overrides: str) -> RecipeConfig:
     path = tmp_path / "my.yaml"
     path.write_text(text)
-    return load_recipe(path, overrides)
+    return read_recipe(path, overrides)
 
 
 def test_what_a_recipe_does_not_say_is_the_default(tmp_path):
@@ -169,8 +173,8 @@ MISTAKES = [
         "data.sequence_length=4096: expected at most model.",
     ),
     ("data: {vocab_size: 5000}", "data.vocab_size=5000: expected at most model.vocab_size=4096"),
-    ("model: {name: lama-5m}", "model.name=lama-5m: no such model, did you mean llama-5m?"),
-    ("model: {config: 3}", "model.config=3: expected keys and values"),
+    ("model: {name: lama-5m}", "model.name=lama-5m: expected one of llama-5m, llama-20m, "),
+    ("model: {name: huggingface, config: 3}", "model.config=3: expected keys and values"),
     ("model: {config: {a: 1}}", "model.config={'a': 1}: expected nothing with model.name=llama-5m"),
     (
         "model: {name: huggingface, config: {a: '${b}'}}",
@@ -258,7 +262,7 @@ def test_a_mistake_in_a_piece_is_blamed_on_the_piece(tmp_path):
 def test_a_recipe_that_is_no_text_is_one_line(tmp_path):
     (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"my.yaml: ") as caught:
-        load_recipe(tmp_path / "my.yaml")
+        read_recipe(tmp_path / "my.yaml")
     assert "\n" not in str(caught.value)
 
 
@@ -274,16 +278,35 @@ def test_an_unknown_recipe_names_those_there_are():
     assert find_recipe("llama") == ROOT / "recipes" / "llama.yaml"
 
 
+def resolved(name: str) -> str:
+    return json.dumps(asdict(read_recipe(find_recipe(name))), indent=1) + "\n"
+
+
+def renew() -> None:
+    """Write what the shipped recipes resolve to now."""
+    for path in RESOLVED.glob("*.json"):
+        path.unlink()
+    for name in shipped_names("recipes"):
+        (RESOLVED / f"{name}.json").write_text(resolved(name))
+
+
+def test_every_shipped_recipe_resolves_to_what_is_on_record():
+    recorded = {path.stem: path.read_text() for path in RESOLVED.glob("*.json")}
+    assert recorded == {name: resolved(name) for name in shipped_names("recipes")}, (
+        "if this is meant: PYTHONPATH=backend:. python -m tests.tputrain.test_recipe"
+    )
+
+
 @pytest.mark.parametrize("name", shipped_names("recipes"))
 def test_every_shipped_recipe_is_valid_and_says_how_to_run_it(name):
     path = shipped_path("recipes", name)
-    cfg = load_recipe(path)
+    cfg = read_recipe(path)
     assert f"tputrain run {name}" in path.read_text().split("include:")[0]
     assert isinstance(cfg, RunConfig)
 
 
 def test_the_llama_recipe_is_the_one_that_its_figures_were_measured_with():
-    cfg = load_recipe(find_recipe("llama"))
+    cfg = read_recipe(find_recipe("llama"))
     assert (cfg.model.name, cfg.data.vocab_size, cfg.data.sequence_length) == ("llama-5m", 4096, 128)
     assert (cfg.trainer.steps, cfg.batch.tokens, cfg.batch.sequences, cfg.trainer.accumulate) == (
         500,
@@ -323,10 +346,14 @@ def test_a_recipe_mutated_at_random_is_valid_or_one_clear_line(tmp_path_factory,
     path = tmp_path_factory.getbasetemp() / "mutated.yaml"
     path.write_text("include:" + text)
     with suppress(UserError):
-        load_recipe(path)
+        read_recipe(path)
         return
     with pytest.raises(UserError) as caught:
-        load_recipe(path)
+        read_recipe(path)
     said = str(caught.value)
     assert ".yaml: " in said
     assert "\n" not in said
+
+
+if __name__ == "__main__":
+    renew()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tputrain import UserError, load_recipe
 from tputrain.cli import main
 from tputrain.data import Tokenizer
 from tputrain.loggers.jsonl import read_jsonl
@@ -67,13 +68,17 @@ def write_data(directory: Path) -> None:
     Tokenizer.train([notes], 280).save(directory / "theirs")
 
 
-def run(name: str, device: str) -> dict[str, float]:
+def run(name: str, device: str, in_python: bool = False) -> dict[str, float]:
     """Train the recipe for a few steps in the current directory; its losses, and its last evaluation."""
     run_dir = f"{name}-{device}"
     quickly = [f"trainer.steps={STEPS}", "trainer.evaluate_batches=2", "schedule.warmup_steps=0"]
     quiet = [f"sample.max_new_tokens={2 * (device == 'cpu')}", "log.progress=none", f"run_dir={run_dir}"]
     quiet += ["trainer.metrics=[accuracy]"]
-    assert main(["run", name, f"device={device}", *SMALLER[name], *quickly, *quiet]) == 0
+    overrides = [f"device={device}", *SMALLER[name], *quickly, *quiet]
+    if in_python:
+        load_recipe(name, *overrides).build().fit()
+    else:
+        assert main(["run", name, *overrides]) == 0
     steps = {f"step {r['step']}": r["loss"] for r in read_jsonl(Path(run_dir) / "metrics.jsonl")}
     last = read_jsonl(Path(run_dir) / "evaluations.jsonl")[-1]
     return steps | {"evaluation": last["loss"], "accuracy": last["accuracy"]}
@@ -93,6 +98,21 @@ def test_a_recipe_trains_offline_and_gives_the_losses_on_record(name, device, di
     recorded = json.loads(RECORD.read_text())[name]
     assert run(name, device) == pytest.approx(recorded, rel=1e-4)
     assert recorded[f"step {STEPS}"] < recorded["step 1"]
+
+
+def test_a_recipe_in_python_is_the_run_of_the_command_line_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("digits", "cpu", in_python=True) == pytest.approx(
+        json.loads(RECORD.read_text())["digits"], rel=1e-4
+    )
+    quiet = [*SMALLER["digits"], "run_dir=digits-cpu", "log.progress=none"]
+    with pytest.raises(
+        UserError, match=r"^seed=3: digits-cpu/checkpoints/step-4 was made with seed=0; set it"
+    ):
+        load_recipe("digits", "device=cpu", "seed=3", *quiet).build()
+    trainer = load_recipe("digits", "device=cpu", "trainer.steps=6", *quiet).build()
+    trainer.fit()
+    assert [record["step"] for record in read_jsonl(Path("digits-cpu/metrics.jsonl"))] == [1, 2, 3, 4, 5, 6]
 
 
 def evaluations(run_dir: str) -> dict[int, float]:

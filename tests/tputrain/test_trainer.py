@@ -425,6 +425,39 @@ def test_the_state_of_a_callback_is_in_the_checkpoint(tmp_path):
         assert counter.count == steps
 
 
+def test_common_settings_are_words_of_the_trainer_and_win_over_the_configuration(tmp_path):
+    words = {"steps": 2, "device": "cpu", "run_dir": tmp_path, "learning_rate": 0.5, "warmup_steps": 1}
+    trainer = Trainer(classifier(), train_loader=[samples(4)], **words)
+    optim, schedule = OptimConfig(learning_rate=0.5), ScheduleConfig(warmup_steps=1)
+    short = RunConfig(0, "cpu", tmp_path, TrainerConfig(steps=2), optim, schedule)
+    assert trainer.cfg == short
+    trainer.fit()
+    assert trainer.step == 2
+    nested = RunConfig(seed=3, optim=OptimConfig(name="sgd", momentum=0.5))
+    cfg = Trainer(classifier(), nested, device="cpu", learning_rate=0.2, steps=7).cfg
+    assert cfg.optim == OptimConfig(name="sgd", momentum=0.5, learning_rate=0.2)
+    assert (cfg.seed, cfg.trainer.steps) == (3, 7)
+    with pytest.raises(UserError, match=r"^Trainer: stepz: no such argument; .*; did you mean steps\?$"):
+        Trainer(classifier(), stepz=3)
+    with pytest.raises(UserError, match=r"^trainer\.steps=2\.5: expected a whole number, 1 or more$"):
+        Trainer(classifier(), steps=2.5)
+
+
+def test_settings_that_do_nothing_beside_what_is_given_are_named(capsys):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cfg = RunConfig(device="cpu", optim=OptimConfig(learning_rate=0.5, freeze=["0.*"]))
+    Trainer(model, cfg, optimizer=optimizer, warmup_steps=3)
+    said = capsys.readouterr().out
+    assert "note: optim.learning_rate: not used, the Trainer was given an optimizer\n" in said
+    assert "note: schedule.warmup_steps: not used, the Trainer was given an optimizer\n" in said
+    Trainer(classifier(), cfg, lr_scheduler=lambda step: 0.1, warmup_steps=3)
+    said = capsys.readouterr().out
+    assert "note: schedule.warmup_steps: not used, the Trainer was given an lr_scheduler\n" in said
+    Trainer(classifier(), RunConfig(device="cpu"), lr_scheduler=lambda step: 0.1)
+    assert "not used" not in capsys.readouterr().out
+
+
 def test_an_lr_scheduler_may_be_a_function_of_the_step():
     records = fit(
         classifier(), config(steps=3), train_loader=[samples(4)], lr_scheduler=lambda step: 0.1 / (step + 1)

@@ -13,10 +13,10 @@ from tests.tputrain.resumable_run import build
 from tests.tputrain.test_resume import run_until_signal
 from tputrain import UserError
 from tputrain.callbacks.callback import Callback
-from tputrain.checkpoint import background
 from tputrain.checkpoint.integrity import verify
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
+from tputrain.saved import background
 from tputrain.trainer import Trainer
 
 

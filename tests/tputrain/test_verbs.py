@@ -300,9 +300,8 @@ def test_a_model_without_a_config_is_not_exported_as_if_it_had_one(capsys):
 def test_an_imported_directory_gives_equal_logits_and_trains_further(capsys):
     from transformers import AutoModelForCausalLM
 
-    from tputrain.checkpoint.contents import load_model
-    from tputrain.models import build_model
-    from tputrain.models.hf_llama import model_config_of
+    from tputrain.saved.contents import load_model
+    from tputrain.saved.hf_llama import model_config_of
 
     assert main(["export", "runs/tiny", "hf"]) == 0
     theirs = AutoModelForCausalLM.from_pretrained("hf").eval()
@@ -311,7 +310,7 @@ def test_an_imported_directory_gives_equal_logits_and_trains_further(capsys):
     assert len(list(Path("theirs").glob("*.safetensors"))) > 1
 
     assert main(["import", "theirs", "runs/imported"]) == 0
-    ours = build_model(model_config_of(Path("theirs"))).eval()
+    ours = model_config_of(Path("theirs")).build_empty().eval()
     load_model(ours, Path("runs/imported/checkpoints/step-0"))
     ids = torch.randint(0, 280, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

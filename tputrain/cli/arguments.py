@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import shtab
 
-from tputrain import __version__
 from tputrain.shipped import shipped_names
+from tputrain.versions import __version__
 
 _EXAMPLES = """tputrain run llama                             a recipe that comes with tputrain
 tputrain run recipes/llama.yaml trainer.steps=1000 device=cpu

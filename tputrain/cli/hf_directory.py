@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tputrain.announce import say
 from tputrain.checkpoint import CHECKPOINTS
-from tputrain.checkpoint.contents import is_for_training_only
 from tputrain.checkpoint.integrity import COMPLETE
 from tputrain.checkpoint.state import STATE
 from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.data.pretrained_tokenizer import MARK
 from tputrain.errors import UserError
+from tputrain.saved.contents import is_for_training_only
 
 
 def export(target: str, out: str, form: str) -> int:

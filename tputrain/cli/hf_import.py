@@ -7,9 +7,8 @@ from tputrain.batch_size import BatchConfig
 from tputrain.cli.hf_directory import new_directory
 from tputrain.data import TextFilesConfig, Tokenizer
 from tputrain.errors import UserError
-from tputrain.models import build_model
-from tputrain.models.hf_llama import load_weights, model_config_of
 from tputrain.recipe import RecipeConfig
+from tputrain.saved.hf_llama import load_weights, model_config_of
 from tputrain.trainer import Trainer
 
 
@@ -32,7 +31,7 @@ def import_directory(hf_directory: str, out: str) -> int:
         data=TextFilesConfig(vocab_size=tokenizer.vocab_size, sequence_length=length),
         batch=BatchConfig(tokens=BatchConfig.sequences * length),
     )
-    model = build_model(cfg.model)
+    model = cfg.model.build_empty()
     with announced(f"reading {source}"):
         load_weights(model, source)
     Trainer(model, cfg, tokenizer=tokenizer).save()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from tputrain import exact_json
 from tputrain.announce import say
-from tputrain.cli.job import build_sweep
 from tputrain.errors import UserError
+from tputrain.job import build_sweep
 from tputrain.lr_finder import Sweep, SweepConfig
-from tputrain.recipe import load_recipe
+from tputrain.recipe import read_recipe
 from tputrain.report.chart import NUM_COLOURS, Line, picture
 from tputrain.shipped import default_run_dir, find_recipe
 
@@ -18,7 +18,7 @@ _ROWS = 12
 def lr_find(recipe: str, overrides: list[str], chosen: SweepConfig) -> int:
     """Sweep from the recipe's initial values; the run itself, if there is one, is not looked at."""
     path = find_recipe(recipe)
-    cfg = load_recipe(path, overrides)
+    cfg = read_recipe(path, overrides)
     directory = Path(cfg.run_dir or default_run_dir(path))
     _make(directory)
     sweep = build_sweep(cfg, chosen)

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from tputrain.announce import announced, say
 from tputrain.config_checks import expect
-from tputrain.models import ModelConfig, build_initialized, build_model, parameters_on_meta
+from tputrain.models import ModelConfig, parameters_on_meta
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
-from tputrain.parallel.compiled_report import compiled_lines
-from tputrain.parallel.compiled_step import Subject, start_slice, why_not
-from tputrain.parallel.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
-from tputrain.recipe import RecipeConfig, load_recipe
+from tputrain.planning.compiled_report import compiled_lines
+from tputrain.planning.compiled_step import Subject, start_slice, why_not
+from tputrain.planning.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
+from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.report.document import write_page
 from tputrain.report.plan_page import plan_page
 from tputrain.shipped import find_recipe
@@ -45,7 +45,7 @@ def plan(
     expect(search is None or search > 0, "--search", search, "seconds, more than 0")
     compiles |= search is not None
     found = Topology.parse(topology)
-    cfg = load_recipe(find_recipe(recipe), overrides)
+    cfg = read_recipe(find_recipe(recipe), overrides)
     missing = why_not(found) if compiles else None
     if compiles and missing is None:
         start_slice(found)  # before anything uses the device
@@ -96,7 +96,7 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
         parallel=parallel,
         trainer=replace(cfg.trainer, accumulate=candidate.micro_batches),
     )
-    model_cfg = replace(cfg.model, activation_checkpointing=candidate.rung == "layers" or None)
+    model_cfg = cfg.model.recomputing(candidate.rung == "layers")
     return Subject(
         lambda: _without_values(cfg, model_cfg), run, _host_batch(cfg, candidate.rows * data_ranks), layout
     )
@@ -109,7 +109,6 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         workload = _workload(cfg)
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
-    can_recompute = cfg.model.name == "huggingface" or hasattr(build_config(cfg), "activation_checkpointing")
     return Task(
         workload,
         topology,
@@ -117,26 +116,20 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         micro_rows=samples,
         precision=Precision.of(cfg.optim.name, cfg.optim.ema_decay is not None),
         rungs=RUNGS,
-        built_rungs=("none", "layers") if can_recompute else ("none",),
+        built_rungs=("none", "layers") if cfg.model.can_recompute else ("none",),
     )
 
 
-def build_config(cfg: RecipeConfig) -> object:
-    """The shape of a model of this library; None of another one."""
-    return None if cfg.model.is_elsewhere else cfg.model.resolve()
-
-
 def _workload(cfg: RecipeConfig) -> Workload:
-    model_cfg = replace(cfg.model, activation_checkpointing=None)
+    cfg.check_limits(*cfg.model.limits_there())
+    model_cfg = cfg.model.recomputing(False)
     with torch.device("meta"):
-        model: nn.Module = (
-            build_initialized(model_cfg, cfg.seed) if cfg.model.is_elsewhere else build_model(model_cfg)
-        )
+        model = model_cfg.build(cfg.seed) if cfg.model.is_built_whole(False) else model_cfg.build_empty()
     freeze(model, cfg.optim.freeze)
     return workload_of(
         model,
         cfg.data.example,
-        name=cfg.model.path or cfg.model.name,
+        name=cfg.model.described,
         autocast=cfg.execution.autocast,
         plan=cfg.parallel.plan,
     )
@@ -144,10 +137,8 @@ def _workload(cfg: RecipeConfig) -> Workload:
 
 def _without_values(cfg: RecipeConfig, model_cfg: ModelConfig) -> nn.Module:
     """The model as the Trainer is given it, with parameters on meta."""
-    if model_cfg.name == "huggingface" and model_cfg.path is not None:
-        model_cfg = replace(model_cfg, init="random")
     with parameters_on_meta():
-        model = build_initialized(model_cfg, cfg.seed) if cfg.model.is_elsewhere else build_model(model_cfg)
+        model = model_cfg.build_empty(cfg.seed)
     freeze(model, cfg.optim.freeze)
     return model
 

@@ -1,62 +1,46 @@
 """run, resume, validate and sample."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tputrain.announce import announced, say
-from tputrain.checkpoint import CHECKPOINTS, contents
+from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
-from tputrain.cli.job import build_evaluation, build_job, build_trained_model
-from tputrain.config_checks import expect, expect_at_least, spelled
-from tputrain.config_differences import changed_settings
+from tputrain.config_checks import expect, expect_at_least
 from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
+from tputrain.goes_on_from import check_same_run, locked_where_changed, newest_to_go_on_from, started_from
+from tputrain.job import Recipe, build_evaluation, build_trained_model, load_recipe
 from tputrain.loop.position import Position, restore
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.launched import is_launched, launched_by
 from tputrain.parallel.world import ALONE, World, join
-from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json, load_recipe
+from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
-from tputrain.shipped import default_run_dir, find_recipe
+from tputrain.saved import contents
+from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
-
-_FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "optim.master_weights", "seed")
-"""What a run keeps for its whole life: with any of it changed, going on would be another run."""
-_FIXED_AT_IMPORT = ("model.", "data.vocab_size", "seed")
-"""What an imported run keeps: there are weights and a tokenizer, and nothing has been trained on."""
-_FREE = (
-    "batch.sequences",
-    "data.cache_dir",
-    "data.prefetch",
-    "data.workers",
-    "model.activation_checkpointing",
-)
-"""What is below those and changes nothing."""
 
 
 def run(recipe: str, overrides: Sequence[str]) -> int:
     """Train, or go on training; a finished run is left alone."""
-    path = find_recipe(recipe)
-    cfg = load_recipe(path, overrides)
-    if cfg.run_dir is None:
-        cfg = replace(cfg, run_dir=str(default_run_dir(path)))
-    assert cfg.run_dir is not None
+    cfg = load_recipe(recipe, *overrides).cfg
     command = f"tputrain run {shlex.quote(recipe)}"
     goes_on = cfg.checkpoint.resume == "auto"
     if _is_launcher(cfg):
-        started = _started(cfg) if goes_on and hosts().size == 1 else None
+        started = started_from(cfg) if goes_on and hosts().size == 1 else None
         if _says_finished(cfg, started, command, overrides):
             return 0
         return _launch(cfg, ["run", recipe, *overrides])
-    started = _world(cfg).first(lambda: _started(cfg)) if goes_on else None
+    started = _world(cfg).first(lambda: started_from(cfg)) if goes_on else None
     return _train(cfg, started, command, overrides)
 
 
@@ -67,7 +51,7 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
             raise UserError(f"{COMMAND_LINE}: {text}: resume goes on in {run_dir}; leave that out")
     # A rank only reads here: it does not know the others before, and the Trainer mends what is to be mended.
     store = CheckpointStore(Path(run_dir) / CHECKPOINTS)
-    with nullcontext() if is_launched() else _locked_where_changed(store, run_dir):
+    with nullcontext() if is_launched() else locked_where_changed(store, run_dir):
         checkpoint, state = _newest(run_dir, only=(contents.STATE, Tokenizer.FILE))
     saved = dict(state["config"])
     if isinstance(saved.get("trainer"), dict):
@@ -75,7 +59,7 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
         saved["trainer"] = {key: value for key, value in saved["trainer"].items() if key != "accumulate"}
     cfg = config_from_json(saved, str(checkpoint / contents.STATE), overrides)
     cfg = replace(cfg, run_dir=run_dir, checkpoint=replace(cfg.checkpoint, resume="auto"))
-    _check_same_run(cfg, state, checkpoint)
+    check_same_run(cfg, state, checkpoint)
     command = f"tputrain resume {shlex.quote(run_dir)}"
     if _is_launcher(cfg):
         # Of several hosts one may have begun before another one looks: there the ranks find out, together.
@@ -99,7 +83,7 @@ def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
     from tputrain.parallel.launch import Launcher  # only whoever starts ranks needs one
 
     def newest_step() -> int:
-        checkpoint = _newest_to_go_on_from(cfg, only=(contents.STATE, Tokenizer.FILE))
+        checkpoint = newest_to_go_on_from(cfg, only=(contents.STATE, Tokenizer.FILE))
         return 0 if checkpoint is None else int(contents.load_state(checkpoint)["step"])
 
     # Ranks that are started again go on, whatever was there when the command began.
@@ -114,20 +98,16 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
         return 0
     with RunLock(Path(str(cfg.run_dir))) if not is_launched() else nullcontext():
         pass  # a directory that cannot be used is reported before anything takes long
-    job = build_job(cfg, started)
-    for line in job.description:
-        say(line)
+    trainer = Recipe(cfg).build_from(started)
     try:
-        job.trainer.fit()
+        trainer.fit()
     except Interrupted:
-        _say_what_next(
-            cfg, job.trainer.step, command + "".join(f" {shlex.quote(text)}" for text in overrides)
-        )
+        _say_what_next(cfg, trainer.step, command + "".join(f" {shlex.quote(text)}" for text in overrides))
         raise
-    if (programs := describe_programs(job.trainer.device)) is not None:
+    if (programs := describe_programs(trainer.device)) is not None:
         say(f"programs: {programs}")
     longer = _longer(cfg, command, overrides, 2 * cfg.trainer.steps)
-    _say_what_next(cfg, job.trainer.step, longer)
+    _say_what_next(cfg, trainer.step, longer)
     return 0
 
 
@@ -156,7 +136,8 @@ def validate(target: str, overrides: Sequence[str]) -> int:
     """Evaluate the newest checkpoint of a run directory; a recipe is only checked."""
     if not Path(target).is_dir():
         path = find_recipe(target, expected="run directory or recipe file")
-        cfg = load_recipe(path, overrides)
+        cfg = load_recipe(path, *overrides).cfg
+        cfg.check_limits(*cfg.model.limits_there())
         length = cfg.trainer.duration or f"{cfg.trainer.steps} steps"
         say(f"{path}: valid; {length}, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
         return 0
@@ -200,11 +181,7 @@ def sample(
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
     """The newest whole checkpoint of a run, and the configuration it was made with."""
     checkpoint, state = _newest(run_dir)
-    config, model = state["config"], state["config"]["model"]
-    if model["name"] == "huggingface" and model["path"] is not None:
-        # What the run began with may have changed since, or gone; the checkpoint is a model like it.
-        config = config | {"model": model | {"path": str(checkpoint)}}
-    return checkpoint, config_from_json(config, str(checkpoint / contents.STATE), overrides)
+    return checkpoint, config_from_json(state["config"], str(checkpoint / contents.STATE), overrides)
 
 
 def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, Any]]:
@@ -224,61 +201,12 @@ def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, A
     return checkpoint, state
 
 
-def _started(cfg: RecipeConfig) -> Path | None:
-    """What the run goes on from, if it was started. Raises UserError where that is another run's.
-
-    Only small files are looked into, so that a large checkpoint is read once, by whoever needs all of it; a
-    damaged one is spoken of then.
-    """
-    checkpoint = _newest_to_go_on_from(cfg, only=(contents.STATE, Tokenizer.FILE))
-    if checkpoint is not None:
-        _check_same_run(cfg, contents.load_state(checkpoint), checkpoint)
-    return checkpoint
-
-
 def _is_finished(cfg: RecipeConfig, checkpoint: Path) -> bool:
     """Whether the run has nothing left to do, and what it came to is whole."""
     state, run = contents.load_state(checkpoint), Position()
     restore(run, state)
     is_finished = cfg.trainer.length.is_reached(run) and run.evaluated_at == run.step
-    return is_finished and _newest_to_go_on_from(cfg) == checkpoint
-
-
-def _newest_to_go_on_from(cfg: RecipeConfig, only: tuple[str, ...] = ()) -> Path | None:
-    """As `CheckpointStore.newest`, after what an earlier process left was finished and the mirror asked."""
-    store = CheckpointStore.of_run(str(cfg.run_dir), cfg.checkpoint)
-    with _locked_where_changed(store, str(cfg.run_dir)):
-        return store.newest(say_nothing, only)
-
-
-@contextmanager
-def _locked_where_changed(store: CheckpointStore, run_dir: str) -> Iterator[None]:
-    """In here, the run is this process's alone if there is anything to finish or to fetch."""
-    if not store.may_change():
-        yield
-        return
-    with RunLock(Path(run_dir)):
-        store.take_over()
-        yield
-
-
-def _check_same_run(cfg: RecipeConfig, state: dict[str, Any], checkpoint: Path) -> None:
-    """Refuse, and name, settings that make it another run; the Trainer tells of the other changes."""
-    changes = changed_settings(state["config"], cfg)
-    # An imported model was trained on nothing yet: any data will do.
-    is_untrained = state["step"] == 0 and state.get("data") is None
-    fixed = _FIXED_AT_IMPORT if is_untrained else _FIXED
-    refused = [key for key in changes if key.startswith(fixed) and key not in _FREE]
-    for key in refused:
-        old, new = changes[key]
-        say(f"refused: {key} would be {spelled(new)}, it was {spelled(old)}")
-    if refused:
-        key = refused[0]
-        old, new = changes[key]
-        raise UserError(
-            f"{key}={spelled(new)}: {checkpoint} was made with {key}={spelled(old)}; "
-            "set it back, or choose another run_dir"
-        )
+    return is_finished and newest_to_go_on_from(cfg) == checkpoint
 
 
 def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NoReturn
 from safetensors import SafetensorError
 
 from tputrain.announce import say
-from tputrain.checkpoint.background import BackgroundWriter, Written
-from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.loop.run_state import RunState
 from tputrain.run_lock import RunLock, is_locked
+from tputrain.saved.background import BackgroundWriter, Written
+from tputrain.saved.snapshot import Snapshot
 from tputrain.watchdog import SAVING, Watchdog
 
 if TYPE_CHECKING:

@@ -9,9 +9,7 @@ from tputrain import device as devices
 from tputrain import rng
 from tputrain.announce import say
 from tputrain.callbacks.callback import load_state_of, state_of
-from tputrain.checkpoint import contents
 from tputrain.checkpoint.configuration import padding_of
-from tputrain.checkpoint.snapshot import Snapshot, take_snapshot
 from tputrain.checkpoint.state import understood
 from tputrain.config_checks import spelled
 from tputrain.config_differences import changed_settings
@@ -22,6 +20,8 @@ from tputrain.loop.next_batches import NextBatches
 from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import jump
 from tputrain.optim.schedule_free import progress_options
+from tputrain.saved import contents
+from tputrain.saved.snapshot import Snapshot, take_snapshot
 from tputrain.versions import versions
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.garbage import ScheduledCollection
 from tputrain.loop.checkpoints import Checkpoints
+from tputrain.saved.background import BackgroundWriter
 from tputrain.signals import SignalWatch
 from tputrain.watchdog import Watchdog
 from tputrain.worker_death import deaths_named

@@ -1,6 +1,6 @@
-"""Models by name: `model = build_model(ModelConfig(name="llama-5m"))`, then `initialize(model, seed)`."""
+"""Models by name: `ModelConfig(name="llama-5m").build(seed=0)`."""
 
-from tputrain.models.config import ModelConfig, build_initialized, build_model
+from tputrain.models.config import LlamaModelConfig, ModelConfig
 from tputrain.models.huggingface import load_huggingface
 from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
@@ -11,11 +11,10 @@ __all__ = [
     "LLAMA_CONFIGS",
     "Llama",
     "LlamaConfig",
+    "LlamaModelConfig",
     "LoraConfig",
     "ModelConfig",
     "add_lora",
-    "build_initialized",
-    "build_model",
     "initialize",
     "load_huggingface",
     "merge_lora",

@@ -1,13 +1,15 @@
-"""Choosing a model by name, with changes, from a configuration file."""
+"""Choosing a model by name, with changes: a configuration for each kind, which builds its own."""
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
-from tputrain.config_checks import expect, expect_choice, nearest
-from tputrain.errors import UserError
+from tputrain.config_checks import expect, expect_choice
+from tputrain.hub import is_path
+from tputrain.kinds import Family
 from tputrain.models.huggingface import (
     INITS,
     build_huggingface,
@@ -20,23 +22,88 @@ from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.models.vit import VIT_CONFIGS, Vit, VitConfig
 
-_ELSEWHERE = ("huggingface", "import")
+Limits = tuple[int | None, int | None]
+"""Positions and vocabulary, where they are known."""
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """A model by name; a size below, where it is not None, replaces what the name of a Llama stands for."""
+class ModelConfig(Family, group="model", by="name"):
+    """A model by name. Nothing is read from the disk before it is built."""
 
     name: str = "llama-5m"
     """llama-...; huggingface: what is at `path`, or what `config` describes; import: what the code at `path`
     makes (trust_code=true); vit-digits."""
+
+    reads_text: ClassVar[bool | None] = True
+    """Whether its input is tokens, else images; None: only its code knows."""
+    runs_code: ClassVar[bool] = False
+    """Whether the recipe names code, which is run."""
+    is_transformers: ClassVar[bool] = False
+    """Whether `transformers` builds it."""
+    can_recompute: ClassVar[bool] = False
+    """Whether its layers can be computed again in the backward pass."""
+
+    def build(self, seed: int) -> nn.Module:
+        """The model in its initial values. A Llama's are random: what gives it the weights at its `path` is
+        `saved.hf_llama`.
+        """
+        raise NotImplementedError
+
+    def build_empty(self, seed: int = 0) -> nn.Module:
+        """The model, its parameters allocated on the current default device, with any values."""
+        return self.build(seed)
+
+    def build_for(self, checkpoint: Path, seed: int) -> nn.Module:
+        """The model for the weights of `checkpoint`; what it began with need not be there any more."""
+        return self.build(seed)
+
+    def limits(self) -> Limits:
+        """Those that the configuration says."""
+        return None, None
+
+    def limits_there(self) -> Limits:
+        """Those that the directory at `path` says, which is read."""
+        return self.limits()
+
+    def recomputing(self, layers: bool) -> Self:
+        """With its layers computed again in the backward pass, or as it is built otherwise."""
+        return self
+
+    @property
+    def described(self) -> str:
+        """Its name for people."""
+        return self.name
+
+    @property
+    def local_path(self) -> str | None:
+        """A directory on this machine that the model begins with."""
+        return None
+
+    @property
+    def weights_path(self) -> str | None:
+        """Where the weights are that `saved.hf_llama` gives it."""
+        return None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it begins with weights that have learned something, as far as is known."""
+        return False
+
+    def is_built_whole(self, goes_on: bool) -> bool:
+        """Whether it has values as soon as it is made, so that no rank can make its part alone. `goes_on`:
+        a checkpoint gives it other ones.
+        """
+        return False
+
+
+@dataclass(frozen=True)
+class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
+    """A Llama; a size that is not None replaces what the name stands for."""
+
     path: str | None = None
-    """huggingface: a directory, a run or a name on the hub; import: package.module:function; llama-...: a
-    directory or a run whose weights to begin with (None: random ones)."""
+    """A directory or a run whose weights to begin with; None: random ones."""
     init: str = "weights"
-    """huggingface, llama-...: weights (those at `path`) or random."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """huggingface without `path`: model_type and that type's own settings; its weights are random."""
+    """weights (those at `path`) or random."""
     vocab_size: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -50,24 +117,94 @@ class ModelConfig:
     tie_word_embeddings: bool | None = None
     activation_checkpointing: bool | None = None
 
+    can_recompute: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         expect_choice("model.init", self.init, INITS)
-        condition = f"with model.name={self.name}"
-        if self.name == "huggingface":
-            self._check_one_of_path_and_config()
-        else:
-            expect(not self.config, "model.config", self.config, f"nothing {condition}")
-        if self.name == "import":
-            expect(bool(self.path), "model.path", self.path, f"package.module:function {condition}")
-        if self.is_elsewhere:
-            for key, value in self._sizes().items():
-                is_known = (self.name, key) == ("huggingface", "activation_checkpointing")
-                expect(is_known, f"model.{key}", value, f"nothing {condition}")
-        else:
-            self.resolve()
-            expect(not (self.is_vision and self.path), "model.path", self.path, f"nothing {condition}")
+        self.resolve()
 
-    def _check_one_of_path_and_config(self) -> None:
+    def resolve(self) -> LlamaConfig:
+        """The full shape. Raises UserError where the fields do not fit each other."""
+        return replace(LLAMA_CONFIGS[self.name], **_sizes(self))
+
+    def build(self, seed: int) -> Llama:
+        model = self.build_empty()
+        initialize(model, seed)
+        return model
+
+    def build_empty(self, seed: int = 0) -> Llama:
+        return Llama(self.resolve())
+
+    def limits(self) -> Limits:
+        shape = self.resolve()
+        return shape.max_position_embeddings, shape.vocab_size
+
+    def recomputing(self, layers: bool) -> Self:
+        return replace(self, activation_checkpointing=layers or None)
+
+    @property
+    def described(self) -> str:
+        return self.path or self.name
+
+    @property
+    def local_path(self) -> str | None:
+        return self.path
+
+    @property
+    def weights_path(self) -> str | None:
+        return self.path if self.init == "weights" else None
+
+    @property
+    def is_trained(self) -> bool:
+        return self.weights_path is not None
+
+
+@dataclass(frozen=True)
+class VitModelConfig(ModelConfig, names=VIT_CONFIGS):
+    """A vision transformer; a size that is not None replaces what the name stands for."""
+
+    name: str = "vit-digits"
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+
+    reads_text: ClassVar[bool | None] = False
+
+    def __post_init__(self) -> None:
+        self.resolve()
+
+    def resolve(self) -> VitConfig:
+        """The full shape. Raises UserError where the fields do not fit each other."""
+        return replace(VIT_CONFIGS[self.name], **_sizes(self))
+
+    def build(self, seed: int) -> Vit:
+        model = self.build_empty()
+        initialize(model, seed)
+        return model
+
+    def build_empty(self, seed: int = 0) -> Vit:
+        return Vit(self.resolve())
+
+
+@dataclass(frozen=True)
+class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
+    """Any causal language model of `transformers`."""
+
+    name: str = "huggingface"
+    path: str | None = None
+    """A directory, a run or a name on the hub."""
+    init: str = "weights"
+    """weights (those at `path`) or random."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Without `path`: model_type and that type's own settings; its weights are random."""
+    activation_checkpointing: bool | None = None
+
+    is_transformers: ClassVar[bool] = True
+    can_recompute: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        expect_choice("model.init", self.init, INITS)
         expect(
             bool(self.path) or bool(self.config),
             "model.path",
@@ -81,68 +218,75 @@ class ModelConfig:
             f"nothing beside model.path={self.path}, which has its own",
         )
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the model is not one of this library's."""
-        return self.name in _ELSEWHERE
+    def build(self, seed: int) -> nn.Module:
+        recomputes = bool(self.activation_checkpointing)
+        if self.path is None:
+            return build_huggingface(self.config, seed, recomputes)
+        return load_huggingface(self.path, self.init, seed, recomputes)
+
+    def build_empty(self, seed: int = 0) -> nn.Module:
+        return (self if self.path is None else replace(self, init="random")).build(seed)
+
+    def build_for(self, checkpoint: Path, seed: int) -> nn.Module:
+        return replace(self, path=str(checkpoint), config={}, init="random").build(seed)
+
+    def limits(self) -> Limits:
+        return limits_said(self.config)
+
+    def limits_there(self) -> Limits:
+        return self.limits() if self.path is None else limits(self.path)
+
+    def recomputing(self, layers: bool) -> Self:
+        return replace(self, activation_checkpointing=layers or None)
 
     @property
-    def is_vision(self) -> bool:
-        """Whether the model is one of this library's that sees images."""
-        return self.name in VIT_CONFIGS
+    def described(self) -> str:
+        return self.path or self.name
 
-    def limits(self) -> tuple[int | None, int | None]:
-        """Positions and vocabulary, where they are known before the model is built."""
-        if self.name == "huggingface":
-            return limits(self.path) if self.path else limits_said(self.config)
-        if self.is_elsewhere:
-            return None, None
-        shape = self.resolve()
-        if isinstance(shape, VitConfig):
-            return None, None
-        return shape.max_position_embeddings, shape.vocab_size
+    @property
+    def local_path(self) -> str | None:
+        return self.path if self.path is not None and is_path(self.path) else None
 
-    def _sizes(self) -> dict[str, Any]:
-        own = {"name", "path", "init", "config"}
-        return {key: value for key, value in asdict(self).items() if key not in own and value is not None}
+    @property
+    def is_trained(self) -> bool:
+        return self.path is not None and self.init == "weights"
 
-    def resolve(self) -> LlamaConfig | VitConfig:
-        """The full shape. Raises UserError where the name is unknown or the fields do not fit each other."""
-        shape = (LLAMA_CONFIGS | VIT_CONFIGS).get(self.name)
-        if shape is None:
-            names = [*LLAMA_CONFIGS, *VIT_CONFIGS, *_ELSEWHERE]
-            hint = nearest(self.name, names)
-            suggestion = f", did you mean {hint}?" if hint else ""
-            raise UserError(f"model.name={self.name}: no such model{suggestion} (known: {', '.join(names)})")
-        sizes = self._sizes()
-        for key, value in sizes.items():
-            expect(hasattr(shape, key), f"model.{key}", value, f"nothing with model.name={self.name}")
-        return replace(shape, **sizes)
+    def is_built_whole(self, goes_on: bool) -> bool:
+        return not goes_on
 
 
-def build_model(cfg: ModelConfig) -> Llama | Vit:
-    """One of this library's models, its parameters allocated (on the current default device) but not in their
-    initial values.
+@dataclass(frozen=True)
+class ImportedModelConfig(ModelConfig, names=("import",)):
+    """A model that the user's own code makes."""
 
-    `tputrain.models.initialize(model, seed)` gives those.
-    """
-    shape = cfg.resolve()
-    return Llama(shape) if isinstance(shape, LlamaConfig) else Vit(shape)
+    name: str = "import"
+    path: str | None = None
+    """package.module:function"""
 
+    reads_text: ClassVar[bool | None] = None
+    runs_code: ClassVar[bool] = True
 
-def build_initialized(cfg: ModelConfig, seed: int) -> nn.Module:
-    """The model of `cfg`, wherever it comes from, in its initial values.
+    def __post_init__(self) -> None:
+        expect(bool(self.path), "model.path", self.path, "package.module:function with model.name=import")
 
-    A Llama's are random: what is at its `path` is read by who has use for it (`models.hf_llama`).
-    """
-    if cfg.name == "huggingface":
-        recomputes = bool(cfg.activation_checkpointing)
-        if cfg.path is None:
-            return build_huggingface(cfg.config, seed, recomputes)
-        return load_huggingface(cfg.path, cfg.init, seed, recomputes)
-    if cfg.name == "import":
+    def build(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return import_model(str(cfg.path))
-    model = build_model(cfg)
-    initialize(model, seed)
-    return model
+        return import_model(str(self.path))
+
+    @property
+    def described(self) -> str:
+        return str(self.path)
+
+    @property
+    def is_trained(self) -> bool:
+        return True
+
+    def is_built_whole(self, goes_on: bool) -> bool:
+        return True
+
+
+def _sizes(cfg: LlamaModelConfig | VitModelConfig) -> dict[str, Any]:
+    """The settings that replace those of the name."""
+    shape = (LLAMA_CONFIGS | VIT_CONFIGS)[cfg.name]
+    of_shape = {entry.name for entry in fields(shape)}
+    return {key: value for key, value in asdict(cfg).items() if key in of_shape and value is not None}

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from tputrain import device as devices
 from tputrain.announce import warn
 from tputrain.callbacks.callback import Control
-from tputrain.checkpoint.background import BackgroundWriter
 from tputrain.parallel.launched import exit_code_of_stop
 from tputrain.parallel.world import World
 from tputrain.parallel.writer import SharedWriter
+from tputrain.saved.background import BackgroundWriter
 from tputrain.signals import SignalWatch
 
 

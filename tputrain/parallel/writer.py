@@ -4,15 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
-from tputrain.checkpoint.background import BackgroundWriter, Written
 from tputrain.checkpoint.integrity import PartDigests, digests_of
 from tputrain.checkpoint.pace import no_rest
-from tputrain.checkpoint.snapshot import Snapshot
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.checkpoint.tensor_files import Part
 from tputrain.errors import in_words
 from tputrain.parallel.meeting import Meeting
 from tputrain.parallel.world import World
+from tputrain.saved.background import BackgroundWriter, Written
+from tputrain.saved.snapshot import Snapshot
 
 
 class SharedWriter(BackgroundWriter):

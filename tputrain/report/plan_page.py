@@ -5,11 +5,11 @@ from html import escape
 
 from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
-from tputrain.parallel.compiled_step import BAND, CompiledStep
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.plan import Plan
 from tputrain.parallel.plan_report import alternatives
 from tputrain.parallel.topology import GIB
+from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.report.document import document
 from tputrain.report.numbers import seconds_text, share
 from tputrain.report.torus import torus

@@ -9,9 +9,9 @@ from typing import Any
 from tputrain.announce import say
 from tputrain.errors import UserError
 from tputrain.parallel.candidate import Candidate
-from tputrain.parallel.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.topology import GIB
+from tputrain.planning.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
 
 _TRIES = 3  # smaller plans that are compiled until one fits
 

@@ -10,7 +10,7 @@ _FEW = 0.9  # of the entries asked for
 
 def notes(cfg: RecipeConfig, data: Data) -> Iterator[str]:
     """The lines to say before a run of `cfg` on `data` begins."""
-    if _is_lora_on_noise(cfg):
+    if cfg.lora.rank > 0 and not cfg.model.is_trained:
         yield (
             "note: lora.rank freezes a model that has learned nothing yet; begin with one that has: "
             "model.path=runs/llama data.tokenizer=runs/llama"
@@ -33,8 +33,3 @@ def notes(cfg: RecipeConfig, data: Data) -> Iterator[str]:
             f"note: a step takes {taken:,} {unit}, and there are {there:,} to train on: an epoch is less "
             f"than a step; lower {key}, or give more data"
         )
-
-
-def _is_lora_on_noise(cfg: RecipeConfig) -> bool:
-    has_weights = cfg.model.name == "import" or (cfg.model.path is not None and cfg.model.init == "weights")
-    return cfg.lora.rank > 0 and not has_weights

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tputrain.checkpoint.contents import tensors_of_plain_model
 from tputrain.checkpoint.rows import read_into
 from tputrain.checkpoint.tensor_files import DCP_INDEX, TensorFiles
 from tputrain.errors import UserError
-from tputrain.models.config import ModelConfig
+from tputrain.models.config import LlamaModelConfig
 from tputrain.models.llama import LLAMA_CONFIGS, RopeScaling
+from tputrain.saved.contents import tensors_of_plain_model
 
 if TYPE_CHECKING:
     from tputrain.checkpoint.dcp_files import DcpFiles
@@ -32,7 +32,7 @@ _SIZES = (
 _ALWAYS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
-def model_config_of(directory: Path) -> ModelConfig:
+def model_config_of(directory: Path) -> LlamaModelConfig:
     """The shape that `config.json` describes. Raises UserError where our Llama cannot have it."""
     path = directory / CONFIG
     said = _read_json(path)
@@ -45,7 +45,7 @@ def model_config_of(directory: Path) -> ModelConfig:
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     scaling = _rope_scaling(rope, path)
     shape = {
-        key: said[key] for key in (field.name for field in fields(ModelConfig)) if said.get(key) is not None
+        field.name: said[field.name] for field in fields(LlamaModelConfig) if said.get(field.name) is not None
     }
     shape["rope_theta"] = said.get("rope_theta") or rope.get("rope_theta") or 10_000.0
     heads, hidden = said.get("num_attention_heads"), said.get("hidden_size")
@@ -55,7 +55,7 @@ def model_config_of(directory: Path) -> ModelConfig:
         shape.setdefault("head_dim", hidden // heads)
     _check_types(shape, path)
     shape["name"] = _name_for(scaling, path)
-    return ModelConfig(**shape)
+    return LlamaModelConfig(**shape)
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:

@@ -11,57 +11,79 @@ from torch import nn
 
 from tputrain.announce import announced, say
 from tputrain.callbacks.sample_text import SampleText
-from tputrain.checkpoint import contents
 from tputrain.checkpoint.named_directory import model_directory
-from tputrain.cli.job_notes import notes
 from tputrain.data import Data, Tokenizer, check_vocabulary, load_tokenizer
 from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
-from tputrain.hub import is_path
+from tputrain.goes_on_from import started_from
+from tputrain.job_notes import notes
 from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
-from tputrain.models import Llama, add_lora, build_initialized, build_model, initialize, parameters_on_meta
-from tputrain.models.hf_llama import load_weights
+from tputrain.models import add_lora, initialize, parameters_on_meta
 from tputrain.models.lora import initialize_lora
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.world import World, join
-from tputrain.recipe import RecipeConfig
+from tputrain.recipe import RecipeConfig, read_recipe
+from tputrain.saved import contents
+from tputrain.saved.hf_llama import load_weights
+from tputrain.shipped import default_run_dir, find_recipe
 from tputrain.trainer import Trainer
 
 Initialize = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A trainer ready to fit, and what there is to say about it beforehand."""
+class Recipe:
+    """The checked configuration of a recipe, and what is built of it."""
 
-    trainer: Trainer
-    description: list[str]
+    cfg: RecipeConfig
+
+    def build(self) -> Trainer:
+        """Data, model and Trainer; the run in `cfg.run_dir` goes on, if there is one and resume is auto.
+
+        Says on the way what takes long and what was built. Raises UserError, one line, for what its caller
+        can mend, also where the run there is another one.
+        """
+        world = join(self.cfg.parallel, find_device(self.cfg.device))
+        goes_on = self.cfg.checkpoint.resume == "auto"
+        return self.build_from(world.first(lambda: started_from(self.cfg)) if goes_on else None)
+
+    def build_from(self, checkpoint: Path | None) -> Trainer:
+        """Data, model and Trainer. The model has its initial values.
+
+        `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
+        """
+        cfg = self.cfg
+        device = _device(cfg)  # a device that is not there is reported before the tokenizer is trained
+        world = join(cfg.parallel, device)
+        cfg.batch.check_divides(world.data_size)
+        tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
+        if checkpoint is None:
+            _check_model_path(cfg)
+        data = _build_data(cfg, tokenizer, fingerprint)  # one process of a host makes what is not there yet
+        world.meet("reading the data")
+        with announced(f"building {cfg.model.name} and its optimizer"):
+            trainer = _build_trainer(cfg, data, checkpoint, world)
+        num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        for line in (
+            *data.describe(),
+            *(notes(cfg, data) if checkpoint is None else []),
+            f"model: {cfg.model.name}, {num_parameters:,} parameters",
+            cfg.batch.arithmetic(cfg.data.sequence_length),
+            f"run: {_how_much(cfg)}, in {cfg.run_dir}",
+        ):
+            say(line)
+        return trainer
 
 
-def build_job(cfg: RecipeConfig, checkpoint: Path | None = None) -> Job:
-    """Data, model and Trainer of a recipe. The model has its initial values.
+def load_recipe(recipe: str | Path, *overrides: str) -> Recipe:
+    """The recipe of that name, or in that file, with `key=value` overrides on top.
 
-    `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
+    `load_recipe("llama", "trainer.steps=20").build().fit()` is `tputrain run llama trainer.steps=20`. Without
+    `run_dir` the run is in runs/RECIPE. Raises UserError, one line, for a mistake in it.
     """
-    device = _device(cfg)  # a device that is not there is reported before the tokenizer is trained
-    world = join(cfg.parallel, device)
-    cfg.batch.check_divides(world.data_size)
-    tokenizer, fingerprint = (None, None) if checkpoint is None else _started_with(cfg, checkpoint)
-    if checkpoint is None:
-        _check_model_path(cfg)
-    data = _build_data(cfg, tokenizer, fingerprint)  # one process of a host makes what is not there yet
-    world.meet("reading the data")
-    with announced(f"building {cfg.model.name} and its optimizer"):
-        trainer = _build_trainer(cfg, data, checkpoint, world)
-    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    description = [
-        *data.describe(),
-        *(notes(cfg, data) if checkpoint is None else []),
-        f"model: {cfg.model.name}, {num_parameters:,} parameters",
-        cfg.batch.arithmetic(cfg.data.sequence_length),
-        f"run: {_how_much(cfg)}, in {cfg.run_dir}",
-    ]
-    return Job(trainer, description)
+    path = find_recipe(str(recipe))
+    cfg = read_recipe(path, overrides)
+    return Recipe(cfg if cfg.run_dir is not None else replace(cfg, run_dir=str(default_run_dir(path))))
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
@@ -113,9 +135,9 @@ def _build_model(cfg: RecipeConfig, checkpoint: Path | None) -> nn.Module:
     if checkpoint is not None:
         model = _build_shape(cfg, checkpoint)
     else:
-        model = build_initialized(cfg.model, cfg.seed)
-        if isinstance(model, Llama) and cfg.model.path is not None and cfg.model.init == "weights":
-            _load_llama(model, cfg.model.path, cfg.seed)
+        model = cfg.model.build(cfg.seed)
+        if (give_values := _begin_from(cfg)) is not None:
+            give_values(model)
     if cfg.lora.rank > 0:
         add_lora(model, cfg.lora, cfg.seed)
     return model
@@ -126,49 +148,44 @@ def _build_divisible(cfg: RecipeConfig, checkpoint: Path | None) -> tuple[nn.Mod
 
     Models of transformers that begin anew, and those that the user's code makes, have their values at once.
     """
-    name = cfg.model.name
-    if name == "import" or (name == "huggingface" and checkpoint is None):
+    if cfg.model.is_built_whole(goes_on=checkpoint is not None):
         return _build_model(cfg, checkpoint), None
-    model: nn.Module
     with parameters_on_meta():
-        if checkpoint is not None and name == "huggingface":
-            model = _build_shape(cfg, checkpoint)
-        else:
-            model = build_model(cfg.model)
+        model = cfg.model.build_empty(cfg.seed) if checkpoint is None else _build_shape(cfg, checkpoint)
         if cfg.lora.rank > 0:
             add_lora(model, cfg.lora, cfg.seed)
     if checkpoint is not None:
         return model, partial(contents.load_model, directory=checkpoint)
-    if isinstance(model, Llama) and cfg.model.path is not None and cfg.model.init == "weights":
-        return model, partial(_load_llama, path=cfg.model.path, seed=cfg.seed)
-    return model, partial(initialize, seed=cfg.seed)
+    return model, _begin_from(cfg) or partial(initialize, seed=cfg.seed)
 
 
 def _build_shape(cfg: RecipeConfig, checkpoint: Path) -> nn.Module:
     """A model for the weights of `checkpoint`; what it began with need not be there any more."""
-    model = cfg.model
-    if model.name == "huggingface":
-        model = replace(model, path=str(checkpoint), config={}, init="random")
-    built = build_initialized(model, cfg.seed)
-    if model.name == "huggingface" and "padding" in (state := contents.load_state(checkpoint)):
+    built = cfg.model.build_for(checkpoint, cfg.seed)
+    if cfg.model.is_transformers and "padding" in (state := contents.load_state(checkpoint)):
         # config.json there names the tokenizer's padding token: the gradients must not change by that.
         built.get_input_embeddings().padding_idx = state["padding"]  # type: ignore[operator]
     return built
 
 
 def _check_model_path(cfg: RecipeConfig) -> None:
-    """Before the data is read: what a run begins with must be there."""
-    path = cfg.model.path
-    may_be_on_hub = cfg.model.name == "huggingface" and path is not None and not is_path(path)
-    if path is None or cfg.model.name == "import" or may_be_on_hub or Path(path).expanduser().is_dir():
-        return
-    raise UserError(
-        f"model.path={path}: no such directory; expected one with *.safetensors, or a run "
-        "(`tputrain run llama` makes one in runs/llama)"
-    )
+    """Before the data is read: what a run begins with must be there, and large enough."""
+    path = cfg.model.local_path
+    if path is not None and not Path(path).expanduser().is_dir():
+        raise UserError(
+            f"model.path={path}: no such directory; expected one with *.safetensors, or a run "
+            "(`tputrain run llama` makes one in runs/llama)"
+        )
+    cfg.check_limits(*cfg.model.limits_there())
 
 
-def _load_llama(model: Llama, path: str, seed: int) -> None:
+def _begin_from(cfg: RecipeConfig) -> Initialize | None:
+    """What gives our Llama the weights that the recipe says it begins with."""
+    path = cfg.model.weights_path
+    return None if path is None else partial(_load_llama, path=path, seed=cfg.seed)
+
+
+def _load_llama(model: nn.Module, path: str, seed: int) -> None:
     directory = model_directory(path)
     assert directory is not None, "_check_model_path has looked"
     load_weights(model, directory)
@@ -177,7 +194,7 @@ def _load_llama(model: Llama, path: str, seed: int) -> None:
 
 def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world: World) -> Trainer:
     tokenizer = data.tokenizer
-    vocab_size = cfg.model.limits()[1]
+    vocab_size = (cfg.model.limits_there() if checkpoint is None else cfg.model.limits())[1]
     if tokenizer is not None and vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
     give_values: Initialize | None = None

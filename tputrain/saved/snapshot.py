@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tputrain.checkpoint import contents
 from tputrain.checkpoint.configuration import write_configuration
 from tputrain.checkpoint.rows import Rows
 from tputrain.checkpoint.tensor_files import Layout, Part
 from tputrain.optim.evaluation_weights import EvaluationWeights
+from tputrain.saved import contents
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from tputrain.parallel.compiled_step import BAND, CompiledStep
 from tputrain.parallel.plan import Plan
 from tputrain.parallel.topology import GIB
+from tputrain.planning.compiled_step import BAND, CompiledStep
 
 _SHOWN = 0.005  # of the step
 

@@ -20,11 +20,11 @@ from tputrain.batches import Batch
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction
-from tputrain.parallel.abstract_step import ONCE, abstract_step
 from tputrain.parallel.blocks import lists_of_blocks, period
 from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, mesh_of
 from tputrain.parallel.step_schedule import Schedule, schedule
 from tputrain.parallel.topology import GIB, Topology
+from tputrain.planning.abstract_step import ONCE, abstract_step
 
 FEW, MORE = 4, 8
 """Layers of the two compilations. Fewer than four hide what overlaps between layers; the step of a model with
@@ -259,8 +259,6 @@ def _places(topology: Topology) -> list[tuple[int, ...]]:
 
 def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
     """`times`: the micro-batches of a step for each that was compiled."""
-    from tpu_backend import hlo
-
     memory = compiled.memory_analysis()
     found: Figures = defaultdict(float)
     found["arguments",] = memory.argument_size_in_bytes + max(
@@ -268,7 +266,7 @@ def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
     )
     found["temporaries",] = memory.temp_size_in_bytes
     groups = _groups(layout)
-    scheduled = scheduled_step(hlo.program(compiled.as_text()), layout)
+    scheduled = scheduled_step(devices.program_of(compiled.as_text()), layout)
     once = sum(seconds for label, seconds in scheduled.by_label.items() if label in ONCE)
     scale = 1.0 if scheduled.total == 0 else (once + times * (scheduled.total - once)) / scheduled.total
     for kind in ("estimated", "unestimated", "waiting", "copying"):

@@ -1,0 +1,1 @@
+"""Plans judged by the TPU's compiler: a step recorded without values, compiled, and what it says."""

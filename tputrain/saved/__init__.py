@@ -1,0 +1,1 @@
+"""What a checkpoint holds of model and optimizer, written and read; weights from Hugging Face."""

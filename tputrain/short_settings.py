@@ -1,0 +1,58 @@
+"""The settings that most runs change, by one word each: `Trainer(model, steps=300, run_dir="runs/mine")`."""
+
+from dataclasses import replace
+from os import PathLike
+from typing import Any, TypedDict
+
+from tputrain.config import RunConfig
+from tputrain.config_checks import nearest
+from tputrain.errors import UserError
+
+
+class ShortSettings(TypedDict, total=False):
+    """Each is the setting of that name in `RunConfig` or one of its groups."""
+
+    run_dir: str | PathLike[str] | None
+    device: str
+    seed: int
+    steps: int
+    duration: str | None
+    accumulate: int
+    max_grad_norm: float | None
+    evaluate_every: int | None
+    learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+
+
+_GROUPS = {
+    "trainer": ("steps", "duration", "accumulate", "max_grad_norm", "evaluate_every"),
+    "optim": ("learning_rate", "weight_decay"),
+    "schedule": ("warmup_steps",),
+}
+_TOP = ("run_dir", "device", "seed")
+
+
+def with_short_settings(cfg: Any, settings: ShortSettings) -> Any:
+    """`cfg` (None: the defaults) with `settings`, which win over it.
+
+    Raises UserError, one line, for an unknown name and for a value that does not fit.
+    """
+    known = list(ShortSettings.__annotations__)
+    for name in settings:
+        if name not in known:
+            hint = nearest(name, known)
+            suggestion = f"; did you mean {hint}?" if hint else ""
+            raise UserError(
+                f"Trainer: {name}: no such argument; of the settings it takes {', '.join(known)}, and all of "
+                f"them in a RunConfig{suggestion}"
+            )
+    if cfg is None:
+        cfg = RunConfig()
+    if not settings or not isinstance(cfg, RunConfig):
+        return cfg
+    changes: dict[str, Any] = {name: value for name, value in settings.items() if name in _TOP}
+    for group, names in _GROUPS.items():
+        if of_group := {name: value for name, value in settings.items() if name in names}:
+            changes[group] = replace(getattr(cfg, group), **of_group)
+    return replace(cfg, **changes)
