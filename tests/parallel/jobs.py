@@ -36,7 +36,7 @@ class Job:
 
     name: str
     model: str = "small"
-    """small, recomputing: of `small_run`; llama, qwen3: of `tensor_models`; others: of `context_runs`."""
+    """small, recomputing: of `small_run`; llama, lora, qwen3: of `tensor_models`; or of `context_runs`."""
     source: str = ""
     """The run from whose middle it goes on."""
     sequences: int = 4
