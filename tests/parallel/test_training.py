@@ -34,6 +34,7 @@ TWO_RANKS = [
     ),
     Job("lora-2", "lora", sequences=8, parallel=SEQUENCE_PLAN),
     Job("split-llama", "split-llama", parallel={"context": 2}),
+    Job("split-qwen3", "split-qwen3", parallel={"context": 2}),
     Job("attending", "attending", parallel={"context": 2}),
 ]
 FOUR_RANKS = [
@@ -143,11 +144,11 @@ def test_ranks_that_share_layers_train_with_other_optimizers_too(runs: Path, nam
 
 
 @pytest.mark.usefixtures("said")
-@pytest.mark.parametrize("model", ["split-llama", "attending"])
+@pytest.mark.parametrize("model", context_runs.MODELS)
 def test_ranks_that_share_sequences_train_as_one_process(runs: Path, model: str):
     context_runs.train(model, runs / f"{model}-alone", "cpu")
-    for name in (model, f"{model}-4"):
-        assert_alike(runs, f"{model}-alone", name)
+    for job in (each for each in (*TWO_RANKS, *FOUR_RANKS) if each.model == model):
+        assert_alike(runs, f"{model}-alone", job.name)
 
 
 @pytest.mark.sweep

@@ -41,3 +41,9 @@ def _check_takes_parts(who: str, model: nn.Module, loss_fn: LossFunction | None)
             f"{who} does not take position_ids: expected forward(input_ids, position_ids, ...), as the first "
             "token of a rank need not be that of a sequence"
         )
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)  # of transformers
+    if attention not in (None, "sdpa"):
+        raise UserError(
+            f"{who} has the attention {attention}, which sees only the part of a sequence that a rank has: "
+            "expected a model of transformers with the attention sdpa"
+        )
