@@ -19,8 +19,10 @@ from tputrain import (
 )
 from tputrain.batches import IGNORED_LABEL
 from tputrain.models import Llama, LlamaConfig, initialize
+from tputrain.models.huggingface import build_huggingface
 
-STEPS = 6
+MODELS = ("split-llama", "split-qwen3", "attending")
+STEPS = 20
 SHAPE = LlamaConfig(
     vocab_size=30,
     hidden_size=12,
@@ -77,28 +79,46 @@ class Batches:
         return batch
 
 
-def train(name: str, run_dir: Path, device: str, **parallel: Any) -> Trainer:
+def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = Attending()
+    if name == "attending":
+        return Attending()
     if name == "split-llama":
         initialize(model := Llama(SHAPE), 0)
+        return model
+    return build_huggingface(
+        {
+            "model_type": "qwen3",
+            "vocab_size": 30,
+            "hidden_size": 12,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 6,
+        }
+    )
+
+
+def train(name: str, run_dir: Path, device: str, **parallel: Any) -> Trainer:
+    model = build(name)
     cfg = RunConfig(
         device=device,
         run_dir=str(run_dir),
-        trainer=TrainerConfig(steps=STEPS, evaluate_every=3, max_grad_norm=0.5, metrics=["accuracy"]),
+        trainer=TrainerConfig(steps=STEPS, evaluate_every=10, max_grad_norm=0.5, metrics=["accuracy"]),
         optim=OptimConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name="constant"),
         checkpoint=CheckpointConfig(every=None),
-        log=LogConfig(every=2, progress="none"),
+        log=LogConfig(every=5, progress="none"),
         parallel=ParallelConfig(**parallel),
     )
-    loader = Batches(has_documents=name == "split-llama")
+    loader = Batches(has_documents=name != "attending")
     trainer = Trainer(
         model,
         cfg,
         train_loader=loader,
         val_loader=[loader.batch_at(101, 0), loader.batch_at(102, 0)],
-        loss_fn=None if name == "split-llama" else loss_of,
+        loss_fn=loss_of if name == "attending" else None,
     )
     trainer.fit()
     return trainer

@@ -36,7 +36,7 @@ class Job:
 
     name: str
     model: str = "small"
-    """small, recomputing: of `small_run`; llama, qwen3: of `tensor_models`; others: of `context_runs`."""
+    """small, recomputing: of `small_run`; llama, lora, qwen3: of `tensor_models`; or of `context_runs`."""
     source: str = ""
     """The run from whose middle it goes on."""
     sequences: int = 4
@@ -64,6 +64,7 @@ def launch(world_size: int, jobs: Sequence[Job], runs: Path) -> list[str]:
     """Have ranks do the jobs; returns what each said."""
     environment = {
         "GROUP_BACKEND": "cpu:gloo,tpu:tpu",
+        "GROUP_TIMEOUT": "300",  # on a busy machine one rank compiles for minutes, and the others wait
         "HERE": str(Path(__file__).parent),
         "JOBS": json.dumps([asdict(job) for job in jobs]),
         "RUNS": str(runs),
@@ -95,7 +96,7 @@ def train_all(rank: int, world: int) -> None:
 
 def _train(job: Job, run_dir: Path, rank: int, world: int) -> None:
     degrees = {name: size for name, size in job.parallel.items() if name != "plan"}
-    if job.model in ("split-llama", "attending"):
+    if job.model in context_runs.MODELS:
         trainer = context_runs.train(job.model, run_dir, "tpu", **job.parallel)
         assert (trainer.world.context_size, trainer.world.data_rank) == (2, rank)
         assert trainer.world.sequence is not None

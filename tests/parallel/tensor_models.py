@@ -5,7 +5,7 @@ from dataclasses import replace
 import small_run
 from torch import nn
 
-from tputrain.models import initialize
+from tputrain.models import LoraConfig, add_lora, initialize
 from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import Llama
 
@@ -32,9 +32,11 @@ SEQUENCE_PLAN = {
 
 
 def build(name: str) -> nn.Module:
-    if name == "llama":
+    if name in ("llama", "lora"):
         model = Llama(SHAPE)
         initialize(model, 0)
+        if name == "lora":  # of a width that two ranks do not divide
+            add_lora(model, LoraConfig(rank=3, match=["*_proj", "lm_head"]), seed=1)
         return model
     # Tied embeddings, and norms of queries and keys, which are whole on ranks that have a part of the heads.
     return build_huggingface(

@@ -7,11 +7,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tputrain import ExecutionConfig, ParallelConfig, RunConfig
 from tputrain.batches import IGNORED_LABEL, counted
 from tputrain.errors import UserError
+from tputrain.models import sequence
+from tputrain.models.sequence import SplitSequence, sequence_split
 from tputrain.parallel.limits import check_limits
 from tputrain.parallel.slices import columns
 
@@ -51,3 +54,20 @@ def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
         check_limits(world, cfg, context_runs.Attending(), context_runs.loss_of)
     with pytest.raises(UserError, match=r"parallel.context=2: Linear may shift labels itself"):
         check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), nn.Linear(1, 1), None)
+    model = context_runs.build("split-qwen3")
+    check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), model, None)
+    model.config._attn_implementation = "eager"  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"Qwen3ForCausalLM has the attention eager, which"):
+        check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), model, None)
+
+
+def test_a_mask_is_of_the_columns_of_the_whole_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "whole", lambda part, dim: torch.cat([part, part], dim))
+    split = SplitSequence(None, 2, 1, torch.device("cpu"))
+    part = torch.zeros(1, 1, 3, 2)
+    for mask, is_causal, message in (
+        (torch.zeros(3, 3), False, r"a mask of shape \(3, 3\): expected .* all 6 columns of the sequence"),
+        (torch.zeros(3, 6), True, r"a mask of shape \(3, 6\) beside is_causal: expected"),
+    ):
+        with pytest.raises(UserError, match=message), sequence_split(split):
+            F.scaled_dot_product_attention(part, part, part, mask, is_causal=is_causal)

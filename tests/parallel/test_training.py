@@ -32,14 +32,16 @@ TWO_RANKS = [
         Job(f"llama-{name}", "llama", sequences=8, parallel={"tensor": 2}, optim=optim, steps=6)
         for name, optim in OPTIMIZERS.items()
     ),
+    Job("lora-2", "lora", sequences=8, parallel=SEQUENCE_PLAN),
     Job("split-llama", "split-llama", parallel={"context": 2}),
+    Job("split-qwen3", "split-qwen3", parallel={"context": 2}),
     Job("attending", "attending", parallel={"context": 2}),
 ]
 FOUR_RANKS = [
     # Shards are not the ranks that follow each other, as where a ring is that way.
     Job("both", sequences=8, parallel={"replicate": 2, "shard": 2}, is_auto=True, order=[0, 2, 1, 3]),
     Job("from-2-to-4", source="shard", sequences=8, parallel={"replicate": 2, "shard": 2}),
-    Job("llama-2-1-4", "llama", "llama-2-1", sequences=8, parallel={"tensor": 2, "shard": 2}),
+    Job("lora-2-1-4", "lora", "lora-2-1", sequences=8, parallel={"tensor": 2, "shard": 2}),
     Job("qwen3-4", "qwen3", sequences=8, parallel={"tensor": 2, "shard": 2}),
     Job("split-llama-4", "split-llama", parallel={"context": 2, "shard": 2}),
     Job("attending-4", "attending", parallel={"context": 2, "replicate": 2}),
@@ -58,7 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(runs: Path) -> dict[int, list[str]]:
     """What each of two and of four ranks said, which have done all jobs in `runs`."""
     of_two = launch(2, TWO_RANKS, runs)
-    go_on_alone(runs, "llama-2", "llama-2-1", "llama")
+    for name in ("llama", "lora"):
+        go_on_alone(runs, f"{name}-2", f"{name}-2-1", name)
     return {2: of_two, 4: launch(4, FOUR_RANKS, runs)}
 
 
@@ -116,13 +119,15 @@ def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_chec
 def test_ranks_that_share_layers_train_as_one_process_and_their_checkpoints_go_on_at_any_number(
     runs: Path, said: dict[int, list[str]]
 ):
-    for name in ("llama", "qwen3"):
+    for name in ("llama", "lora", "qwen3"):
         small_run.train(runs / name, "cpu", tensor_models.build(name), 1, 8)
     go_on_alone(runs, "qwen3-4", "qwen3-4-1", "qwen3")
     assert "whole on each tensor rank" in said[4][0]
     assert "model.layers.*.input_layernorm.weight" in said[4][0]
-    for name in ("llama-2", "llama-2-1", "llama-2-1-4"):
+    for name in ("llama-2", "llama-2-1"):
         assert_alike(runs, "llama", name)
+    for name in ("lora-2", "lora-2-1", "lora-2-1-4"):
+        assert_alike(runs, "lora", name)
     for name in ("qwen3-4", "qwen3-4-1"):
         assert_alike(runs, "qwen3", name)
 
@@ -139,11 +144,11 @@ def test_ranks_that_share_layers_train_with_other_optimizers_too(runs: Path, nam
 
 
 @pytest.mark.usefixtures("said")
-@pytest.mark.parametrize("model", ["split-llama", "attending"])
+@pytest.mark.parametrize("model", context_runs.MODELS)
 def test_ranks_that_share_sequences_train_as_one_process(runs: Path, model: str):
     context_runs.train(model, runs / f"{model}-alone", "cpu")
-    for name in (model, f"{model}-4"):
-        assert_alike(runs, f"{model}-alone", name)
+    for job in (each for each in (*TWO_RANKS, *FOUR_RANKS) if each.model == model):
+        assert_alike(runs, f"{model}-alone", job.name)
 
 
 @pytest.mark.sweep

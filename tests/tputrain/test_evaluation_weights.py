@@ -8,7 +8,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.tputrain.test_optimizers import Batches, Net, train
-from tputrain import OptimConfig
+from tputrain import (
+    Callback,
+    CheckpointConfig,
+    LogConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    Trainer,
+    TrainerConfig,
+)
 from tputrain.optim.evaluation_weights import EvaluationWeights
 
 
@@ -49,6 +58,35 @@ def test_a_checkpoint_holds_the_weights_that_were_evaluated_and_beside_them_thos
     inputs, targets = Batches().batch_at(1000, 0)
     loss = nn.functional.cross_entropy(plain(inputs), targets)
     torch.testing.assert_close(torch.tensor(trainer.validate()["loss"]), loss.detach(), rtol=1e-5, atol=1e-6)
+
+
+class Compilations(Callback):
+    """Counts, at each step's end, the programs that were compiled so far."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.counts.append(torch.tpu.compile_stats()["compilations"])  # type: ignore[attr-defined]
+
+
+def test_all_steps_of_a_run_that_leaves_out_bad_ones_are_one_program_when_it_goes_on_too(tmp_path):
+    counts: list[int] = []
+    for steps in (3, 5):
+        cfg = RunConfig(
+            device="tpu",
+            run_dir=str(tmp_path),
+            trainer=TrainerConfig(steps=steps, on_nonfinite="skip"),
+            optim=OptimConfig(ema_decay=0.9),
+            schedule=ScheduleConfig(name="constant"),
+            checkpoint=CheckpointConfig(every=None),
+            log=LogConfig(progress="none"),
+        )
+        callback = Compilations()
+        Trainer(Net(), cfg, train_loader=Batches(), callbacks=[callback]).fit()
+        counts += callback.counts
+    assert counts[0] > 0
+    assert counts == counts[:1] * 5
 
 
 def test_the_weights_of_a_schedule_free_optimizer_are_those_its_package_gives():

@@ -67,7 +67,7 @@ def read_like(tensor: Tensor | None, files: TensorFiles, name: str) -> Tensor:
     if tensor is None or not is_distributed(tensor) or files.shape(name) != tuple(tensor.shape):
         return files.read(name)
     own, region = own_part(tensor)
-    return _around(files.read(name, *region).to(own.device), tensor)
+    return around(files.read(name, *region).to(own.device), tensor)
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -112,7 +112,7 @@ def divided_like(whole: Tensor, like: Tensor) -> Tensor:
     if not is_distributed(like):
         return whole.to(like.device)
     own, region = own_part(like)
-    return _around(whole[region].to(own.device).contiguous(), like)
+    return around(whole[region].to(own.device).contiguous(), like)
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -120,7 +120,7 @@ def is_distributed(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def _around(local: Tensor, like: Any) -> Tensor:
+def around(local: Tensor, like: Any) -> Tensor:
     """The tensor of which `local` is this rank's part, divided as `like` is."""
     from torch.distributed.tensor import DTensor
 

@@ -58,7 +58,10 @@ class WithheldUpdate:
 
 def _changed_by_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     devices = {parameter.device for parameter in model.parameters()}
-    states = (value for state in optimizer.state.values() for value in state.values())
+    # In an order that does not tell whether the state was made or loaded: else these would be two programs.
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    found = (optimizer.state.get(parameter, {}) for parameter in trained)
+    states = (state[key] for state in found for key in sorted(state))
     tensors = {
         id(value): value
         for value in (*model.parameters(), *model.buffers(), *states)

@@ -15,6 +15,7 @@ from tputrain.errors import UserError
 from tputrain.hub import asking_hub, is_path
 from tputrain.models.llama import attention_bias, next_token_loss
 from tputrain.models.recompute import recomputed_call
+from tputrain.models.sequence import places
 
 CONFIG = "config.json"
 INITS = ("weights", "random")
@@ -130,10 +131,10 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        own, every = places(input_ids.shape[1], input_ids.device)
         # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read.
-        mask = attention_bias(places, places, document_ids, model.dtype)[:, 0]
-        positions = places[None] if position_ids is None else position_ids
+        mask = attention_bias(own, every, document_ids, model.dtype)[:, 0]
+        positions = own[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
         logits = forward(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra).logits
         if labels is None:

@@ -8,14 +8,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tputrain.checkpoint.rows import is_distributed
+from tputrain.checkpoint.rows import around, gathered, is_distributed, own_part
 from tputrain.config_checks import expect, expect_above, expect_at_least
 from tputrain.models.init import std_in_lora, write_initial_value
 from tputrain.optim.groups import expect_match, matches
@@ -56,13 +55,13 @@ class LoraLinear(nn.Linear):
         ranks have parts of it, as parts on their devices.
         """
         weight, a, b = (tensor.detach() for tensor in (self.weight, self.lora_a, self.lora_b))
-        if is_distributed(weight):
-            product: Any = b.float() @ a.float()
-            product = product.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
-        else:
-            weight, a, b = weight.cpu(), a.cpu(), b.cpu()
-            product = b.float() @ a.float()
-        return (weight.float() + self.scale * product).to(weight.dtype)
+        if not is_distributed(weight):
+            return self._merged(weight.cpu(), a.cpu(), b.cpu())
+        own, (rows, columns) = own_part(weight)
+        return around(self._merged(own, gathered(a)[:, columns], gathered(b)[rows]), weight)
+
+    def _merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (weight.float() + self.scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 @torch.no_grad()

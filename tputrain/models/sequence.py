@@ -86,12 +86,15 @@ class _Attention:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        if attn_mask is not None:
-            raise UserError(
-                "parallel.context: attention was given a mask, of which a rank has no more than its part: "
-                "expected is_causal, or no mask"
-            )
-        rows, columns = places(query.shape[-2], query.device)
-        mask = rows[:, None] >= columns[None, :] if is_causal else None
         key, value = whole(key, -2 + key.dim()), whole(value, -2 + value.dim())
-        return self._attend(query, key, value, mask, dropout_p, **options)
+        if attn_mask is not None and (is_causal or attn_mask.shape[-1] != key.shape[-2]):
+            raise UserError(
+                f"parallel.context: attention was given a mask of shape {tuple(attn_mask.shape)}"
+                f"{' beside is_causal' if is_causal else ''}: expected is_causal, no mask, or a mask of "
+                f"this rank's rows and all {key.shape[-2]} columns of the sequence "
+                "(tputrain.models.sequence.places)"
+            )
+        if is_causal:
+            rows, columns = places(query.shape[-2], query.device)
+            attn_mask = rows[:, None] >= columns[None, :]
+        return self._attend(query, key, value, attn_mask, dropout_p, **options)

@@ -26,6 +26,9 @@ class Ema:
     def begin(self, step: int) -> None:
         """Take the parameters as they are now for the averages after `step` steps."""
         self.averages = [parameter.detach().clone() for parameter in self.parameters]
+        # A clone has the weight's memory until one of them is written, and a step that reads one buffer twice
+        # is another program than the steps after it.
+        torch._foreach_mul_([local_part(each) for each in self.averages], 1.0)
         self.step = step
 
     @torch.no_grad()

@@ -7,7 +7,6 @@ from torch import nn
 
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction
-from tputrain.models.lora import lora_layers
 from tputrain.parallel.world import World
 
 if TYPE_CHECKING:
@@ -20,11 +19,6 @@ def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: Loss
     """Raise UserError where several ranks would train otherwise than one process does, or not at all."""
     if world.size == 1:
         return
-    if world.tensor_size > 1 and any(True for _ in lora_layers(model)):
-        raise UserError(
-            f"lora.rank: expected 0 with parallel.tensor={world.tensor_size}: its matrices are not cut "
-            "yet; parallel.shard divides them"
-        )
     if world.context_size > 1:
         _check_takes_parts(f"parallel.context={world.context_size}: {type(model).__name__}", model, loss_fn)
     divides_more = world.context_size > 1 or world.tensor_size > 1
@@ -46,4 +40,10 @@ def _check_takes_parts(who: str, model: nn.Module, loss_fn: LossFunction | None)
         raise UserError(
             f"{who} does not take position_ids: expected forward(input_ids, position_ids, ...), as the first "
             "token of a rank need not be that of a sequence"
+        )
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)  # of transformers
+    if attention not in (None, "sdpa"):
+        raise UserError(
+            f"{who} has the attention {attention}, which sees only the part of a sequence that a rank has: "
+            "expected a model of transformers with the attention sdpa"
         )

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from tputrain.announce import say
 from tputrain.errors import UserError
+from tputrain.models.lora import LoraLinear
 from tputrain.parallel.config import TensorRule
 
 _LAYOUTS: dict[str | None, Placement | None] = {
@@ -29,6 +30,12 @@ _LAYOUTS: dict[str | None, Placement | None] = {
     "replicate": Replicate(),
     "sequence": Shard(1),
     "features": Shard(-1),
+}
+
+# LoRA's matrices: the one that shares the cut dimension with the weight is cut, the other one is whole.
+_NARROW: dict[str, dict[str, Placement]] = {
+    "colwise": {"lora_a": Replicate(), "lora_b": Shard(0)},
+    "rowwise": {"lora_a": Shard(1), "lora_b": Replicate()},
 }
 
 
@@ -43,8 +50,11 @@ def parallelise_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
     for module, rule in chosen.values():
         if rule.output == "sequence" and rule.style != "sequence":
             module.register_forward_pre_hook(_SequenceDivides(mesh.size()))
+        narrow = _taken_off(module) if rule.style in _NARROW else {}
         # Every rank has built the whole model alike: nothing is sent.
         parallelize_module(module, mesh, _style(module, rule), src_data_rank=None)
+        for name, parameter in narrow.items():
+            _divide(module, name, parameter, mesh, _NARROW[rule.style][name])
     for owners in tied:
         _tie_again(owners)
     _list_what_is_left(model, source, unused)
@@ -140,6 +150,18 @@ def _style(module: nn.Module, rule: TensorRule) -> ParallelStyle:
     return _OnParts()
 
 
+def _taken_off(module: nn.Module) -> dict[str, nn.Parameter]:
+    """LoRA's matrices, which are no parameters of `module` from here on: PyTorch's styles would cut them as
+    they cut the weight.
+    """
+    if not isinstance(module, LoraLinear):
+        return {}
+    found = {"lora_a": module.lora_a, "lora_b": module.lora_b}
+    for name in found:
+        delattr(module, name)
+    return found
+
+
 class _OnParts(ParallelStyle):
     """A module with whole parameters, on inputs of which each rank has a part (its heads).
 
@@ -206,8 +228,15 @@ class _SequenceDivides:
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-            owner.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            _divide(owner, name, parameter, mesh, Replicate())
+
+
+def _divide(
+    module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
+) -> None:
+    """Make a parameter that every rank has the whole of the parameter `name` of `module`, as a DTensor."""
+    divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
 def _tied(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
