@@ -183,12 +183,13 @@ def test_fields_of_a_named_model_can_be_replaced():
 
 
 def test_the_configuration_works_in_structured_mode():
-    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), {"name": "llama-20m", "rope_theta": 5e5})
+    llama = type(ModelConfig(name="llama-20m"))  # the dataclass of this kind of models
+    merged = OmegaConf.merge(OmegaConf.structured(llama), {"name": "llama-20m", "rope_theta": 5e5})
     assert OmegaConf.to_object(merged) == ModelConfig(name="llama-20m", rope_theta=5e5)
     with pytest.raises(ConfigKeyError):
-        OmegaConf.merge(OmegaConf.structured(ModelConfig), {"hidden": 3})
+        OmegaConf.merge(OmegaConf.structured(llama), {"hidden": 3})
     with pytest.raises(ValidationError):
-        OmegaConf.merge(OmegaConf.structured(ModelConfig), {"hidden_size": "wide"})
+        OmegaConf.merge(OmegaConf.structured(llama), {"hidden_size": "wide"})
 
 
 @pytest.mark.parametrize(
