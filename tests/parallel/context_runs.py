@@ -106,7 +106,7 @@ def train(name: str, run_dir: Path, device: str, **parallel: Any) -> Trainer:
         device=device,
         run_dir=str(run_dir),
         trainer=TrainerConfig(steps=STEPS, evaluate_every=10, max_grad_norm=0.5, metrics=["accuracy"]),
-        optim=OptimConfig(learning_rate=1e-2),
+        optim=OptimConfig(learning_rate=3e-3),
         schedule=ScheduleConfig(name="constant"),
         checkpoint=CheckpointConfig(every=None),
         log=LogConfig(every=5, progress="none"),
