@@ -44,8 +44,7 @@ def _target_weights(self, target, weight, ignore_index):
     ), safe
 
 
-@lowering("nll_loss_forward", "nll_loss2d_forward", promote="opmath", one_dtype=("self", "weight"))
-def nll_loss_forward(self, target, weight, reduction, ignore_index):
+def _nll_loss(self, target, weight, reduction, ignore_index, picked_from):
     if target.dtype not in (jnp.int64, jnp.uint8):
         raise NotLoweredError("classes of another dtype: PyTorch refuses them, in its own words on the CPU")
     axis = _class_axis(self)
@@ -53,13 +52,40 @@ def nll_loss_forward(self, target, weight, reduction, ignore_index):
         target, 0, self.shape[axis], IndexError, "Target {index} is out of bounds.", allowed=ignore_index
     )
     weights, safe = _target_weights(self, target, weight, ignore_index)
-    places = jnp.expand_dims(safe.astype(jnp.uint32), axis)  # unsigned: no wrapping of negative indices
-    picked = jnp.take_along_axis(self, places, axis, mode="promise_in_bounds").squeeze(axis)
-    losses = jnp.where(weights == 0, 0, -picked * weights)
+    losses = jnp.where(weights == 0, 0, -picked_from(self, safe, axis) * weights)
     if reduction == _NONE:
         return losses, jnp.zeros((), self.dtype)
     total = jnp.sum(weights)
     return (jnp.sum(losses) / total if reduction == _MEAN else jnp.sum(losses)), total
+
+
+def _gathered(self, classes, axis):
+    """Of each target its element."""
+    places = jnp.expand_dims(classes.astype(jnp.uint32), axis)  # unsigned: no wrapping of negative indices
+    return jnp.take_along_axis(self, places, axis, mode="promise_in_bounds").squeeze(axis)
+
+
+def _selected(self, classes, axis):
+    """The same as a sum. A gather reads from memory: for it XLA writes a log-softmax down, in float32. A sum
+    is computed together with what it adds.
+    """
+    places = lax.broadcasted_iota(jnp.int32, self.shape, axis)
+    return jnp.sum(jnp.where(places == jnp.expand_dims(classes, axis), self, 0), axis)
+
+
+def _nll_loss_on_tpu(self, target, weight, reduction, ignore_index):
+    return _nll_loss(self, target, weight, reduction, ignore_index, _selected)
+
+
+@lowering(
+    "nll_loss_forward",
+    "nll_loss2d_forward",
+    promote="opmath",
+    one_dtype=("self", "weight"),
+    on={"tpu": _nll_loss_on_tpu},
+)
+def nll_loss_forward(self, target, weight, reduction, ignore_index):
+    return _nll_loss(self, target, weight, reduction, ignore_index, _gathered)
 
 
 @lowering("nll_loss_backward", "nll_loss2d_backward", promote="opmath")
