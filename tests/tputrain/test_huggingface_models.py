@@ -76,6 +76,15 @@ def test_documents_in_a_sequence_do_not_see_each_other(directory):
         torch.testing.assert_close(packed[:, 4:], model(ids[:, 4:]), atol=1e-5, rtol=1e-4)
 
 
+def test_a_sequence_beyond_a_model_s_window_is_refused():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 50, "sliding_window": 6}
+    model, ids = build_huggingface({"model_type": "mistral", **sizes}), torch.arange(7)[None]
+    assert model(ids[:, :6]).shape == (1, 6, 50)
+    with pytest.raises(UserError, match="a sequence of 7: expected at most 6, its config's sliding_window"):
+        model(ids)
+
+
 def test_random_values_depend_on_the_seed_and_leave_the_generator_alone(directory):
     state = torch.get_rng_state()
     first, again, other = (load_huggingface(str(directory), "random", seed) for seed in (1, 1, 2))

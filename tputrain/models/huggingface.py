@@ -122,6 +122,7 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
     """`model` with the forward of this library's models."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
+    window = _window(model.config)
     if activation_checkpointing:
         _recompute_layers(model)
 
@@ -132,6 +133,11 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
         document_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         own, every = places(input_ids.shape[1], input_ids.device)
+        if window is not None and len(every) > window:
+            raise UserError(
+                f"{type(model).__name__}: a sequence of {len(every)}: expected at most {window}, its "
+                "config's sliding_window; a mask with a window is not supported"
+            )
         # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read.
         mask = attention_bias(own, every, document_ids, model.dtype)[:, 0]
         positions = own[None] if position_ids is None else position_ids
@@ -144,6 +150,13 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
 
     model.forward, model.gives_logits_with_loss = adapted, False
     return model
+
+
+def _window(config: Any) -> int | None:
+    """How far back some layers of a model look; None: all of them see the whole sequence."""
+    text = config.get_text_config()
+    uses = getattr(text, "use_sliding_window", True)
+    return getattr(text, "sliding_window", None) if uses else None
 
 
 def _recompute_layers(model: Any) -> None:
