@@ -19,7 +19,12 @@ class _Terminal(logging.Handler):
     """Whether `announced` has begun a line, and is to complete it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.print(record.getMessage(), getattr(record, "end", "\n"))
+        completion = getattr(record, "completion", None)
+        if completion is not None and self.is_open:
+            self.is_open = False
+            self.print(completion, "\n")
+        else:
+            self.print(record.getMessage(), getattr(record, "end", "\n"))
 
     def print(self, text: str, end: str) -> None:
         beginning = "\n" if self.is_open else ""
@@ -93,6 +98,4 @@ def discard_unwritten() -> None:
 
 
 def _complete(what: str, end: str) -> None:
-    line = end if _terminal.is_open else f"{what} ... {end}"
-    _terminal.is_open = False
-    LOGGER.info("%s", line)
+    LOGGER.info("%s ... %s", what, end, extra={"completion": end})

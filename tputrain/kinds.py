@@ -37,12 +37,12 @@ class Family:
         by = cls.by
         named = arguments[0] if arguments else settings.get(by, getattr(cls, by))
         kind = cls.kind_of(named)
-        if cls in cls.kinds.values() and kind is not cls:
+        if not issubclass(kind, cls) or (cls in cls.kinds.values() and kind is not cls):
             raise UserError(f"{cls.group}.{by}={spelled(named)}: expected another class than {cls.__name__}")
         for key, value in settings.items():
             if key not in keys_of(kind) and (owners := cls.owners(key)):
                 raise foreign(f"{cls.group}.{key}", spelled(value), f"{cls.group}.{by}={named}", owners)
-        return super().__new__(kind)  # type: ignore[return-value]  # a kind of this family
+        return super().__new__(kind)  # a kind of this family
 
     @classmethod
     def kind_of(cls, name: Any) -> type["Family"]:

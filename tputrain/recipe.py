@@ -68,7 +68,7 @@ class RecipeConfig(RunConfig):
             positions is None or length is None or length <= positions,
             "data.sequence_length",
             length,
-            f"at most model.max_position_embeddings={positions}",
+            f"at most model.max_position_embeddings={positions} (or the sliding window)",
         )
         expect(
             trained is None or vocab_size is None or trained <= vocab_size,

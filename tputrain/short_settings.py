@@ -51,6 +51,12 @@ def with_short_settings(cfg: Any, settings: ShortSettings) -> Any:
         cfg = RunConfig()
     if not settings or not isinstance(cfg, RunConfig):
         return cfg
+    if settings.get("steps") is not None:
+        if settings.get("duration") is not None:
+            raise UserError(
+                f"Trainer: duration={settings['duration']}: expected nothing beside steps={settings['steps']}"
+            )
+        settings = {**settings, "duration": None}  # the one that a word names wins over that of `cfg`
     changes: dict[str, Any] = {name: value for name, value in settings.items() if name in _TOP}
     for group, names in _GROUPS.items():
         if of_group := {name: value for name, value in settings.items() if name in names}:

@@ -58,7 +58,7 @@ from tputrain.parallel.writer import SharedWriter
 from tputrain.saved.background import BackgroundWriter
 from tputrain.short_settings import ShortSettings, with_short_settings
 from tputrain.signals import SignalWatch
-from tputrain.trainer_arguments import check_arguments, check_length, check_step
+from tputrain.trainer_arguments import check_arguments, check_length, check_step, say_unused_settings
 from tputrain.watchdog import READING, Watchdog
 
 
@@ -123,6 +123,7 @@ class Trainer(Position):
         self.cfg = cfg
         self.device = devices.find_device(cfg.device)
         self.world = join(cfg.parallel, self.device)
+        say_unused_settings(cfg, optimizer, lr_scheduler)
         if cfg.parallel.auto:
             self.world = divided(self.world, model, cfg, train_loader, loss_fn)
         check_limits(self.world, cfg, model, loss_fn)
@@ -142,8 +143,8 @@ class Trainer(Position):
             check_loader(loader, f"val_loader{name and f' {name}'}", self.world, equal=False)
         self.val_loader = val_loader
         self.tokenizer = tokenizer
-        budget = RecompileBudget(cfg.trainer.recompile_budget)
-        self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks), budget]
+        self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks)]
+        self.callbacks.append(RecompileBudget(cfg.trainer.recompile_budget))
         self.control = Control() if is_alone else AgreedControl()
 
         self.optimizer = (
@@ -153,12 +154,9 @@ class Trainer(Position):
         )
         check_ownership(self.model, self.optimizer, lr_scheduler)
         create_state(self.optimizer)
-        logged = self._readings.logged
-        self.train_step = step(
-            StepParts(
-                model, self.optimizer, loss_fn, self.device, self.world, self.execution, logged, cfg.trainer
-            )
-        )
+        form, logged = self.execution, self._readings.logged
+        parts = StepParts(model, self.optimizer, loss_fn, self.device, self.world, form, logged, cfg.trainer)
+        self.train_step = step(parts)
         check_step(self.train_step, cfg)
         self.evaluation_weights = EvaluationWeights(model, self.optimizer, cfg.optim.ema_decay, self.device)
 

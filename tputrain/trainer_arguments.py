@@ -76,10 +76,9 @@ def check_arguments(
         _check_hooks(callback)
     _each("loggers", loggers, Logger)
     _expect(callable(step), "step", step, "a subclass of tputrain.TrainStep, or a function that makes one")
-    _say_unused_settings(cfg, optimizer, lr_scheduler)
 
 
-def _say_unused_settings(cfg: RunConfig, optimizer: Any, lr_scheduler: Any) -> None:
+def say_unused_settings(cfg: RunConfig, optimizer: Any, lr_scheduler: Any) -> None:
     """Name the settings of `cfg` that do nothing beside an optimizer or a scheduler that was given."""
     if optimizer is not None:
         own = replace(cfg.optim, freeze=[], ema_decay=None)  # these are used with any optimizer
@@ -87,6 +86,8 @@ def _say_unused_settings(cfg: RunConfig, optimizer: Any, lr_scheduler: Any) -> N
         _say_unused(changed, "an optimizer")
     if optimizer is not None or lr_scheduler is not None:
         changed = [f"schedule.{key}" for key in changed_settings(asdict(ScheduleConfig()), cfg.schedule)]
+        if optimizer is None and cfg.optim.learning_rate != OptimConfig().learning_rate:
+            changed.append("optim.learning_rate")
         _say_unused(changed, "an optimizer" if lr_scheduler is None else "an lr_scheduler")
 
 

@@ -17,6 +17,7 @@ MASKS = {
     "documents": lambda L, S: (torch.arange(L) // 7)[:, None] == (torch.arange(S) // 7),
     "padding": lambda L, S: (torch.arange(S) < torch.tensor([S, 5])[:, None])[:, None, None],
     "bias of a head": lambda L, S: torch.randn(4, 1, S),
+    "large bias": lambda L, S: 100 + torch.randn(4, 1, S),
     "bias": lambda L, S: torch.randn(2, 4, L, S),
 }
 

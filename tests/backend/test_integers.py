@@ -146,6 +146,8 @@ def test_what_the_cpu_takes_is_not_refused():
     large = torch.tensor([[2**62, 2**62 - 3, -7, 2]], device="tpu")
     assert F.avg_pool1d(large, 2).tolist() == F.avg_pool1d(large.cpu(), 2).tolist() == [[2**62 - 2, -2]]
     assert torch.clamp(x[0, 0], max=2).tolist() == [0, 1, 2, 2]
+    real = torch.tensor([0.0, float("nan")], device="tpu")
+    assert str(torch.clamp(real, 0.5 + 0j, 2).tolist()) == "[0.5, nan]"
     assert (torch.tensor([True], device="tpu") + 2).tolist() == [3]
     assert torch.tpu.fallback_stats() == before
 

@@ -21,7 +21,7 @@ from tputrain.models import (
     add_lora,
     load_huggingface,
 )
-from tputrain.models.huggingface import build_huggingface
+from tputrain.models.huggingface import build_huggingface, limits_said
 from tputrain.recipe import read_recipe
 
 
@@ -79,6 +79,8 @@ def test_documents_in_a_sequence_do_not_see_each_other(directory):
 def test_a_sequence_beyond_a_model_s_window_is_refused():
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "vocab_size": 50, "sliding_window": 6}
+    assert limits_said(sizes) == (6, 50)
+    assert limits_said(sizes | {"use_sliding_window": False}) == (None, 50)
     model, ids = build_huggingface({"model_type": "mistral", **sizes}), torch.arange(7)[None]
     assert model(ids[:, :6]).shape == (1, 6, 50)
     with pytest.raises(UserError, match="a sequence of 7: expected at most 6, its config's sliding_window"):

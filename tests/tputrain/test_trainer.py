@@ -437,6 +437,10 @@ def test_common_settings_are_words_of_the_trainer_and_win_over_the_configuration
     cfg = Trainer(classifier(), nested, device="cpu", learning_rate=0.2, steps=7).cfg
     assert cfg.optim == OptimConfig(name="sgd", momentum=0.5, learning_rate=0.2)
     assert (cfg.seed, cfg.trainer.steps) == (3, 7)
+    by_tokens = RunConfig(device="cpu", trainer=TrainerConfig(duration="2 epochs"))
+    assert Trainer(classifier(), by_tokens, steps=7).cfg.trainer == TrainerConfig(steps=7)
+    with pytest.raises(UserError, match=r"^Trainer: duration=1h: expected nothing beside steps=3$"):
+        Trainer(classifier(), steps=3, duration="1h")
     with pytest.raises(UserError, match=r"^Trainer: stepz: no such argument; .*; did you mean steps\?$"):
         Trainer(classifier(), stepz=3)
     with pytest.raises(UserError, match=r"^trainer\.steps=2\.5: expected a whole number, 1 or more$"):
@@ -453,7 +457,8 @@ def test_settings_that_do_nothing_beside_what_is_given_are_named(capsys):
     assert "note: schedule.warmup_steps: not used, the Trainer was given an optimizer\n" in said
     Trainer(classifier(), cfg, lr_scheduler=lambda step: 0.1, warmup_steps=3)
     said = capsys.readouterr().out
-    assert "note: schedule.warmup_steps: not used, the Trainer was given an lr_scheduler\n" in said
+    unused = "schedule.warmup_steps, optim.learning_rate"
+    assert f"note: {unused}: not used, the Trainer was given an lr_scheduler\n" in said
     Trainer(classifier(), RunConfig(device="cpu"), lr_scheduler=lambda step: 0.1)
     assert "not used" not in capsys.readouterr().out
 

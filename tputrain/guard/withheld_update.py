@@ -60,8 +60,8 @@ def _changed_by_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> It
     devices = {parameter.device for parameter in model.parameters()}
     # In an order that does not tell whether the state was made or loaded: else these would be two programs.
     trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    found = (optimizer.state.get(parameter, {}) for parameter in trained)
-    states = (state[key] for state in found for key in sorted(state))
+    found = (optimizer.state.get(each, {}) for each in dict.fromkeys([*trained, *optimizer.state]))
+    states = (state[key] for state in found for key in sorted(state, key=str))
     tensors = {
         id(value): value
         for value in (*model.parameters(), *model.buffers(), *states)

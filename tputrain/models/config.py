@@ -55,7 +55,7 @@ class ModelConfig(Family, group="model", by="name"):
 
     def build_for(self, checkpoint: Path, seed: int) -> nn.Module:
         """The model for the weights of `checkpoint`; what it began with need not be there any more."""
-        return self.build(seed)
+        return self.build_empty(seed)
 
     def limits(self) -> Limits:
         """Those that the configuration says."""

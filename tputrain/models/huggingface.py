@@ -93,13 +93,14 @@ def limits(path: str) -> tuple[int | None, int | None]:
 
 
 def limits_said(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Positions and vocabulary where a model's configuration says them, in numbers."""
-    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    """Positions and vocabulary where a model's configuration says them, in numbers. Positions end where a
+    sliding window would begin to cut (`_window`).
+    """
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    given = config.get("max_position_embeddings", config.get("n_positions")), window
+    positions = [number for number in given if isinstance(number, int)]
     vocab_size = config.get("vocab_size")
-    return (
-        positions if isinstance(positions, int) else None,
-        vocab_size if isinstance(vocab_size, int) else None,
-    )
+    return min(positions, default=None), vocab_size if isinstance(vocab_size, int) else None
 
 
 def _transformers() -> Any:

@@ -96,12 +96,17 @@ def backward(
     is_causal: bool,
     factor: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value. `output` and `log_sums` may be over more keys than these."""
+    """Gradients of query, key and value. `output` and `log_sums` may be over more keys than these.
+
+    As in FlashAttention, what the gradients of a query's scores have in common is taken from `output`, which
+    16-bit numbers have rounded.
+    """
     grid = _Grid.of(query, key, bias, is_causal)
     queries = grid.query_blocks(query * factor)
     grads = grid.query_blocks(grad_out)
-    # Of a query that looks nowhere every score is -inf: with a sum of 1 its weights are 0.
-    sums = grid.query_blocks(jnp.where(log_sums == -jnp.inf, 0, log_sums).astype(query.dtype))
+    # Of a query that looks nowhere every score is -inf: with a sum of 1 its weights are 0. So are those of
+    # what is padded, whatever a bias adds to it.
+    sums = grid.query_blocks(jnp.where(log_sums == -jnp.inf, 0, log_sums).astype(query.dtype), jnp.inf)
     means = grid.query_blocks(jnp.sum(grad_out * output, -1))
     keys, values = grid.keys(key), grid.keys(value)
 
@@ -181,11 +186,11 @@ class _Grid:
         """The heads of keys of all sequences, in a row."""
         return jnp.arange(self.batch * self.num_key_heads, dtype=jnp.int32)
 
-    def query_blocks(self, tensor: jax.Array) -> jax.Array:
-        """(B, H, L, ...) as (B * K, blocks, G * rows of a block, ...)."""
+    def query_blocks(self, tensor: jax.Array, fill: float = 0) -> jax.Array:
+        """(B, H, L, ...) as (B * K, blocks, G * rows of a block, ...), padded with `fill`."""
         padding = [(0, 0)] * tensor.ndim
         padding[2] = (0, -self.num_queries % self.query_size)
-        parts = jnp.pad(tensor, padding).reshape(
+        parts = jnp.pad(tensor, padding, constant_values=fill).reshape(
             -1, self.group, self.num_query_blocks, self.query_size, *tensor.shape[3:]
         )
         return jnp.swapaxes(parts, 1, 2).reshape(parts.shape[0], self.num_query_blocks, -1, *tensor.shape[3:])

@@ -365,20 +365,25 @@ def addcdiv(self, tensor1, tensor2, *, value=1):
 @lowering("clamp.Tensor", promote="result")
 def clamp(self, min=None, max=None):
     if min is not None:
-        self = jnp.maximum(self, min)
-    return self if max is None else jnp.minimum(self, max)
+        self = maximum(self, min)
+    return self if max is None else minimum(self, max)
+
+
+def _bound(self, number):
+    """Of a complex bound of real numbers the real part: an order of complex numbers would lose NaN."""
+    return number.real if jnp.iscomplexobj(number) and not jnp.iscomplexobj(self) else number
 
 
 @lowering("clamp_min", promote="result", fits={"min": "result"})
 @lowering("clamp_min.Tensor", "maximum", promote="result")
 def maximum(self, other):
-    return jnp.maximum(self, other)
+    return jnp.maximum(self, _bound(self, other))
 
 
 @lowering("clamp_max", promote="result", fits={"max": "result"})
 @lowering("clamp_max.Tensor", "minimum", promote="result")
 def minimum(self, other):
-    return jnp.minimum(self, other)
+    return jnp.minimum(self, _bound(self, other))
 
 
 lowering("fmax", promote="result")(lambda self, other: jnp.fmax(self, other))
