@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tpu_backend.runtime.lists import elements_made, elements_read, leaves_of, part_of
 from tpu_backend.runtime.parts import Part, Piece, Plan, plan_parts
-from tpu_backend.runtime.signature import RuntimeArg, TensorArg
+from tpu_backend.runtime.signature import RuntimeArg, Signature, TensorArg
 from tpu_backend.runtime.tape import Tape
 
 _MOST_PLANS = 64  # that are kept: one is asked for when it is counted and again when it is compiled
@@ -246,6 +246,9 @@ class _Builder:
         self._whole_origin: list[int] = description["origin"]
         self._newest: dict[int, int] = {}  # by input of the whole: what its buffer held when the part began
         self._checked = {entry: place for place, entry in enumerate(description["checked"])}
+        # By entry, for the many pieces that one of long lists is cut into.
+        self._read: dict[int, list[int]] = {}
+        self._numbers: dict[int, list[tuple[int, int]]] = {}
 
     def build(self, parts: Sequence[Part]) -> list[PartOfChain]:
         return [self._part(pieces) for pieces in parts]
@@ -289,7 +292,9 @@ class _Builder:
         if piece.last is None:
             yield from entry.links
             return
-        for local, element in zip(entry.links, elements_read(entry.signature), strict=True):
+        if piece.entry not in self._read:
+            self._read[piece.entry] = elements_read(entry.signature)
+        for local, element in zip(entry.links, self._read[piece.entry], strict=True):
             if _takes(piece, element):
                 yield local
 
@@ -308,15 +313,22 @@ class _Builder:
                 taken += range(start, start + count)
             return
         places = list(entry.starts)
-        for leaf in leaves_of(entry.signature):
-            if (kind := _kind_of_number(leaf.value, entry.signature.wide)) is not None:
-                if _takes(piece, leaf.element):
-                    kinds[kind].append(places[kind])
-                places[kind] += 1
+        if piece.entry not in self._numbers:
+            self._numbers[piece.entry] = _numbers_of(entry.signature)
+        for kind, element in self._numbers[piece.entry]:
+            if _takes(piece, element):
+                kinds[kind].append(places[kind])
+            places[kind] += 1
 
 
 def _takes(piece: Piece, element: int) -> bool:
     return piece.last is None or element < 0 or piece.first <= element < piece.last
+
+
+def _numbers_of(entry: Signature) -> list[tuple[int, int]]:
+    """Of each number among its arguments, in order: its kind, and of which element it is."""
+    found = ((_kind_of_number(leaf.value, entry.wide), leaf.element) for leaf in leaves_of(entry))
+    return [(kind, element) for kind, element in found if kind is not None]
 
 
 def _kind_of_number(value: Any, is_wide: bool) -> int | None:
