@@ -25,12 +25,12 @@ class ShortSettings(TypedDict, total=False):
     warmup_steps: int
 
 
+# The others are RunConfig's own.
 _GROUPS = {
     "trainer": ("steps", "duration", "accumulate", "max_grad_norm", "evaluate_every"),
     "optim": ("learning_rate", "weight_decay"),
     "schedule": ("warmup_steps",),
 }
-_TOP = ("run_dir", "device", "seed")
 
 
 def with_short_settings(cfg: Any, settings: ShortSettings) -> Any:
@@ -57,8 +57,9 @@ def with_short_settings(cfg: Any, settings: ShortSettings) -> Any:
                 f"Trainer: duration={settings['duration']}: expected nothing beside steps={settings['steps']}"
             )
         settings = {**settings, "duration": None}  # the one that a word names wins over that of `cfg`
-    changes: dict[str, Any] = {name: value for name, value in settings.items() if name in _TOP}
-    for group, names in _GROUPS.items():
-        if of_group := {name: value for name, value in settings.items() if name in names}:
-            changes[group] = replace(getattr(cfg, group), **of_group)
-    return replace(cfg, **changes)
+    rest: dict[str, Any] = dict(settings)
+    groups = {
+        group: {name: rest.pop(name) for name in names if name in rest} for group, names in _GROUPS.items()
+    }
+    changed = {group: replace(getattr(cfg, group), **values) for group, values in groups.items() if values}
+    return replace(cfg, **changed, **rest)

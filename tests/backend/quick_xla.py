@@ -6,9 +6,9 @@ users, and so are those of `tputrain run`.
 
 import jax
 
-QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+_OPTIONS: dict[str, bool | int] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+QUICK_XLA_FLAGS = " ".join(f"--{name}={int(value)}" for name, value in _OPTIONS.items())
 
 
 def quick_xla() -> dict[str, bool | int]:
-    is_cpu = jax.default_backend() == "cpu"
-    return {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False} if is_cpu else {}
+    return _OPTIONS if jax.default_backend() == "cpu" else {}

@@ -25,8 +25,21 @@ _SKIPPED_PREFIX = "_sysconfigdata"
 _SMALLEST_STANDARD_LIBRARY = 6_000_000  # bytes
 
 
+class CorpusConfig(TextConfig):
+    """Text that is read whole before the first step."""
+
+    def build(
+        self,
+        seed: int,
+        announce: Callable[[str], None] = print,
+        tokenizer: Tokenizer | None = None,
+        expected: str | None = None,
+    ) -> Data:
+        return build_data(self, seed, announce, tokenizer, expected)
+
+
 @dataclass(frozen=True)
-class TextFilesConfig(TextConfig, names=("text",)):
+class TextFilesConfig(CorpusConfig, names=("text",)):
     """Files of text, each of which is a document."""
 
     source: str = "text"
@@ -42,18 +55,9 @@ class TextFilesConfig(TextConfig, names=("text",)):
     def corpus(self) -> Corpus:
         return python_source() if self.files is None else text_files(self.files)
 
-    def build(
-        self,
-        seed: int,
-        announce: Callable[[str], None] = print,
-        tokenizer: Tokenizer | None = None,
-        expected: str | None = None,
-    ) -> Data:
-        return build_data(self, seed, announce, tokenizer, expected)
-
 
 @dataclass(frozen=True)
-class DocstringsConfig(TextConfig, names=("docstrings",)):
+class DocstringsConfig(CorpusConfig, names=("docstrings",)):
     """Questions about the standard library, answered by its docstrings; a conversation is one document."""
 
     source: str = "docstrings"
@@ -72,15 +76,6 @@ class DocstringsConfig(TextConfig, names=("docstrings",)):
             self.cache_dir,
         )
         return Corpus(f"questions about the {source.title}", [*map(row_document, made)], unit="question")
-
-    def build(
-        self,
-        seed: int,
-        announce: Callable[[str], None] = print,
-        tokenizer: Tokenizer | None = None,
-        expected: str | None = None,
-    ) -> Data:
-        return build_data(self, seed, announce, tokenizer, expected)
 
 
 def python_source() -> Corpus:
