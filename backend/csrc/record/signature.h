@@ -113,7 +113,8 @@ struct RuntimeNumber {
   };
 };
 
-// Of an entry's circumstances: recorded in no_grad or inference mode, and not by a backward pass, while sizes are padded.
+// Of an entry's circumstances: recorded in no_grad or inference mode, or of integers alone, and not by a backward pass, while sizes
+// are padded.
 constexpr uint64_t kWithoutGradients = uint64_t{1} << 62;
 constexpr uint64_t kInAutocast = uint64_t{1} << 63; // recorded inside torch.autocast
 

@@ -40,6 +40,17 @@ std::atomic<Parts> g_parts{Parts::Never};
 std::atomic<bool> g_pads_sizes{false};
 std::atomic<bool> g_forked{false};
 
+// Whether no gradient comes out of it: what is made of integers alone has none, wherever it is recorded.  A prompt is made before
+// `generate` enters `no_grad`.
+bool is_without_gradients(const EncodedCall& call) {
+  const auto may_have_gradient = [](const TensorRef& tensor) {
+    const auto dtype = tensor.buffer->layout->dtype;
+    return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+  };
+  return torch::autograd::get_current_graph_task_id() < 0 &&
+      (!at::GradMode::is_enabled() || std::none_of(call.tensors.begin(), call.tensors.end(), may_have_gradient));
+}
+
 } // namespace
 
 bool forked() {
@@ -220,8 +231,7 @@ void Stream::append(
     segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});
   }
   segment_.entries.push_back(&signature);
-  const bool without_gradients = pads_sizes() && !at::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() < 0;
-  segment_.circumstances.push_back(call.circumstances | (without_gradients ? kWithoutGradients : 0));
+  segment_.circumstances.push_back(call.circumstances | (pads_sizes() && is_without_gradients(call) ? kWithoutGradients : 0));
   for (const auto& tensor : call.tensors) {
     if (tensor.reads) {
       segment_.push(static_cast<uint32_t>(link(tensor.buffer)));
