@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tputrain.data import DataError, PackedSequences
-from tputrain.data.packing import num_label_bytes
+from tputrain.data.shuffled import num_label_bytes
 
 LENGTHS = (5, 3, 8, 1, 7)
 

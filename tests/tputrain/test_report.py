@@ -14,7 +14,7 @@ from tputrain.errors import UserError
 from tputrain.report import read_run, report_page
 from tputrain.report.chart import Line, bar_chart, line_chart
 from tputrain.report.numbers import bytes_text, moment, plain, scientific, seconds_text
-from tputrain.report.series import MOST_POINTS, histogram, percentile, thinned
+from tputrain.report.series import MOST_POINTS, histogram, is_noisy, percentile, smoothed, thinned
 from tputrain.run_lock import RunLock, is_locked
 
 CONFIG = {"seed": 0, "trainer": {"steps": 40, "max_grad_norm": None}, "optim": {"learning_rate": 0.003}}
@@ -48,7 +48,13 @@ def make_run(directory: Path, config: dict = CONFIG, **more: object) -> Path:
         {"step": at, "loss": 5.0 - at / 20, "perplexity": 90.0 - at, "seconds": 1.0} for at in (0, 20, 40)
     ]
     (directory / "evaluations.jsonl").write_text(lines(evaluated))
-    started = {"event": "started", "config": config, "environment": {"torch": "2.13.0"}}
+    started = {
+        "event": "started",
+        "command": "tputrain run llama trainer.steps=40",
+        "config": config,
+        "changed": {"trainer.steps": 40},
+        "environment": {"torch": "2.13.0", "device": "cpu"},
+    }
     events = [
         {**started, "step": 0, "time": 1_000_000.0},
         {"event": "saved", "step": 20, "time": 1_000_100.0},
@@ -113,6 +119,33 @@ def test_a_page_says_what_a_run_came_to(tmp_path):
     assert any(title.startswith("resumed at step 20") for title in seen.titles)
     assert any(title.startswith("saved at step 40") for title in seen.titles)
     assert {"step 1: 1 compiled", "step 21: 1 compiled"} <= set(seen.titles)
+
+
+def test_the_command_and_what_is_not_the_default_come_first(tmp_path):
+    page = report_page([read_run(make_run(tmp_path / "a"))])
+    assert "<p><code>tputrain run llama trainer.steps=40</code> on cpu</p>" in page.partition("<h2>")[0]
+    changed = page.partition("<h3>Not as by default</h3>")[2].partition("</table>")[0]
+    assert re.findall("<th>(.*?)</th><td>(.*?)</td>", changed) == [("trainer.steps", "40")]
+
+
+def test_a_noisy_curve_is_drawn_faintly_behind_a_smoothed_one(tmp_path):
+    page = report_page([read_run(make_run(tmp_path / "calm"))])
+    assert "faint" not in re.sub("<style>.*?</style>", "", page, flags=re.S)
+    noisy = make_run(tmp_path / "noisy")
+    records = [step(number, loss=5 - number / 100 + number % 2) for number in range(1, 201)]
+    (noisy / "metrics.jsonl").write_text(lines(records))
+    chart = next(svg for svg in Seen(report_page([read_run(noisy)])).charts if "smoothed" in str(svg.attrib))
+    drawn = [line.attrib["class"] for line in chart.iter() if line.tag.endswith("polyline")]
+    assert drawn[:2] == ["r0 faint", "r0"]
+
+
+def test_smoothing_follows_the_curve_and_is_not_biased_to_zero():
+    values = [(float(x), 4.0 + (-1) ** x) for x in range(200)]
+    assert is_noisy(values)
+    assert not is_noisy([(x, 4.0 - 0.01 * x) for x, _ in values])
+    averages = [y for _, y in smoothed(values)]
+    assert all(3.0 <= y <= 5.0 for y in averages)
+    assert abs(averages[-1] - 4.0) < 0.3
 
 
 def test_what_is_logged_under_another_name_is_drawn_under_that_name(tmp_path):

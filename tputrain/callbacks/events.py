@@ -1,5 +1,7 @@
 """What happened to a run and when, as JSON lines in `events.jsonl`: started, saved, ended."""
 
+import shlex
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +11,7 @@ from tputrain import device as devices
 from tputrain import exact_json
 from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
+from tputrain.config_differences import changed_settings
 from tputrain.loggers.jsonl import EVENTS
 from tputrain.versions import versions
 
@@ -19,9 +22,10 @@ if TYPE_CHECKING:
 class EventLog(Callback):
     """Appends to `events.jsonl` in `directory`: one line each time a process starts, saves and ends.
 
-    Every line has `event`, `step` and `time` (seconds since 1970); `started` also has the configuration,
-    versions and device of that process. Nothing is ever taken back: this is the history of the processes,
-    where `metrics.jsonl` is that of the steps. A process that was killed has no `ended`.
+    Every line has `event`, `step` and `time` (seconds since 1970); `started` also has the command line, the
+    configuration and what of it is not the default, versions and device of that process. Nothing is ever
+    taken back: this is the history of the processes, where `metrics.jsonl` is that of the steps. A process
+    that was killed has no `ended`.
     """
 
     def __init__(self, directory: Path | str):
@@ -30,7 +34,15 @@ class EventLog(Callback):
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         environment = {"device": devices.describe(trainer.device), **versions()}
-        self._write("started", trainer.step, config=asdict(trainer.cfg), environment=environment)
+        changed = {key: new for key, (_, new) in changed_settings({}, trainer.cfg).items()}
+        self._write(
+            "started",
+            trainer.step,
+            command=_command(),
+            config=asdict(trainer.cfg),
+            changed=changed,
+            environment=environment,
+        )
 
     def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
         # Written in the background, it may be of an earlier step than the trainer's.
@@ -52,3 +64,10 @@ class EventLog(Callback):
             # A history is not worth a run.
             self._is_writable = False
             say(f"note: {self.path} cannot be written ({error.strerror}); events are not recorded from here")
+
+
+def _command() -> str:
+    """The command line of this process, without the directories of what was started."""
+    script = Path(sys.argv[0])
+    name = script.parent.name if script.name == "__main__.py" else script.name
+    return shlex.join([name, *sys.argv[1:]])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tputrain.data.tokenizer import Tokenizer
 
 FORMATS = ("text", "messages", "prompt")
-LAYOUTS = ("packed", "padded")
+LAYOUTS = ("packed", "best_fit", "padded")
 
 
 class DataError(UserError):
@@ -60,7 +60,8 @@ class DataConfig(Family, group="data", by="source"):
     source: str = "text"
     """text: a file is a document; jsonl, csv, parquet: a row is one; saved: a directory that
     `datasets.save_to_disk` wrote; hub: a dataset of the Hugging Face hub; docstrings: questions about Python
-    and their answers, made from its own source; digits: scikit-learn's images, with their classes."""
+    and their answers, made from its own source; mixture: several of these; digits: scikit-learn's images and
+    their classes."""
     validation_fraction: float = 0.05
     """Share of the data held out for validation: of files in bytes, of rows in rows."""
 
@@ -116,7 +117,8 @@ class TextConfig(DataConfig):
     sequence_length: int = 128
     """Tokens in a sequence."""
     layout: str = "packed"
-    """packed: documents end to end, no token wasted; padded: one document a row, similar lengths together."""
+    """packed: documents end to end, no token wasted; best_fit: whole documents put together, none cut that
+    fits a sequence; padded: one document a row, similar lengths together."""
     buckets: int = 4
     """How many lengths padded batches may have: each is a program to compile."""
     workers: int = 0

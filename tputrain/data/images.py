@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tputrain.batches import IGNORED_LABEL, Batch
 from tputrain.data.config import Data, DataConfig, DataError
-from tputrain.data.packing import epoch_order, shuffled
+from tputrain.data.shuffled import epoch_order, shuffled
 from tputrain.data.tokenizer import Tokenizer
 
 

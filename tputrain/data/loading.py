@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tputrain.batches import Batch
-from tputrain.data.packing import PackedSequences, num_label_bytes
 from tputrain.data.padding import PaddedSequences
+from tputrain.data.shuffled import ShuffledSequences, num_label_bytes
 
-Sequences = PackedSequences | PaddedSequences
+Sequences = ShuffledSequences | PaddedSequences
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
-"""Documents laid end to end and cut into sequences, and which sequences a training step sees."""
+"""Documents laid end to end and cut into sequences."""
 
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,21 +8,17 @@ import torch
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataError
 from tputrain.data.mapped_array import MappedArray
+from tputrain.data.shuffled import Batch, ShuffledSequences
 
-Batch = dict[str, torch.Tensor]
 
-
-class PackedSequences:
+class PackedSequences(ShuffledSequences):
     """A stream of tokens cut into sequences of equal length, with the borders of documents kept.
 
     `tokens` holds all documents end to end, `offsets` where each starts, and the total length last.
     Sequence i is tokens [i * length, (i + 1) * length): a document that crosses its end goes on in the next
     one as if it started there. What does not fill a sequence at the very end is left out, and so is a
-    sequence that holds nothing to learn.
-
-    A batch holds four int64 CPU tensors of shape (sequences, sequence_length): `input_ids`; `labels`, the
-    next token, or -100 where that belongs to another document or is not `learned` (bool, a token; None: all
-    are); `position_ids`, from 0 in each document; `document_ids`, from 0 in each sequence.
+    sequence that holds nothing to learn. Labels are -100 where the next token belongs to another document, or
+    is not `learned` (bool, a token; None: all are).
     """
 
     def __init__(
@@ -42,7 +36,7 @@ class PackedSequences:
         self.num_sequences = len(tokens) // sequence_length
         # A plain array over the same (mapped) memory: indexing NumPy's memmap class costs several times as
         # much.
-        self._tokens, self._offsets, self._seed = np.asarray(tokens), np.asarray(offsets), seed
+        self._tokens, self._offsets, self.seed = np.asarray(tokens), np.asarray(offsets), seed
         self._learned = learned
         self._places = None if learned is None else self._with_labels()
         if self.num_sequences == 0:
@@ -57,37 +51,7 @@ class PackedSequences:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_tokens": state["_tokens"].open()})
 
-    def batch_at(self, step: int, micro: int, sequences: int, micros: int = 1) -> Batch:
-        """Batch `micro` (of `micros`, `sequences` each) of step `step` (from 0): a pure function of (seed,
-        step).
-
-        Every epoch takes each sequence once, in an order of its own. A batch may hold the end of one epoch
-        and the start of the next.
-        """
-        if not 0 <= micro < micros:
-            raise ValueError(f"micro={micro}: expected 0 to {micros - 1}")
-        places = (step * micros + micro) * sequences + np.arange(sequences)
-        return self.batch_of(shuffled(self._seed, places, self.num_sequences))
-
-    def epochs_at(self, step: int, sequences: int) -> float:
-        """How many epochs the steps before `step`, of `sequences` each, come to."""
-        return step * sequences / self.num_sequences
-
-    def eval_batches(self, sequences: int, max_batches: int | None = None) -> Iterator[Batch]:
-        """Batches of exactly `sequences`, always the same ones in the same order, whatever the seed.
-
-        The order is shuffled, so that the first few are a fair sample. Each sequence is in one batch; the
-        last one is filled up with sequences whose labels are all -100.
-        """
-        order = epoch_order(0, 0, self.num_sequences)
-        for first in range(0, self.num_sequences, sequences)[:max_batches]:
-            chosen = order[first : first + sequences]
-            batch = self.batch_of(np.resize(chosen, sequences))
-            batch["labels"][len(chosen) :] = IGNORED_LABEL
-            yield batch
-
     def batch_of(self, indices: np.ndarray) -> Batch:
-        """The sequences numbered `indices` (int64, below `num_sequences`), as a batch."""
         if self._places is not None:
             indices = self._places[indices]
         first = indices[:, None] * self.sequence_length
@@ -108,10 +72,9 @@ class PackedSequences:
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def bytes_per_label(self, token_bytes: np.ndarray) -> float:
-        """Bytes of text per trained-on label, over all sequences."""
+    def label_bytes(self, token_bytes: np.ndarray) -> tuple[int, int]:
         labels, within = self._labels()
-        return float(token_bytes[labels[within]].sum() / max(1, within.sum()))
+        return int(token_bytes[labels[within]].sum()), int(within.sum())
 
     def _labels(self) -> tuple[np.ndarray, np.ndarray]:
         """The token after each that is in a sequence, and whether it is a label."""
@@ -131,35 +94,3 @@ class PackedSequences:
         places = np.flatnonzero(np.add.reduceat(within, starts)) if len(starts) else starts
         self.num_sequences = len(places)
         return places
-
-
-def num_label_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
-    """Bytes of text that a batch is trained on or judged by; `token_bytes`: `Tokenizer.token_bytes()`."""
-    labels = batch["labels"].numpy()
-    return int(token_bytes[labels[labels != IGNORED_LABEL]].sum())
-
-
-def shuffled(seed: int, places: np.ndarray, count: int) -> np.ndarray:
-    """Which of `count` items stand at `places` (int64, from 0) of an endless row of epochs, each of which has
-    every item once, in an order of its own.
-    """
-    epochs, within = np.divmod(places, count)
-    items = np.empty_like(places)
-    for epoch in np.unique(epochs):
-        chosen = epochs == epoch
-        items[chosen] = epoch_order(seed, int(epoch), count)[within[chosen]]
-    return items
-
-
-@lru_cache(maxsize=8)
-def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """A permutation of `count` items that belongs to (seed, epoch), 8 bytes an item, kept for the last few
-    epochs.
-
-    Sorting Philox's raw output, which NumPy promises never to change; its `permutation` carries no such
-    promise.
-    """
-    bits = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(count)
-    order = np.argsort(bits, kind="stable")
-    order.flags.writeable = False
-    return order

@@ -9,7 +9,8 @@ import torch
 from tputrain.batches import IGNORED_LABEL, PADDING
 from tputrain.data.config import DataError
 from tputrain.data.mapped_array import MappedArray
-from tputrain.data.packing import Batch, epoch_order
+from tputrain.data.pieces import cut_documents
+from tputrain.data.shuffled import Batch, epoch_order
 
 _OF_BATCHES = 2**63
 """Added to the epoch's number: the order of batches is not that of rows."""
@@ -41,28 +42,13 @@ class PaddedSequences:
         self.num_tokens, self.num_documents = len(tokens), len(offsets) - 1
         self._tokens, self._learned = np.asarray(tokens), learned
         self._padding_id, self._seed = padding_id, seed
-        self._starts, self._sizes, self._ends = self._rows_of(np.asarray(offsets))
+        self._starts, self._sizes, self._ends = cut_documents(
+            np.asarray(offsets), self.num_tokens, sequence_length, learned
+        )
         self.num_sequences = len(self._starts)
         self._plans: dict[tuple[int, int, int], list[np.ndarray]] = {}
         if self.num_sequences == 0:
             raise DataError(f"the {name} text has no document with anything to learn: give more (data.files)")
-
-    def _rows_of(self, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where each row starts, its tokens, and where its document ends."""
-        lengths = np.diff(offsets)
-        counts = -(-lengths // self.sequence_length)
-        within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        starts = np.repeat(offsets[:-1], counts) + within * self.sequence_length
-        ends = np.repeat(offsets[1:], counts)
-        sizes = np.minimum(ends - starts, self.sequence_length)
-        # Token 0 of a document is nobody's label; a row's labels are its tokens, shifted by one.
-        is_label = np.ones(self.num_tokens + 1, dtype=bool)
-        if self._learned is not None:
-            is_label[:-1] = self._learned
-        is_label[offsets] = False
-        before = np.concatenate([[0], is_label.cumsum()])
-        has_labels = before[np.minimum(starts + sizes, self.num_tokens) + 1] > before[starts + 1]
-        return starts[has_labels], sizes[has_labels], ends[has_labels]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tokens": MappedArray.of(self._tokens)}

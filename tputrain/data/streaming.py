@@ -14,9 +14,10 @@ from tputrain.data.config import Data, DataError, RowsConfig
 from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.corpus import is_held_out, row_document
 from tputrain.data.loading import Sequences, ValidationBatches
-from tputrain.data.packing import Batch, PackedSequences, epoch_order
+from tputrain.data.packing import PackedSequences
 from tputrain.data.pretrained_tokenizer import find_tokenizer
 from tputrain.data.rows import empty, open_rows, read_documents
+from tputrain.data.shuffled import Batch, epoch_order
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.prefetch import Prefetched
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tputrain.data.best_fit import BestFitSequences
 from tputrain.data.changed_files import changed_files
 from tputrain.data.config import Data, DataError, TextConfig
 from tputrain.data.loading import Sequences, TrainingBatches, ValidationBatches
@@ -87,9 +88,12 @@ def build_data(
     def pack(name: str) -> Sequences:
         part = getattr(tokenised, name)
         arguments = (part.tokens, part.offsets, cfg.sequence_length, seed, name, part.learned)
+        padding_id = tokenised.tokenizer.end_of_text_id
         if cfg.layout == "packed":
             return PackedSequences(*arguments)
-        return PaddedSequences(*arguments, padding_id=tokenised.tokenizer.end_of_text_id, buckets=cfg.buckets)
+        if cfg.layout == "best_fit":
+            return BestFitSequences(*arguments, padding_id=padding_id)
+        return PaddedSequences(*arguments, padding_id=padding_id, buckets=cfg.buckets)
 
     train, validation = pack("train"), pack("validation")
     return TextData(

@@ -161,10 +161,7 @@ def _build(
     is_text = cfg.format == "text"
     parts = partial(split, corpus, cfg.validation_fraction)
     if tokenizer is None:
-        every = math.ceil(megabytes / _LEARNED_FROM)
-        training = (document.text for document, is_validation in parts() if not is_validation)
-        learned_from = islice(training, 0, None, every)
-        tokenizer = Tokenizer.train(learned_from if is_text else map(spoken, learned_from), cfg.vocab_size)
+        tokenizer = learn_tokenizer(training_texts(corpus, cfg), megabytes, cfg.vocab_size)
     tokenizer.save(built)
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     with (
@@ -180,6 +177,18 @@ def _build(
     (built / "entry.json").write_text(json.dumps({"tokens": lengths, "learned": not is_text}) + "\n")
     if megabytes > 2:
         announce(f"tokenizer: {train.num_tokens:,} tokens to train on, took {perf_counter() - started:.1f} s")
+
+
+def learn_tokenizer(texts: Iterable[str], megabytes: float, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of the texts, which are so large together; of much text, of a part of it, evenly."""
+    return Tokenizer.train(islice(texts, 0, None, math.ceil(megabytes / _LEARNED_FROM)), vocab_size)
+
+
+def training_texts(corpus: Corpus, cfg: TextConfig) -> Iterator[str]:
+    """What the documents of a corpus that are trained on say."""
+    documents = split(corpus, cfg.validation_fraction)
+    texts = (document.text for document, is_validation in documents if not is_validation)
+    return texts if cfg.format == "text" else map(spoken, texts)
 
 
 def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[list[Sequence[int]], list[None]]:

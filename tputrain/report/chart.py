@@ -18,13 +18,14 @@ Form = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Line:
-    """The points of one run; `dots`: drawn as such, with no line between."""
+    """The points of one run; `dots`: drawn as such, with no line between; `faint`: behind a smoothed line."""
 
     label: str
     number: int
     """The run's place among those compared: its colour."""
     points: Sequence[Point]
     dots: bool = False
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def _curves(lines: Sequence[Line], across: _Axis, up: _Axis) -> str:
 
 def _drawn(line: Line, across: _Axis, up: _Axis) -> str:
     kind = f"r{line.number % NUM_COLOURS}" + (" dashed" if line.number >= NUM_COLOURS else "")
+    kind += " faint" if line.faint else ""
     places = [(across.place(x), up.place(y)) for x, y in line.points]
     if line.dots:
         return "".join(f'<circle class="{kind} seen" cx="{x}" cy="{y}" r="3.2"/>' for x, y in places)

@@ -12,7 +12,16 @@ from tputrain.report.chart import NUM_COLOURS, Line, bar_chart, line_chart
 from tputrain.report.document import document
 from tputrain.report.numbers import bytes_text, moment, plain, seconds_text
 from tputrain.report.run_files import Run, is_number
-from tputrain.report.series import Measure, histogram, measures, percentile, points, thinned
+from tputrain.report.series import (
+    Measure,
+    histogram,
+    is_noisy,
+    measures,
+    percentile,
+    points,
+    smoothed,
+    thinned,
+)
 from tputrain.report.timeline import timeline
 
 _NUM_BINS = 40
@@ -40,7 +49,13 @@ def _header(runs: Sequence[Run]) -> str:
         for number, (run, label) in enumerate(zip(runs, labels(runs)))
     )
     written = f"made {moment(time.time())}; last written {moment(max(run.changed_at for run in runs))}"
-    return f"<header><h1>{names}</h1><p>{written}</p></header>"
+    made_with = "".join(f"<p>{_made_with(run)}</p>" for run in runs if run.command)
+    return f"<header><h1>{names}</h1>{made_with}<p>{written}</p></header>"
+
+
+def _made_with(run: Run) -> str:
+    device = run.environment.get("device", "")
+    return f"<code>{escape(run.command)}</code>" + (f" on {escape(device)}" if device else "")
 
 
 def _swatch(number: int) -> str:
@@ -150,11 +165,18 @@ def _charts(runs: Sequence[Run]) -> Iterable[str]:
 
 
 def _lines(runs: Sequence[Run], recorded: Sequence[list[Record]], key: str, dots: bool = False) -> list[Line]:
-    suffix = ", evaluated" if dots else ""
-    return [
-        Line(label + suffix, number, thinned(points(records, key)), dots)
-        for number, (label, records) in enumerate(zip(labels(runs), recorded))
-    ]
+    """A noisy curve is drawn faintly, with a smoothed one over it."""
+    lines = []
+    for number, (label, records) in enumerate(zip(labels(runs), recorded)):
+        values = points(records, key)
+        if dots:
+            lines.append(Line(f"{label}, evaluated", number, thinned(values), dots=True))
+        elif is_noisy(values):
+            lines.append(Line(label, number, thinned(values), faint=True))
+            lines.append(Line(f"{label}, smoothed", number, thinned(smoothed(values))))
+        else:
+            lines.append(Line(label, number, thinned(values)))
+    return lines
 
 
 def _chart(runs: Sequence[Run], measure: Measure, lines: Sequence[Line]) -> str:
@@ -187,8 +209,13 @@ def _tables(runs: Sequence[Run]) -> str:
     configs = _rows([flat(run.config) for run in runs])
     environments = _rows([flat(run.environment) for run in runs])
     if len(runs) == 1:
+        changed = _rows([flat(runs[0].changed)])
+        of_defaults = (
+            f"<h3>Not as by default</h3>{_table(changed, runs)}<h3>All of it</h3>" if changed else ""
+        )
         return (
-            f"<h2>Configuration</h2>{_table(configs, runs)}<h2>Environment</h2>{_table(environments, runs)}"
+            f"<h2>Configuration</h2>{of_defaults}{_table(configs, runs)}"
+            f"<h2>Environment</h2>{_table(environments, runs)}"
         )
     return "".join(
         f"<h2>{title}: what differs</h2>{_table(_differing(rows), runs)}"

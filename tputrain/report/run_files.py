@@ -36,7 +36,11 @@ class Run:
     checkpoints: list[Checkpoint]
     """Oldest first."""
     config: dict[str, Any]
+    changed: dict[str, Any]
+    """What of the configuration is not the default, by dotted key."""
     environment: dict[str, str]
+    command: str
+    """The command line of the last process that started."""
     is_running: bool
 
     @property
@@ -106,7 +110,8 @@ def read_run(directory: Path) -> Run:
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
     checkpoints = _checkpoints(directory)
-    config, environment = _made_with(events, checkpoints)
+    made_with = _made_with(events, checkpoints)
+    changed = made_with.get("changed")
     return Run(
         directory,
         directory.resolve().name,
@@ -114,8 +119,10 @@ def read_run(directory: Path) -> Run:
         _in_order(evaluations),
         _in_order(events, by="time"),
         checkpoints,
-        config,
-        environment,
+        made_with["config"],
+        changed if isinstance(changed, dict) else {},
+        made_with["environment"],
+        str(made_with.get("command", "")),
         is_locked(directory),
     )
 
@@ -140,14 +147,15 @@ def _checkpoints(directory: Path) -> list[Checkpoint]:
     return found
 
 
-def _made_with(events: list[Record], checkpoints: list[Checkpoint]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Configuration and environment: of the last process that started, else of the newest checkpoint."""
+def _made_with(events: list[Record], checkpoints: list[Checkpoint]) -> dict[str, Any]:
+    """Configuration and environment, and what else is known: of the last process that started, else of the
+    newest checkpoint.
+    """
     for event in reversed(events):
-        config, environment = event.get("config"), event.get("environment")
-        if isinstance(config, dict) and isinstance(environment, dict):
-            return config, environment
+        if all(isinstance(event.get(key), dict) for key in ("config", "environment")):
+            return event
     for checkpoint in reversed(checkpoints):
         if (checkpoint.path / STATE).is_file():
             state = load_state(checkpoint.path)
-            return state["config"], state["versions"]
-    return {}, {}
+            return {"config": state["config"], "environment": state["versions"]}
+    return {"config": {}, "environment": {}}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tputrain.loggers.logger import Record
 from tputrain.report.numbers import bytes_text, plain, scientific, seconds_text, share
@@ -12,6 +13,8 @@ Point = tuple[float, float]
 """(step, value)."""
 
 MOST_POINTS = 300  # of a line: what the width of a chart can show
+FEWEST_SMOOTHED = 100  # points
+NOISY = 6.0  # a curve that travels so many times its range; one that only falls travels it once
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,26 @@ def thinned(values: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     return [
         (sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups
     ]
+
+
+def is_noisy(values: Sequence[Point]) -> bool:
+    """Whether a curve goes up and down so much that its course is hard to see."""
+    heights = [y for _, y in values]
+    if len(heights) < FEWEST_SMOOTHED:
+        return False
+    travelled = sum(abs(now - before) for before, now in pairwise(heights))
+    return travelled > NOISY * (max(heights) - min(heights))
+
+
+def smoothed(values: Sequence[Point]) -> list[Point]:
+    """The exponential moving average over about a fiftieth of the points; it begins at the first."""
+    decay = 1 - min(1.0, 50 / len(values))
+    average = weight = 0.0
+    found = []
+    for x, y in values:
+        average, weight = decay * average + (1 - decay) * y, decay * weight + (1 - decay)
+        found.append((x, average / weight))
+    return found
 
 
 def percentile(values: Sequence[float], share_below: float) -> float:
