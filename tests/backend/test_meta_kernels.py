@@ -102,6 +102,51 @@ print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
 """
 
 
+def lists(device: str) -> list[list[torch.Tensor]]:
+    """Three lists whose elements are of several forms, some of them several times, none in a row."""
+    made = [
+        torch.rand(2, 3),
+        torch.rand(3, 2).t(),
+        torch.rand(4).half(),
+        torch.rand(2, 3),
+        torch.rand(4).half(),
+    ]
+    made += [torch.rand(2, 0), torch.rand(2, 3).double(), torch.rand(3, 2).t()]
+    return [[each.clone().to(device) for each in made] for _ in range(3)]
+
+
+LIST_OPS: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y, z: torch._foreach_add(x, y, alpha=2),
+    "addcmul": lambda x, y, z: torch._foreach_addcmul(x, y, z, value=0.5),
+    "norm": lambda x, y, z: torch._foreach_norm(x),
+    "lerp": lambda x, y, z: torch._foreach_lerp(x, y, z),
+    "a number each": lambda x, y, z: torch._foreach_mul(x, [1.5] * len(x)),
+    "in place": lambda x, y, z: torch._foreach_lerp_(x, y, 0.5) or x,
+}
+
+
+@pytest.mark.parametrize("name", LIST_OPS)
+def test_of_lists_each_element_has_its_own_form_and_value(name: str) -> None:
+    torch.manual_seed(0)
+    theirs = LIST_OPS[name](*lists("cpu"))
+    torch.manual_seed(0)
+    ours = LIST_OPS[name](*lists("tpu"))
+    assert said(lambda: ours, (), {}) == said(lambda: theirs, (), {})
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_an_element_that_does_not_fit_is_refused_in_pytorchs_words() -> None:
+    messages = []
+    for device in ("cpu", "tpu"):
+        x, y, _ = lists(device)
+        y[4] = torch.ones(5, dtype=torch.half, device=device)
+        with pytest.raises(RuntimeError) as caught:
+            torch._foreach_add(x, y)
+        messages.append(str(caught.value).splitlines()[0])
+    assert messages[0] == messages[1]
+
+
 def test_a_small_model_imports_neither_the_compiler_of_pytorch_nor_its_algebra() -> None:
     ended = subprocess.run([sys.executable, "-c", MODEL], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -1,7 +1,7 @@
 #include "record/signature.h"
 
 #include "aten/autocast.h"
-#include "record/meta_kernels.h"
+#include "record/meta_call.h"
 #include "launch/program.h"
 #include "python_error.h"
 
@@ -242,82 +242,6 @@ c10::IValue to_meta(const c10::IValue& value) {
     return list;
   }
   return value;
-}
-
-struct MetaTensor {
-  at::Tensor tensor;
-  int slot;
-  int element; // -1 outside a list
-};
-
-// What a call returned, lists flattened.
-std::vector<MetaTensor> flatten_returns(const torch::jit::Stack& stack) {
-  std::vector<MetaTensor> tensors;
-  for (size_t slot = 0; slot < stack.size(); ++slot) {
-    const auto& value = stack[slot];
-    if (value.isTensor() || value.isNone()) {
-      tensors.push_back({value.isNone() ? at::Tensor() : value.toTensor(), static_cast<int>(slot), -1});
-    } else if (value.isTensorList()) {
-      int element = 0;
-      for (const at::Tensor& item : value.toTensorList()) {
-        tensors.push_back({item, static_cast<int>(slot), element++});
-      }
-    } else {
-      TORCH_CHECK(false, "a lowered op must return tensors, got ", value.tagKind());
-    }
-  }
-  return tensors;
-}
-
-// A few meta kernels (median, mode, histc) speak for CUDA's and raise where those are not deterministic; XLA's programs
-// for TPU and CPU always are.  The flag is the process's, so it is lifted for such a kernel alone, once a form.
-class DeterminismIsGiven {
- public:
-  DeterminismIsGiven()
-      : asked_(at::globalContext().deterministicAlgorithms()),
-        warn_only_(at::globalContext().deterministicAlgorithmsWarnOnly()) {
-    if (asked_) {
-      at::globalContext().setDeterministicAlgorithms(false, false);
-    }
-  }
-  ~DeterminismIsGiven() {
-    if (asked_) {
-      at::globalContext().setDeterministicAlgorithms(true, warn_only_);
-    }
-  }
-  DeterminismIsGiven(const DeterminismIsGiven&) = delete;
-  DeterminismIsGiven& operator=(const DeterminismIsGiven&) = delete;
-
- private:
-  bool asked_, warn_only_;
-};
-
-// Runs a meta kernel.  nullopt where there is none; raises what it says of the arguments.
-std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
-  at::AutoDispatchBelowADInplaceOrView guard;
-  if (const c10::KernelFunction* kernel = meta_kernel(handle.operator_name())) {
-    kernel->callBoxed(handle, c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-    return flatten_returns(stack);
-  }
-  const torch::jit::Stack arguments = at::globalContext().deterministicAlgorithms() ? stack : torch::jit::Stack();
-  try {
-    handle.callBoxed(stack);
-  } catch (const c10::NotImplementedError&) {
-    return std::nullopt;
-  } catch (pybind11::error_already_set& error) { // a meta kernel written in Python
-    pybind11::gil_scoped_acquire gil;
-    if (!arguments.empty() && std::string_view(error.what()).find("deterministic impl") != std::string_view::npos) {
-      DeterminismIsGiven determinism;
-      stack = arguments;
-      handle.callBoxed(stack);
-      return flatten_returns(stack);
-    }
-    if (!error.matches(PyExc_NotImplementedError)) {
-      throw;
-    }
-    return std::nullopt;
-  }
-  return flatten_returns(stack);
 }
 
 // Whether a meta kernel refuses the arguments.  Then the CPU's kernel is asked: it says what is wrong in

@@ -11,12 +11,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from tpu_backend.runtime.lists import elements_made, elements_read, leaves_of, part_of
 from tpu_backend.runtime.parts import Part, Piece, Plan, plan_parts
 from tpu_backend.runtime.signature import RuntimeArg, Signature, TensorArg
-from tpu_backend.runtime.tape import Tape
+from tpu_backend.runtime.tape import Entry, Tape
+
+T = TypeVar("T")
 
 _MOST_PLANS = 64  # that are kept: one is asked for when it is counted and again when it is compiled
 
@@ -246,9 +250,7 @@ class _Builder:
         self._whole_origin: list[int] = description["origin"]
         self._newest: dict[int, int] = {}  # by input of the whole: what its buffer held when the part began
         self._checked = {entry: place for place, entry in enumerate(description["checked"])}
-        # By entry, for the many pieces that one of long lists is cut into.
-        self._read: dict[int, list[int]] = {}
-        self._numbers: dict[int, list[tuple[int, int]]] = {}
+        self._lists: dict[int, _Elements] = {}  # by entry: one of long lists is cut into many pieces
 
     def build(self, parts: Sequence[Part]) -> list[PartOfChain]:
         return [self._part(pieces) for pieces in parts]
@@ -287,23 +289,18 @@ class _Builder:
         self._newest |= replaced
         return part
 
-    def _links(self, piece: Piece) -> Iterator[int]:
-        entry = self._tape.entries[piece.entry]
-        if piece.last is None:
-            yield from entry.links
-            return
-        if piece.entry not in self._read:
-            self._read[piece.entry] = elements_read(entry.signature)
-        for local, element in zip(entry.links, self._read[piece.entry], strict=True):
-            if _takes(piece, element):
-                yield local
+    def _elements(self, piece: Piece) -> _Elements:
+        if piece.entry not in self._lists:
+            self._lists[piece.entry] = _Elements.of(self._tape.entries[piece.entry])
+        return self._lists[piece.entry]
+
+    def _links(self, piece: Piece) -> Sequence[int]:
+        links = self._tape.entries[piece.entry].links
+        return links if piece.last is None else _taken(piece, links, self._elements(piece).read)
 
     def _made(self, piece: Piece) -> Sequence[int]:
-        entry = self._tape.entries[piece.entry]
-        if piece.last is None:
-            return entry.made
-        elements = elements_made(entry.signature)
-        return [local for local, element in zip(entry.made, elements, strict=True) if _takes(piece, element)]
+        made = self._tape.entries[piece.entry].made
+        return made if piece.last is None else _taken(piece, made, self._elements(piece).made)
 
     def _take_numbers(self, piece: Piece, part: PartOfChain) -> None:
         entry = self._tape.entries[piece.entry]
@@ -312,17 +309,41 @@ class _Builder:
             for taken, start, count in zip(kinds, entry.starts, entry.summary.num_numbers, strict=True):
                 taken += range(start, start + count)
             return
-        places = list(entry.starts)
-        if piece.entry not in self._numbers:
-            self._numbers[piece.entry] = _numbers_of(entry.signature)
-        for kind, element in self._numbers[piece.entry]:
-            if _takes(piece, element):
-                kinds[kind].append(places[kind])
-            places[kind] += 1
+        elements = self._elements(piece)
+        for kind, place in _taken(piece, elements.places, elements.with_number):
+            kinds[kind].append(place)
 
 
-def _takes(piece: Piece, element: int) -> bool:
-    return piece.last is None or element < 0 or piece.first <= element < piece.last
+class _Elements(NamedTuple):
+    """Of an entry on lists: of which element each of its values and numbers is; -1: of all."""
+
+    read: np.ndarray
+    made: np.ndarray
+    with_number: np.ndarray
+    places: list[tuple[int, int]]
+    """Of each number: its kind, and its place among the segment's numbers of that kind."""
+
+    @staticmethod
+    def of(entry: Entry) -> _Elements:
+        numbers = _numbers_of(entry.signature)
+        next_places = list(entry.starts)
+        places = []
+        for kind, _ in numbers:
+            places.append((kind, next_places[kind]))
+            next_places[kind] += 1
+        return _Elements(
+            np.array(elements_read(entry.signature), np.int64),
+            np.array(elements_made(entry.signature), np.int64),
+            np.array([element for _, element in numbers], np.int64),
+            places,
+        )
+
+
+def _taken(piece: Piece, values: Sequence[T], elements: np.ndarray) -> list[T]:
+    """Those values that belong to the elements of a piece, or to all."""
+    assert piece.last is not None
+    chosen = (elements < 0) | ((elements >= piece.first) & (elements < piece.last))
+    return [values[place] for place in np.flatnonzero(chosen).tolist()]
 
 
 def _numbers_of(entry: Signature) -> list[tuple[int, int]]:
