@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tputrain.cli import main
+from tputrain.cli.plan import task_of
 from tputrain.errors import UserError
 from tputrain.metrics.flops import count_flops
+from tputrain.models import add_lora
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.layout import Layout, layouts, mesh_of
@@ -27,7 +29,9 @@ from tputrain.parallel.plan_report import lines, picture
 from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_step import CollectiveSum, CompiledStep
+from tputrain.recipe import read_recipe
 from tputrain.report.plan_page import plan_page
+from tputrain.shipped import find_recipe
 
 GOLDEN = Path(__file__).parent / "plans"
 # Model, topology, sequences of a step, tokens of one.
@@ -427,6 +431,27 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
 
 
 # -- the command
+
+
+def test_of_a_recipe_with_lora_the_narrow_matrices_alone_are_trained() -> None:
+    topology = Topology.parse("v5e:2x2")
+    sizes = []
+    for rank in (0, 8):
+        cfg = read_recipe(find_recipe("llama"), [f"lora.rank={rank}"])
+        task = task_of(cfg, topology)
+        chosen = make_plan(task).chosen
+        assert chosen is not None
+        assert task.workload.tensor_degrees == (1, 2)
+        owned = [(part.count, part.parameters) for part in task.workload.parts]
+        trained = sum(count * each.trained(1) for count, each in owned)
+        with torch.device("meta"):
+            model = cfg.model.build_empty()
+            if rank > 0:
+                add_lora(model, cfg.lora, cfg.seed)
+        assert trained == sum(each.numel() for each in model.parameters() if each.requires_grad)
+        sizes.append(chosen.memory)
+    whole, narrow = sizes
+    assert narrow.optimizer < whole.optimizer / 10
 
 
 def test_the_command_prints_a_plan_its_json_and_a_page(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tputrain.announce import announced, say
 from tputrain.config_checks import expect
-from tputrain.models import ModelConfig, parameters_on_meta
+from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.memory_model import RUNGS, Precision
@@ -104,7 +104,6 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
 
 def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
     """What a recipe asks of a topology."""
-    expect(cfg.lora.rank == 0, "lora.rank", cfg.lora.rank, "0: LoRA is not planned yet")
     with announced(f"running {cfg.model.name} without values"):
         workload = _workload(cfg)
     samples = cfg.batch.samples
@@ -125,6 +124,8 @@ def _workload(cfg: RecipeConfig) -> Workload:
     model_cfg = cfg.model.recomputing(False)
     with torch.device("meta"):
         model = model_cfg.build(cfg.seed) if cfg.model.is_built_whole(False) else model_cfg.build_empty()
+        if cfg.lora.rank > 0:
+            add_lora(model, cfg.lora, cfg.seed)
     freeze(model, cfg.optim.freeze)
     return workload_of(
         model,
@@ -139,6 +140,8 @@ def _without_values(cfg: RecipeConfig, model_cfg: ModelConfig) -> nn.Module:
     """The model as the Trainer is given it, with parameters on meta."""
     with parameters_on_meta():
         model = model_cfg.build_empty(cfg.seed)
+        if cfg.lora.rank > 0:
+            add_lora(model, cfg.lora, cfg.seed)
     freeze(model, cfg.optim.freeze)
     return model
 

@@ -17,7 +17,6 @@ from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.feed import feed_of
 from tputrain.loss import LossFunction
-from tputrain.models.lora import lora_layers
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import mesh_of
@@ -87,8 +86,7 @@ def _division(
             autocast=cfg.execution.autocast,
             plan=cfg.parallel.plan,
         )
-    cuts_layers = cfg.execution.train != "compile" and not any(True for _ in lora_layers(model))
-    if not cuts_layers:
+    if cfg.execution.train == "compile":  # which cuts no layers
         workload = replace(workload, tensor_degrees=(1,))
     rung = "layers" if has_rungs else "none"
     plan = make_plan(
