@@ -86,6 +86,16 @@ def test_a_checkpoint_holds_bfloat16_weights_and_float32_masters_and_state(tmp_p
         assert torch.equal(weights[name], parameter)
 
 
+def test_a_rounded_mean_stays_rounded_beside_masters(tmp_path):
+    train("cpu", 2, tmp_path, mean_dtype="bfloat16")
+    trainer, _ = train("cpu", 4, tmp_path, mean_dtype="bfloat16")
+    state = load_file(tmp_path / "checkpoints" / "step-4" / "optimizer.safetensors")
+    dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in state.items() if tensor.dim() > 0}
+    assert dtypes == {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, "master": torch.float32}
+    for parameter in trainer.model.parameters():
+        assert trainer.optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
 def test_an_update_too_small_for_bfloat16_is_not_lost():
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)

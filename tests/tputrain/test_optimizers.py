@@ -21,6 +21,7 @@ from tputrain.loggers.logger import Logger
 from tputrain.loop.step import TrainStep
 from tputrain.loop.step_parts import StepResult
 from tputrain.optim.adafactor import Adafactor
+from tputrain.optim.config import AdamWConfig
 from tputrain.optim.muon import MuonWithAdamW
 
 RATES = {"sgd": 0.05, "adafactor": 0.03}
@@ -75,7 +76,11 @@ def train(
     return trainer, steps_seen
 
 
-VARIANTS = [*((name, {}) for name in OptimConfig.kinds), ("adamw", {"ema_decay": 0.9})]
+VARIANTS = [
+    *((name, {}) for name in OptimConfig.kinds),
+    ("adamw", {"ema_decay": 0.9}),
+    ("adamw", {"mean_dtype": "bfloat16"}),
+]
 named = pytest.mark.parametrize(
     ("name", "optim"), VARIANTS, ids=["-".join([name, *optim]) for name, optim in VARIANTS]
 )
@@ -141,6 +146,41 @@ def test_adafactor_takes_the_steps_of_torchs(weight_decay):
     described = [optimizer.state_dict()["state"] for optimizer in optimizers]
     for number, state in described[1].items():
         assert described[0][number].keys() == {key for key, value in state.items() if value is not None}
+
+
+def drawn_gradients(step: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_a_rounded_mean_is_adamws_rounded_after_each_step(device):
+    models = [Net().to(device) for _ in range(2)]
+    ours = AdamWConfig(mean_dtype="bfloat16").build(models[0])
+    theirs = AdamWConfig().build(models[1])
+    for step in range(5):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            given = drawn_gradients(step, [each.shape for each in model.parameters()])
+            for parameter, gradient in zip(model.parameters(), given, strict=True):
+                parameter.grad = gradient.to(device)
+            optimizer.step()
+        for state in theirs.state.values():
+            state["exp_avg"] = state["exp_avg"].bfloat16().float()
+    for mine, reference in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-7)
+        assert ours.state[mine]["exp_avg"].dtype == torch.bfloat16
+        assert ours.state[mine]["exp_avg_sq"].dtype == torch.float32
+        assert torch.equal(
+            ours.state[mine]["exp_avg"].float().cpu(), theirs.state[reference]["exp_avg"].cpu()
+        )
+
+
+def test_a_run_may_go_on_with_a_rounded_mean_and_without(tmp_path):
+    train("adamw", "cpu", 4, tmp_path)
+    rounded, _ = train("adamw", "cpu", 6, tmp_path, mean_dtype="bfloat16")
+    assert {state["exp_avg"].dtype for state in rounded.optimizer.state.values()} == {torch.bfloat16}
+    exact, _ = train("adamw", "cpu", 8, tmp_path)
+    assert {state["exp_avg"].dtype for state in exact.optimizer.state.values()} == {torch.float32}
 
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest():

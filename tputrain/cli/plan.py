@@ -113,7 +113,7 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         topology,
         rows,
         micro_rows=samples,
-        precision=Precision.of(cfg.optim.name, cfg.optim.ema_decay is not None),
+        precision=Precision.of(cfg.optim),
         rungs=RUNGS,
         built_rungs=("none", "layers") if cfg.model.can_recompute else ("none",),
     )

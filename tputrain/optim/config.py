@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tputrain.config_checks import expect, expect_above, expect_at_least, expect_share
+from tputrain.config_checks import expect, expect_above, expect_at_least, expect_choice, expect_share
 from tputrain.errors import UserError
 from tputrain.kinds import Family
 from tputrain.optim.adafactor import Adafactor
@@ -14,6 +14,7 @@ from tputrain.optim.groups import GroupConfig, parameter_groups
 from tputrain.optim.master_weights import round_weights
 from tputrain.optim.muon import Muon, MuonWithAdamW, split_groups
 from tputrain.optim.optimizer import create_state
+from tputrain.optim.rounded_mean import RoundedMeanAdamW
 from tputrain.optim.schedule_free import build_schedule_free
 
 Groups = list[dict[str, Any]]
@@ -70,6 +71,11 @@ class OptimConfig(Family, group="optim", by="name"):
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
         raise NotImplementedError
 
+    @property
+    def state_bytes(self) -> float:
+        """Of a float32 parameter's state, but for an average of weights."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class AdamWConfig(OptimConfig, names=("adamw",)):
@@ -82,17 +88,26 @@ class AdamWConfig(OptimConfig, names=("adamw",)):
     """Decay of the mean of their squares."""
     eps: float = 1e-8
     """Added to the denominator."""
+    mean_dtype: str = "float32"
+    """float32; or bfloat16: the mean of gradients takes 2 bytes a parameter instead of 4."""
 
     computes_on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_adam(self.beta1, self.beta2, self.eps)
+        expect_choice("optim.mean_dtype", self.mean_dtype, ("float32", "bfloat16"))
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a float32 parameter's state."""
+        return 6.0 if self.mean_dtype == "bfloat16" else 8.0
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
         fused = {"fused": True} if counts_on_device else {}
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=betas, eps=self.eps, **fused)
+        kind = RoundedMeanAdamW if self.mean_dtype == "bfloat16" else torch.optim.AdamW
+        return kind(groups, lr=self.learning_rate, betas=betas, eps=self.eps, **fused)
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,11 @@ class SgdConfig(OptimConfig, names=("sgd",)):
         super().__post_init__()
         _check_decay("momentum", self.momentum)
 
+    @property
+    def state_bytes(self) -> float:
+        """Of a float32 parameter's state: its momentum."""
+        return 4.0
+
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum)
 
@@ -117,6 +137,11 @@ class AdafactorConfig(OptimConfig, names=("adafactor",)):
     """Adafactor (Shazeer and Stern, 2018)."""
 
     name: str = "adafactor"
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a float32 parameter's state: rows and columns alone."""
+        return 0.1
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
         return Adafactor(groups, lr=self.learning_rate)
@@ -140,6 +165,11 @@ class MuonConfig(OptimConfig, names=("muon",)):
         super().__post_init__()
         _check_adam(self.beta1, self.beta2, self.eps)
         _check_decay("momentum", self.momentum)
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a float32 parameter's state: the momentum of hidden matrices, which are most."""
+        return 4.0
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
         hidden, others = split_groups(groups, model)
@@ -174,6 +204,11 @@ class ScheduleFreeConfig(OptimConfig, names=("schedulefree",)):
         averages = "with optim.name=schedulefree, which averages the weights itself"
         expect(self.ema_decay is None, "optim.ema_decay", self.ema_decay, f"null {averages}")
         expect(not self.master_weights, "optim.master_weights", True, f"false {averages}")
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a float32 parameter's state: two float32 values."""
+        return 8.0
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)

@@ -100,6 +100,7 @@ def round_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> MasterW
     Parameters that are bfloat16 already have float32 copies of what they hold. Frozen parameters become
     bfloat16 too and need no copy; buffers stay.
     """
+    is_rounded = getattr(optimizer, "rounded_state", ())
     trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     masters = {p: nn.Parameter(_at_least_float32(p.detach().clone())) for p in trained.values()}
     model._apply(_rounded)  # FSDP has to know of it
@@ -107,7 +108,9 @@ def round_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> MasterW
         group["params"] = [masters[parameter] for parameter in group["params"]]
     for parameter, master in masters.items():
         state = optimizer.state.pop(parameter, {})
-        optimizer.state[master] = {key: _at_least_float32(value) for key, value in state.items()}
+        optimizer.state[master] = {
+            key: value if key in is_rounded else _at_least_float32(value) for key, value in state.items()
+        }
     return MasterWeights(optimizer, masters)
 
 

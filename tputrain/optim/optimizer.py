@@ -6,6 +6,7 @@ import torch
 
 from tputrain.optim.adafactor import initial_state
 from tputrain.optim.joint import JointOptimizer
+from tputrain.optim.rounded_mean import RoundedMeanAdamW, rounded
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -44,6 +45,9 @@ def _first_state(
 ) -> dict[str, torch.Tensor]:
     if not type(optimizer).__module__.startswith(("torch.optim", "tputrain.")):
         return {}  # a subclass may keep more, and makes it where there is none yet
+    if isinstance(optimizer, RoundedMeanAdamW):
+        state = _adam_state(parameter, group)
+        return state | {key: rounded(state[key]) for key in optimizer.rounded_state}
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         return _adam_state(parameter, group)
     if isinstance(optimizer, torch.optim.Adafactor):

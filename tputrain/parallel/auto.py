@@ -95,7 +95,7 @@ def _division(
             chips.topology,
             rows * cfg.trainer.accumulate,
             micro_rows=rows,
-            precision=Precision.of(cfg.optim.name, cfg.optim.ema_decay is not None),
+            precision=Precision.of(cfg.optim),
             rungs=(rung,),
             shards_alone=chips.topology.chip.name == "cpu",
         )

@@ -11,6 +11,7 @@ add up. Temporaries are what is in memory at the step's worst moment, which is o
 from dataclasses import dataclass
 from functools import cached_property
 
+from tputrain.optim.config import OptimConfig
 from tputrain.parallel.workload import Amount, Part, Workload
 
 RUNGS = ("none", "products", "layers", "offload")
@@ -23,10 +24,6 @@ _GATHERED = 2  # layers: the current one, and the next one while it computes
 _ON_DEVICE = 2  # layers whose offloaded inputs are on their way
 
 
-_STATE = {"adamw": 8.0, "sgd": 4.0, "adafactor": 0.1, "muon": 4.0, "schedulefree": 8.0}
-"""Bytes of an optimizer's state for a parameter. adafactor keeps rows and columns alone."""
-
-
 @dataclass(frozen=True)
 class Precision:
     """Bytes of an element."""
@@ -37,9 +34,9 @@ class Precision:
     """Of a parameter on its way to those that compute with it. None: as it is stored."""
 
     @classmethod
-    def of(cls, optimizer: str, has_average: bool) -> "Precision":
+    def of(cls, optimizer: OptimConfig) -> "Precision":
         """With an optimizer of this library, and maybe an average of the parameters."""
-        return cls(_STATE[optimizer] + (4.0 if has_average else 0.0))
+        return cls(optimizer.state_bytes + (4.0 if optimizer.ema_decay is not None else 0.0))
 
 
 @dataclass(frozen=True)
