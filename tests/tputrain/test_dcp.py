@@ -58,12 +58,25 @@ def test_dcp_load_gives_the_weights_and_the_optimizer_of_an_exported_run(exporte
         assert group["weight_decay"] == expected["options"]["weight_decay"]
 
 
-def test_a_run_begins_with_what_was_exported(exported: Path):
+def test_a_run_begins_with_the_weights_and_the_optimizer_of_what_was_exported(exported: Path, capsys):
     assert main(["import", "exported", "runs/again"]) == 0
-    begun = load_file("runs/again/checkpoints/step-0/model.safetensors")
-    expected = load_file("runs/tiny/checkpoints/step-4/model.safetensors")
-    assert begun.keys() == expected.keys()
-    assert all(torch.equal(begun[name], tensor) for name, tensor in expected.items())
+    assert "optimizer  goes on, with" in capsys.readouterr().out
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        begun = load_file(f"runs/again/checkpoints/step-0/{file}")
+        expected = load_file(f"runs/tiny/checkpoints/step-4/{file}")
+        assert begun.keys() == expected.keys()
+        assert all(torch.equal(begun[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_optimizer_whose_state_is_not_there_begins_anew(exported: Path, capsys):
+    model = model_config_of(exported).build_empty()
+    load_weights(model, exported)
+    shutil.copytree(exported, "anew", ignore=shutil.ignore_patterns(".metadata", "*.distcp"))
+    dcp.save({"model": model.state_dict()}, checkpoint_id="anew", no_dist=True)
+    assert main(["import", "anew", "runs/again"]) == 0
+    assert "optimizer  begins anew: anew/.metadata has no " in capsys.readouterr().out
+    moments = load_file("runs/again/checkpoints/step-0/optimizer.safetensors")
+    assert all(not tensor.any() for tensor in moments.values())
 
 
 SAVE = """

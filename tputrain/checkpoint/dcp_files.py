@@ -33,29 +33,33 @@ _CLASSES = {
     )
 }
 _OF_TORCH = (torch.dtype, torch.layout)
-_GROUP = "model"
-"""The key of the model's weights in a state dict that holds more, as PyTorch's tutorials have it."""
+_WEIGHTS = ("model",)
+"""Where the model's weights are in a state dict that holds more, as PyTorch's tutorials have it."""
+_OPTIMIZER = (("optimizer", "state"), ("optim", "state"))
+"""Where an optimizer's state may be, by the names of its parameters."""
 
 
 class DcpFiles:
     """The weights in a directory of torch.distributed.checkpoint: names, shapes, and any region of them.
 
-    Those below "model", if the state dict had that key, without it; else all tensors. Raises UserError where
-    the directory is no such one, or holds what this cannot read.
+    Those below "model", if the state dict had that key, without it; else all tensors. With `of_optimizer` its
+    state, `NAME.exp_avg` of the parameter NAME. Raises UserError where the directory is no such one, or holds
+    what this cannot read.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, of_optimizer: bool = False):
         self._directory = directory
         self.first = directory / DCP_INDEX
         index = _read_index(self.first)
         paths = {key: _path(key, index.planner_data) for key in index.state_dict_metadata}
-        has_group = any(len(path) > 1 and path[0] == _GROUP for path in paths.values())
+        groups = _OPTIMIZER if of_optimizer else (_WEIGHTS,)
+        there = [group for group in groups if any(_is_below(path, group) for path in paths.values())]
+        group = there[0] if there else _OPTIMIZER[0] if of_optimizer else ()
         self._tensors: dict[str, tuple[str, dcp.TensorStorageMetadata]] = {}
         for key, described in index.state_dict_metadata.items():
             path = paths[key]
-            if not isinstance(described, dcp.TensorStorageMetadata) or (has_group and path[0] != _GROUP):
-                continue
-            self._tensors[".".join(path[1:] if has_group else path)] = key, described
+            if isinstance(described, dcp.TensorStorageMetadata) and _is_below(path, group):
+                self._tensors[".".join(path[len(group) :])] = key, described
         self._places: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (place.fqn, tuple(place.offset or ())): info for place, info in index.storage_data.items()
         }
@@ -146,6 +150,10 @@ def _path(key: str, planner_data: Any) -> tuple[str, ...]:
     """Where the state dict had what is called `key` now."""
     path = planner_data.get(key) if isinstance(planner_data, dict) else None
     return tuple(map(str, path)) if path else (key,)
+
+
+def _is_below(path: tuple[str, ...], group: tuple[str, ...]) -> bool:
+    return len(path) > len(group) and path[: len(group)] == group
 
 
 def _joined(*parts: str) -> str:

@@ -1,9 +1,12 @@
-"""`tputrain import`: a run directory whose one checkpoint, step 0, holds weights from Hugging Face."""
+"""`tputrain import`: a run directory whose one checkpoint, step 0, holds weights from elsewhere."""
 
 from pathlib import Path
 
 from tputrain.announce import announced, say
 from tputrain.batch_size import BatchConfig
+from tputrain.checkpoint.dcp_files import DcpFiles
+from tputrain.checkpoint.rows import read_into
+from tputrain.checkpoint.tensor_files import DCP_INDEX
 from tputrain.cli.hf_directory import new_directory
 from tputrain.data import TextFilesConfig, Tokenizer
 from tputrain.errors import UserError
@@ -34,7 +37,29 @@ def import_directory(hf_directory: str, out: str) -> int:
     model = cfg.model.build_empty()
     with announced(f"reading {source}"):
         load_weights(model, source)
-    Trainer(model, cfg, tokenizer=tokenizer).save()
+    trainer = Trainer(model, cfg, tokenizer=tokenizer)
+    if (source / DCP_INDEX).is_file():
+        say(_take_optimizer_state(trainer, DcpFiles(source, of_optimizer=True)))
+    trainer.save()
     say(f'sample   tputrain sample {directory} --prompt "def "')
     say(f"train    tputrain resume {directory} data.files='notes/*.txt' trainer.steps=200")
     return 0
+
+
+def _take_optimizer_state(trainer: Trainer, files: DcpFiles) -> str:
+    """Give the optimizer the state that the directory has, all of it or nothing; returns a line to say."""
+    own = {
+        f"{name}.{key}": value
+        for name, parameter in trainer.model.named_parameters()
+        for key, value in trainer.optimizer.state[parameter].items()
+    }
+    missing = sorted(own.keys() - set(files.names()))
+    if missing:
+        return f"optimizer  begins anew: {files.first} has no {missing[0]}"
+    for name, value in own.items():
+        if files.shape(name) != tuple(value.shape):
+            raise UserError(
+                f"{files.first}: {name} has the shape {files.shape(name)}: expected {tuple(value.shape)}"
+            )
+        read_into(value, files, name)
+    return f"optimizer  goes on, with {len(own):,} tensors of its state"
