@@ -34,7 +34,7 @@ class BestFitSequences(ShuffledSequences):
         self.sequence_length, self.seed = sequence_length, seed
         self.num_documents = len(offsets) - 1
         self._tokens, self._learned, self._padding_id = np.asarray(tokens), learned, padding_id
-        starts, sizes, ends = cut_documents(np.asarray(offsets), len(tokens), sequence_length, learned)
+        starts, sizes, ends = cut_documents(np.asarray(offsets), sequence_length, learned)
         if len(starts) == 0:
             raise DataError(f"the {name} text has no document with anything to learn: give more (data.files)")
         sequence_of = best_fit(sizes, sequence_length)

@@ -42,9 +42,7 @@ class PaddedSequences:
         self.num_tokens, self.num_documents = len(tokens), len(offsets) - 1
         self._tokens, self._learned = np.asarray(tokens), learned
         self._padding_id, self._seed = padding_id, seed
-        self._starts, self._sizes, self._ends = cut_documents(
-            np.asarray(offsets), self.num_tokens, sequence_length, learned
-        )
+        self._starts, self._sizes, self._ends = cut_documents(np.asarray(offsets), sequence_length, learned)
         self.num_sequences = len(self._starts)
         self._plans: dict[tuple[int, int, int], list[np.ndarray]] = {}
         if self.num_sequences == 0:

@@ -16,9 +16,7 @@ class Pieces(NamedTuple):
     """Where its document ends: the token behind a piece is a label if it lies before that."""
 
 
-def cut_documents(
-    offsets: np.ndarray, num_tokens: int, longest: int, learned: np.ndarray | None = None
-) -> Pieces:
+def cut_documents(offsets: np.ndarray, longest: int, learned: np.ndarray | None = None) -> Pieces:
     """The documents that start at `offsets` (the end last) in pieces of `longest` tokens at most, without
     those that hold nothing to learn (`learned`: bool, a token; None: all are).
     """
@@ -28,11 +26,11 @@ def cut_documents(
     starts = np.repeat(offsets[:-1], counts) + within * longest
     ends = np.repeat(offsets[1:], counts)
     sizes = np.minimum(ends - starts, longest)
-    # Token 0 of a document is nobody's label; a piece's labels are its tokens, shifted by one.
-    is_label = np.ones(num_tokens + 1, dtype=bool)
-    if learned is not None:
-        is_label[:-1] = learned
-    is_label[offsets] = False
-    before = np.concatenate([[0], is_label.cumsum()])
-    has_labels = before[np.minimum(starts + sizes, num_tokens) + 1] > before[starts + 1]
+    # A piece's labels are its tokens, shifted by one; token 0 of a document is nobody's label.
+    first, last = starts + 1, np.minimum(starts + sizes + 1, ends)
+    has_labels = last > first
+    if learned is not None and has_labels.any():
+        borders = np.stack([first[has_labels], last[has_labels]], axis=1).ravel()
+        # The border behind the last token is none of an array's places.
+        has_labels[has_labels] = np.logical_or.reduceat(np.append(learned, False), borders)[::2]
     return Pieces(starts[has_labels], sizes[has_labels], ends[has_labels])
