@@ -370,17 +370,19 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (B or 1, 1, S, D), of int64 positions (B or 1, S)."""
-        half = position_ids[:, None, :, None].float() * self.inverse_frequencies  # (B, 1, S, D / 2)
-        angles = torch.cat((half, half), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        """Cosines and sines, (B or 1, 1, S, D), of int64 positions (B or 1, S). The sines of the first half
+        are negative, as `rotate` wants them.
+        """
+        angles = position_ids[:, None, :, None].float() * self.inverse_frequencies  # (B, 1, S, D / 2)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the pairs (x[i], x[i + D/2]) of (B, heads, S, D): Hugging Face's order of the pairs."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 def inverse_frequencies(config: LlamaConfig) -> list[float]:

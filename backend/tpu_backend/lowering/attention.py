@@ -4,20 +4,23 @@ Scores that fill more than one block are never in memory together: `blocked_atte
 
 Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries,
 each for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both
-broadcast to (B, H, L, S). 16-bit tensors are computed in float32. (The registry gives parameters called `key`
-and `out` a meaning of their own; here they are `keys` and `output`.)
+broadcast to (B, H, L, S). 16-bit tensors are computed in float32; on a TPU their products are of 16-bit
+operands, as in its flash kernels. (The registry gives parameters called `key` and `out` a meaning of their
+own; here they are `keys` and `output`.)
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tpu_backend.lowering import blocked_attention
-from tpu_backend.lowering.matmul import batched_matmul
+from tpu_backend.lowering.matmul import batched_matmul, matmul
 from tpu_backend.lowering.normalization import safe_softmax
+from tpu_backend.lowering.platforms import lowered_for
 from tpu_backend.lowering.registry import is_16_bit, lowering, opmath
 
 
@@ -31,17 +34,26 @@ def _transposed(tensor: jax.Array) -> jax.Array:
     return jnp.swapaxes(tensor, -1, -2)
 
 
+def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    """Of float32 operands that were made of this dtype. A TPU's matrix unit takes six passes for those, and
+    one for 16-bit operands.
+    """
+    if lowered_for() == "tpu" and is_16_bit(dtype):
+        return matmul(left.astype(dtype), right.astype(dtype))
+    return batched_matmul(left, right)
+
+
 def _factor(query: jax.Array, scale: jax.Array | None) -> jax.Array:
     return jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype)
 
 
 def _scores(
-    query: jax.Array, key: jax.Array, bias: jax.Array | None, is_causal: bool, factor: jax.Array
+    query: jax.Array, key: jax.Array, bias: jax.Array | None, is_causal: bool, factor: jax.Array, dtype: Any
 ) -> jax.Array:
     """(B, H, L, S), -inf where a query does not look."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
-    product = batched_matmul(_grouped(query, key.shape[1]), _transposed(key))
+    product = _product(_grouped(query, key.shape[1]), _transposed(key), dtype)
     scores = product.reshape(batch, heads, queries, keys) * factor
     if is_causal:
         scores = jnp.where(jnp.tril(jnp.ones((queries, keys), jnp.bool_)), scores, -jnp.inf)
@@ -50,19 +62,21 @@ def _scores(
     return jnp.where(bias, scores, -jnp.inf) if bias.dtype == jnp.bool_ else scores + bias
 
 
-@lowering("_scaled_dot_product_efficient_attention", promote="opmath", runtime=("scale",))
+@lowering("_scaled_dot_product_efficient_attention", runtime=("scale",))
 def attention(
     query, keys, values, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):  # fmt: skip
     """Results (B, H, L, E), log sums (B, H, L), which are -inf where a query looks nowhere, and a state of
     dropout that is none."""
+    dtype = query.dtype
+    query, keys, values = (each.astype(opmath(each.dtype)) for each in (query, keys, values))
     factor = _factor(query, scale)
     if blocked_attention.fits(query, keys, values, has_gradients=compute_log_sumexp):
         output, log_sums = blocked_attention.forward(query, keys, values, attn_bias, is_causal, factor)
     else:
-        scores = _scores(query, keys, attn_bias, is_causal, factor)
+        scores = _scores(query, keys, attn_bias, is_causal, factor, dtype)
         weights = safe_softmax(scores, -1)
-        output = batched_matmul(_grouped(weights, values.shape[1]), values)
+        output = _product(_grouped(weights, values.shape[1]), values, dtype)
         output = output.reshape(*query.shape[:3], values.shape[3])
         log_sums = jax.nn.logsumexp(scores, -1)
     return output, log_sums if compute_log_sumexp else jnp.zeros((*query.shape[:2], 0)), None, None
@@ -76,7 +90,7 @@ def attention_backward(
     """Of queries that look at more keys than these, if `output` and `logsumexp` are over all of them: context
     parallelism gives the keys in parts. Algorithm 2 of FlashAttention-2 (Dao 2023), all at once.
     """
-    is_rounded = is_16_bit(query.dtype)
+    dtype = query.dtype
     grad_out_, query, keys, values, output = (
         each.astype(opmath(each.dtype)) for each in (grad_out_, query, keys, values, output)
     )
@@ -86,22 +100,22 @@ def attention_backward(
             grad_out_, query, keys, values, attn_bias, output, logsumexp, is_causal, factor
         )
         return *(each if is_wanted else None for each, is_wanted in zip(found, grad_input_mask)), None
-    scores = _scores(query, keys, attn_bias, is_causal, factor)
+    scores = _scores(query, keys, attn_bias, is_causal, factor, dtype)
     looks_nowhere = (logsumexp == -jnp.inf)[..., None]
     weights = jnp.where(looks_nowhere, 0, jnp.exp(scores - jnp.where(looks_nowhere, 0, logsumexp[..., None])))
     grad_heads = _grouped(grad_out_, values.shape[1])
-    grad_weights = batched_matmul(grad_heads, _transposed(values)).reshape(weights.shape)
+    grad_weights = _product(grad_heads, _transposed(values), dtype).reshape(weights.shape)
     expected = jnp.sum(grad_out_ * output, -1, keepdims=True)
-    if is_rounded:
+    if is_16_bit(dtype):
         # So is `output`. Where these are all keys (to less than that rounding) the weights know it better.
         total = jnp.sum(weights, -1, keepdims=True)
         mean = jnp.sum(weights * grad_weights, -1, keepdims=True) / total
         expected = jnp.where(total > 1 - 2**-12, mean, expected)
     grad_scores = weights * (grad_weights - expected)
     grad_product = _grouped(grad_scores, keys.shape[1])
-    grad_query = batched_matmul(grad_product, keys).reshape(query.shape) * factor
-    grad_key = batched_matmul(_transposed(grad_product), _grouped(query, keys.shape[1])) * factor
-    grad_value = batched_matmul(_transposed(_grouped(weights, values.shape[1])), grad_heads)
+    grad_query = _product(grad_product, keys, dtype).reshape(query.shape) * factor
+    grad_key = _product(_transposed(grad_product), _grouped(query, keys.shape[1]), dtype) * factor
+    grad_value = _product(_transposed(_grouped(weights, values.shape[1])), grad_heads, dtype)
     gradients = (grad_query, grad_key, grad_value, _summed_to(grad_scores, attn_bias))
     return tuple(each if is_wanted else None for each, is_wanted in zip(gradients, grad_input_mask))
 

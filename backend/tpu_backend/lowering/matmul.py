@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_backend.lowering.few_numbers import are_few, scalar_product
-from tpu_backend.lowering.registry import CannotCompile, Fit, NotLoweredError, lowering, opmath, stored
+from tpu_backend.lowering.registry import (
+    CannotCompile,
+    Fit,
+    NotLoweredError,
+    is_16_bit,
+    lowering,
+    opmath,
+    stored,
+)
 from tpu_backend.lowering.settings import float32_matmul_precision
 
 NO_INT64_PRODUCTS = CannotCompile(
@@ -95,7 +103,16 @@ def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> 
     return scaled(self.astype(product.dtype), beta) + product
 
 
-@lowering("mm", "bmm", "mv", "_int_mm", on_tpu=NO_INT64_PRODUCTS)
+def _mm_on_tpu(self, mat2):
+    """16-bit products come rounded out of the matrix unit, which adds in float32 all the same. Otherwise XLA
+    leaves out the rounding where what follows is in float32, and keeps products in memory twice as large.
+    """
+    if self.dtype == mat2.dtype and is_16_bit(self.dtype):
+        return jnp.matmul(self, mat2)
+    return mm(self, mat2)
+
+
+@lowering("mm", "bmm", "mv", "_int_mm", on_tpu=NO_INT64_PRODUCTS, on={"tpu": _mm_on_tpu})
 def mm(self, mat2):
     if self.dtype != mat2.dtype:
         raise NotLoweredError("two dtypes: PyTorch refuses them, in its own words on the CPU")
