@@ -1,13 +1,18 @@
 """Text from a model, one token at a time."""
 
 import unicodedata
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tputrain.checkpoint.rows import is_distributed
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
+
+_PAYS_FROM = 64
+"""New tokens from which another program, for one token, takes less than it saves."""
 
 
 @torch.no_grad()
@@ -23,10 +28,13 @@ def generate(
 ) -> str:
     """The prompt and up to `max_new_tokens` tokens after it, ended early where the model ends the document.
 
-    The model sees the last `window` tokens (best: the length it was trained on). Every token is a whole
-    forward pass over a window of that one size, so a compiling device compiles one program; and one read of
-    the logits of one position, from which the host draws: the same seed draws the same numbers on every
-    device. `temperature=0` takes the most likely token.
+    The model sees the last `window` tokens (best: the length it was trained on). A token is one read of the
+    logits of one position, from which the host draws: the same seed draws the same numbers on every device.
+    `temperature=0` takes the most likely token.
+
+    Calls of the model have two shapes at most, so a compiling device compiles two programs: a window; and,
+    where the model has a `new_cache` for the keys and values of the tokens so far, and the text is long
+    enough for it to pay, one token. Once the window is full it moves, and is computed whole for each token.
     """
     if temperature < 0:
         raise UserError(f"temperature={temperature}: expected 0 or more")
@@ -36,11 +44,19 @@ def generate(
     uniforms = np.random.Philox(key=seed % 2**64)
     ids = [tokenizer.start_of_text_id, *tokenizer.encode(prompt)]
     num_given = len(ids)
+    cache = _new_cache(model, window) if max_new_tokens >= _PAYS_FROM else None
     was_training = model.training
     model.eval()
     try:
-        for _ in range(max_new_tokens):
-            logits = _next_logits(model, ids[-window:], window, device).numpy()
+        for number in range(max_new_tokens):
+            if cache is None or len(ids) > window:
+                cache, size, options = None, window, {}
+            else:
+                size = window if number == 0 else 1
+                first = 0 if number == 0 else len(ids) - 1
+                positions = torch.arange(first, first + size)[None].to(device)
+                options = {"cache": cache, "position_ids": positions}
+            logits = _next_logits(model, ids[-size:], size, device, options).numpy()
             token = _draw(logits[: tokenizer.vocab_size], temperature, top_k, uniforms)
             if token == tokenizer.end_of_text_id:
                 break
@@ -50,12 +66,20 @@ def generate(
     return prompt + tokenizer.decode(ids[num_given:])
 
 
-def _next_logits(model: nn.Module, ids: list[int], window: int, device: torch.device) -> Tensor:
-    """float32 logits (V,), on the host, for the token after `ids` (at most `window` of them)."""
+def _new_cache(model: Any, window: int) -> Any:
+    """What lets the model go on from what it has computed; None if it is compiled, or ranks have parts."""
+    can_cache = hasattr(type(model), "new_cache") and not any(map(is_distributed, model.parameters()))
+    return model.new_cache(window) if can_cache else None
+
+
+def _next_logits(
+    model: nn.Module, ids: list[int], size: int, device: torch.device, options: dict[str, Any]
+) -> Tensor:
+    """float32 logits (V,), on the host, for the token after `ids` (at most `size` of them)."""
     # Padding comes after the text, where causal attention does not look.
-    padded = torch.tensor([ids + [0] * (window - len(ids))]).to(device)
+    padded = torch.tensor([ids + [0] * (size - len(ids))]).to(device)
     last = torch.tensor([len(ids) - 1]).to(device)  # a tensor: as a number it would be part of the program
-    return model(padded).index_select(1, last).flatten().float().cpu()
+    return model(padded, **options).index_select(1, last).flatten().float().cpu()
 
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int | None, uniforms: np.random.Philox) -> int:

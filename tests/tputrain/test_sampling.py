@@ -1,11 +1,14 @@
 """Text from a model."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
+from tputrain.models.llama import Llama, LlamaConfig
 from tputrain.sampling import generate, printable
 
 TEXT = "abcdefghijklmnopqrstuvwxyz" * 4
@@ -71,6 +74,35 @@ def test_generation_ends_with_the_document_and_leaves_the_mode_as_it_was(tokeniz
 def test_impossible_arguments_are_one_clear_line(arguments, message, tokenizer):
     with pytest.raises(UserError, match=message):
         generate(NextLetter(0.0), tokenizer, "a", 1, **arguments)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    config = LlamaConfig(300, 32, 64, 2, 4, 2, 8, 256, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = Llama(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize("window", [128, 40])
+def test_with_a_cache_the_text_is_that_of_whole_windows(llama, tokenizer, window, temperature, monkeypatch):
+    def written() -> str:
+        return generate(llama, tokenizer, "abc", 64, temperature, top_k=None, window=window)
+
+    cached = written()
+    monkeypatch.delattr(Llama, "new_cache")
+    assert written() == cached
+
+
+def test_on_tpu_a_token_is_one_program_however_long_the_text_is(llama, tokenizer):
+    expected = generate(llama, tokenizer, "abc", 70, temperature=0)
+    model = copy.deepcopy(llama).to("tpu")
+    before = torch.tpu.compile_stats()["compilations"]
+    assert generate(model, tokenizer, "abc", 70, temperature=0) == expected
+    assert torch.tpu.compile_stats()["compilations"] - before <= 3
 
 
 def test_control_characters_of_a_sample_do_not_reach_the_terminal():

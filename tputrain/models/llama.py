@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.errors import UserError
+from tputrain.models.kv_cache import KeyValueCache, LayerCache
 from tputrain.models.recompute import recomputed
 from tputrain.models.sequence import places, whole
 
@@ -166,6 +167,7 @@ class Llama(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Logits (B, S, V), or, with labels, the float32 mean cross-entropy (nats) over those that are not
         -100.
@@ -173,13 +175,20 @@ class Llama(nn.Module):
         All arguments are int64 (B, S). `labels` are the next tokens (nothing is shifted here),
         `position_ids` count from 0 in each document (default: in each sequence), and a token attends only
         to earlier ones with its own `document_ids` (default: to all earlier ones).
+
+        With a `cache` the tokens go on from those that it holds; `position_ids` are given and alike in all
+        sequences.
         """
-        hidden = self.model(input_ids, position_ids, document_ids)
+        hidden = self.model(input_ids, position_ids, document_ids, cache)
         logits = F.linear(hidden, self.output_weight) if self.lm_head is None else self.lm_head(hidden)
         if labels is None:
             return logits
         loss = next_token_loss(logits, labels)
         return {"loss": loss, "logits": logits} if self.gives_logits_with_loss else loss
+
+    def new_cache(self, length: int) -> KeyValueCache:
+        """What text of up to `length` tokens is written with, a token at a time."""
+        return KeyValueCache(length, self.config.num_hidden_layers)
 
     @property
     def tp_plan(self) -> dict[str, str]:
@@ -261,17 +270,27 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config)
         self.recomputes = config.activation_checkpointing
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         hidden = self.embed_tokens(input_ids)
         own, every = places(input_ids.shape[1], input_ids.device)
+        if cache is not None:
+            assert position_ids is not None, "a cache needs to know where the tokens are"
+            own, every = position_ids[0], cache.places(input_ids.device)
         rotation = self.rotary(own[None] if position_ids is None else position_ids, hidden.dtype)
         bias = attention_bias(own, every, document_ids, hidden.dtype)
-        for layer in self.layers:
-            hidden = (
-                recomputed(layer, hidden, rotation, bias)
-                if self.recomputes
-                else layer(hidden, rotation, bias)
-            )
+        for number, layer in enumerate(self.layers):
+            if cache is not None:
+                hidden = layer(hidden, rotation, bias, (cache.layers[number], own))
+            elif self.recomputes:
+                hidden = recomputed(layer, hidden, rotation, bias)
+            else:
+                hidden = layer(hidden, rotation, bias)
         return self.norm(hidden)
 
 
@@ -285,8 +304,15 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, bias)
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        bias: Tensor,
+        held: tuple[LayerCache, Tensor] | None = None,
+    ) -> Tensor:
+        """`held`: what there is of the tokens before, and the places of these."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, bias, held)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -303,7 +329,13 @@ class Attention(nn.Module):
         self.v_proj = _linear(config.hidden_size, key_size)
         self.o_proj = _linear(query_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        bias: Tensor,
+        held: tuple[LayerCache, Tensor] | None = None,
+    ) -> Tensor:
         B, S, _ = hidden.shape
         D = self.head_dim
         # H and K are what a rank has: with tensor parallelism a part of the model's.
@@ -312,7 +344,12 @@ class Attention(nn.Module):
         value = self.v_proj(hidden).view(B, S, -1, D).transpose(1, 2)
         K = key.shape[1]
         query, key = rotate(query, rotation), rotate(key, rotation)
-        key, value = whole(key, 2), whole(value, 2)  # (B, K, T, D): T is S, unless ranks share the sequence
+        # (B, K, T, D): T is S, unless ranks share the sequence, or a cache has more of it.
+        if held is None:
+            key, value = whole(key, 2), whole(value, 2)
+        else:
+            cache, own = held
+            key, value = cache.extended(own, key, value)
         # The G query heads of a group share its keys: laid under each other as rows of one matrix they need
         # no copies of the keys.
         T = key.shape[2]
