@@ -1,6 +1,8 @@
 """The build steps that pyproject.toml cannot declare.
 
-* `tpu_backend._C`, the C++ device layer: compiled from all of backend/csrc against the torch at hand.
+* `tpu_backend._C`, the C++ device layer: compiled from all of backend/csrc against the torch at hand, into
+  the folder of that release of torch (tpu_backend/abi.py).
+* What is needed to run: the torch that the extension was compiled for.
 * recipes/ and configs/: copied into the wheel as `tputrain/shipped/`, so that `tputrain run llama` works in
   any directory.  An editable install needs no copy: it finds them at the top of the repository.
 * A missing compiler or Python header: reported in one line, before any dependency is downloaded.
@@ -39,6 +41,26 @@ CXX_STANDARD = "-std=c++20"
 COMPILERS = ("c++", "g++", "clang++")
 CCACHE_FOLDERS = ("/usr/lib/ccache", "/usr/lib64/ccache")
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+TORCH_RELEASE = ".".join(str(torch.__version__).split("+")[0].split(".")[:2])
+EXTENSION = f"tpu_backend.extension.torch_{TORCH_RELEASE.replace('.', '_')}._C"
+
+# The releases of torch that a wheel holds extensions for; .ci/build_wheel.py puts several into one.
+TORCH_RELEASES = os.environ.get("TPUTRAIN_TORCH_RELEASES", TORCH_RELEASE).split()
+DEPENDENCIES = [
+    "jax>=0.10",
+    "jaxlib>=0.10",
+    "scipy",
+    "numpy>=1.26",
+    "safetensors>=0.5",
+    "datasets>=3.0",
+    "fsspec>=2024.2",
+    "tokenizers>=0.21",
+    "omegaconf>=2.3",
+    "pyyaml>=6.0",
+    "rich>=13.7",
+    "shtab>=1.7",
+    "wandb>=0.18",
+]
 
 # What to type, by the package manager that is found; all of them where none is.
 INSTALL_COMPILER = {
@@ -109,11 +131,14 @@ class CheckedDistInfo(dist_info):
 
 
 class BuildDevice(BuildExtension):
-    """Compiles `tpu_backend._C` and writes beside it what it was compiled for, for tpu_backend/abi.py."""
+    """Compiles EXTENSION and writes beside it what it was compiled for, for tpu_backend/abi.py."""
 
     def run(self) -> None:
         # In the environment, because torch's ninja file and setuptools' linker both read the compiler there.
         os.environ["CXX"] = check_toolchain()
+        # In an editable install this is in the source folder, else in the folder that becomes the wheel.
+        folder = Path(self.get_ext_fullpath(EXTENSION)).parent
+        folder.mkdir(parents=True, exist_ok=True)
         super().run()
         source_digest = runpy.run_path(str(ROOT / "backend" / "tpu_backend" / "abi.py"))["source_digest"]
         info = {
@@ -122,8 +147,6 @@ class BuildDevice(BuildExtension):
             "python": PYTHON_VERSION,
             "sources": source_digest(ROOT / "backend" / "csrc"),
         }
-        # In an editable install this is the source folder, else the folder that becomes the wheel.
-        folder = Path(self.get_ext_fullpath("tpu_backend._C")).parent
         (folder / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
 
 
@@ -148,7 +171,7 @@ def device_extension() -> Extension:
     system_headers = [*include_paths(), sysconfig.get_paths()["include"]]
     silenced = [flag for path in system_headers for flag in ("-isystem", path)]
     return CppExtension(
-        "tpu_backend._C",
+        EXTENSION,
         sorted(str(path.relative_to(ROOT)) for path in (ROOT / SOURCES).rglob("*.cpp")),
         include_dirs=[str(ROOT / SOURCES)],
         # -g0: with debug information of torch's headers the library would be ten times larger.
@@ -157,13 +180,22 @@ def device_extension() -> Extension:
 
 
 def package_names() -> list[str]:
-    device = find_namespace_packages("backend", include=["tpu_backend", "tpu_backend.*"])
+    built = ["tpu_backend.extension*"]  # what an in-place build left: build_ext makes the wheel's own
+    device = find_namespace_packages("backend", include=["tpu_backend", "tpu_backend.*"], exclude=built)
     trainer = find_namespace_packages(".", include=["tputrain", "tputrain.*"])
     return [name for name in (*device, *trainer) if "__pycache__" not in name]
 
 
+def torch_requirement() -> str:
+    """From the oldest release of TORCH_RELEASES up to the newest, patch releases included."""
+    releases = sorted(tuple(map(int, release.split("."))) for release in TORCH_RELEASES)
+    (oldest, minor), (newest, last) = releases[0], releases[-1]
+    return f"torch>={oldest}.{minor},<{newest}.{last + 1}"
+
+
 setup(
     packages=package_names(),
+    install_requires=[torch_requirement(), *DEPENDENCIES],
     ext_modules=[device_extension()],
     cmdclass={"build_ext": BuildDevice, "build_py": BuildPackages, "dist_info": CheckedDistInfo},
 )

@@ -17,7 +17,8 @@ from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.goes_on_from import started_from
 from tputrain.job_notes import notes
-from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
+from tputrain.lr_finder import Sweep, find_learning_rate
+from tputrain.lr_sweep import SweepConfig
 from tputrain.models import add_lora, initialize, parameters_on_meta
 from tputrain.models.lora import initialize_lora
 from tputrain.parallel.config import ParallelConfig

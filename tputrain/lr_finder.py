@@ -11,12 +11,12 @@ from torch import nn
 from tputrain.callbacks.callback import Callback
 from tputrain.callbacks.config import CallbacksConfig
 from tputrain.config import RunConfig
-from tputrain.config_checks import expect, expect_above, expect_at_least
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 from tputrain.loop.step import TrainStep
 from tputrain.loop.step_parts import StepParts
 from tputrain.loss import LossFunction
+from tputrain.lr_sweep import SweepConfig
 from tputrain.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -25,25 +25,6 @@ if TYPE_CHECKING:
 _SMOOTHING = 0.8  # share of the past in the mean of losses
 _DIVERGED = 1.5  # times the lowest loss: there is nothing more to learn from going on
 _READ_EVERY = 10  # steps
-
-
-@dataclass(frozen=True)
-class SweepConfig:
-    """From which learning rate to which, in how many steps; each is the one before times the same factor."""
-
-    lowest: float = 1e-6
-    highest: float = 1.0
-    steps: int = 100
-
-    def __post_init__(self) -> None:
-        expect_above("--lowest", self.lowest, 0.0)
-        expect(self.lowest < self.highest, "--highest", self.highest, f"more than --lowest={self.lowest:g}")
-        expect(math.isfinite(self.highest), "--highest", self.highest, "a finite number")
-        expect_at_least("--steps", self.steps, 20)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of step `step`, from 0."""
-        return self.lowest * (self.highest / self.lowest) ** (step / (self.steps - 1))
 
 
 @dataclass(frozen=True)

@@ -4,29 +4,32 @@ Every mistake is one line: which file, which key, which value, what was expected
 where it says trust_code=true.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tputrain.batch_size import BatchConfig
 from tputrain.callbacks.sample_text import SampleConfig
 from tputrain.config import RunConfig
-from tputrain.config_checks import described_type, expect, nearest, spelled
+from tputrain.config_checks import described_type, expect, nearest
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
 from tputrain.kinds import Family, foreign
 from tputrain.models import LoraConfig, ModelConfig
-from tputrain.shipped import shipped_names, shipped_path
-
-COMMAND_LINE = "command line"
-_INCLUDE = "include"
-_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+from tputrain.recipe_keys import unknown_key
+from tputrain.recipe_layers import (
+    COMMAND_LINE,
+    Layer,
+    first_line,
+    layers_of_file,
+    leaves,
+    override_layer,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -88,102 +91,20 @@ class RecipeConfig(RunConfig):
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The checked configuration of the recipe at `path`, with `key=value` overrides on top."""
-    return _build_overridden(_layers_of_file(path), overrides)
+    return _build_overridden(layers_of_file(path), overrides)
 
 
 def config_from_json(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The configuration that a checkpoint's state.json holds; `source` names it in errors."""
-    return _build_overridden([_Layer(source, values, is_stored=True)], overrides)
+    return _build_overridden([Layer(source, values, is_stored=True)], overrides)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Values from one source; later layers win over earlier ones."""
-
-    source: str
-    values: dict[str, Any]
-    is_stored: bool = False
-    """Whether a run wrote it: before kinds had settings of their own, it wrote those of all."""
-
-
-def _layers_of_file(path: Path) -> list[_Layer]:
-    values = _read_yaml(path)
-    includes = values.pop(_INCLUDE, None) or []
-    if not (isinstance(includes, list) and all(isinstance(name, str) for name in includes)):
-        raise UserError(f"{path}: {_INCLUDE}={includes!r}: expected a list of names such as [model/llama-5m]")
-    return [*(_include_layer(name, path) for name in includes), _Layer(str(path), values)]
-
-
-def _include_layer(name: str, recipe: Path) -> _Layer:
-    beside = recipe.parent / f"{name}.yaml"
-    path = beside if beside.is_file() else shipped_path("configs", name)
-    if path is None:
-        known = shipped_names("configs")
-        hint = nearest(name, known)
-        suggestion = f"; did you mean {hint}?" if hint else ""
-        raise UserError(
-            f"{recipe}: {_INCLUDE}={name}: no {beside} and no shipped config "
-            f"(there are: {', '.join(known)}){suggestion}"
-        )
-    values = _read_yaml(path)
-    if _INCLUDE in values:
-        raise UserError(f"{path}: {_INCLUDE}: only a recipe can include, not a piece that it includes")
-    return _Layer(str(path), values)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        loaded = OmegaConf.load(path)
-        values = OmegaConf.to_container(loaded, resolve=False)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: {_describe_yaml_error(error, path)}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-    except (OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: {_first_line(error)}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected keys and values, found a {type(values).__name__}")
-    if not values and not path.read_text(encoding="utf-8").split():
-        raise UserError(
-            f"{path}: empty; expected keys and values (`tputrain cp llama` gives a recipe to edit)"
-        )
-    return _spelled_out(values)  # type: ignore[arg-type]
-
-
-def _spelled_out(values: dict[str, Any]) -> dict[str, Any]:
-    """With `parallel: auto` as the key that it is short for."""
-    return values | {"parallel": {"auto": True}} if values.get("parallel") == "auto" else values
-
-
-def _override_layer(text: str) -> _Layer:
-    key, equals, value = text.partition("=")
-    if not equals or not _KEY.fullmatch(key):
-        raise UserError(f"{COMMAND_LINE}: {text!r}: expected key=value, such as trainer.steps=1000")
-    values: Any = _parse_value(value, _known_of_any_kind().get(key))
-    for part in reversed(key.split(".")):
-        values = {part: values}
-    return _Layer(COMMAND_LINE, _spelled_out(values))
-
-
-def _parse_value(text: str, hint: Any) -> Any:
-    """What `text` stands for, for a key of type `hint`: YAML, but text as it is where the key holds text."""
-    try:
-        layer = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
-        return text  # no YAML, such as *.txt
-    parsed = layer["value"]  # type: ignore[call-overload, index]
-    is_quoted = text[:1] in ("'", '"') and isinstance(parsed, str)
-    is_for_text = hint is str or (get_origin(hint) not in (list, dict) and str in get_args(hint))
-    return text if is_for_text and parsed is not None and not is_quoted else parsed
-
-
-def _build_overridden(layers: list[_Layer], overrides: Sequence[str]) -> RecipeConfig:
+def _build_overridden(layers: list[Layer], overrides: Sequence[str]) -> RecipeConfig:
     """`layers` with `overrides` on top. A mistake that goes away without one of those is blamed on it, also
     where the value that then does not fit stands in a file.
     """
-    given = [_override_layer(text) for text in overrides]
+    hints = _known_of_any_kind()
+    given = [override_layer(text, hints) for text in overrides]
     try:
         return _build([*layers, *given])
     except UserError as error:
@@ -195,7 +116,7 @@ def _build_overridden(layers: list[_Layer], overrides: Sequence[str]) -> RecipeC
         raise
 
 
-def _is_valid(layers: list[_Layer]) -> bool:
+def _is_valid(layers: list[Layer]) -> bool:
     try:
         _build(layers)
     except UserError:
@@ -203,7 +124,7 @@ def _is_valid(layers: list[_Layer]) -> bool:
     return True
 
 
-def _build(layers: list[_Layer]) -> RecipeConfig:
+def _build(layers: list[Layer]) -> RecipeConfig:
     """Merge layer by layer, so that each mistake is blamed on the source it came from."""
     kinds, layers = _chosen(layers)
     merged = OmegaConf.structured(RecipeConfig)
@@ -215,7 +136,7 @@ def _build(layers: list[_Layer]) -> RecipeConfig:
     sources: dict[str, str] = {}
     known = _known_keys(RecipeConfig, kinds)
     for layer in layers:
-        for key, value in _leaves(layer.values):
+        for key, value in leaves(layer.values):
             _check_key(layer.source, key, value, known)
             sources[key] = layer.source
         merged = _merge(merged, layer, known)
@@ -234,12 +155,17 @@ Kinds = dict[type[Family], type[Family]]
 """The kind that was chosen, of each family."""
 
 
+def kind_keys() -> list[str]:
+    """The keys that choose a kind, such as optim.name."""
+    return [f"{family.group}.{family.by}" for family in _families()]
+
+
 def _families() -> list[type[Family]]:
     hints = get_type_hints(RecipeConfig).values()
     return [hint for hint in hints if isinstance(hint, type) and issubclass(hint, Family)]
 
 
-def _chosen(layers: list[_Layer]) -> tuple[Kinds, list[_Layer]]:
+def _chosen(layers: list[Layer]) -> tuple[Kinds, list[Layer]]:
     """The kind of each family that the last layer to name one names, and the layers without settings of
     other kinds, as far as a layer below left them behind or a run wrote them.
 
@@ -253,6 +179,8 @@ def _chosen(layers: list[_Layer]) -> tuple[Kinds, list[_Layer]]:
             if isinstance(group, dict) and family.by in group:
                 named, chooser = group[family.by], index
         try:
+            if isinstance(named, str) and "${" in named:
+                named = _interpolated(f"{family.group}.{family.by}", named, layers)
             kinds[family] = family.kind_of(named)
         except UserError as error:
             raise UserError(f"{layers[chooser].source}: {error}") from None
@@ -266,7 +194,18 @@ def _chosen(layers: list[_Layer]) -> tuple[Kinds, list[_Layer]]:
     return kinds, layers
 
 
-def _without_foreign(layer: _Layer, family: type[Family], name: str, is_left_behind: bool) -> _Layer:
+def _interpolated(key: str, text: str, layers: list[Layer]) -> Any:
+    """What `text`, the value of `key`, stands for: `${seed}` for another key, `${oc.env:NAME}` for a variable
+    of the environment. UserError where it stands for nothing.
+    """
+    defaults = OmegaConf.to_container(OmegaConf.structured(RecipeConfig))
+    try:
+        return OmegaConf.select(OmegaConf.merge(defaults, *(layer.values for layer in layers)), key)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{key}={text}: {first_line(error)}") from None
+
+
+def _without_foreign(layer: Layer, family: type[Family], name: str, is_left_behind: bool) -> Layer:
     """`layer` without the settings of other kinds than `name`; UserError unless they are left behind."""
     group = layer.values.get(family.group)
     if not isinstance(group, dict):
@@ -275,7 +214,7 @@ def _without_foreign(layer: _Layer, family: type[Family], name: str, is_left_beh
     if others and not is_left_behind:
         key, owners = next(iter(others.items()))
         error = foreign(
-            f"{family.group}.{key}", _short(group[key]), f"{family.group}.{family.by}={name}", owners
+            f"{family.group}.{key}", shown(group[key]), f"{family.group}.{family.by}={name}", owners
         )
         raise UserError(f"{layer.source}: {error}")
     kept = {key: value for key, value in group.items() if key not in others}
@@ -290,14 +229,13 @@ def _check_key(source: str, key: str, value: Any, known: dict[str, Any]) -> None
             if value == {}:
                 return
             raise UserError(
-                f"{source}: {key}={_short(value)}: expected keys below it, such as {_first_below(key, known)}"
+                f"{source}: {key}={shown(value)}: expected keys below it, such as {_first_below(key, known)}"
             )
         if isinstance(value, dict):
-            raise UserError(f"{source}: {key}={_short(value)}: expected {described_type(known[key])}")
+            raise UserError(f"{source}: {key}={shown(value)}: expected {described_type(known[key])}")
         _check_elements(source, key, value, known[key])
         return
-    hint = _nearest_key(key, known)
-    raise UserError(f"{source}: {key}={_short(value)}: unknown key; nearest known key: {hint}")
+    raise unknown_key(source, key, value, known)
 
 
 def _is_free(key: str, value: Any, known: dict[str, Any]) -> bool:
@@ -315,7 +253,7 @@ def _check_elements(source: str, key: str, value: Any, hint: Any) -> None:
     for index, entry in enumerate(value):
         if not isinstance(entry, dict):
             expected = f"{{{', '.join(names)}}}"
-            raise UserError(f"{source}: {key}[{index}]={_short(entry)}: expected {expected}")
+            raise UserError(f"{source}: {key}[{index}]={shown(entry)}: expected {expected}")
         for name in entry:
             if name not in names:
                 known = nearest(str(name), names) or ", ".join(names)
@@ -326,20 +264,20 @@ def _check_elements(source: str, key: str, value: Any, hint: Any) -> None:
             except OmegaConfBaseException:
                 expected = described_type(get_type_hints(element)[name])
                 raise UserError(
-                    f"{source}: {key}[{index}].{name}={_short(given)}: expected {expected}"
+                    f"{source}: {key}[{index}].{name}={shown(given)}: expected {expected}"
                 ) from None
 
 
-def _merge(merged: DictConfig, layer: _Layer, known: dict[str, Any]) -> DictConfig:
+def _merge(merged: DictConfig, layer: Layer, known: dict[str, Any]) -> DictConfig:
     try:
         return OmegaConf.merge(merged, layer.values)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
-        value = dict(_leaves(layer.values)).get(key)
+        value = dict(leaves(layer.values)).get(key)
         if key not in known or isinstance(error, ConfigKeyError):
-            raise UserError(f"{layer.source}: {key}={_short(value)}: {_first_line(error)}") from None
+            raise UserError(f"{layer.source}: {key}={shown(value)}: {first_line(error)}") from None
         raise UserError(
-            f"{layer.source}: {key}={_short(value)}: expected {described_type(known[key])}"
+            f"{layer.source}: {key}={shown(value)}: expected {described_type(known[key])}"
         ) from None
 
 
@@ -356,7 +294,7 @@ def _to_dataclass(
         try:
             value = node[name]
         except OmegaConfBaseException as error:
-            raise UserError(f"{sources.get(key, 'defaults')}: {key}: {_first_line(error)}") from None
+            raise UserError(f"{sources.get(key, 'defaults')}: {key}: {first_line(error)}") from None
         if isinstance(value, ListConfig):
             value = _to_list(value, hint, sources, kinds, key)
         values[name] = _to_dict(value, sources, key) if isinstance(value, DictConfig) else value
@@ -389,7 +327,7 @@ def _to_dict(node: DictConfig, sources: dict[str, str], key: str) -> dict[str, A
         source = next(
             (source for name, source in reversed(sources.items()) if name.startswith(key)), "defaults"
         )
-        raise UserError(f"{source}: {key}: {_first_line(error)}") from None
+        raise UserError(f"{source}: {key}: {first_line(error)}") from None
 
 
 def _hints(kind: type, kinds: Kinds) -> dict[str, Any]:
@@ -418,68 +356,5 @@ def _known_of_any_kind() -> dict[str, Any]:
     return known
 
 
-def _leaves(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, key + ".")
-        else:
-            yield key, value
-
-
-def _nearest_key(key: str, known: dict[str, Any]) -> str:
-    """What `key` was most likely meant to be; one of the group that it names goes before one of another."""
-    group, _, name = key.rpartition(".")
-    if not any(candidate.startswith(f"{group}.") for candidate in known):
-        group = ""  # there is no such group
-    prefix = f"{group}." if group else ""
-    below = [candidate for candidate in known if candidate.startswith(prefix)]
-    found = _same(name, below) or _same(name, known) or _alike(name, below)
-    if found is None and not group:
-        found = nearest(key, known)
-    if found is not None:
-        return found
-    children = dict.fromkeys(candidate[len(prefix) :].partition(".")[0] for candidate in below)
-    return f"none resembles it (known {f'below {group}' if group else 'keys'}: {', '.join(children)})"
-
-
-def _same(name: str, keys: Iterable[str]) -> str | None:
-    """The keys whose last part is `name`, or is abbreviated by it: `lr` is `learning_rate`."""
-    parts = {key: key.rpartition(".")[2] for key in keys}
-    matches = [
-        key for key, part in parts.items() if name == part or ("_" in part and name == _initials(part))
-    ]
-    return " or ".join(matches) or None
-
-
-def _initials(name: str) -> str:
-    return "".join(word[:1] for word in name.split("_"))
-
-
-def _alike(name: str, keys: Iterable[str]) -> str | None:
-    by_part = {key.rpartition(".")[2]: key for key in keys}
-    hint = nearest(name, by_part)
-    return None if hint is None else by_part[hint]
-
-
 def _first_below(key: str, known: dict[str, Any]) -> str:
     return next(name for name in known if name.startswith(key + "."))
-
-
-def _describe_yaml_error(error: yaml.YAMLError, path: Path) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    problem = getattr(error, "problem", None) or _first_line(error)
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    if mark and lines[mark.line : mark.line + 1] and lines[mark.line][mark.column :].startswith("\t"):
-        problem = "a tab; indent with spaces"
-    return f"{where}not valid YAML: {problem}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _short(value: Any) -> str:
-    text = spelled(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

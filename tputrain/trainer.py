@@ -284,6 +284,7 @@ class Trainer(Position):
         if is_first and (why := self._readings.not_counted) is not None:
             say(f"note: no MFU, the model's operations cannot be counted: {why}")
         for logger in self.loggers:
+            logger.total_steps = self._due.total_steps
             logger.log(records)
         self._tell("on_log", records)
         return self._bad_steps.judge(records)

@@ -59,7 +59,9 @@ def register() -> None:
         )
     from tpu_backend import abi
 
-    abi.check()
+    extension = str(abi.find_extension())
+    if extension not in __path__:
+        __path__.insert(0, extension)  # where `from tpu_backend import _C` finds the one for this torch
     from tpu_backend import _C, distributed, pickling, printing, torch_tpu
     from tpu_backend.compiled import dispatch
     from tpu_backend.torch_tpu import optimizer_steps

@@ -1,8 +1,13 @@
-"""Whether the compiled extension and the torch it meets fit: asked before the extension is loaded.
+"""Which compiled extension fits the torch that is here: asked before it is loaded.
 
 A C++ extension that meets another torch than it was compiled for dies with an undefined symbol, or worse,
-runs.  The build (setup.py) leaves `_build_info.json` beside the extension; `check` compares it with this
-process and raises one line that says what to do.  Nothing here imports the extension or JAX.
+runs.  So there is one for each release of torch, in a folder of its own:
+
+    tpu_backend/extension/torch_2_13/_C.cpython-311-x86_64-linux-gnu.so
+                                     _build_info.json      what setup.py compiled it for
+
+`find_extension` compares that with this process, and raises one line that says what to do if nothing fits.
+Nothing here imports the extension or JAX.
 """
 
 from __future__ import annotations
@@ -62,37 +67,56 @@ def mismatch(built: Build, met: Build) -> str | None:
     return None
 
 
-def check(folder: Path | None = None) -> None:
-    """Raise ImportError, in one line, if the extension in `folder` does not fit this process.
+def find_extension(package: Path | None = None) -> Path:
+    """The folder of the extension that fits this process.
 
-    ``folder`` is where the extension lies; by default this package's own.
+    ``package`` is the folder of tpu_backend; by default this one.  Raises ImportError, in one line, if no
+    extension in it fits.
     """
-    folder = folder or Path(__file__).resolve().parent
+    package = package or Path(__file__).resolve().parent
+    here = Build.of_this_process()
+    folder = package / "extension" / f"torch_{here.torch_release.replace('.', '_')}"
     info = folder / "_build_info.json"
-    if not info.is_file() or not any(folder.glob("_C*")):
+    if not _is_built(folder):
+        others = sorted(filter(_is_built, folder.parent.glob("torch_*")), key=_release_of)
+        if others:
+            releases = [".".join(map(str, _release_of(each))) for each in others]
+            raise ImportError(
+                f"tpu_backend's C++ extension was built for torch {' and '.join(releases)} and met torch "
+                f"{here.torch}; install torch {' or '.join(releases)}, or {_rebuild(package)}"
+            )
         raise ImportError(
             f"tpu_backend's C++ extension is not built (no _C* with _build_info.json in {folder}); "
-            f"{_rebuild(folder)}"
+            f"{_rebuild(package)}"
         )
     try:
         built = Build(**json.loads(info.read_text()))
     except (ValueError, TypeError) as error:
         raise ImportError(
-            f"{info} does not say what the extension was built for ({error}); {_rebuild(folder)}"
+            f"{info} does not say what the extension was built for ({error}); {_rebuild(package)}"
         ) from None
-    reason = mismatch(built, Build.of_this_process())
+    reason = mismatch(built, here)
     if reason is None and not any((folder / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
         found = ", ".join(sorted(path.name for path in folder.glob("_C*")))
         reason = f"({found}) is not for this interpreter, which loads *{EXTENSION_SUFFIXES[0]}"
-    sources = folder.parent / "csrc"  # there in a checkout: an editable install
+    sources = package.parent / "csrc"  # there in a checkout: an editable install
     if reason is None and built.sources and sources.is_dir() and built.sources != source_digest(sources):
         reason = f"was built from other sources than {sources} has now"
     if reason is not None:
-        raise ImportError(f"tpu_backend's C++ extension {reason}; {_rebuild(folder)}")
+        raise ImportError(f"tpu_backend's C++ extension {reason}; {_rebuild(package)}")
+    return folder
 
 
-def _rebuild(folder: Path) -> str:
-    checkout = folder.parents[1]
+def _release_of(folder: Path) -> tuple[int, ...]:
+    return tuple(map(int, folder.name.split("_")[1:]))
+
+
+def _is_built(folder: Path) -> bool:
+    return (folder / "_build_info.json").is_file() and any(folder.glob("_C*"))
+
+
+def _rebuild(package: Path) -> str:
+    checkout = package.parents[1]
     if (checkout / "setup.py").is_file():  # an editable install: the extension lies in the source tree
         return f"rebuild it: `pip install --no-build-isolation --no-deps -e {checkout}`"
     return "rebuild it in a source checkout: `pip install --no-build-isolation --no-deps .`"

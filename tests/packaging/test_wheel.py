@@ -1,18 +1,21 @@
 """The wheel carries all of it: packages, recipes and configs, the command, the entry point of the device.
+Where it is installed no compiler is needed.
 
 It is built for real, but for the extension, which takes minutes to compile: the one at hand is put in.
 """
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+
+from tpu_backend import abi
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,14 +40,8 @@ def wheel(tmp_path_factory) -> Path:
         f"[bdist_wheel]\nskip_build = true\nbdist_dir = {work}/staged\ndist_dir = {work}\n"
     )
     setup("build_py", configuration=configuration)
-    device = importlib.util.find_spec("tpu_backend")
-    assert device is not None
-    assert device.origin is not None
-    for built in (
-        *Path(device.origin).parent.glob("_C*"),
-        *Path(device.origin).parent.glob("_build_info.json"),
-    ):
-        shutil.copy2(built, work / "lib" / "tpu_backend")
+    extension = abi.find_extension()
+    shutil.copytree(extension, work / "lib" / "tpu_backend" / "extension" / extension.name)
     setup("bdist_wheel", configuration=configuration)
     (made,) = work.glob("*.whl")
     return made
@@ -93,10 +90,20 @@ def test_nothing_else_is_inside(wheel):
 
 
 def test_the_wheel_holds_the_extension_and_what_it_was_built_for(wheel):
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("tpu_backend/_")]
-    assert "tpu_backend/_build_info.json" in names
-    assert any(name.startswith("tpu_backend/_C.") for name in names)
+    folder = f"tpu_backend/extension/{abi.find_extension().name}"
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("tpu_backend/extension/")]
+    assert f"{folder}/_build_info.json" in names
+    assert any(name.startswith(f"{folder}/_C.") for name in names)
     assert "none-any" not in wheel.name
+
+
+def test_it_needs_the_torch_that_it_was_built_for(installed):
+    (information,) = installed.glob("*.dist-info")
+    needed = PathDistribution(information).requires or []
+    major, minor = abi.Build.of_this_process().torch_release.split(".")
+    assert [name for name in needed if name.startswith("torch")] == [
+        f"torch<{major}.{int(minor) + 1},>={major}.{minor}"
+    ]
 
 
 def test_it_offers_the_command_and_the_device(installed):
@@ -118,3 +125,42 @@ def test_a_recipe_of_the_user_s_own_is_found_by_path(installed, tmp_path):
     shutil.copy(ROOT / "recipes" / "llama.yaml", tmp_path / "mine" / "my.yaml")
     done = run_elsewhere(installed, tmp_path, "-m", "tputrain.cli", "validate", "mine/my.yaml")
     assert done.returncode == 0, done.stderr
+
+
+TRAINS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tputrain import Trainer
+import tpu_backend
+
+data = TensorDataset(torch.rand(32, 4), torch.randint(3, (32,)))
+trainer = Trainer(nn.Linear(4, 3), steps=3, train_loader=DataLoader(data, batch_size=8))
+trainer.fit()
+print(trainer.device, trainer.step, tpu_backend._C.__file__)
+"""
+
+
+def test_a_machine_without_a_compiler_installs_it_and_trains(wheel, tmp_path):
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    python = environment / "bin" / "python"
+    commands = tmp_path / "commands"  # the whole PATH: compilers that say when they are called
+    commands.mkdir()
+    for name in ("c++", "g++", "clang++", "cc", "gcc", "clang", "ninja", "ld"):
+        (commands / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/called\nexit 1\n")
+        (commands / name).chmod(0o755)
+    bare = {"PATH": str(commands), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", wheel], env=bare, check=True, timeout=120)
+    # What it depends on is taken from here; an environment's own packages come first.
+    site = next((environment / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    done = subprocess.run(
+        [python, "-c", TRAINS], env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    device, step, extension = done.stdout.split()[-3:]
+    assert (device.split(":")[0], step) == ("tpu", "3")
+    assert Path(extension).is_relative_to(site)
+    assert not (tmp_path / "called").exists()

@@ -363,6 +363,43 @@ def test_the_first_line_comes_before_pytorch_is_imported():
         process.kill()
 
 
+EARLY = [
+    (["run", "lama"], "lama: no such file, and no shipped recipe .*did you mean llama"),
+    (["run", "llama", "optim.lr=1"], "command line: optim.lr=1: unknown key; .*: optim.learning_rate$"),
+    (["run", "typo.yaml"], "typo.yaml: trainer.stepz=3: unknown key; nearest known key: trainer.steps$"),
+    (["run", "broken.yaml"], "broken.yaml: line 2, column 1: not valid YAML"),
+    (["lr-find", "tiny.yaml", "--steps", "3"], "--steps=3: expected 20 or more"),
+    (["plan", "llama", "--topology", "v9e:2x2"], "v9e"),
+    (["plan", "llama", "--topology", "v5e:2x2", "seeds=1"], "command line: seeds=1: unknown key; .*: seed$"),
+    (["validate", "runs/none"], "runs/none: no such run directory or recipe file"),
+    (["resume", "runs/none"], "runs/none: no such directory; expected the directory of a run"),
+    (["resume", "runs/tiny", "trainer.stepz=9"], "command line: trainer.stepz=9: unknown key"),
+    (["resume", "runs/tiny", "run_dir=x"], "command line: run_dir=x: resume goes on in runs/tiny"),
+    (["sample", "runs/none", "--prompt", "x"], "runs/none: no such directory"),
+    (["sample", "runs/tiny", "--prompt", "x", "--temperature", "-1"], "--temperature=-1.0: expected 0.0"),
+    (["import", "nowhere", "new"], "nowhere: no such directory; expected one with config.json"),
+    (["import", "runs", "runs"], "runs: there already"),
+    (["export", "nowhere", "new"], "nowhere: no such directory; expected a run"),
+]
+
+
+def test_a_mistake_is_answered_before_pytorch_is_loaded(workplace):
+    (workplace / "typo.yaml").write_text("trainer: {stepz: 3}\n")
+    (workplace / "broken.yaml").write_text("a: [1\n")
+    code = (
+        "import sys\nfrom tputrain.cli import main\n"
+        f"codes = [main(arguments) for arguments in {[arguments for arguments, _ in EARLY]}]\n"
+        "print(codes, sorted({'torch', 'jax', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    *lines, last = done.stderr.splitlines()
+    assert last == f"{[2] * len(EARLY)} []"
+    said = [line for line in lines if line.startswith("tputrain: ")]
+    for (_, expected), line in zip(EARLY, said, strict=True):
+        assert re.search(f"^tputrain: .*{expected}", line), line
+
+
 def test_nothing_heavy_is_imported_for_the_help():
     code = (
         "import sys, tputrain, tputrain.cli; print(sorted({'torch', 'jax', 'omegaconf'} & set(sys.modules)))"

@@ -159,7 +159,9 @@ def test_a_recipe_takes_a_duration_in_tokens(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["run", "tiny.yaml", "trainer.duration=640 tokens"]) == 0
     assert read_jsonl(tmp_path / "runs/tiny/metrics.jsonl")[-1]["step"] == 5  # of 128 tokens
-    assert "run: 640 tokens, in" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "run: 640 tokens, in" in said
+    assert "step 1/5  loss" in said  # the first step shows how many there will be
     assert main(["run", "tiny.yaml", "trainer.duration=640 tokens"]) == 0
     said = capsys.readouterr().out
     assert "is finished: it has done its 5 steps" in said

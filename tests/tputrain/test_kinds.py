@@ -65,6 +65,20 @@ def test_a_setting_of_another_kind_is_refused_where_the_kind_is_named_and_above(
             load(tmp_path, LLAMA, *overrides)
 
 
+def test_a_kind_may_be_named_by_an_interpolation(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPTIMIZER", "sgd")
+    named = "optim: {name: '${oc.env:OPTIMIZER}', momentum: 0.8}"
+    assert load(tmp_path, named).optim == SgdConfig(momentum=0.8)
+    assert load(tmp_path, "run_dir: wsd\nschedule: {name: '${run_dir}'}").schedule.name == "wsd"
+    assert load(tmp_path, LLAMA, "optim.name=${oc.env:OPTIMIZER}").optim == SgdConfig()
+    monkeypatch.setenv("OPTIMIZER", "sdg")
+    with pytest.raises(UserError, match=r"my\.yaml: optim\.name=sdg: expected one of .*; did you mean sgd"):
+        load(tmp_path, named)
+    monkeypatch.delenv("OPTIMIZER")
+    with pytest.raises(UserError, match=r"my\.yaml: optim\.name=\$\{oc\.env:OPTIMIZER\}: .*'OPTIMIZER'"):
+        load(tmp_path, named)
+
+
 def test_another_kind_leaves_the_settings_of_the_one_below_it_behind(tmp_path):
     cfg = load(tmp_path, LLAMA, "optim.name=sgd", "optim.momentum=0.8", "schedule.name=constant")
     assert (cfg.optim, cfg.schedule) == (SgdConfig(momentum=0.8), ScheduleConfig("constant"))

@@ -11,7 +11,8 @@ from torch import nn
 
 from tputrain import LogConfig, RunConfig, TrainerConfig, TrainStep, UserError
 from tputrain.cli import main
-from tputrain.lr_finder import Sweep, SweepConfig, find_learning_rate
+from tputrain.lr_finder import Sweep, find_learning_rate
+from tputrain.lr_sweep import SweepConfig
 
 
 def a_sweep() -> Sweep:

@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from hypothesis import given, settings
@@ -14,13 +15,16 @@ from tputrain.config import RunConfig
 from tputrain.config_differences import changed_settings
 from tputrain.data import DataConfig
 from tputrain.errors import UserError
-from tputrain.recipe import RecipeConfig, config_from_json, read_recipe
+from tputrain.recipe import RecipeConfig, _known_of_any_kind, config_from_json, read_recipe
+from tputrain.recipe_keys import ANY_BELOW
 from tputrain.shipped import find_recipe, shipped_names, shipped_path
 
 RESOLVED = Path(__file__).with_name("resolved_recipes")
-"""What each shipped recipe resolves to. Where a change is meant: `python -m tests.tputrain.test_recipe`."""
+"""What each shipped recipe resolves to."""
 
+RENEW = "if this is meant: PYTHONPATH=backend:. python -m tests.tputrain.test_recipe"
 ROOT = Path(__file__).resolve().parents[2]
+KNOWN_KEYS = ROOT / "tputrain" / "known_keys.txt"
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> RecipeConfig:
@@ -282,8 +286,15 @@ def resolved(name: str) -> str:
     return json.dumps(asdict(read_recipe(find_recipe(name))), indent=1) + "\n"
 
 
+def known_keys() -> str:
+    """A key a line; one below which there may be any ends with ANY_BELOW."""
+    known = _known_of_any_kind().items()
+    return "".join(f"{key}{ANY_BELOW if get_origin(hint) is dict else ''}\n" for key, hint in known)
+
+
 def renew() -> None:
-    """Write what the shipped recipes resolve to now."""
+    """Write what the shipped recipes resolve to now, and which keys there are."""
+    KNOWN_KEYS.write_text(known_keys())
     for path in RESOLVED.glob("*.json"):
         path.unlink()
     for name in shipped_names("recipes"):
@@ -292,9 +303,11 @@ def renew() -> None:
 
 def test_every_shipped_recipe_resolves_to_what_is_on_record():
     recorded = {path.stem: path.read_text() for path in RESOLVED.glob("*.json")}
-    assert recorded == {name: resolved(name) for name in shipped_names("recipes")}, (
-        "if this is meant: PYTHONPATH=backend:. python -m tests.tputrain.test_recipe"
-    )
+    assert recorded == {name: resolved(name) for name in shipped_names("recipes")}, RENEW
+
+
+def test_the_keys_that_are_known_before_pytorch_is_loaded_are_those_there_are():
+    assert KNOWN_KEYS.read_text() == known_keys(), RENEW
 
 
 @pytest.mark.parametrize("name", shipped_names("recipes"))

@@ -163,6 +163,24 @@ def test_what_cannot_be_read_is_one_clear_line(directory, changes, message, stre
     assert "Failed to" not in capfd.readouterr().err  # what `datasets` logs beside what it raises
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"source": "jsonl", "files": "array.jsonl"}, "cannot be read: a fault; expected"),
+        ({"source": "csv", "files": "rows.csv"}, "cannot be read: a fault in row 7; expected"),
+        ({"source": "hub", "name": "hub-like"}, "cannot be read: a fault in row 7; expected"),
+    ],
+)
+def test_only_of_json_is_the_library_s_row_left_out(directory, monkeypatch, source, said):
+    def fail(*arguments, **named):
+        raise ValueError("a fault in row 7")
+
+    (directory / "array.jsonl").write_text(json.dumps(ROWS))  # no lines, whose number could be given instead
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=said):
+        list(config(**source).corpus().documents)
+
+
 def test_a_name_that_is_not_on_the_hub_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

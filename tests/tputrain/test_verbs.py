@@ -206,6 +206,13 @@ def test_resume_refuses_what_would_make_it_another_run(capsys, override, was):
     assert not Path("runs/tiny/checkpoints/step-6").exists()
 
 
+def test_resume_refuses_another_kind_before_what_does_not_fit_it(capsys):
+    line = refused(capsys, "resume", "runs/tiny", "optim.name=sgd", "optim.beta1=0.8")
+    assert "optim.name=sgd: runs/tiny/checkpoints/step-4 was made with optim.name=adamw; set it back" in line
+    line = refused(capsys, "resume", "runs/tiny", "optim.name=adamw", "optim.momentum=0.8")
+    assert "command line: optim.momentum=0.8: expected nothing with optim.name=adamw" in line
+
+
 def test_a_run_goes_on_in_micro_batches_of_another_size_with_the_same_samples(capsys):
     shutil.copytree("runs/tiny", "runs/same")
     losses = {}

@@ -20,10 +20,10 @@ from typing import NoReturn, TextIO
 from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
+from tputrain.cli.early_mistakes import check_command
 from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.parallel.cluster import join_slurm_step
 from tputrain.parallel.launched import end_with_launcher, record_error, speaks
-from tputrain.shipped import find_recipe
 
 _TIDYING_SECONDS = 3.0
 _AGAIN_AFTER = 0.02  # seconds
@@ -115,6 +115,7 @@ def _dispatch(chosen: argparse.Namespace) -> int:
 
             return write_report(chosen.targets, chosen.output)
         case "export":
+            check_command(chosen)
             from tputrain.cli.hf_directory import export
 
             return export(chosen.target, chosen.out, chosen.format)
@@ -138,8 +139,7 @@ def _dispatch(chosen: argparse.Namespace) -> int:
 
 def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
     say(f"tputrain {chosen.verb} {chosen.target}")
-    if chosen.verb in ("run", "lr-find", "plan"):
-        find_recipe(chosen.target)  # before the seconds that the next line takes
+    check_command(chosen)
     if chosen.verb in ("run", "resume"):
         join_slurm_step()
     with announced("loading PyTorch"), _leaving_at_once(chosen.verb):
@@ -156,7 +156,7 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
             return verbs.validate(chosen.target, chosen.overrides)
         case "lr-find":
             from tputrain.cli.lr_find import lr_find
-            from tputrain.lr_finder import SweepConfig
+            from tputrain.lr_sweep import SweepConfig
 
             sweep = SweepConfig(chosen.lowest, chosen.highest, chosen.steps)
             return lr_find(chosen.target, chosen.overrides, sweep)

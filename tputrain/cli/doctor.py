@@ -67,7 +67,7 @@ def _python() -> str:
 
 
 def _torch() -> str:
-    with _blamed_on("install it: pip install 'torch>=2.13,<2.14'"):
+    with _blamed_on("install it: pip install 'torch==2.13.*'"):
         # PyTorch loads every installed device package now; what ours has to say is asked for below.
         with redirect_stderr(StringIO()):
             try:

@@ -9,6 +9,7 @@ from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import COMPLETE
 from tputrain.checkpoint.state import STATE
 from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
+from tputrain.cli.early_mistakes import new_directory
 from tputrain.data.pretrained_tokenizer import MARK
 from tputrain.errors import UserError
 from tputrain.saved.contents import is_for_training_only
@@ -49,14 +50,6 @@ def export(target: str, out: str, form: str) -> int:
     else:
         say(f"{directory}: {checkpoint} as a Hugging Face directory: {', '.join(names)}")
     return 0
-
-
-def new_directory(out: str) -> Path:
-    """The path, if nothing is there yet but perhaps an empty directory."""
-    directory = Path(out)
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError(f"{directory}: there already; choose another name, nothing was overwritten")
-    return directory
 
 
 def _checkpoint(target: Path) -> Path:

@@ -7,7 +7,7 @@ from tputrain.batch_size import BatchConfig
 from tputrain.checkpoint.dcp_files import DcpFiles
 from tputrain.checkpoint.rows import read_into
 from tputrain.checkpoint.tensor_files import DCP_INDEX
-from tputrain.cli.hf_directory import new_directory
+from tputrain.cli.early_mistakes import new_directory
 from tputrain.data import TextFilesConfig, Tokenizer
 from tputrain.errors import UserError
 from tputrain.recipe import RecipeConfig
@@ -18,8 +18,6 @@ from tputrain.trainer import Trainer
 def import_directory(hf_directory: str, out: str) -> int:
     """Make the run directory `out`, which sample and validate read and resume trains further."""
     source = Path(hf_directory)
-    if not source.is_dir():
-        raise UserError(f"{source}: no such directory; expected one with config.json and *.safetensors")
     directory = new_directory(out)
     model_config = model_config_of(source)
     try:

@@ -7,7 +7,8 @@ from tputrain import exact_json
 from tputrain.announce import say
 from tputrain.errors import UserError
 from tputrain.job import build_sweep
-from tputrain.lr_finder import Sweep, SweepConfig
+from tputrain.lr_finder import Sweep
+from tputrain.lr_sweep import SweepConfig
 from tputrain.recipe import read_recipe
 from tputrain.report.chart import NUM_COLOURS, Line, picture
 from tputrain.shipped import default_run_dir, find_recipe

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tputrain.announce import announced, say
-from tputrain.config_checks import expect
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
@@ -42,7 +41,6 @@ def plan(
     JSON goes, if it is wanted. `page`: a file for the HTML page. `search`: have the compiler judge further
     candidates for so many seconds, and take the best by its figures.
     """
-    expect(search is None or search > 0, "--search", search, "seconds, more than 0")
     compiles |= search is not None
     found = Topology.parse(topology)
     cfg = read_recipe(find_recipe(recipe), overrides)

@@ -10,7 +10,6 @@ from typing import Any
 from tputrain.announce import announced, say
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
-from tputrain.config_checks import expect, expect_at_least
 from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
@@ -21,7 +20,7 @@ from tputrain.loop.position import Position, restore
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.launched import is_launched, launched_by
 from tputrain.parallel.world import ALONE, World, join
-from tputrain.recipe import COMMAND_LINE, RecipeConfig, config_from_json
+from tputrain.recipe import RecipeConfig, config_from_json, kind_keys
 from tputrain.report.run_files import is_run
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
@@ -46,9 +45,6 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
 
 def resume(run_dir: str, overrides: Sequence[str]) -> int:
     """Go on with a run as its checkpoint says it was configured, with `overrides` on top."""
-    for text in overrides:
-        if text.startswith(("run_dir=", "checkpoint.resume=")):
-            raise UserError(f"{COMMAND_LINE}: {text}: resume goes on in {run_dir}; leave that out")
     # A rank only reads here: it does not know the others before, and the Trainer mends what is to be mended.
     store = CheckpointStore(Path(run_dir) / CHECKPOINTS)
     with nullcontext() if is_launched() else locked_where_changed(store, run_dir):
@@ -57,7 +53,14 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
     if isinstance(saved.get("trainer"), dict):
         # It follows from the batch, which may be asked to be another; that is spoken of below.
         saved["trainer"] = {key: value for key, value in saved["trainer"].items() if key != "accumulate"}
-    cfg = config_from_json(saved, str(checkpoint / contents.STATE), overrides)
+    source = str(checkpoint / contents.STATE)
+    try:
+        cfg = config_from_json(saved, source, overrides)
+    except UserError:
+        # A setting may not fit only because another kind is asked for, and that is what is refused then.
+        kinds = [text for text in overrides if text.partition("=")[0] in kind_keys()]
+        check_same_run(config_from_json(saved, source, kinds), state, checkpoint)
+        raise
     cfg = replace(cfg, run_dir=run_dir, checkpoint=replace(cfg.checkpoint, resume="auto"))
     check_same_run(cfg, state, checkpoint)
     command = f"tputrain resume {shlex.quote(run_dir)}"
@@ -153,14 +156,6 @@ def sample(
     run_dir: str, overrides: Sequence[str], prompt: str, max_new_tokens: int, temperature: float, seed: int
 ) -> str:
     """Text that the newest checkpoint of a run writes."""
-    for override in overrides:
-        if override.startswith("sample."):
-            raise UserError(
-                f"{override}: it is of the samples during training; expected --prompt, --max-new-tokens, "
-                "--temperature or --seed"
-            )
-    expect(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "1 or more")
-    expect_at_least("--temperature", temperature, 0.0)
     checkpoint, cfg = _trained(run_dir, overrides)
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
     window = cfg.data.sequence_length
@@ -186,8 +181,6 @@ def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig
 
 def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, Any]]:
     """The newest whole checkpoint of a run (`only`: in these files), and its state."""
-    if not Path(run_dir).is_dir():
-        raise UserError(f"{run_dir}: no such directory; expected the directory of a run, such as runs/llama")
     store = CheckpointStore(Path(run_dir) / CHECKPOINTS)
     checkpoint = store.newest(say_nothing if only else say_refused, only)
     if checkpoint is None:

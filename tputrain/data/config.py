@@ -226,9 +226,9 @@ class RowsConfig(TextConfig):
         """Row `number` (from 0) by its file and line, where that can be told."""
         return None
 
-    def broken_place(self, held_out: bool) -> str | None:
-        """What is broken in the user's files, and where, if that can be told."""
-        return None
+    def fault(self, held_out: bool, reason: str) -> str:
+        """What is broken in the rows, with its place if that can be told. `reason`: what the library said."""
+        return reason
 
     def choices(self) -> list[Any]:
         """How the rows are read, as JSON: part of the stamp by which they are known again."""

@@ -1,5 +1,6 @@
 """Sources whose documents are rows: files of jsonl, csv or parquet, saved datasets, the hub."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -91,9 +92,11 @@ class FileRowsConfig(_Read, names=("jsonl", "csv", "parquet")):
     def row_place(self, number: int, held_out: bool) -> str | None:
         return place_of_row(self._files(held_out), self.source, number)
 
-    def broken_place(self, held_out: bool) -> str | None:
-        # The library names no file of these, and counts rows from 0 and a block's beginning.
-        return broken_line(self._files(held_out)) if self.source == "jsonl" else None
+    def fault(self, held_out: bool, reason: str) -> str:
+        if self.source != "jsonl":
+            return reason
+        # Of JSON the library names no file, and counts rows from 0 and a block's beginning.
+        return broken_line(self._files(held_out)) or re.sub(r" in row \d+$", "", reason)
 
     def stamp(self) -> str | None:
         num_held_out = len(self._files(True)) if self.validation_is_given else 0

@@ -1,7 +1,6 @@
 """Documents that are rows, by way of the `datasets` library: of files, saved directories, the hub."""
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -155,5 +154,5 @@ def _unreadable(cfg: RowsConfig, held_out: bool, error: Exception) -> DataError:
     if isinstance(cause, StopIteration):  # of a file without a line
         return empty(cfg, held_out)
     reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-    reason = cfg.broken_place(held_out) or re.sub(r" in row \d+$", "", reason)
-    return DataError(f"{_where(cfg, held_out)}: cannot be read: {reason}; expected {cfg.readable}")
+    fault = cfg.fault(held_out, reason)
+    return DataError(f"{_where(cfg, held_out)}: cannot be read: {fault}; expected {cfg.readable}")

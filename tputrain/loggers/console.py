@@ -21,25 +21,27 @@ class PlainLogger(Logger):
     """A line at every log step, and in between where it would otherwise be silent for long."""
 
     def __init__(self) -> None:
-        self._total = ""
         self._spoke_at = time.monotonic()
 
     def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
-        self._total = "" if total_steps is None else f"/{total_steps}"
+        self.total_steps = total_steps
         self._spoke_at = time.monotonic()
 
     def after_step(self, step: int) -> None:
         # Only what the host knows: reading the loss here would stop the device for the sake of a line.
         if time.monotonic() - self._spoke_at > _LONGEST_SILENCE:
-            self._say(f"step {step}{self._total}")
+            self._say(f"step {self._of_all(step)}")
 
     def log(self, records: list[Record]) -> None:
         if records:
             last = records[-1]
-            self._say(f"step {last['step']}{self._total}  {_describe_step(last)}")
+            self._say(f"step {self._of_all(last['step'])}  {_describe_step(last)}")
 
     def log_evaluation(self, record: Record) -> None:
         self._say(describe_evaluation(record))
+
+    def _of_all(self, step: int) -> str:
+        return str(step) if self.total_steps is None else f"{step}/{self.total_steps}"
 
     def _say(self, line: str) -> None:
         say(line)
@@ -64,6 +66,7 @@ class BarLogger(Logger):
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
         )
+        self.total_steps = total_steps
         self._task = self._bar.add_task("training", total=total_steps, completed=step, text="")
         self._bar.start()
 
@@ -72,7 +75,9 @@ class BarLogger(Logger):
 
     def log(self, records: list[Record]) -> None:
         if records:
-            self._bar.update(self._task, completed=records[-1]["step"], text=_describe_briefly(records[-1]))
+            last = records[-1]
+            text = _describe_briefly(last)
+            self._bar.update(self._task, completed=last["step"], total=self.total_steps, text=text)
 
     def log_evaluation(self, record: Record) -> None:
         say(describe_evaluation(record))

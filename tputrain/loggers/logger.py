@@ -28,10 +28,14 @@ def expect_run_dir(run_dir: Path | None, setting: str) -> Path:
 class Logger:
     """Override what you need; everything here does nothing."""
 
+    total_steps: int | None = None
+    """Of the run, as far as is known at each `log`; None: that cannot be told (`trainer.duration=30min`)."""
+
     def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
         """The run goes on from `step` of a checkpoint (resumed): forget what was logged after it.
 
-        `total_steps`: of the run; None: that is not known yet (`trainer.duration`).
+        `total_steps`: of the run; None: that is not known yet (`trainer.duration`). Later it is in
+        `self.total_steps`.
         Not resumed, it begins: forget everything, it is of a run that left nothing to go on from.
         """
 

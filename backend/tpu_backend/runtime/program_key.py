@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jaxlib import xla_client
 
+from tpu_backend import _C
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.lowering.collectives import AXIS, NAMESPACE
@@ -92,7 +93,8 @@ def _fixed_environment(target: Target) -> dict[str, Any]:
 def _source_digest() -> str:
     """Of this package: its lowerings, and what stands around them."""
     digest = hashlib.sha256()
-    for file in sorted([*_PACKAGE.rglob("*.py"), _PACKAGE / "_build_info.json"]):
+    built_for = Path(_C.__file__).with_name("_build_info.json")
+    for file in [*sorted(_PACKAGE.rglob("*.py")), built_for]:
         digest.update(f"{file.relative_to(_PACKAGE)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
