@@ -144,6 +144,8 @@ def test_impossible_mixtures_are_refused_before_any_work(changes, message):
     ("settings", "message"),
     [
         ({"file": "x"}, "data.sources.b.file=x: unknown key; nearest known key: files"),
+        ({"weihgt": 2}, "data.sources.b.weihgt=2: unknown key; nearest known key: weight"),
+        ({"zz": 2}, "data.sources.b.zz=2: unknown key; nearest known key: none resembles it (weight, source"),
         ({"source": "jsonl"}, "data.sources.b.files=null: expected files to read"),
         ({"source": "jsnl"}, "data.sources.b.source=jsnl: expected one of"),
         ({"source": "digits"}, "data.sources.b.source=digits: expected a source of text"),

@@ -84,7 +84,8 @@ class MixtureConfig(TextConfig, names=("mixture",)):
             )
             for option in own:
                 if option not in keys_of(kind) and not DataConfig.owners(option):
-                    hint = nearest(option, keys_of(kind))
+                    known = ["weight", *(key for key in keys_of(kind) if key not in shared)]
+                    hint = nearest(option, known) or f"none resembles it ({', '.join(known)})"
                     raise DataError(f"data.{option}={own[option]}: unknown key; nearest known key: {hint}")
             part = DataConfig(**(shared | own))
             expect_types(part, "data.")
