@@ -336,12 +336,14 @@ def _match(
 
 
 def _read_box(base: jax.Array, digits: list[_Digit], offset: int | jax.Array) -> jax.Array:
+    digits = _without_steps(digits)
     whole = base.reshape([digit.radix for digit in digits])
     starts = [digit.start(offset) for digit in digits]
     return _cut(whole, starts, [digit.span for digit in digits], [digit.step for digit in digits])
 
 
 def _write_box(base: jax.Array, digits: list[_Digit], offset: int | jax.Array, value: jax.Array) -> jax.Array:
+    digits = _without_steps(digits)
     value = value.reshape([digit.size for digit in digits])
     whole = base.reshape([digit.radix for digit in digits])
     starts = [digit.start(offset) for digit in digits]
@@ -352,6 +354,20 @@ def _write_box(base: jax.Array, digits: list[_Digit], offset: int | jax.Array, v
         written = lax.pad(jnp.ones(value.shape, jnp.bool_), jnp.zeros((), jnp.bool_), gaps)
         value = lax.select(written, lax.pad(value, jnp.zeros((), value.dtype), gaps), held)
     return _paste(whole, value, starts).reshape(base.shape)
+
+
+def _without_steps(digits: list[_Digit]) -> list[_Digit]:
+    """Every so many places of a dim as one place of an inner dim: `x[:, -1]` of a value that is kept as
+    (B * T, V). Not of the last dim, which a TPU would have to lay out anew.
+    """
+    found = []
+    for digit in digits:
+        if digit.step > 1 and digit.stride > 1 and digit.radix % digit.step == 0:
+            found.append(_Digit(digit.radix // digit.step, digit.stride * digit.step, digit.size, 1))
+            found.append(_Digit(digit.step, digit.stride, 1, 1))
+        else:
+            found.append(digit)
+    return found
 
 
 def _cut(

@@ -212,15 +212,15 @@ class Decoder(nn.Module):
         return tokens
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_decoder_generates_with_few_programs(by_hand):
+@pytest.mark.parametrize(("by_hand", "rows"), [(False, 1), (False, 3), (True, 3)])
+def test_a_decoder_generates_with_few_programs(by_hand, rows):
     torch.manual_seed(0)
     model = Decoder(24, by_hand).eval()
-    expected = model.generate(torch.full((1, 3), 3), 30, greedy=True)
+    expected = model.generate(torch.full((rows, 3), 3), 30, greedy=True)
     model = model.to("tpu")
     before = torch.tpu.compile_stats()["compilations"]
     # The prompt is made on the device, outside of `no_grad`, and nothing is read before the end.
-    prompt = torch.full((1, 3), 3, device="tpu")
+    prompt = torch.full((rows, 3), 3, device="tpu")
     assert torch.equal(model.generate(prompt, 30, greedy=True).cpu(), expected)
     assert torch.tpu.compile_stats()["compilations"] - before <= 8
 
