@@ -9,6 +9,7 @@
 #include "record/decode.h"
 #include "device/device.h"
 #include "record/settings.h"
+#include "python_error.h"
 
 #include <c10/util/strides.h>
 #include <pybind11/pybind11.h>
@@ -185,6 +186,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_forked", [] { return tpu::forked(); });
   m.def("leave", &tpu::leave);
   m.def("silence_gloo", &tpu::silence_gloo);
+  m.def("keeping_interrupts", &tpu::keeping_interrupts);
   m.def("ensure_initialized", [] { tpu::Device::get().ensure_initialized(); });
   m.def("device_count", [] { return static_cast<int>(tpu::Device::get().count()); });
   m.def("current_device", [] { return static_cast<int>(tpu::Device::get().current()); });

@@ -10,6 +10,21 @@ bool is_interrupt(const pybind11::error_already_set& error) {
   return !error.matches(PyExc_Exception);
 }
 
+pybind11::object keeping_interrupts(const pybind11::object& callback) {
+  // In C++: between the two lines below Python must run no code, in which the signal would be raised again.
+  return pybind11::cpp_function([callback](const pybind11::args& args) {
+    if (PyObject* result = PyObject_CallObject(callback.ptr(), args.ptr())) {
+      Py_DECREF(result);
+      return;
+    }
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) == 0) {
+      throw pybind11::error_already_set();
+    }
+    PyErr_Clear();
+    PyErr_SetInterrupt();
+  });
+}
+
 void throw_torch_error(const std::string& message) {
   if (message.find("RESOURCE_EXHAUSTED") != std::string::npos) {
     const auto memory = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallNoArgs(runtime().describe_shortage));

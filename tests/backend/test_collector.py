@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+import torch
 
 from tests.backend.fresh_process import run_python
 from tpu_backend.collector import importing
@@ -68,3 +69,35 @@ def test_what_was_frozen_stays_so_and_a_collector_that_is_off_stays_off() -> Non
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+INTERRUPTED = """
+import gc, signal
+import torch
+
+torch.ones(3, device="tpu").cpu()
+from tpu_backend import _C
+
+def interrupted(phase, info):
+    if phase == "start":
+        signal.raise_signal(signal.SIGINT)
+
+gc.callbacks.append(_C.keeping_interrupts(interrupted))
+try:
+    gc.collect()
+    for _ in range(100):
+        pass
+except KeyboardInterrupt:
+    print("raised")
+"""
+
+
+def test_ctrl_c_in_a_callback_of_the_collector_is_raised_behind_it() -> None:
+    done = run_python(INTERRUPTED)
+    assert done.stdout.strip() == "raised", done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_the_callback_of_jax_is_one_that_keeps_interrupts() -> None:
+    torch.tpu.init()
+    assert not [each for each in gc.callbacks if getattr(each, "__module__", None) == "jax._src.lib"]

@@ -73,6 +73,22 @@ def test_what_meets_along_a_size_is_masked(name):
     assert compiled_by(MEETS[name], rows) == [1, 1, 0, 0, 0]
 
 
+def test_the_loss_of_a_batch_of_texts_is_padded():
+    torch.manual_seed(0)
+    table = {"cpu": torch.rand(50, 8)}
+    table["tpu"] = table["cpu"].to("tpu")
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        own = table[x.device.type]
+        return F.cross_entropy(F.linear(own[x], own).flatten(0, 1), y.flatten())
+
+    def texts(size: int) -> list[Tensor]:
+        torch.manual_seed(size)
+        return [torch.randint(50, (4, size)) for _ in range(2)]
+
+    assert compiled_by(loss, texts) == [1, 1, 0, 0, 0]
+
+
 def test_sizes_that_jump_are_padded_from_the_third_on():
     assert compiled_by(lambda x: (1 / x).sum(0).sqrt(), rows, JUMPS) == [1, 1, 1, 0, 0]
 

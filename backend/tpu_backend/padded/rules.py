@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,8 @@ class Padded:
 
     array: Any
     dims: tuple[Dim, ...]
+    alike: frozenset[int] = frozenset()
+    """Axes along which all places hold the same: any of their places may count."""
 
     @property
     def grows(self) -> bool:
@@ -327,16 +329,37 @@ def _single(dim: Dim, what: str) -> None:
     *("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "select_n", "clamp"),
 )
 def _elementwise(self: Lengthened, equation: Equation, *values: Padded) -> Padded:
-    shapes = [value.dims for value in values if value.dims]  # a single number goes with all of them
-    return Padded(equation.bind(*(value.array for value in values)), tuple(map(_joint, *shapes)))
+    shaped = [value for value in values if value.dims]  # a single number goes with all of them
+    dims = tuple(_joint(shaped, axis) for axis in range(len(shaped[0].dims) if shaped else 0))
+    arrays = [_laid_out(self, value, dims).array for value in values]
+    alike = frozenset.intersection(*(value.alike for value in shaped)) if shaped else frozenset()
+    return Padded(equation.bind(*arrays), dims, alike)
 
 
-def _joint(*dims: Dim) -> Dim:
-    """The dim that these broadcast to."""
-    wide = {dim for dim in dims if dim != 1}
-    if len(wide) > 1:
+def _joint(values: Sequence[Padded], axis: int) -> Dim:
+    """The dim that these broadcast to along an axis. One that is alike there has the dim of the others."""
+    wide = {value.dims[axis] for value in values if value.dims[axis] != 1}
+    told = {value.dims[axis] for value in values if axis not in value.alike} & wide
+    if len(told) > 1 or (len(wide) > 1 and len({_growth(dim) for dim in wide}) > 1):
         raise NotPaddableError(f"dims that grow apart meet: {wide}")
-    return wide.pop() if wide else 1
+    return next(iter(told or wide), 1)
+
+
+def _growth(dim: Dim) -> Number:
+    """How many places count."""
+    if isinstance(dim, int):
+        return dim
+    return Linear(dim.blocks * dim.length.slope, dim.blocks * dim.length.rest)
+
+
+def _laid_out(self: Lengthened, value: Padded, dims: tuple[Dim, ...]) -> Padded:
+    """With these dims, where its own say otherwise of as many places that are alike."""
+    for axis, (own, dim) in enumerate(zip(value.dims, dims, strict=False)):
+        if own not in (1, dim):
+            one = lax.slice_in_dim(value.array, 0, 1, axis=axis)
+            shape = [*one.shape[:axis], self.length(dim), *one.shape[axis + 1 :]]
+            value = replace(value, array=jnp.broadcast_to(one, shape))
+    return value
 
 
 @_rule("optimization_barrier")
@@ -348,19 +371,24 @@ def _barrier(self: Lengthened, equation: Equation, *values: Padded) -> list[Padd
 @_rule("iota")
 def _iota(self: Lengthened, equation: Equation) -> Padded:
     dims = tuple(grown(number) for number in equation.shape())
-    return Padded(equation.bind(shape=self.shape(dims), dimension=equation.fixed("dimension")), dims)
+    axis = equation.fixed("dimension")
+    array = equation.bind(shape=self.shape(dims), dimension=axis)
+    return Padded(array, dims, frozenset(range(len(dims))) - {axis})
 
 
 @_rule("broadcast_in_dim")
 def _broadcast(self: Lengthened, equation: Equation, value: Padded, *_: Padded) -> Padded:
     dims = [grown(number) for number in equation.parameter("shape")]
     places = equation.fixed("broadcast_dimensions")
-    for dim, size, place in zip(value.dims, equation.input_shape(0), places, strict=True):
+    alike = set(range(len(dims)))
+    for axis, (dim, size, place) in enumerate(zip(value.dims, equation.input_shape(0), places, strict=True)):
         if size == equation.shape()[place]:
             dims[place] = dim
+            if axis not in value.alike:
+                alike.remove(place)
         elif size != 1:
             raise NotPaddableError("a dim that grows is broadcast")
-    return Padded(lax.broadcast_in_dim(value.array, self.shape(dims), places), tuple(dims))
+    return Padded(lax.broadcast_in_dim(value.array, self.shape(dims), places), tuple(dims), frozenset(alike))
 
 
 @_rule("reshape")

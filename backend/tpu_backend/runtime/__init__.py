@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from tpu_backend.collector import importing
+from tpu_backend.collector import importing, keep_interrupts
 
 with importing():
     from tpu_backend import _C, composite, data_dependent, environment
@@ -77,6 +77,7 @@ def initialize() -> None:
         compiler.configure_logging()
         start.start_if_launched(user_line.user_line())
         platform.announce()
+        keep_interrupts()
         shapes.register_meta_kernels()
         data_dependent.register()
         operators.register()
