@@ -6,7 +6,9 @@ users, and so are those of `tputrain run`.
 
 import jax
 
-_OPTIONS: dict[str, bool | int] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+_OPTIONS: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 12):  # that of JAX 0.12 knows no other emitters
+    _OPTIONS["xla_cpu_use_fusion_emitters"] = False
 QUICK_XLA_FLAGS = " ".join(f"--{name}={int(value)}" for name, value in _OPTIONS.items())
 
 

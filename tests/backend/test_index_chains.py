@@ -75,6 +75,11 @@ def test_a_chain_of_views_compiles_in_time_that_grows_with_its_length(steps):
     grows_slowly(steps)
 
 
+def test_an_xla_that_has_no_other_emitters_compiles_chains_without_fusions(monkeypatch):
+    monkeypatch.setattr(compiler, "_has_other_emitters", lambda: False)
+    grows_slowly(("turn", "flip"))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("code", range(200))
 def test_small_programs_compile_in_time_that_grows_with_their_length(code):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from typing import Any
 from weakref import WeakValueDictionary
@@ -168,19 +168,30 @@ def _options(
 
 # XLA:CPU's emitters of fusions take exponential time for some chains of views. Without them it compiles those
 # in no time, and an ordinary step a quarter slower, which then takes 4 % longer.
-_EMITTERS = "xla_cpu_use_fusion_emitters"
+_WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
+_WITHOUT_FUSIONS = {"xla_disable_hlo_passes": "fusion"}
 _LONG_CHAIN = 6  # merging reshapes; ordinary models chain one or two
 
 
-def _with_emitters_chosen(
+def _with_chains_compiled(
     options: dict[str, Any] | None, lowered: jax.stages.Lowered, target: Target
 ) -> dict[str, Any] | None:
     """The options with the emitters switched off where a program has a long chain. Both keys on disk hold
     this choice: it is a function of the program's text, and that one of the tape.
     """
     if target.platform == "cpu" and longest_chain(lowered) >= _LONG_CHAIN:
-        return (options or {}) | {_EMITTERS: False}
+        return (options or {}) | (_WITHOUT_EMITTERS if _has_other_emitters() else _WITHOUT_FUSIONS)
     return options
+
+
+@cache
+def _has_other_emitters() -> bool:
+    """Whether this XLA can do without them: that of JAX 0.12 cannot, and says so."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=dict(_WITHOUT_EMITTERS))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 _WAITS = "tpu: waiting for the one program that follows first steps in parts, this once (docs/execution.md)"
@@ -435,7 +446,7 @@ def _compiled(
     """Has XLA compile a program, keeps it on disk, and gives it to other ranks."""
     is_kept = cache is not None or sharing.is_needed()
     with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext():
-        compiled = lowered.compile(compiler_options=_with_emitters_chosen(options, lowered, target))
+        compiled = lowered.compile(compiler_options=_with_chains_compiled(options, lowered, target))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax._src.interpreters.pxla import global_aval_to_result_handler
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxlib import xla_client
 from jaxlib.cpu import _lapack
@@ -116,11 +117,8 @@ def deserialize(header: dict[str, Any], payload: bytes, target: Target) -> tuple
     loaded = client.deserialize_executable(payload, target.devices, options)
     sharding = target.placement
     handlers = [
-        xla_client.array_result_handler(
-            jax.core.ShapedArray(tuple(dims), jnp.dtype(dtype), weak_type=is_weak),
-            sharding,
-            committed=True,
-            _skip_checks=True,
+        global_aval_to_result_handler(
+            jax.core.ShapedArray(tuple(dims), jnp.dtype(dtype), weak_type=is_weak), sharding, committed=True
         )
         for dtype, dims, is_weak in header["outputs"]
     ]
