@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -95,3 +96,11 @@ class Duration:
             return None
         # A ratio of floats may be a little above the whole number that it stands for.
         return max(math.ceil(self.amount * run.step / done - 1e-6), run.step)
+
+
+def seconds_of(text: str) -> float | None:
+    """The time that `text` says, such as 30min; None: it says none."""
+    with suppress(UserError):
+        duration = Duration.of(text)
+        return duration.amount if duration.unit == "seconds" else None
+    return None

@@ -103,7 +103,8 @@ def _parse_value(text: str, hint: Any) -> Any:
         return text  # no YAML, such as *.txt
     parsed = layer["value"]  # type: ignore[call-overload, index]
     is_quoted = text[:1] in ("'", '"') and isinstance(parsed, str)
-    is_for_text = hint is str or (get_origin(hint) not in (list, dict) and str in get_args(hint))
+    is_text_alone = get_origin(hint) not in (list, dict) and int not in get_args(hint)
+    is_for_text = hint is str or (is_text_alone and str in get_args(hint))
     return text if is_for_text and parsed is not None and not is_quoted else parsed
 
 

@@ -311,6 +311,7 @@ class Trainer(Position):
     def _agree(self) -> None:
         """Have all ranks know the same of signals, `control` and the write in flight."""
         self.control.stop |= self._due.time_is_up
+        self.control.save |= self._due.time_to_save
         with self._watchdog.phase(READING):
             self._agreement.reach()
 

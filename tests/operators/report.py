@@ -131,6 +131,8 @@ def document(known: dict[str, Any]) -> str:
         "",
         "Correct, but each call waits for the device. Operators, with the entries that met them. What no",
         "entry calls (fake quantisation) is missing: `torch.tpu.fallback_stats()` counts all.",
+        "[How to add an operator](architecture.md#how-to-add-an-operator), or",
+        "[a JAX function in its place](migrate.md#to-and-from-jax).",
         "",
         "| operator | entries |",
         "|---|---|",

@@ -44,6 +44,8 @@ class Job:
     parallel: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     steps: int = 20
+    every: int | str = 10
+    """checkpoint.every."""
     is_auto: bool = False
     """Whether `parallel` is what parallel.auto is to find, by itself or by way of `order`."""
     order: list[int] | None = None
@@ -110,7 +112,15 @@ def _train(job: Job, run_dir: Path, rank: int, world: int) -> None:
                 found = {"tensor": 1, "context": 1, **job.parallel}, job.order
                 patch.setattr(auto, "_division", lambda *_: found)
             trainer = small_run.train(
-                run_dir, "tpu", model, 8 // job.sequences, job.sequences, job.optim, job.steps, **layout
+                run_dir,
+                "tpu",
+                model,
+                8 // job.sequences,
+                job.sequences,
+                job.optim,
+                job.steps,
+                job.every,
+                **layout,
             )
     assert (trainer.world.size, trainer.world.rank) == (world, rank)
     tensor = degrees.get("tensor", 1)

@@ -72,12 +72,13 @@ def fit(loader: Any, run_dir: Any = None, model: Any = None, **settings: Any) ->
     torch.manual_seed(0)
     schedule = settings.pop("schedule", ScheduleConfig())
     callbacks = settings.pop("callbacks", ())
+    every = settings.pop("every", 2)
     cfg = RunConfig(
         device="cpu",
         run_dir=None if run_dir is None else str(run_dir),
         trainer=TrainerConfig(**settings),
         schedule=schedule,
-        checkpoint=CheckpointConfig(every=2, keep_last=9),
+        checkpoint=CheckpointConfig(every=every, keep_last=9),
         log=LogConfig(every=10, progress="none"),
     )
     records = KeptRecords()
@@ -144,6 +145,50 @@ def test_a_run_by_time_ends_in_time_and_goes_on_from_what_it_has_used(tmp_path, 
     assert (longer.step, longer.seconds) == (8, 160.0)
     with pytest.raises(UserError, match=r"^trainer.duration=2min: expected schedule.name=constant, or"):
         fit(Batches(), duration="2min")
+
+
+def test_checkpoints_by_time_and_a_resumed_run_counts_on(tmp_path, monkeypatch):
+    """Every 50 s of steps of 20 s, and at the end; what came after the last checkpoint is done again."""
+    seconds, saved = 0.0, []
+
+    class Takes(Callback):
+        def on_step_start(self, trainer):
+            nonlocal seconds
+            seconds += 20.0
+
+        def on_step_end(self, trainer):
+            if trainer.step == 7 and 7 not in saved:
+                saved.append(7)
+                raise RuntimeError
+
+        def on_save(self, trainer, checkpoint):
+            saved.append(int(checkpoint.name.rpartition("-")[2]))
+
+    monkeypatch.setattr("tputrain.loop.position.time.monotonic", lambda: seconds)
+    more = {"steps": 10, "every": "50 s", "callbacks": [Takes()]}
+    with pytest.raises(RuntimeError):
+        fit(Batches(), tmp_path, **more)
+    assert saved == [3, 6, 7]
+    trainer, _ = fit(Batches(), tmp_path, **more)
+    assert saved == [3, 6, 7, 9, 10]
+    assert sorted(trainer.store.steps()) == [3, 6, 9, 10]
+    _, records = fit(Batches(), tmp_path / "by_steps", steps=10)
+    logged = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [each["loss_hex"] for each in logged] == [each["loss_hex"] for each in records.steps]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": "2ep"}, "checkpoint.every=2ep: expected a number of steps such as 100, or a time"),
+        ({"every": "often"}, "checkpoint.every=often: expected a number of steps such as 100, or a time"),
+        ({"every": 0}, "checkpoint.every=0: expected 1 or more"),
+        ({"every": "1h", "keep_every": 9}, "checkpoint.keep_every=9: expected null with checkpoint.every=1h"),
+    ],
+)
+def test_what_is_no_time_between_checkpoints_is_refused(settings, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        CheckpointConfig(**settings)
 
 
 def test_units_that_the_data_does_not_have_are_refused():

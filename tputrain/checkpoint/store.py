@@ -22,6 +22,7 @@ from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import no_rest
 from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
 from tputrain.config_checks import expect, expect_at_least, expect_choice
+from tputrain.duration import seconds_of
 from tputrain.errors import UserError
 
 _NAME = re.compile(r"step-(\d+)")
@@ -39,8 +40,9 @@ Refused = Callable[[Path, str, Path], None]
 class CheckpointConfig:
     """When to save, how many to keep, and whether to go on where a run stopped."""
 
-    every: int | None = 100
-    """Steps between checkpoints; None: only at the end and on a signal."""
+    every: int | str | None = 100
+    """Steps between checkpoints, or a time of training such as 30min; None: only at the end and on a
+    signal."""
     keep_last: int = 2
     """How many of the newest to keep."""
     keep_every: int | None = None
@@ -54,11 +56,25 @@ class CheckpointConfig:
     goes on where its own directory holds none."""
 
     def __post_init__(self) -> None:
-        expect_at_least("checkpoint.every", self.every, 1)
+        if isinstance(self.every, str):
+            expect(
+                self.every_seconds is not None,
+                "checkpoint.every",
+                self.every,
+                "a number of steps such as 100, or a time such as 30min",
+            )
+            expect(
+                self.keep_every is None,
+                "checkpoint.keep_every",
+                self.keep_every,
+                f"null with checkpoint.every={self.every}, which does not save at multiples of a step",
+            )
+        else:
+            expect_at_least("checkpoint.every", self.every, 1)
         expect_at_least("checkpoint.keep_last", self.keep_last, 1)
         expect_at_least("checkpoint.keep_every", self.keep_every, 1)
         expect(
-            self.keep_every is None or self.every is None or self.keep_every % self.every == 0,
+            self.keep_every is None or self.every_steps is None or self.keep_every % self.every_steps == 0,
             "checkpoint.keep_every",
             self.keep_every,
             f"a multiple of checkpoint.every={self.every}, or some of those to keep are never written",
@@ -70,6 +86,16 @@ class CheckpointConfig:
             self.mirror,
             "a URL such as gs://bucket/runs/llama or file:///mnt/runs/llama",
         )
+
+    @property
+    def every_steps(self) -> int | None:
+        """`every`; None: it is a time, or null."""
+        return None if isinstance(self.every, str) else self.every
+
+    @property
+    def every_seconds(self) -> float | None:
+        """`every`, where it is a time; else None."""
+        return seconds_of(self.every) if isinstance(self.every, str) else None
 
 
 class CheckpointStore:

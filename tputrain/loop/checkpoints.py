@@ -62,7 +62,7 @@ class Checkpoints:
             logger.sync()  # a step that the checkpoint counts must not be missing from the log
         with self._watchdog.phase(SAVING):
             self._writer.start(self._store, self._state.snapshot())
-        self.saved_at = self._trainer.step
+        self.saved_at, self._trainer.saved_seconds = self._trainer.step, self._trainer.seconds
 
     def end(self) -> Written | None:
         """Wait for the write in flight, if there is one."""

@@ -32,6 +32,12 @@ class Occasions:
         return length.unit == "seconds" and length.is_reached(self._trainer)
 
     @property
+    def time_to_save(self) -> bool:
+        """Of checkpoints by time, on this rank's clock."""
+        every = self._trainer.cfg.checkpoint.every_seconds
+        return every is not None and self._trainer.seconds - self._trainer.saved_seconds >= every
+
+    @property
     def total_steps(self) -> int | None:
         """Of the run, as far as that is known by now."""
         return self._trainer.cfg.trainer.length.total_steps(self._trainer)
@@ -54,7 +60,7 @@ class Occasions:
     @property
     def save(self) -> bool:
         trainer = self._trainer
-        is_wanted = trainer.control.save or self._recurs(trainer.cfg.checkpoint.every)
+        is_wanted = trainer.control.save or self._recurs(trainer.cfg.checkpoint.every_steps)
         return is_wanted and trainer.store is not None and trainer.saved_at != trainer.step
 
     @property

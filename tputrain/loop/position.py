@@ -24,6 +24,8 @@ class Position:
     """None: the loader does not tell."""
     seconds: float
     """Of training, in all processes."""
+    saved_seconds: float
+    """`seconds` at the last checkpoint; 0.0: there is none."""
     best: Record | None
     """The evaluation with the lowest loss that is finite."""
     evaluated_at: int | None
@@ -31,7 +33,7 @@ class Position:
 
     def __init__(self) -> None:
         self.step, self.num_done, self.unit = 0, 0, "samples"
-        self.epoch, self.epochs_done, self.seconds = -1, None, 0.0
+        self.epoch, self.epochs_done, self.seconds, self.saved_seconds = -1, None, 0.0, 0.0
         self.best = self.evaluated_at = None
 
 
@@ -78,7 +80,7 @@ def restore(position: Position, state: dict[str, Any]) -> None:
     position.step, position.unit = state["step"], state["unit"]
     position.num_done = state[position.unit]
     position.epoch, position.epochs_done = state.get("epoch", -1), state.get("epochs_done")
-    position.seconds = state.get("seconds", 0.0)
+    position.seconds = position.saved_seconds = state.get("seconds", 0.0)
     position.best, position.evaluated_at = state["best"], state["evaluated_at"]
     if position.best is not None and not math.isfinite(position.best["loss"]):
         position.best = None  # earlier versions took a first evaluation of NaN for the best
