@@ -7,14 +7,14 @@ from tputrain.config_checks import expect, expect_at_least
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """A step's tokens, and how many sequences fit on the device at a time; the rest is accumulated."""
+    """A step's tokens, and how many sequences are trained on at a time; the rest is accumulated."""
 
     tokens: int = 1024
     """Tokens of one optimizer step."""
     sequences: int = 8
-    """Sequences of one micro-batch."""
+    """Sequences of one micro-batch, of all ranks together."""
     samples: int | None = None
-    """Images of one optimizer step, all on the device at a time, where the data is images."""
+    """Images of one optimizer step, of all ranks together, in one micro-batch; where the data is images."""
 
     def __post_init__(self) -> None:
         expect_at_least("batch.tokens", self.tokens, 1)

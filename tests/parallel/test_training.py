@@ -27,7 +27,7 @@ TWO_RANKS = [
     Job("again", source="shard", parallel={"shard": 2}),
     Job("recomputed", "recomputing", parallel={"shard": 2}),
     Job("auto", parallel={"shard": 2}, is_auto=True),
-    Job("by-time", parallel={"shard": 2}, steps=5, every="1h"),
+    Job("by-time", parallel={"shard": 2}, steps=3, every="1h"),
     Job("llama-2", "llama", sequences=8, parallel=SEQUENCE_PLAN),
     *(
         Job(f"llama-{name}", "llama", sequences=8, parallel={"tensor": 2}, optim=optim, steps=6)
@@ -120,7 +120,7 @@ def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_chec
 @pytest.mark.usefixtures("said")
 def test_ranks_save_together_when_the_clock_of_one_says_so(runs: Path):
     saved = {each.name for each in (runs / "by-time" / "checkpoints").iterdir()}
-    assert saved == {"step-2", "step-4", "step-5"}  # the last one at the end
+    assert saved == {"step-2", "step-3"}  # the last one at the end
 
 
 def test_ranks_that_share_layers_train_as_one_process_and_their_checkpoints_go_on_at_any_number(
