@@ -93,20 +93,20 @@ class Program:
         read = sum(num_bytes(self._shapes.get(name, ())) for name in instruction.operands)
         return read + num_bytes(instruction.results)
 
-    def trips(self, loop: Instruction) -> int:
+    def trips(self, loop: Instruction) -> int | None:
         """How often a loop's body runs: as the compiler notes it, or up to the constant that its counter,
-        from 0 on, is compared with. 1 if neither is there: the number depends on values.
+        from 0 on, is compared with. None if neither is there: the number depends on values.
         """
         if (noted := _TRIPS.search(loop.text)) is not None:
             return int(noted[1])
         condition = _CONDITION.search(loop.text)
         instructions = self.computations.get(condition[1], ()) if condition is not None else ()
         if not instructions:
-            return 1
+            return None
         constants = {each.name: each.constant for each in instructions if each.constant.isdecimal()}
         last = instructions[-1]
         if last.opcode != "compare" or "direction=LT" not in last.text or last.operands[-1] not in constants:
-            return 1
+            return None
         return int(constants[last.operands[-1]])
 
     def collective(self, instruction: Instruction, computation: str) -> Collective | None:

@@ -150,7 +150,20 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
         if size is None:
             raise DoesNotFitError(20 * GIB, "the whole step")
         return compiled_step.CompiledStep(
-            size * GIB, 0.0, 1.0, 0.0, 0.0, 0.0, 1e12, (), (), ("the whole step",), 1.0, 1.0, "libtpu"
+            size * GIB,
+            0.0,
+            1.0,
+            0.0,
+            0.0,
+            0.0,
+            1e12,
+            (),
+            (),
+            ("the whole step",),
+            1.0,
+            1.0,
+            "libtpu",
+            ("the turns of the loop while.1 are not known: it counts once",),
         )
 
     monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
@@ -160,6 +173,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
     recipe.write_text(RECIPE)
     assert main(["plan", str(recipe), "--topology", TOPOLOGY, "--compile"]) == 0
     printed = capsys.readouterr().out
+    assert ("note    the turns of the loop while.1 are not known" in printed) == (sizes[0] is not None)
     assert ("DOES NOT FIT" in printed) == (sizes[0] is not None and sizes[0] > 16)
     assert ("not compiled: the compiler needs 20.0 GiB for it (the whole step)" in printed) == (
         sizes[0] is None
@@ -219,7 +233,7 @@ def test_a_search_compiles_within_its_time_and_takes_the_fastest_that_fits_by_th
     found = json.loads(capsys.readouterr().out)["search"]
     assert [each["wins"] for each in found].index(True) == (0 if num_compiled == 1 else 1)
     assert main([*command[:-1], "0"]) == 2
-    assert "--search=0.0: expected a number above 0.0" in capsys.readouterr().err
+    assert "--search=0.0: expected seconds, more than 0" in capsys.readouterr().err
 
 
 PROGRAM = (Path(__file__).parent / "step.hlo").read_text()
@@ -277,7 +291,16 @@ def test_a_loop_without_a_note_runs_up_to_the_constant_that_its_counter_is_compa
         + loop
         + "}\n"
     )
-    assert of_values.trips(instruction) == 1
+    assert of_values.trips(instruction) is None
+
+
+def test_a_loop_whose_turns_are_not_known_is_named_and_counts_once() -> None:
+    of_values = PROGRAM.replace('"known_trip_count":{"n":"4"}', '"window":4')
+    topology = Topology.parse(TOPOLOGY)
+    known, unknown = (schedule(hlo.program(text), topology, lambda _: 0.0) for text in (PROGRAM, of_values))
+    assert not known.unknown_loops
+    assert list(unknown.unknown_loops) == ["while.1"]
+    assert known.estimated - unknown.estimated == pytest.approx(3 * 1500 / topology.chip.clock)
 
 
 def test_collectives_are_found_along_the_axes_of_the_mesh() -> None:

@@ -48,6 +48,8 @@ class Schedule:
     """By label, and the operation in it as the compiler names it."""
     collectives: list[tuple[Any, float]] = field(default_factory=list)
     """Each with its seconds, hidden or not."""
+    unknown_loops: dict[str, str] = field(default_factory=dict)
+    """By name of a loop whose number of turns the program does not tell its label. It counts once."""
 
     @property
     def total(self) -> float:
@@ -80,7 +82,10 @@ class _Walk:
         if opcode in _FREE:
             return
         if opcode == "while":
-            for _ in range(program.trips(instruction)):
+            if (trips := program.trips(instruction)) is None:
+                self.found.unknown_loops[instruction.name] = _scopes(instruction)[0]
+                trips = 1
+            for _ in range(trips):
                 self.run(instruction.called)
             return
         kind, _, stage = opcode.rpartition("-")

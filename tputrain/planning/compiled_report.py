@@ -53,6 +53,8 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         )
     for number, (what, value) in enumerate(step.parts):
         yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {said(value)}  {what}"
+    for note in step.notes:
+        yield f"note    {note}"
 
 
 def said(seconds: float) -> str:

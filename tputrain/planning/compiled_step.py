@@ -74,6 +74,8 @@ class CompiledStep:
     record_seconds: float
     compile_seconds: float
     compiler: str
+    notes: tuple[str, ...] = ()
+    """What the figures leave out."""
 
     @property
     def memory(self) -> float:
@@ -126,10 +128,12 @@ def compile_step(subject: Subject) -> CompiledStep:
     """
     depths = _depths(subject.make_model())
     found, said, record_seconds, compile_seconds = [], [], 0.0, 0.0
+    notes: dict[str, None] = {}  # in order
     for depth in depths.compiled:
         one = _compiled(subject, depths, depth)
         found.append(one.figures)
         said.append(depths.said(depth))
+        notes |= dict.fromkeys(one.notes)
         record_seconds += one.record_seconds
         compile_seconds += one.compile_seconds
     figures: Figures = defaultdict(float, found[0])
@@ -138,7 +142,7 @@ def compile_step(subject: Subject) -> CompiledStep:
         times = (depths.wanted[number] - few) / (more - few)
         for key in {*found[0], *figures_of_more}:
             figures[key] += times * (figures_of_more[key] - found[0][key])
-    return _step(figures, tuple(said), record_seconds, compile_seconds)
+    return _step(figures, tuple(said), tuple(notes), record_seconds, compile_seconds)
 
 
 def start_slice(topology: Topology) -> None:
@@ -200,6 +204,7 @@ def shorten(model: nn.Module, depth: Sequence[int]) -> None:
 @dataclass(frozen=True)
 class _One:
     figures: Figures
+    notes: tuple[str, ...]
     record_seconds: float
     compile_seconds: float
 
@@ -222,7 +227,8 @@ def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
     except Exception as error:
         raise _refusal(error, depths.said(depth)) from error
     seconds = time.perf_counter() - began
-    return _One(_figures(compiled, layout, micro_batches / few), step.seconds, seconds)
+    figures, notes = _figures(compiled, layout, micro_batches / few)
+    return _One(figures, notes, step.seconds, seconds)
 
 
 def scheduled_step(program: Any, layout: Layout) -> Schedule:
@@ -257,8 +263,8 @@ def _places(topology: Topology) -> list[tuple[int, ...]]:
     return [(place[0], *(place[axis] for axis in axes)) for place in found]
 
 
-def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
-    """`times`: the micro-batches of a step for each that was compiled."""
+def _figures(compiled: Any, layout: Layout, times: float) -> tuple[Figures, tuple[str, ...]]:
+    """With notes. `times`: the micro-batches of a step for each that was compiled."""
     memory = compiled.memory_analysis()
     found: Figures = defaultdict(float)
     found["arguments",] = memory.argument_size_in_bytes + max(
@@ -279,7 +285,10 @@ def _figures(compiled: Any, layout: Layout, times: float) -> Figures:
         found["collective", collective.kind, axes, "seconds"] += times * seconds
     for (label, operation), seconds in scheduled.by_operation.items():
         found["part", label, operation] += seconds * (1 if label in ONCE else times)
-    return found
+    return found, tuple(
+        f"the turns of the loop {name}{f' ({label})' if label else ''} are not known: it counts once"
+        for name, label in scheduled.unknown_loops.items()
+    )
 
 
 class _Groups:
@@ -333,7 +342,11 @@ class _Groups:
 
 
 def _step(
-    figures: Figures, depths: tuple[str, ...], record_seconds: float, compile_seconds: float
+    figures: Figures,
+    depths: tuple[str, ...],
+    notes: tuple[str, ...],
+    record_seconds: float,
+    compile_seconds: float,
 ) -> CompiledStep:
     def seconds(kind: str) -> float:
         return max(0.0, figures["seconds", kind])
@@ -363,4 +376,5 @@ def _step(
         record_seconds=record_seconds,
         compile_seconds=compile_seconds,
         compiler=f"libtpu {devices.of_slices().compiler_version()}",
+        notes=notes,
     )
