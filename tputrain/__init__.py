@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tputrain.loggers.logger import Logger
     from tputrain.loop.step import TrainStep
     from tputrain.loop.step_parts import StepParts, StepResult
+    from tputrain.models.vocabulary_loss import linear_cross_entropy
     from tputrain.optim.config import OptimConfig
     from tputrain.optim.groups import GroupConfig
     from tputrain.optim.joint import JointOptimizer
@@ -57,6 +58,7 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "UserError",
+    "linear_cross_entropy",
     "load_recipe",
 ]
 
@@ -85,6 +87,7 @@ _HOME = {
     "Trainer": "tputrain.trainer",
     "TrainerConfig": "tputrain.config",
     "UserError": "tputrain.errors",
+    "linear_cross_entropy": "tputrain.models.vocabulary_loss",
     "load_recipe": "tputrain.job",
 }
 

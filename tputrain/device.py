@@ -109,6 +109,13 @@ def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
     return jax_op(lambda *arrays: jax.lax.optimization_barrier(arrays), name="optimization_barrier")
 
 
+def linear_cross_entropy() -> Callable[..., torch.Tensor]:
+    """The tpu device's, which makes no whole logits."""
+    from tpu_backend import linear_cross_entropy
+
+    return linear_cross_entropy
+
+
 def failure_of_peers(seconds: float) -> str | None:
     """Which rank failed, and why, as soon as the device knows it; None: it does not, after `seconds`."""
     from tpu_backend.distributed.peers import failure_of_peers

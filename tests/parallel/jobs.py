@@ -36,7 +36,8 @@ class Job:
 
     name: str
     model: str = "small"
-    """small, recomputing: of `small_run`; llama, lora, qwen3: of `tensor_models`; or of `context_runs`."""
+    """small, recomputing, without-logits: of `small_run`; llama, lora, qwen3: of `tensor_models`; or of
+    `context_runs`."""
     source: str = ""
     """The run from whose middle it goes on."""
     sequences: int = 4
@@ -150,7 +151,8 @@ def build(name: str) -> Any:
     """The model of a run, of `small_run` or `tensor_models`."""
     if name == "small":
         return None  # its own
-    return small_run.recomputing() if name == "recomputing" else tensor_models.build(name)
+    of_small = {"recomputing": small_run.recomputing, "without-logits": small_run.without_logits}
+    return of_small[name]() if name in of_small else tensor_models.build(name)
 
 
 def _check_refuses_other_models(sequence: Any) -> None:

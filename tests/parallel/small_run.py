@@ -40,6 +40,20 @@ def recomputing() -> Llama:
     return model
 
 
+class WithoutLogits(Llama):
+    """Whose logits are not made, few as they are."""
+
+    def _needs_no_logits(self, hidden: torch.Tensor) -> bool:
+        return True
+
+
+def without_logits() -> Llama:
+    """The same, by `linear_cross_entropy`."""
+    model = WithoutLogits(SHAPE)
+    initialize(model, 0)
+    return model
+
+
 def batch(seed: int, sequences: int, unlabelled: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, SHAPE.vocab_size, (sequences, 8), generator=generator)

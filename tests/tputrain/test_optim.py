@@ -113,3 +113,22 @@ def test_an_optimizer_takes_every_setting():
     sgd = OptimConfig(name="sgd", momentum=0.4).build(nn.Linear(2, 2))
     assert isinstance(sgd, torch.optim.SGD)
     assert sgd.defaults["momentum"] == 0.4
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_adamw_of_16_bit_weights_rounds_once_a_step(device):
+    torch.manual_seed(0)
+    values, gradients = torch.randn(64, 64).bfloat16(), torch.randn(3, 64, 64).bfloat16()
+    found = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        model = nn.Linear(64, 64, bias=False, dtype=dtype).to(device)
+        model.weight.data.copy_(values)
+        optimizer = OptimConfig(learning_rate=0.01).build(model)
+        assert optimizer.defaults["fused"] == (True if dtype == torch.bfloat16 else None)
+        for gradient in gradients:
+            model.weight.grad = gradient.to(device, dtype)
+            optimizer.step()
+        found[dtype] = model.weight.detach().cpu().double()
+    error = (found[torch.bfloat16] - found[torch.float64]).abs()
+    # In each of three steps a weight is rounded, and its moments are.
+    assert (error <= 3 * 2**-8 * found[torch.float64].abs() + 3e-4).all()

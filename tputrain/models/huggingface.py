@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from tputrain.hub import asking_hub, is_path
 from tputrain.models.llama import attention_bias, next_token_loss
 from tputrain.models.recompute import recomputed_call
 from tputrain.models.sequence import places
+from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
 CONFIG = "config.json"
 INITS = ("weights", "random")
@@ -124,6 +125,7 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
     window = _window(model.config)
+    head = _Head(model.get_output_embeddings())
     if activation_checkpointing:
         _recompute_layers(model)
 
@@ -144,13 +146,43 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
         positions = own[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
         logits = forward(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra).logits
+        made = head.made(logits)
         if labels is None:
             return logits
+        if made is not None and not model.gives_logits_with_loss and pays(made.hidden, made.weight):
+            # Nobody wants the logits: what was recorded of them is not run.
+            return linear_cross_entropy(made.hidden, made.weight, labels, linear_bias=made.bias)
         loss = next_token_loss(logits, labels)
         return {"loss": loss, "logits": logits} if model.gives_logits_with_loss else loss
 
     model.forward, model.gives_logits_with_loss = adapted, False
     return model
+
+
+class _Made(NamedTuple):
+    """What a head's results were made of."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Head:
+    """Watches a model's head. Where the model gives its results as they are, the loss can be had without."""
+
+    def __init__(self, head: nn.Module | None):
+        self._last: tuple[Tensor, _Made] | None = None
+        if head is not None and is_plain(head):
+            head.register_forward_hook(self._note)
+
+    def _note(self, head: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            self._last = output, _Made(inputs[0], head.weight, head.bias)
+
+    def made(self, logits: Tensor) -> _Made | None:
+        """What these were made of, if they are the results of its last call, which is forgotten."""
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] is logits else None
 
 
 def _window(config: Any) -> int | None:

@@ -24,6 +24,7 @@ from tputrain.errors import UserError
 from tputrain.models.kv_cache import KeyValueCache, LayerCache
 from tputrain.models.recompute import recomputed
 from tputrain.models.sequence import places, whole
+from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ class Llama(nn.Module):
         sequences.
         """
         hidden = self.model(input_ids, position_ids, document_ids, cache)
+        if labels is not None and not self.gives_logits_with_loss and self._needs_no_logits(hidden):
+            return linear_cross_entropy(hidden, self.output_weight, labels)
         logits = F.linear(hidden, self.output_weight) if self.lm_head is None else self.lm_head(hidden)
         if labels is None:
             return logits
@@ -189,6 +192,9 @@ class Llama(nn.Module):
     def new_cache(self, length: int) -> KeyValueCache:
         """What text of up to `length` tokens is written with, a token at a time."""
         return KeyValueCache(length, self.config.num_hidden_layers)
+
+    def _needs_no_logits(self, hidden: Tensor) -> bool:
+        return (self.lm_head is None or is_plain(self.lm_head)) and pays(hidden, self.output_weight)
 
     @property
     def tp_plan(self) -> dict[str, str]:

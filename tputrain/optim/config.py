@@ -105,7 +105,9 @@ class AdamWConfig(OptimConfig, names=("adamw",)):
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
-        fused = {"fused": True} if counts_on_device else {}
+        # Of 16-bit weights, too: the other form rounds to 16 bit after each of its operations.
+        has_16_bit = any(each.dtype.itemsize == 2 for group in groups for each in group["params"])
+        fused = {"fused": True} if counts_on_device or has_16_bit else {}
         kind = RoundedMeanAdamW if self.mean_dtype == "bfloat16" else torch.optim.AdamW
         return kind(groups, lr=self.learning_rate, betas=betas, eps=self.eps, **fused)
 

@@ -17,6 +17,7 @@ from tpu_backend.lowering import (  # noqa: F401
     histogram,
     indexing,
     linalg,
+    linear_cross_entropy,
     loss,
     matmul,
     normalization,

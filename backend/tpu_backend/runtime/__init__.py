@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from tpu_backend.collector import importing, keep_interrupts
 
 with importing():
-    from tpu_backend import _C, composite, data_dependent, environment
+    from tpu_backend import _C, composite, data_dependent, environment, vocabulary_loss
     from tpu_backend.distributed import ending, operators, region_programs, start, waiting
     from tpu_backend.lowering import names, registry
     from tpu_backend.lowering.collectives import NAMESPACE
@@ -80,6 +80,7 @@ def initialize() -> None:
         keep_interrupts()
         shapes.register_meta_kernels()
         data_dependent.register()
+        vocabulary_loss.register()
         operators.register()
         composite.register()
         transfer.spend_read_only_warning()

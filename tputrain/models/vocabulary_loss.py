@@ -1,0 +1,65 @@
+"""The loss of a linear head over a vocabulary, which the tpu device computes in blocks of tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tputrain import device as devices
+from tputrain.batches import IGNORED_LABEL
+
+MANY_LOGITS = 2**24
+"""From here on a model's logits are not made whole: 64 MiB of float32, which is one block of the device's."""
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = IGNORED_LABEL,
+) -> Tensor:
+    """The cross-entropy (nats) of `linear(input, linear_weight, linear_bias)` and `target`, a scalar.
+
+    `input` (..., E), `linear_weight` (V, E) and `linear_bias` (V) are of one dtype of floats; `target` (...),
+    int64, are classes, or `ignore_index`. `token_weight` (...) weighs the tokens; no gradient flows to it.
+    `reduction`: "mean", over the weights of those that are not ignored, or "sum". The loss of 16-bit inputs
+    is float32; under autocast inputs are cast as those of `linear`.
+
+    On the tpu device it is one operation, which computes its gradients with the loss: logits of a block of
+    tokens alone are in memory. It cannot be differentiated twice. Elsewhere it is made of PyTorch's own.
+    Raises ValueError or TypeError for what does not fit.
+    """
+    options = {
+        "linear_bias": linear_bias,
+        "token_weight": token_weight,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+    }
+    if input.device.type == "tpu":
+        return devices.linear_cross_entropy()(input, linear_weight, target, **options)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"linear_cross_entropy: reduction={reduction!r}: expected 'mean' or 'sum'")
+    logits = F.linear(input, linear_weight, linear_bias).flatten(0, -2)
+    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    target = target.flatten()
+    if token_weight is None:
+        return F.cross_entropy(wide, target, reduction=reduction, ignore_index=ignore_index)
+    losses = F.cross_entropy(wide, target, reduction="none", ignore_index=ignore_index)
+    weights = torch.where(target == ignore_index, 0, token_weight.detach().flatten().to(losses.dtype))
+    total = (losses * weights).sum()
+    return total / weights.sum() if reduction == "mean" else total
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether a head does nothing but multiply: `linear_cross_entropy` may take its place."""
+    return type(head) is nn.Linear
+
+
+def pays(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the logits of these are better not made whole. DTensors' are made by rules of their own."""
+    is_own = not (hasattr(hidden, "device_mesh") or hasattr(weight, "device_mesh"))
+    is_large = hidden.numel() // hidden.shape[-1] * weight.shape[0] > MANY_LOGITS
+    return hidden.device.type == "tpu" and is_own and is_large
