@@ -29,6 +29,9 @@ def __getattr__(name: str) -> Any:
     # JAX is imported at the first use of what needs it.
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name == "_C":  # not loaded yet, or it does not fit: then this says why
+        _find_extension()
+        return import_module("tpu_backend._C")
     raise AttributeError(f"module 'tpu_backend' has no attribute {name!r}")
 
 
@@ -40,6 +43,15 @@ def _autoload() -> None:
         register()
     except Exception as error:
         print(f"tputrain: the tpu device is not available: {error}", file=sys.stderr, flush=True)
+
+
+def _find_extension() -> None:
+    """Let `tpu_backend._C` be the one for this torch. Raises ImportError where none fits."""
+    from tpu_backend import abi
+
+    extension = str(abi.find_extension())
+    if extension not in __path__:
+        __path__.insert(0, extension)
 
 
 def register() -> None:
@@ -59,11 +71,7 @@ def register() -> None:
             f'PyTorch has one slot for an out-of-tree device and "{taken}" holds it; '
             "uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only one of the two"
         )
-    from tpu_backend import abi
-
-    extension = str(abi.find_extension())
-    if extension not in __path__:
-        __path__.insert(0, extension)  # where `from tpu_backend import _C` finds the one for this torch
+    _find_extension()
     from tpu_backend import _C, distributed, pickling, printing, torch_tpu
     from tpu_backend.compiled import dispatch
     from tpu_backend.torch_tpu import optimizer_steps

@@ -164,7 +164,7 @@ CHECKS = (
     Check("torch", _torch),
     Check("jax", _jax),
     Check("extension", _extension, needs=("torch",)),
-    Check("chip", _chip, needs=("torch", "jax")),
+    Check("chip", _chip, needs=("torch", "jax", "extension")),
     Check("program", _program, needs=("extension", "chip")),
     Check("cache", _cache, needs=("torch",)),
     Check("programs", _programs, needs=("extension",)),
