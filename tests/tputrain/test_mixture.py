@@ -1,6 +1,7 @@
 """Several sources in one run: shares, order, tokenizer, what a run goes on with, and what is refused."""
 
 import json
+import pickle
 import random
 
 import numpy as np
@@ -86,6 +87,17 @@ def test_all_sources_share_a_tokenizer_that_was_learned_from_all_of_them_once(ca
     described = data.describe()
     assert described[1].startswith("  75.0% animals: rows.jsonl, ")
     assert described[2].startswith("  25.0% stones: stone*.txt, ")
+
+
+def test_of_many_sources_each_keeps_its_order_at_hand():
+    count = 40
+    parts = [packed(number, 3 * number + 5) for number in range(count)]
+    mixed = WeightedSequences(parts, shares_of(dict.fromkeys(map(str, range(count)), 1)), seed=0)
+    drawn = mixed.at(np.arange(2048))
+    made = mixed._orders.cache_info().misses
+    assert np.array_equal(pickle.loads(pickle.dumps(mixed)).at(np.arange(2048)), drawn)
+    mixed.at(np.arange(2000, 2048))
+    assert mixed._orders.cache_info().misses == made
 
 
 def test_what_is_judged_by_comes_from_all_sources_and_each_sequence_once():

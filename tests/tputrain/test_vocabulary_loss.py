@@ -8,8 +8,12 @@ from torch import nn
 
 from tests.tputrain.test_llama import tiny
 from tputrain import linear_cross_entropy
+from tputrain.cli.plan import task_of
 from tputrain.models import huggingface, llama, vocabulary_loss
 from tputrain.models.huggingface import build_huggingface
+from tputrain.parallel.topology import Topology
+from tputrain.recipe import read_recipe
+from tputrain.shipped import find_recipe
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "vocab_size": 96}
@@ -103,3 +107,37 @@ def test_it_is_one_function_on_every_device(reduction: str, is_weighted: bool) -
         found.append([each.cpu() for each in (loss, *torch.autograd.grad(loss, given))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["untied", "transformers"])
+def test_a_head_that_somebody_listens_to_makes_its_logits(name: str, calls: list[torch.Size]) -> None:
+    model = MODELS[name]().to("tpu")
+    head = model.get_output_embeddings() if name == "transformers" else model.lm_head
+    seen = []
+    head.register_forward_hook(lambda module, given, output: seen.append(tuple(output.shape)))
+    model(**batch("tpu")).backward()
+    assert calls == []
+    assert len(seen) == 1
+
+
+def test_shapes_that_do_not_fit_are_refused_on_every_device() -> None:
+    hidden, weight = torch.rand(2, 5, 4), torch.rand(7, 4)
+    target = torch.zeros(5, 2, dtype=torch.int64)
+    for device in ("cpu", "tpu"):
+        with pytest.raises(ValueError, match=r"expected an? .*target"):
+            linear_cross_entropy(hidden.to(device), weight.to(device), target.to(device))
+
+
+def test_a_plan_counts_the_products_of_a_large_vocabulary() -> None:
+    overrides = [
+        "model.vocab_size=32000",
+        "data.vocab_size=32000",
+        "data.sequence_length=1024",
+        "batch.tokens=32768",
+    ]
+    overrides += ["batch.sequences=32"]
+    task = task_of(read_recipe(find_recipe("llama"), overrides), Topology.parse("v5e:1x1"))
+    head = [
+        work.product for work in task.workload.parts[-1].forward if 32000 in (work.product.m, work.product.n)
+    ]
+    assert head

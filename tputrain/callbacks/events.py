@@ -1,5 +1,6 @@
 """What happened to a run and when, as JSON lines in `events.jsonl`: started, saved, ended."""
 
+import re
 import shlex
 import sys
 import time
@@ -17,6 +18,9 @@ from tputrain.versions import versions
 
 if TYPE_CHECKING:
     from tputrain.trainer import Trainer
+
+_SECRET = re.compile(r"(?i)-*[\w.-]*(token|key|secret|password)")
+"""A name whose value is nobody else's business: a report is made to be shown."""
 
 
 class EventLog(Callback):
@@ -70,4 +74,9 @@ def _command() -> str:
     """The command line of this process, without the directories of what was started."""
     script = Path(sys.argv[0])
     name = script.parent.name if script.name == "__main__.py" else script.name
-    return shlex.join([name, *sys.argv[1:]])
+    shown, is_secret = [name], False
+    for argument in sys.argv[1:]:
+        key, equals, _ = argument.partition("=")
+        shown.append("..." if is_secret else f"{key}=..." if equals and _SECRET.fullmatch(key) else argument)
+        is_secret = not equals and argument.startswith("-") and _SECRET.fullmatch(argument) is not None
+    return shlex.join(shown)

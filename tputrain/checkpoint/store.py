@@ -56,6 +56,8 @@ class CheckpointConfig:
     goes on where its own directory holds none."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.every, str) and self.every.isdecimal():  # of an interpolation
+            object.__setattr__(self, "every", int(self.every))
         if isinstance(self.every, str):
             expect(
                 self.every_seconds is not None,

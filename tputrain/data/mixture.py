@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -177,8 +177,17 @@ class WeightedSequences(JoinedSequences):
 
     def __init__(self, parts: Sequence[ShuffledSequences], shares: np.ndarray, seed: int):
         super().__init__(parts, seed)
+        # However many sources there are, each has the orders of its own epochs at hand.
+        self._orders = lru_cache(maxsize=2 * len(parts))(epoch_order.__wrapped__)
         self._begins = np.concatenate([[0], shares.cumsum()])  # of each source's places in a block
         self._shares = shares
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_orders"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._orders = lru_cache(maxsize=2 * len(self.parts))(epoch_order.__wrapped__)
 
     def at(self, places: np.ndarray) -> np.ndarray:
         blocks, within = np.divmod(places, _BLOCK)
@@ -193,7 +202,7 @@ class WeightedSequences(JoinedSequences):
             drawn = blocks[chosen] * self._shares[number] + items[chosen] - self._begins[number]
             # Sources of one size must not go through their sequences alike.
             order = self.seed + (number << 40)
-            indices[chosen] = self.first[number] + shuffled(order, drawn, part.num_sequences)
+            indices[chosen] = self.first[number] + shuffled(order, drawn, part.num_sequences, self._orders)
         return indices
 
 

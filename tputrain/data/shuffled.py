@@ -1,7 +1,7 @@
 """Sequences of equal length by number, and the order in which a run sees them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -83,19 +83,21 @@ def num_label_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
     return int(token_bytes[labels[labels != IGNORED_LABEL]].sum())
 
 
-def shuffled(seed: int, places: np.ndarray, count: int) -> np.ndarray:
+def shuffled(
+    seed: int, places: np.ndarray, count: int, order_of: Callable[[int, int, int], np.ndarray] | None = None
+) -> np.ndarray:
     """Which of `count` items stand at `places` (int64, from 0) of an endless row of epochs, each of which has
-    every item once, in an order of its own.
+    every item once, in an order of its own. `order_of`: what gives that, `epoch_order` by default.
     """
     epochs, within = np.divmod(places, count)
     items = np.empty_like(places)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        items[chosen] = epoch_order(seed, int(epoch), count)[within[chosen]]
+        items[chosen] = (order_of or epoch_order)(seed, int(epoch), count)[within[chosen]]
     return items
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """A permutation of `count` items that belongs to (seed, epoch), 8 bytes an item, kept for the last few
     epochs.

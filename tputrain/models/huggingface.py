@@ -145,6 +145,7 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
         mask = attention_bias(own, every, document_ids, model.dtype)[:, 0]
         positions = own[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
+        head.forget()  # of a call that failed behind it
         logits = forward(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra).logits
         made = head.made(logits)
         if labels is None:
@@ -172,17 +173,27 @@ class _Head:
 
     def __init__(self, head: nn.Module | None):
         self._last: tuple[Tensor, _Made] | None = None
-        if head is not None and is_plain(head):
-            head.register_forward_hook(self._note)
+        self._head = head if head is not None and is_plain(head) else None
+        if self._head is not None:
+            self._head.register_forward_hook(self._note)
 
     def _note(self, head: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if not torch.compiler.is_compiling():
             self._last = output, _Made(inputs[0], head.weight, head.bias)
 
     def made(self, logits: Tensor) -> _Made | None:
-        """What these were made of, if they are the results of its last call, which is forgotten."""
+        """What these were made of, if they are the results of its last call, which is forgotten.
+
+        None where somebody else listens to the head too.
+        """
         last, self._last = self._last, None
+        if self._head is None or len(self._head._forward_hooks) > 1 or self._head._forward_pre_hooks:
+            return None
         return last[1] if last is not None and last[0] is logits else None
+
+    def forget(self) -> None:
+        """Hold nothing of its last call."""
+        self._last = None
 
 
 def _window(config: Any) -> int | None:

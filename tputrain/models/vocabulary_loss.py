@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tputrain import device as devices
 from tputrain.batches import IGNORED_LABEL
@@ -42,7 +43,12 @@ def linear_cross_entropy(
         return devices.linear_cross_entropy()(input, linear_weight, target, **options)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"linear_cross_entropy: reduction={reduction!r}: expected 'mean' or 'sum'")
-    logits = F.linear(input, linear_weight, linear_bias).flatten(0, -2)
+    for name, each in (("target", target), ("token_weight", token_weight)):
+        if each is not None and each.shape != input.shape[:-1]:
+            raise ValueError(
+                f"linear_cross_entropy: expected a {name} {tuple(input.shape[:-1])}, got {tuple(each.shape)}"
+            )
+    logits = F.linear(input, linear_weight, linear_bias).reshape(-1, linear_weight.shape[0])
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     target = target.flatten()
     if token_weight is None:
@@ -54,12 +60,16 @@ def linear_cross_entropy(
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Whether a head does nothing but multiply: `linear_cross_entropy` may take its place."""
-    return type(head) is nn.Linear
+    """Whether a head only multiplies, and nobody listens: `linear_cross_entropy` may take its place."""
+    return type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
 
 
 def pays(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the logits of these are better not made whole. DTensors' are made by rules of their own."""
+    """Whether the logits of these are better not made whole.
+
+    DTensors' are made by rules of their own, and a plan counts the products of whole ones.
+    """
     is_own = not (hasattr(hidden, "device_mesh") or hasattr(weight, "device_mesh"))
+    is_own &= not isinstance(hidden, FakeTensor)
     is_large = hidden.numel() // hidden.shape[-1] * weight.shape[0] > MANY_LOGITS
     return hidden.device.type == "tpu" and is_own and is_large

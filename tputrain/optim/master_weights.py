@@ -34,7 +34,7 @@ class MasterWeights(torch.optim.Optimizer):
             for group in inner.param_groups
         ]
         super().__init__(groups, {})
-        self.kind = f"{type(self).__name__} of {type(inner).__name__}"
+        self.kind = f"{type(self).__name__} of {getattr(inner, 'kind', type(inner).__name__)}"
         """What a checkpoint calls it: its state is that of the one inside."""
         self._share_state()
 
