@@ -75,6 +75,7 @@ INTERRUPTED = """
 import gc, signal
 import torch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 torch.ones(3, device="tpu").cpu()
 from tpu_backend import _C
 
