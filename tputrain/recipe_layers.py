@@ -129,7 +129,7 @@ def _describe_yaml_error(error: yaml.YAMLError, path: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of what an exception says."""
+    """The first line of an exception's message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

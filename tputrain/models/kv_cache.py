@@ -5,16 +5,16 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Of one layer: keys and values, each (B, K, length, D), which are written in place."""
+    """Holds the keys and the values of one layer, each (B, K, length, D). They are written in place."""
 
     def __init__(self, length: int):
         self.length = length
         self._held: tuple[Tensor, Tensor] | None = None
 
     def extended(self, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, with these (B, K, S, D) at `places` (int64, (S,)).
+        """Write these keys and values (B, K, S, D) at `places` (int64, (S,)), and return all that are held.
 
-        What is behind the last token is not of the text: a token must not look there.
+        Places behind the last token hold no text: the caller's mask must rule them out.
         """
         if self._held is None:
             size = (*key.shape[:2], self.length, key.shape[3])
@@ -24,9 +24,9 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """Of all layers, for texts of up to `length` tokens.
+    """Holds the keys and values of all layers, for texts of up to `length` tokens.
 
-    Its buffers keep their shape: one program serves every further token.
+    The buffers keep their shape: one program serves every further token.
     """
 
     def __init__(self, length: int, num_layers: int):
@@ -34,5 +34,5 @@ class KeyValueCache:
         self.layers = [LayerCache(length) for _ in range(num_layers)]
 
     def places(self, device: torch.device) -> Tensor:
-        """Those of everything that is held: int64, (length,)."""
+        """The places of all held tokens in the text: int64, (length,)."""
         return torch.arange(self.length, device=device)

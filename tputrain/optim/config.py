@@ -73,7 +73,7 @@ class OptimConfig(Family, group="optim", by="name"):
 
     @property
     def state_bytes(self) -> float:
-        """Of a float32 parameter's state, but for an average of weights."""
+        """Bytes of optimizer state for each float32 element, without an average of weights."""
         raise NotImplementedError
 
 
@@ -100,7 +100,7 @@ class AdamWConfig(OptimConfig, names=("adamw",)):
 
     @property
     def state_bytes(self) -> float:
-        """Of a float32 parameter's state."""
+        """Bytes of optimizer state for each float32 element: two moments."""
         return 6.0 if self.mean_dtype == "bfloat16" else 8.0
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
@@ -127,7 +127,7 @@ class SgdConfig(OptimConfig, names=("sgd",)):
 
     @property
     def state_bytes(self) -> float:
-        """Of a float32 parameter's state: its momentum."""
+        """Bytes of optimizer state for each float32 element: its momentum."""
         return 4.0
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
@@ -142,7 +142,7 @@ class AdafactorConfig(OptimConfig, names=("adafactor",)):
 
     @property
     def state_bytes(self) -> float:
-        """Of a float32 parameter's state: rows and columns alone."""
+        """Bytes of optimizer state for each float32 element: only rows and columns are kept."""
         return 0.1
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
@@ -170,7 +170,7 @@ class MuonConfig(OptimConfig, names=("muon",)):
 
     @property
     def state_bytes(self) -> float:
-        """Of a float32 parameter's state: the momentum of hidden matrices, which are most."""
+        """Bytes of optimizer state for each float32 element: the momentum of hidden matrices, most of all."""
         return 4.0
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:
@@ -209,7 +209,7 @@ class ScheduleFreeConfig(OptimConfig, names=("schedulefree",)):
 
     @property
     def state_bytes(self) -> float:
-        """Of a float32 parameter's state: two float32 values."""
+        """Bytes of optimizer state for each float32 element: two float32 values."""
         return 8.0
 
     def _over(self, groups: Groups, model: nn.Module, counts_on_device: bool) -> torch.optim.Optimizer:

@@ -35,8 +35,9 @@ def _transposed(tensor: jax.Array) -> jax.Array:
 
 
 def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    """Of float32 operands that were made of this dtype. A TPU's matrix unit takes six passes for those, and
-    one for 16-bit operands.
+    """The matrix product of float32 operands whose values came from tensors of `dtype`.
+
+    A TPU's matrix unit takes six passes for float32 operands and one for 16-bit ones, so there they go back.
     """
     if lowered_for() == "tpu" and is_16_bit(dtype):
         return matmul(left.astype(dtype), right.astype(dtype))
