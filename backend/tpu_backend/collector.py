@@ -1,4 +1,4 @@
-"""Python's garbage collector: while modules are imported, and when Ctrl-C meets it."""
+"""Python's garbage collector while modules are imported."""
 
 from __future__ import annotations
 
@@ -25,15 +25,3 @@ def importing() -> Iterator[None]:
             if gc.get_freeze_count() == 0:
                 gc.collect()  # what is garbage now must not be frozen
                 gc.freeze()
-
-
-def keep_interrupts() -> None:
-    """Have a Ctrl-C that meets JAX's callback of the collector raised behind it.
-
-    The collector prints what its callbacks raise and drops it: the program would go on.
-    """
-    from tpu_backend import _C
-
-    for place, callback in enumerate(gc.callbacks):
-        if getattr(callback, "__module__", None) == "jax._src.lib":
-            gc.callbacks[place] = _C.keeping_interrupts(callback)

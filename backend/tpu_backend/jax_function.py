@@ -24,6 +24,7 @@ from torch.library import Library
 from tpu_backend import _C
 from tpu_backend.after_import import after_import
 from tpu_backend.exact_key import exact_key
+from tpu_backend.interrupts import keeps_interrupts
 from tpu_backend.lowering.registry import lowering
 from tpu_backend.runtime.dtypes import EQUIVALENTS, from_numpy, jax_dtype, to_numpy
 from tpu_backend.untraced import untraced
@@ -154,6 +155,7 @@ _made: list[_JaxOp] = []  # registered for the life of the process, as their ope
 
 
 @untraced  # and what it calls, behind a graph break: Dynamo would trace JAX
+@keeps_interrupts
 def _call(number: int, tensors: tuple[torch.Tensor, ...], static: dict[str, Any]) -> Any:
     return _made[number].call(tensors, static)
 
@@ -259,6 +261,7 @@ def _register(
     def returned(tensors: list[torch.Tensor]) -> Any:
         return tensors[0] if num_outputs == 1 else tuple(tensors)
 
+    @keeps_interrupts
     def infer(*tensors: torch.Tensor) -> Any:
         return returned(
             [
@@ -269,6 +272,7 @@ def _register(
 
     compiled = jax.jit(leaves)
 
+    @keeps_interrupts
     def compute_on_cpu(*tensors: torch.Tensor) -> Any:
         arrays = [to_numpy(each.resolve_conj().resolve_neg()) for each in tensors]
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -361,6 +361,16 @@ def programs_and_warnings(run: Callable[[int], object], count: int) -> tuple[int
     return torch.tpu.compile_stats()["compilations"] - before, texts
 
 
+def test_no_grad_is_advised_only_where_it_is_off():
+    def drawn(n: int) -> float:  # random numbers are not padded
+        return torch.zeros(300 + n, device="tpu").uniform_().sum().item()
+
+    with torch.no_grad():
+        _, (text,) = programs_and_warnings(drawn, 12)
+    assert "pad it to a few sizes" in text
+    assert "torch.no_grad()" not in text
+
+
 def test_many_lengths_are_warned_of_once_and_padding_them_helps():
     def total(x: Tensor) -> float:
         return (x * 3).sum().item()
@@ -373,6 +383,7 @@ def test_many_lengths_are_warned_of_once_and_padding_them_helps():
         r" shape: self of aten::mul.Tensor is float32\[30[89]\], was float32\[30[78]\], at ", text
     )
     assert "pad it to a few sizes, such as the next multiple of 64: a size is compiled once" in text
+    assert "where no gradients are wanted, sizes share programs under torch.no_grad()" in text
 
     def padded(n: int) -> None:
         x = torch.ones(500 + n)

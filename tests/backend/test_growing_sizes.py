@@ -1,6 +1,7 @@
 """Sizes that grow, without gradients: two sizes show what grows, and one program serves those after them."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -239,6 +240,54 @@ def test_a_decoder_generates_with_few_programs(by_hand, rows):
     prompt = torch.full((rows, 3), 3, device="tpu")
     assert torch.equal(model.generate(prompt, 30, greedy=True).cpu(), expected)
     assert torch.tpu.compile_stats()["compilations"] - before <= 8
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_decoder_that_writes_into_a_buffer_generates_with_few_programs(rows, reads):
+    def generate(model: nn.Module, device: str) -> Tensor:
+        tokens = torch.zeros(rows, 23, dtype=torch.long, device=device)
+        tokens[:, :3] = 3
+        for length in range(3, 23):
+            chosen = model(tokens[:, :length])[:, -1].argmax(-1)
+            tokens[:, length] = chosen
+            if reads:
+                chosen.tolist()
+        return tokens
+
+    torch.manual_seed(0)
+    model = Decoder(24, by_hand=False).eval()
+    with torch.no_grad():
+        expected = generate(model, "cpu")
+        model = model.to("tpu")
+        before = torch.tpu.compile_stats()["compilations"]
+        assert torch.equal(generate(model, "tpu").cpu(), expected)
+    assert torch.tpu.compile_stats()["compilations"] - before <= 6
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_news_of_a_long_compilation_say_that_gradients_keep_turns_from_sharing(has_gradients, monkeypatch):
+    told = []
+
+    @contextmanager
+    def compiling(num_ops, described):
+        told.append(described())
+        yield
+
+    x = torch.rand(3, 4).to("tpu")
+    torch.tpu.flush()
+    monkeypatch.setattr("tpu_backend.runtime.compiler.compiling", compiling)
+    total = 0
+    with torch.set_grad_enabled(has_gradients):
+        for length in range(5, 9):
+            rows = torch.cat([x, torch.ones(length, 4, device="tpu")])
+            for _ in range(6 + has_gradients):  # another program each time
+                rows = (rows.sin() + rows).cos()
+            total = total + rows.sum()
+    torch.tpu.flush()
+    advice = "the turns of a loop that grows share a program under torch.no_grad()"
+    assert told
+    assert any(advice in text for text in told) == has_gradients
 
 
 def test_draws_are_those_of_a_program_a_size():

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from tpu_backend import _C, views
 from tpu_backend.compiled import control_flow, flex_attention
+from tpu_backend.interrupts import keeps_interrupts
 from tpu_backend.lowering import factory, registry
 from tpu_backend.lowering.bounds import collect_bounds_checks, lowering_node, require_all
 from tpu_backend.lowering.names import functional_name
@@ -85,6 +86,7 @@ class Graph:
         name = node.target.name() if isinstance(node.target, torch._ops.OperatorBase) else str(node.target)
         return name, innermost_user_line(node.meta.get("stack_trace") or "")
 
+    @keeps_interrupts
     def check(self) -> None:
         """Evaluate it on shapes alone, of the sizes that Dynamo saw: a lowering that cannot express this form
         of its operation is a problem, too.

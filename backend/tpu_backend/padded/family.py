@@ -35,7 +35,7 @@ Description = dict[str, Any]
 def outline(description: Description) -> tuple[Any, ...]:
     """What two segments that are alike but for a size have in common, seen from afar."""
     words = [
-        (entry.overload, precision, tuple(links))
+        (entry.overload, precision, tuple(links), tuple(len(dims) for _, dims in entry.layouts))
         for entry, precision, links in summaries(description["tape"])
     ]
     layouts = [(dtype, len(dims)) for dtype, dims in description["input_layouts"]]
@@ -49,6 +49,13 @@ def outline(description: Description) -> tuple[Any, ...]:
         len(description["offsets"]),
         description["device"],
     )
+
+
+def sizes_of(description: Description) -> list[int]:
+    """The sizes of the tensors that a segment reads, then of those that its operations make."""
+    read = [size for _, dims in description["input_layouts"] for size in dims]
+    tape = summaries(description["tape"])
+    return read + [size for entry, _, _ in tape for _, dims in entry.layouts for size in dims]
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,14 @@ class Family:
 
     def __init__(self, first: Description, second: Description):
         self.description = first
-        sizes = [
-            (size, other)
-            for (_, dims), (_, others) in zip(first["input_layouts"], second["input_layouts"], strict=True)
-            for size, other in zip(dims, others, strict=True)
+        self._offsets = [
+            None if offset != other else offset
+            for offset, other in zip(first["offsets"], second["offsets"], strict=True)
         ]
+        sizes = list(zip(sizes_of(first), sizes_of(second), strict=True))
         growing = [pair for pair in sizes if pair[0] != pair[1]]
         if not growing:
-            raise NotPaddableError("no input grows")
+            raise NotPaddableError("nothing grows")
         self._place = sizes.index(min(growing, key=lambda pair: abs(pair[1] - pair[0])))
         self.examples = Examples(*sizes[self._place])
         self.input_dims = [
@@ -93,10 +100,6 @@ class Family:
         ]
         if any(is_grown(dims) for local, dims in self._inputs() if local in first["donated"]):
             raise NotPaddableError("a tensor that grows is written in place")
-        self._offsets = [
-            None if offset != other else offset
-            for offset, other in zip(first["offsets"], second["offsets"], strict=True)
-        ]
         self.steps = list(self._steps(first, second))
 
     def _inputs(self) -> Iterator[tuple[int, tuple[Dim, ...]]]:
@@ -129,7 +132,7 @@ class Family:
     def size_of(self, description: Description) -> int | None:
         """The size T of a segment of this family; None where it is none."""
         layouts = description["input_layouts"]
-        size = [size for _, dims in layouts for size in dims][self._place]
+        size = sizes_of(description)[self._place]
         first = self.description["input_layouts"]
         for (dtype, dims), (other, _), known in zip(layouts, first, self.input_dims, strict=True):
             if dtype != other or tuple(dims) != tuple(size_at(dim, size) for dim in known):

@@ -22,7 +22,7 @@ from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.lowering.collectives import NAMESPACE
 from tpu_backend.padded.dims import NotPaddableError
 from tpu_backend.padded.executable import Plan, pieces
-from tpu_backend.padded.family import Description, Family, Lengthening, outline
+from tpu_backend.padded.family import Description, Family, Lengthening, outline, sizes_of
 from tpu_backend.runtime.program_key import settled_by_version
 from tpu_backend.runtime.signature import summaries
 
@@ -173,13 +173,7 @@ def _family_of(description: Description) -> tuple[Family, int] | None:
 
 def _is_longer_by_one(description: Description, earlier: Description) -> bool:
     """Whether a size is one more than it was, and none is less."""
-    grown = {
-        size - before
-        for (_, dims), (_, dims_before) in zip(
-            description["input_layouts"], earlier["input_layouts"], strict=True
-        )
-        for size, before in zip(dims, dims_before, strict=True)
-    }
+    grown = {size - before for size, before in zip(sizes_of(description), sizes_of(earlier), strict=True)}
     return min(grown, default=0) >= 0 and 1 in grown
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from tpu_backend.collector import importing, keep_interrupts
+from tpu_backend.collector import importing
+from tpu_backend.interrupts import keep_from_collector, keeps_interrupts
 
 with importing():
     from tpu_backend import _C, composite, data_dependent, environment, vocabulary_loss
@@ -65,6 +66,7 @@ def _unread(entry: registry.Lowering) -> list[str]:
 
 
 @untraced
+@keeps_interrupts
 def initialize() -> None:
     """Start JAX, say what "tpu" is here, and register every lowered op with PyTorch's dispatcher.
     Idempotent.
@@ -77,7 +79,7 @@ def initialize() -> None:
         compiler.configure_logging()
         start.start_if_launched(user_line.user_line())
         platform.announce()
-        keep_interrupts()
+        keep_from_collector()
         shapes.register_meta_kernels()
         data_dependent.register()
         vocabulary_loss.register()
@@ -90,18 +92,18 @@ def initialize() -> None:
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         _C.initialize(
             lowered_ops(),
-            untraced(trace_form),
-            untraced(region_programs.agree),
-            untraced(compiler.plan_segment),
-            untraced(compiler.compile_segment),
-            untraced(compiler.prepare_segment),
+            untraced(keeps_interrupts(trace_form)),
+            untraced(keeps_interrupts(region_programs.agree)),
+            untraced(keeps_interrupts(compiler.plan_segment)),
+            untraced(keeps_interrupts(compiler.compile_segment)),
+            untraced(keeps_interrupts(compiler.prepare_segment)),
             untraced(mappings.is_room_short),
             untraced(transfer.put_numbers),
             untraced(transfer.put),
             untraced(transfer.copy),
             untraced(waiting.watched(transfer.get)),
             untraced(waiting.watched(transfer.wait)),
-            untraced(after_debug_op),
+            untraced(keeps_interrupts(after_debug_op)),
             untraced(describe_shortage),
             untraced(raise_range_error),
             user_line.NOT_THE_USERS,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from tpu_backend import _C
 from tpu_backend.runtime.dtypes import TORCH_DTYPES
 from tpu_backend.runtime.signature import ConstantArg, RuntimeArg, Signature, Summary, TensorArg, summaries
 from tpu_backend.runtime.user_line import first_line, line_of_mode
@@ -26,11 +27,14 @@ _LAST_TENSOR = 61
 
 
 class Cause(NamedTuple):
-    """`kind` is one of KINDS, `text` says what changed, from what to what, `line` where in the program."""
+    """`kind` is one of KINDS, `text` says what changed, from what to what, `line` where in the program.
+    `has_gradients`: gradients of the program may be wanted.
+    """
 
     kind: str
     text: str
     line: str
+    has_gradients: bool = True
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}, at {self.line}"
@@ -90,7 +94,10 @@ def causes_of(descriptions: Sequence[dict[str, Any]], mode: str) -> list[Cause]:
         for program, description in zip(new, descriptions, strict=True)
     ]
     _compiled.extend(new)
-    return causes
+    return [
+        cause._replace(has_gradients=not all(each & _C.WITHOUT_GRADIENTS for each in program.circumstances))
+        for cause, program in zip(causes, new, strict=True)
+    ]
 
 
 def remember(description: dict[str, Any], mode: str) -> None:

@@ -22,6 +22,7 @@ _HELP = {
     "shape": "pad it to a few sizes, such as the next multiple of 64: a size is compiled once",
 }
 _OTHER_HELP = "TPU_LOGS=compile prints the cause of each"
+_HELP_WITH_GRADIENTS = " (where no gradients are wanted, sizes share programs under torch.no_grad())"
 
 
 class Compilation(NamedTuple):
@@ -48,8 +49,11 @@ def _warn_of_many(cause: Cause) -> None:
     text = f"tpu: {_MANY + 1} programs were compiled because of {cause} (the last of them)"
     place = re.match(r"(.+):(\d+): ", cause.line)
     file, number = (place[1], int(place[2])) if place else (__file__, 1)
+    help_ = _HELP.get(cause.kind, _OTHER_HELP)
+    if cause.kind == "shape" and cause.has_gradients:
+        help_ += _HELP_WITH_GRADIENTS
     with suppress(RuntimeWarning):  # made an error, it would fail the program, which is in order
-        warnings.warn_explicit(f"{text}; {_HELP.get(cause.kind, _OTHER_HELP)}", RuntimeWarning, file, number)
+        warnings.warn_explicit(f"{text}; {help_}", RuntimeWarning, file, number)
 
 
 _ONCE = ("first", "mode", "whole", "room")

@@ -36,6 +36,7 @@ from tpu_backend.runtime.causes import Cause, causes_of, remember
 from tpu_backend.runtime.chain import Chain, Link, planned, whole_link
 from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
 from tpu_backend.runtime.index_chains import longest_chain
+from tpu_backend.runtime.parts import grows_with_gradients
 from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
 from tpu_backend.runtime.signature import summaries
@@ -47,6 +48,7 @@ from tpu_backend.runtime.stored_executable import (
     header_of,
     serialize,
 )
+from tpu_backend.runtime.tape import Tape
 from tpu_backend.runtime.target import Target, target_for
 from tpu_backend.runtime.user_line import first_line
 
@@ -313,7 +315,9 @@ def _described(descriptions: Sequence[dict[str, Any]]) -> str:
     cache = executable_cache.current()
     kept = "TPU_CACHE_DIR=DIR keeps it" if cache is None else f"it will be kept in {cache.directory}"
     names = _first_of([entry.overload for entry in met])
-    return f"{names}, at {first_line(met[0].number)}; {kept} for the next start"
+    grows = any(grows_with_gradients(Tape.of(description)) for description in descriptions)
+    advice = "; the turns of a loop that grows share a program under torch.no_grad()" if grows else ""
+    return f"{names}, at {first_line(met[0].number)}; {kept} for the next start{advice}"
 
 
 def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: bool = True) -> Executable:

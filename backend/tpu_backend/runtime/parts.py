@@ -54,6 +54,12 @@ def plan_parts(tape: Tape) -> Plan:
     return _Planner(tape).plan()
 
 
+def grows_with_gradients(tape: Tape) -> bool:
+    """Whether it is a loop that would share programs if no gradients were recorded."""
+    planner = _Planner(tape)
+    return planner.has_gradients and bool(planner.turns_that_grow())
+
+
 class _Planner:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -62,10 +68,11 @@ class _Planner:
         self._parts: list[Part] = []
         self._most_times = self._num_saved = 0
         self._has_single_graph = False  # of torch.compile: it may take longer than all that might be shared
+        self.has_gradients = any(not entry.circumstances & _C.WITHOUT_GRADIENTS for entry in tape.entries)
 
     def plan(self) -> Plan:
         end = len(self._tape.entries)
-        turns = self._turns_that_grow()
+        turns = [] if self.has_gradients else self.turns_that_grow()
         if not turns:
             return Plan(self._plan(0, end, _FEWEST_SAVED), grows=False)
         parts, done = [], 0
@@ -75,14 +82,11 @@ class _Planner:
             done = turn.end
         return Plan(parts + self._plan(done, end, _FEWEST_SAVED_IN_TURN), grows=True)
 
-    def _turns_that_grow(self) -> list[Repeat]:
+    def turns_that_grow(self) -> list[Repeat]:
         """The turns of loops that differ in sizes alone. The operations and their outlines tell enough:
         whether turns share a program is decided elsewhere.
         """
-        entries = self._tape.entries
-        if not all(entry.circumstances & _C.WITHOUT_GRADIENTS for entry in entries):
-            return []
-        outlines = _numbered(entry.summary.outline for entry in entries)
+        outlines = _numbered(entry.summary.outline for entry in self._tape.entries)
         repeats = find_repeats(outlines, self._crossing, _SHORTEST_REPEAT)
         return [repeat for repeat in repeats if repeat.times >= _FEWEST_TURNS and self._grows(repeat)]
 
