@@ -117,6 +117,7 @@ REFUSED = {
     "argmax of a mask": lambda p: torch.ones(2, device=p).bool().argmax(),
     "floor of a mask": lambda p: torch.ones(2, device=p).bool().floor(),
     "unfold": lambda p: F.unfold(torch.ones(1, 1, 2, 2, dtype=int, device=p), 1),
+    "complex of bfloat16": lambda p: torch.complex(*[torch.ones(2, device=p).bfloat16()] * 2),
     "kthvalue of complex numbers": lambda p: torch.kthvalue(torch.ones(3, device=p) + 0j, 1).values,
     "ldexp by a mask": lambda p: torch.ldexp(torch.ones(2, device=p), torch.ones(2, device=p).bool()),
     "gcd of floats": lambda p: torch.gcd(torch.ones(2, device=p), torch.ones(2, device=p)),

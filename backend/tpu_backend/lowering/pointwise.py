@@ -541,9 +541,12 @@ for _name, _function in {"left": _left_shift, "right": _right_shift}.items():
 # ---- copies and complex numbers
 
 
-@lowering("complex", promote="opmath")
+@lowering("complex")
 def complex_(real, imag):
-    return lax.complex(*jnp.broadcast_arrays(real, imag))
+    if jnp.bfloat16 in (real.dtype, imag.dtype):
+        raise NotLoweredError("bfloat16 has no complex numbers: PyTorch refuses it, in its own words")
+    least = jnp.promote_types(real.dtype, jnp.float32)  # half complex numbers are computed in complex64
+    return lax.complex(*jnp.broadcast_arrays(real.astype(least), imag.astype(least)))
 
 
 @lowering("polar", one_dtype=("abs", "angle"))
