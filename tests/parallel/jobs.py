@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import context_runs
 import small_run
 import tensor_models
+from mounted_bucket import mounted_bucket
 
 from tputrain import Trainer
 from tputrain.checkpoint import rows
@@ -51,6 +53,8 @@ class Job:
     """Whether `parallel` is what parallel.auto is to find, by itself or by way of `order`."""
     order: list[int] | None = None
     """The ranks in the order of the mesh, for parallel.auto; None: that of their numbers."""
+    is_in_bucket: bool = False
+    """Whether its directory keeps of a file only what one rank has written."""
 
 
 SCRIPT = """
@@ -91,7 +95,9 @@ def train_all(rank: int, world: int) -> None:
         # Each rank writes its rows of everything; or the first one all that is small.
         rows.SMALLEST_PART = 0 if world == 2 or "tensor" in job.parallel else 1 << 20
         began = time.perf_counter()
-        _train(job, runs / job.name, rank, world)
+        with mounted_bucket(runs / job.name) if job.is_in_bucket else nullcontext([]) as written:
+            _train(job, runs / job.name, rank, world)
+        assert not any(name.endswith(".safetensors") for name in written), written
         print(f"{job.name}: {time.perf_counter() - began:.1f} s", flush=True)
     if world == 2:
         _check_shared(runs, rank)
@@ -124,6 +130,7 @@ def _train(job: Job, run_dir: Path, rank: int, world: int) -> None:
                 **layout,
             )
     assert (trainer.world.size, trainer.world.rank) == (world, rank)
+    assert trainer.world.keeps_rows == (not job.is_in_bucket)
     tensor = degrees.get("tensor", 1)
     assert trainer.world.data_rank == (rank if job.order is None else job.order.index(rank)) // tensor
     assert trainer.world.data_size * tensor * degrees.get("context", 1) == world

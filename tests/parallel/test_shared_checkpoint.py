@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mounted_bucket import mounted_bucket
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
 from tputrain.checkpoint.rows import Rows
 from tputrain.checkpoint.store import CheckpointStore
-from tputrain.checkpoint.tensor_files import TensorSpec
+from tputrain.checkpoint.tensor_files import Layout, TensorSpec
 from tputrain.parallel import meeting
 from tputrain.parallel.world import World
 from tputrain.parallel.writer import SharedWriter
+from tputrain.saved import contents
 from tputrain.saved.background import Written
 from tputrain.saved.snapshot import Snapshot
 
@@ -32,8 +38,8 @@ class Thread(World):
 
     size = RANKS
 
-    def __init__(self, rank: int, heard: list["queue.Queue[Any]"]):
-        self.rank, self._heard = rank, heard
+    def __init__(self, rank: int, heard: list["queue.Queue[Any]"], keeps_rows: bool):
+        self.rank, self._heard, self.keeps_rows = rank, heard, keeps_rows
 
     def first(self, function: Callable[[], Any]) -> Any:
         if self.rank > 0:
@@ -60,13 +66,13 @@ def snapshot(step: int, rank: int) -> Snapshot:
     return Snapshot(step, nn.Linear(1, 1), None, model, {}, {"wide.moment": model["wide"]}, state)
 
 
-def write(directory: Path, step: int, ranks: range = range(RANKS)) -> list[Written]:
+def write(directory: Path, step: int, ranks: range = range(RANKS), keeps_rows: bool = True) -> list[Written]:
     """What each rank is told of the write."""
     told: dict[int, Any] = {}
     heard: list[queue.Queue[Any]] = [queue.Queue() for _ in range(RANKS)]
 
     def run(rank: int) -> None:
-        writer = SharedWriter(Thread(rank, heard))
+        writer = SharedWriter(Thread(rank, heard, keeps_rows))
         writer.start(CheckpointStore(directory), snapshot(step, rank))
         try:
             told[rank] = writer.finish()
@@ -115,6 +121,62 @@ def test_damage_to_any_rank_s_part_is_named(tmp_path: Path) -> None:
         verify(file.parent)
 
 
+@pytest.mark.parametrize("bytes_a_file", [10**9, 1])
+def test_where_a_file_has_one_writer_files_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_file: int
+) -> None:
+    monkeypatch.setattr(
+        contents, "layout_of", lambda stem, tensors: layout_of_small_files(stem, tensors, bytes_a_file)
+    )
+    write(tmp_path / "disk", 3)
+    with mounted_bucket(tmp_path / "bucket"):
+        told = write(tmp_path / "bucket", 3, keeps_rows=False)
+    assert [each.error for each in told] == [None] * RANKS
+    checkpoint = tmp_path / "bucket" / "step-3"
+    verify(checkpoint)
+    names = sorted(path.name for path in checkpoint.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "disk" / "step-3").iterdir())
+    assert len([name for name in names if name.startswith("model")]) == (1 if bytes_a_file > 1 else 3)
+    for name in names:
+        if name.endswith((".safetensors", ".index.json")):
+            assert (checkpoint / name).read_bytes() == (tmp_path / "disk" / "step-3" / name).read_bytes()
+    assert "sha256" not in json.loads((checkpoint / "checksums.json").read_text())[names[-2]]
+    file = next(checkpoint.glob("model*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(DamagedCheckpointError, match=r"model.*damaged"):
+        verify(checkpoint)
+
+
+def layout_of_small_files(stem: str, tensors: dict[str, Rows], bytes_a_file: int) -> Layout:
+    wholes = {name: rows.whole for name, rows in tensors.items()}
+    return Layout(stem, wholes, {"format": "pt"}, bytes_a_file)
+
+
+def test_ranks_that_write_into_one_file_of_a_mounted_bucket_lose_rows(tmp_path: Path) -> None:
+    """What `World.check_shared` finds out, and what would be lost without it."""
+    whole = tmp_path / "whole"
+    whole.write_bytes(bytes(2))
+    with mounted_bucket(tmp_path):
+        descriptors = [os.open(whole, os.O_WRONLY) for _ in range(2)]
+        for offset, descriptor in enumerate(descriptors):
+            os.pwrite(descriptor, b"x", offset)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert whole.read_bytes() == b"\0x"
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False])
+def test_a_rank_that_never_writes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_rows: bool
+) -> None:
+    monkeypatch.setattr(meeting, "_PATIENCE", 0.3)
+    written = write(tmp_path, 3, range(RANKS - 1), keeps_rows)
+    assert len(written) == 2
+    # The first rank may hear it of the other one.
+    assert all((each.error or "").endswith("rank 2 has not written its part after 0 s") for each in written)
+    assert CheckpointStore(tmp_path).steps() == []
+
+
 @pytest.mark.parametrize("failing", range(RANKS))
 def test_a_full_disk_of_one_rank_is_told_on_all_and_costs_nothing_that_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
@@ -137,20 +199,13 @@ def test_a_full_disk_of_one_rank_is_told_on_all_and_costs_nothing_that_was_saved
     verify(tmp_path / "step-4")
 
 
-def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_PATIENCE", 0.3)
-    written = write(tmp_path, 3, range(RANKS - 1))
-    assert [each.error for each in written] == ["rank 2 has not written its part after 0 s"] * 2
-    assert CheckpointStore(tmp_path).steps() == []
-
-
 def test_what_killed_ranks_have_left_is_not_taken_for_this_write(tmp_path: Path) -> None:
     unfinished = tmp_path / ".unfinished-step-3"
     unfinished.mkdir(parents=True)
     (unfinished / "model.safetensors").write_bytes(b"of another time")
     left = meeting.Meeting(tmp_path / ".unfinished-meeting-0", 0, RANKS)
     left.begin()
-    left.say_written()
+    left.say("written")
     assert [each.error for each in write(tmp_path, 3)] == [None] * RANKS
     verify(tmp_path / "step-3")
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

@@ -14,6 +14,8 @@ import small_run
 import tensor_models
 from jobs import Job, launch
 
+from tputrain.checkpoint.integrity import verify
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor": {"name": "adafactor"},
     "muon": {"name": "muon", "weight_decay": 0.1},
@@ -28,6 +30,8 @@ TWO_RANKS = [
     Job("recomputed", "recomputing", parallel={"shard": 2}),
     Job("without-logits", "without-logits", parallel={"shard": 2}),
     Job("auto", parallel={"shard": 2}, is_auto=True),
+    Job("bucket", parallel={"shard": 2}, is_in_bucket=True),
+    Job("again-bucket", source="bucket", parallel={"shard": 2}, is_in_bucket=True),
     Job("by-time", parallel={"shard": 2}, steps=3, every="1h"),
     Job("llama-2", "llama", sequences=8, parallel=SEQUENCE_PLAN),
     *(
@@ -116,6 +120,16 @@ def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_chec
             assert record["part_of_loss"] * num_parts == pytest.approx(record["loss"], rel=1e-5)
             assert record["mean_rank"] == (world - 1) / 2  # over all ranks
             assert record["of_first"] == 1
+
+
+def test_on_a_mounted_bucket_ranks_write_the_same_checkpoints(runs: Path, said: dict[int, list[str]]):
+    assert [text.count("does not keep what several ranks write") for text in said[2]] == [2, 0]
+    assert bits(runs, "bucket") == bits(runs, "again-bucket") == bits(runs, "shard")
+    for stem in ("model", "optimizer"):
+        file = f"checkpoints/step-20/{stem}.safetensors"
+        assert (runs / "bucket" / file).read_bytes() == (runs / "shard" / file).read_bytes()
+    verify(runs / "bucket" / "checkpoints" / "step-20")
+    assert not [path for path in (runs / "bucket").rglob(".*") if path.name != ".lock"]
 
 
 @pytest.mark.usefixtures("said")

@@ -96,13 +96,14 @@ class Layout:
         if len(groups) > 1:
             names = [f"{stem}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
             self.index = f"{stem}.safetensors.index.json"
-        self._headers: dict[str, bytes] = {}
+        self.headers: dict[str, bytes] = {}
+        """What each file begins with."""
         self.num_bytes: dict[str, int] = {}
         """Size of each file."""
         self._places: dict[str, tuple[str, int]] = {}
         for file, group in zip(names, groups, strict=True):
             header, offsets = _header({name: self.tensors[name] for name in group}, metadata)
-            self._headers[file] = header
+            self.headers[file] = header
             self._places |= {name: (file, len(header) + offset) for name, offset in offsets.items()}
             self.num_bytes[file] = len(header) + sum(self.tensors[name].num_bytes for name in group)
 
@@ -112,39 +113,49 @@ class Layout:
         Returns the headers.
         """
         parts = []
-        for file, header in self._headers.items():
+        for file, header in self.headers.items():
             with (directory / file).open("xb") as opened:
                 opened.write(header)
                 opened.truncate(self.num_bytes[file])
             parts.append(Part(file, 0, len(header)))
+        self.write_index(directory)
+        return parts
+
+    def write_index(self, directory: Path) -> None:
+        """Write the index, where there are several files."""
         if self.index is not None:
             size = sum(spec.num_bytes for spec in self.tensors.values())
             files = {name: file for name, (file, _) in sorted(self._places.items())}
             text = json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2) + "\n"
             (directory / self.index).write_text(text, encoding="utf-8")
-        return parts
+
+    def placed(self, rows: Mapping[str, tuple[int, Tensor]]) -> Iterator[tuple[Part, memoryview]]:
+        """Rows of tensors (by name the first row and the rows, on the host) as bytes and their places, in the
+        order of these.
+        """
+        for file, offset, name in sorted(
+            (*self._place(name, first), name) for name, (first, _) in rows.items()
+        ):
+            if (data := _bytes_of(rows[name][1])).nbytes:
+                yield Part(file, offset, data.nbytes), data
 
     def write(self, directory: Path, rows: Mapping[str, tuple[int, Tensor]]) -> list[Part]:
-        """Write rows of tensors to their places: by name the first row and the rows, on the host.
+        """Write rows of tensors to their places in files that are there.
 
         Returns which bytes that were. Raises OSError where the disk does not take them.
         """
-        pieces = sorted((*self._place(name, first), name) for name, (first, _) in rows.items())
         parts: list[Part] = []
         opened: dict[str, int] = {}
         try:
-            for file, offset, name in pieces:
-                data = _bytes_of(rows[name][1])
-                if not data.nbytes:
-                    continue
-                if file not in opened:
-                    opened[file] = os.open(directory / file, os.O_WRONLY)
-                _write_all(opened[file], data, offset)
+            for part, data in self.placed(rows):
+                if part.file not in opened:
+                    opened[part.file] = os.open(directory / part.file, os.O_WRONLY)
+                _write_all(opened[part.file], data, part.offset)
                 last = parts[-1] if parts else Part("", 0, 0)
-                if last.file == file and last.offset + last.num_bytes == offset:
-                    parts[-1] = Part(file, last.offset, last.num_bytes + data.nbytes)
+                if last.file == part.file and last.offset + last.num_bytes == part.offset:
+                    parts[-1] = Part(part.file, last.offset, last.num_bytes + part.num_bytes)
                 else:
-                    parts.append(Part(file, offset, data.nbytes))
+                    parts.append(part)
         finally:
             for descriptor in opened.values():
                 os.close(descriptor)

@@ -9,8 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-
-from tputrain.checkpoint.integrity import PartDigest
+from typing import Any
 
 _PATIENCE = 3600.0
 """Seconds that a rank waits for the next word of another one, which may write hundreds of gigabytes."""
@@ -27,7 +26,7 @@ class Meeting:
     def __init__(self, directory: Path, rank: int, num_ranks: int):
         self._directory = directory
         self._rank = rank
-        self._others = [each for each in range(num_ranks) if each != rank]
+        self._num_ranks = num_ranks
         self.is_over = threading.Event()
         """Set where nobody waits for what this rank writes any more."""
 
@@ -40,27 +39,16 @@ class Meeting:
         """On the others. Raises OSError where there will be no files."""
         self._wait_for(_BEGUN, 0)
 
-    def say_written(self) -> None:
-        """This rank's rows are written, and outlive it."""
-        self._say(f"written-{self._rank}", "")
+    def say(self, stage: str, what: object = None) -> None:
+        """This rank has come to a stage, and has `what` to tell, which JSON can hold."""
+        self._say(f"{stage}-{self._rank}", json.dumps(what))
 
-    def wait_for_written(self) -> None:
-        """On the first rank: until the rows of all are."""
-        for rank in self._others:
-            self._wait_for(f"written-{rank}", rank)
-
-    def say_digests(self, digests: dict[str, list[PartDigest]]) -> None:
-        """This rank's rows are on the disk, and these are their digests."""
-        self._say(f"digests-{self._rank}", json.dumps(digests))
-
-    def all_digests(self, parts: dict[str, list[PartDigest]]) -> dict[str, list[PartDigest]]:
-        """On the first rank, which has `parts`: those of all ranks, once they are there."""
-        found = {name: list(own) for name, own in parts.items()}
-        for rank in self._others:
-            text = self._wait_for(f"digests-{rank}", rank)
-            for name, theirs in json.loads(text).items():
-                found.setdefault(name, []).extend(PartDigest(*each) for each in theirs)
-        return found
+    def of_all(self, stage: str, own: Any = None) -> list[Any]:
+        """What each rank tells at a stage, once all have come to it; of this one it is `own`."""
+        return [
+            own if rank == self._rank else json.loads(self._wait_for(f"{stage}-{rank}", rank))
+            for rank in range(self._num_ranks)
+        ]
 
     def say_failed(self, reason: str) -> None:
         """This rank cannot write: the others give up as well."""

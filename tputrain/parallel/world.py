@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tputrain.announce import be_quiet
+from tputrain.announce import be_quiet, say
 from tputrain.batches import Batch
 from tputrain.device import failure_of_peers, is_absent, peers
 from tputrain.errors import RunFailedError, UserError
@@ -44,6 +44,8 @@ class World:
     """Ranks that share the matrices of a layer."""
     data_rank = 0
     """The number of this rank's part of a batch."""
+    keeps_rows = True
+    """Whether the run directory keeps what several ranks write into one file, as `check_shared` has found."""
     sequence: SplitSequence | None = None
     """The ranks that share this one's sequences; None: there are no others."""
 
@@ -82,7 +84,9 @@ class World:
         return [value]
 
     def check_shared(self, directory: Path) -> None:
-        """Raise UserError where a rank does not see what the first one writes in `directory`."""
+        """Raise UserError where a rank does not see what the first one writes in `directory`; else find out
+        whether it keeps what several ranks write into one file.
+        """
 
     def meet(self, what: str) -> None:
         """Return when all ranks have done `what`, which may take hours: no timeout counts."""
@@ -185,15 +189,26 @@ class Ranks(World):
             raise RunFailedError(str(error)) from error
 
     def check_shared(self, directory: Path) -> None:
-        mark = self.first(lambda: _leave_mark(directory))
-        seen = self.of_all((socket.gethostname(), (directory / mark).exists()))
-        self.first(lambda: (directory / mark).unlink(missing_ok=True))
+        mark = directory / self.first(lambda: _leave_mark(directory, self.size))
+        is_seen = mark.exists()
+        with _written_into(mark, self.rank) as is_written:
+            seen = self.of_all((socket.gethostname(), is_seen))  # all have it open at once
+        self.of_all(None)
+        kept = self.of_all(is_written and _is_whole(mark, self.size))
+        self.first(lambda: mark.unlink(missing_ok=True))
         for rank, (host, is_seen) in enumerate(seen):
             if not is_seen:
                 raise UserError(
                     f"run_dir={directory}: rank {rank} on {host} does not see what rank 0 on {seen[0][0]} "
                     "writes there: expected a directory that all ranks share"
                 )
+        self.keeps_rows = all(kept)
+        if not self.keeps_rows:
+            say(
+                f"run_dir={directory} does not keep what several ranks write into one file, as a mounted "
+                "bucket: each rank writes a file of its own, and the files of a checkpoint are put together "
+                "from these"
+            )
 
     def first(self, function: Callable[[], T]) -> T:
         shared: list[Any] = [None, None]
@@ -243,13 +258,48 @@ def _exchanging(what: str) -> Iterator[None]:
         raise RunFailedError(failure) from error
 
 
-def _leave_mark(directory: Path) -> str:
+_BETWEEN_WRITES = 1 << 16  # bytes: more than a page or a block, of which a file system may write all
+
+
+def _leave_mark(directory: Path, num_ranks: int) -> str:
     name = f".shared-{uuid4().hex}"
     try:
-        (directory / name).touch()
+        with (directory / name).open("xb") as file:
+            file.truncate(num_ranks * _BETWEEN_WRITES)
     except OSError as error:
         raise UserError(f"run_dir={directory}: cannot write there ({error.strerror}); take another") from None
     return name
+
+
+@contextmanager
+def _written_into(mark: Path, rank: int) -> Iterator[bool]:
+    """Write as a rank writes its rows of a checkpoint; the file is closed after the context. Gives whether
+    that can be done.
+    """
+    descriptor = -1
+    try:
+        descriptor = os.open(mark, os.O_WRONLY)
+        os.pwrite(descriptor, b"\1", rank * _BETWEEN_WRITES)
+        is_written = True
+    except OSError:
+        is_written = False
+    try:
+        yield is_written
+    finally:
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+def _is_whole(mark: Path, num_ranks: int) -> bool:
+    """Whether what each rank has written is there."""
+    try:
+        with mark.open("rb", buffering=0) as file:
+            return all(
+                os.pread(file.fileno(), 1, rank * _BETWEEN_WRITES) == b"\1" for rank in range(num_ranks)
+            )
+    except OSError:
+        return False
 
 
 @cache

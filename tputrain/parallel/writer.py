@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
-from tputrain.checkpoint.integrity import PartDigests, digests_of
+from tputrain.checkpoint.composed import rows_path
+from tputrain.checkpoint.integrity import PartDigest, PartDigests, digests_of
 from tputrain.checkpoint.pace import no_rest
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.checkpoint.tensor_files import Part
@@ -80,7 +81,11 @@ class SharedWriter(BackgroundWriter):
             if self._world.is_first:
                 self._store_all(store, snapshot, rest, written, meeting)
             else:
-                _store_rows(store.unfinished(snapshot.step), snapshot, rest, written, meeting)
+                directory = store.unfinished(snapshot.step)
+                meeting.wait_for_begin()
+                own = self._write_rows(directory, snapshot, meeting)
+                written()
+                meeting.say("digests", digests_of(directory, own, rest))
         except Exception as error:
             meeting.say_failed(in_words(error))
             raise
@@ -94,29 +99,38 @@ class SharedWriter(BackgroundWriter):
         meeting: Meeting,
     ) -> None:
         own: list[Part] = []
+        is_composed = not self._world.keeps_rows
 
         def fill(directory: Path) -> None:
-            own.extend(snapshot.create(directory))
+            if is_composed:
+                snapshot.create_without_tensors(directory)
+            else:
+                own.extend(snapshot.create(directory))
             meeting.begin()
-            own.extend(snapshot.write_rows(directory))
-            meeting.wait_for_written()
+            own.extend(self._write_rows(directory, snapshot, meeting))
+            meeting.of_all("written")
+            for rank in range(self._world.size):
+                rows_path(directory, rank).unlink(missing_ok=True)
 
         def parts(directory: Path) -> PartDigests:
-            return meeting.all_digests(digests_of(directory, own, rest))
+            found: dict[str, list[PartDigest]] = {}
+            for digests in meeting.of_all("digests", digests_of(directory, own, rest)):
+                for name, theirs in digests.items():
+                    found.setdefault(name, []).extend(PartDigest(*each) for each in theirs)
+            return found
 
-        store.write(snapshot.step, fill, snapshot.num_bytes, rest, written, parts)
+        num_bytes = snapshot.num_bytes * (2 if is_composed else 1)
+        store.write(snapshot.step, fill, num_bytes, rest, written, parts)
         meeting.end()
 
-
-def _store_rows(
-    directory: Path,
-    snapshot: Snapshot,
-    rest: Callable[[], None],
-    written: Callable[[], None],
-    meeting: Meeting,
-) -> None:
-    meeting.wait_for_begin()
-    own = snapshot.write_rows(directory)
-    meeting.say_written()
-    written()
-    meeting.say_digests(digests_of(directory, own, rest))
+    def _write_rows(self, directory: Path, snapshot: Snapshot, meeting: Meeting) -> list[Part]:
+        """Write this rank's rows. Returns the bytes that it vouches for."""
+        if self._world.keeps_rows:
+            own = snapshot.write_rows(directory)
+        else:
+            apart = snapshot.write_rows_apart(directory, self._world.rank)
+            meeting.say("rows", apart)
+            parts_of = [[Part(*each) for each in parts] for parts in meeting.of_all("rows", apart)]
+            own = snapshot.compose(directory, parts_of, self._world.rank)
+        meeting.say("written")
+        return own

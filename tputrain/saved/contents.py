@@ -22,7 +22,7 @@ from tputrain.checkpoint.state import STATE as STATE
 from tputrain.checkpoint.state import load_state as load_state
 from tputrain.checkpoint.state import state_text as state_text
 from tputrain.checkpoint.state import write_state as write_state
-from tputrain.checkpoint.tensor_files import Layout, Part, TensorFiles, TensorSpec, has_tensors
+from tputrain.checkpoint.tensor_files import Layout, TensorFiles, TensorSpec, has_tensors
 from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
@@ -47,17 +47,17 @@ def layout_of(stem: str, tensors: Mapping[str, Rows]) -> Layout:
     return Layout(stem, {name: rows.whole for name, rows in tensors.items()}, {"format": "pt"})
 
 
-def write_rows(stem: str, tensors: Mapping[str, Rows], directory: Path) -> list[Part]:
-    """Write this rank's rows into files that are there in their full size; returns which bytes that were."""
-    own = {name: (rows.first, rows.tensor) for name, rows in tensors.items() if rows.tensor is not None}
-    return layout_of(stem, tensors).write(directory, own)
+def own_rows(tensors: Mapping[str, Rows]) -> dict[str, tuple[int, Tensor]]:
+    """What this rank writes of these tensors: by name the first row and the rows."""
+    return {name: (rows.first, rows.tensor) for name, rows in tensors.items() if rows.tensor is not None}
 
 
 def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
     tensors = model_tensors(model)
-    layout_of(MODEL, tensors).create(directory)
-    write_rows(MODEL, tensors, directory)
+    layout = layout_of(MODEL, tensors)
+    layout.create(directory)
+    layout.write(directory, own_rows(tensors))
     write_configuration(model, tokenizer, directory)
 
 
@@ -161,8 +161,9 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory: Path) -> dict[str, Any]:
     """Write optimizer.safetensors; returns the rest of the optimizer (numbers, groups) for state.json."""
     tensors, rest = optimizer_contents(optimizer, model)
-    layout_of(OPTIMIZER, tensors).create(directory)
-    write_rows(OPTIMIZER, tensors, directory)
+    layout = layout_of(OPTIMIZER, tensors)
+    layout.create(directory)
+    layout.write(directory, own_rows(tensors))
     return rest
 
 

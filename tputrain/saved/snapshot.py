@@ -1,6 +1,6 @@
 """A run at one moment, in host memory of its own: it can be written out while training goes on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tputrain.checkpoint.composed import compose, rows_path, write_apart
 from tputrain.checkpoint.configuration import write_configuration
 from tputrain.checkpoint.rows import Rows
 from tputrain.checkpoint.tensor_files import Layout, Part
@@ -34,7 +35,7 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """What the files will take, but for a few small ones."""
-        sizes = (size for layout in self._layouts() for size in layout.num_bytes.values())
+        sizes = (size for _, layout in self._layouts() for size in layout.num_bytes.values())
         return sum(sizes) + len(self.state)
 
     def fill(self, directory: Path) -> None:
@@ -44,25 +45,47 @@ class Snapshot:
 
     def create(self, directory: Path) -> list[Part]:
         """Make all files, those with tensors in their full size. Returns what is in these: headers."""
-        headers = [part for layout in self._layouts() for part in layout.create(directory)]
+        self._describe(directory)
+        return [part for _, layout in self._layouts() for part in layout.create(directory)]
+
+    def create_without_tensors(self, directory: Path) -> None:
+        """Make the files that hold no tensors."""
+        self._describe(directory)
+        for _, layout in self._layouts():
+            layout.write_index(directory)
+
+    def _describe(self, directory: Path) -> None:
         write_configuration(self.model, self.tokenizer, directory)
         contents.write_state(self.state, directory)
-        return headers
 
     def write_rows(self, directory: Path) -> list[Part]:
         """Write this rank's rows of all tensors to their places; returns which bytes that were."""
         return [
             part
-            for stem, tensors in self._tensors().items()
-            for part in contents.write_rows(stem, tensors, directory)
+            for tensors, layout in self._layouts()
+            for part in layout.write(directory, contents.own_rows(tensors))
         ]
 
-    def _tensors(self) -> dict[str, dict[str, Rows]]:
-        trained = {contents.TRAINED: self.trained_tensors} if self.trained_tensors else {}
-        return {contents.MODEL: self.model_tensors, **trained, contents.OPTIMIZER: self.optimizer_tensors}
+    def write_rows_apart(self, directory: Path, rank: int) -> list[Part]:
+        """Write this rank's rows of all tensors into a file of its own; returns where they belong."""
+        placed = (
+            each for tensors, layout in self._layouts() for each in layout.placed(contents.own_rows(tensors))
+        )
+        return write_apart(rows_path(directory, rank), placed)
 
-    def _layouts(self) -> list[Layout]:
-        return [contents.layout_of(stem, tensors) for stem, tensors in self._tensors().items()]
+    def compose(self, directory: Path, parts_of: Sequence[Sequence[Part]], rank: int) -> list[Part]:
+        """Put this rank's share of the files with tensors together, out of the rows of all ranks; returns the
+        files.
+        """
+        headers = {file: header for _, layout in self._layouts() for file, header in layout.headers.items()}
+        mine = list(headers)[rank :: len(parts_of)]
+        return [compose(directory, file, headers[file], parts_of) for file in mine]
+
+    def _layouts(self) -> list[tuple[dict[str, Rows], Layout]]:
+        """The tensors of each stem, and how they lie in its files."""
+        trained = {contents.TRAINED: self.trained_tensors} if self.trained_tensors else {}
+        tensors = {contents.MODEL: self.model_tensors, **trained, contents.OPTIMIZER: self.optimizer_tensors}
+        return [(tensors[stem], contents.layout_of(stem, tensors[stem])) for stem in tensors]
 
     @contextmanager
     def written_in(self, parent: Path) -> Iterator[Path]:
