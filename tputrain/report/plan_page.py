@@ -83,19 +83,19 @@ def _figures(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
     found = {
         "ranks": " × ".join(degrees) or "one",
         "activation checkpointing": chosen.rung,
-        "micro-batches": f"{chosen.micro_batches} of {chosen.rows} rows a device",
+        "micro-batches": f"{chosen.micro_batches} of {chosen.rows} row{'s' * (chosen.rows != 1)} a device",
         "memory a device": f"{chosen.memory.total / GIB:.2f} of {task.most / GIB:.2f} GiB",
         "step": f"{seconds_text(seconds)}, bound by {chosen.seconds.bound}",
         "MFU": share(chosen.mfu),
         f"{'tokens' if task.workload.sequence else 'rows'}/s a chip": f"{speed:,.0f}",
-        "settings": chosen.settings(task),
     }
     if step is not None:
         found["step, by the compiler"] = f"{seconds_text(step.seconds)} ±{BAND:.0%}"
     tiles = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(said)}</dd></div>" for name, said in found.items()
     )
-    return f'<dl class="figures">{tiles}</dl>'
+    settings = f"<p>Run the recipe with <code>{escape(chosen.settings(task))}</code></p>"
+    return f'<dl class="figures">{tiles}</dl>{settings}'
 
 
 # -- bars --------------------------------------------------------------------------------------------------
