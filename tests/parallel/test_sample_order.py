@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tputrain import rng
 from tputrain.batches import Batch
-from tputrain.data import DataConfig, ImageBatches, PackedSequences, PaddedSequences, build_stream
+from tputrain.data import DataConfig, ImageBatches, PackedSequences, PaddedSequences
 from tputrain.data.images import Images
 from tputrain.data.loading import TrainingBatches
 from tputrain.feed import feed_of
@@ -69,7 +69,7 @@ def streamed(sequences: int, micros: int) -> Any:
     rows = "".join(json.dumps({"text": f"<{n}> " + "word " * (n % 9)}) + "\n" for n in range(150))
     Path("rows.jsonl").write_text(rows)
     cfg = DataConfig(source="jsonl", files="rows.jsonl", streaming=True, sequence_length=6, shuffle_block=21)
-    return build_stream(cfg, 3, lambda line: None).training_batches(sequences, micros)
+    return cfg.build(3, lambda line: None).training_batches(sequences, micros)
 
 
 def streamed_answers(sequences: int, micros: int) -> Any:
@@ -80,7 +80,7 @@ def streamed_answers(sequences: int, micros: int) -> Any:
         source="jsonl", files="rows.jsonl", streaming=True, format="prompt", sequence_length=6,
         shuffle_block=21, vocab_size=300,
     )  # fmt: skip
-    return build_stream(cfg, 3, lambda line: None).training_batches(sequences, micros)
+    return cfg.build(3, lambda line: None).training_batches(sequences, micros)
 
 
 def a_users_loader(sequences: int, micros: int) -> Any:

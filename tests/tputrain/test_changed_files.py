@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tputrain.data import DataConfig, DataError, build_data
+from tputrain.data import DataConfig, DataError
 
 LINES = "".join(f"line {number} of a text that is long enough\n" for number in range(200))
 
@@ -15,7 +15,7 @@ def config(**changes) -> DataConfig:
 
 
 def build(expected: str | None = None, **changes) -> str:
-    return build_data(config(**changes), 0, announce=lambda line: None, expected=expected).fingerprint
+    return config(**changes).build(0, announce=lambda line: None, expected=expected).fingerprint
 
 
 @pytest.fixture(autouse=True)

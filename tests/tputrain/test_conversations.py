@@ -14,7 +14,6 @@ from tputrain.data import (
     DataError,
     PretrainedTokenizer,
     Tokenizer,
-    build_data,
     check_vocabulary,
     load_tokenizer,
 )
@@ -91,7 +90,7 @@ def directory(tmp_path, monkeypatch):
 def build(**changes):
     settings = {"source": "jsonl", "files": "chats.jsonl", "format": "messages", "sequence_length": 32}
     cfg = DataConfig(**{**settings, "cache_dir": "cache", "vocab_size": 300, **changes})
-    return build_data(cfg, 0, announce=lambda line: None)
+    return cfg.build(0, announce=lambda line: None)
 
 
 def learned_text(tokenizer, ids, learned) -> list[str]:
@@ -230,20 +229,16 @@ def test_a_named_tokenizer_is_used_and_its_tokens_are_cached(monkeypatch):
     assert "Hugging Face's" in first.describe()[1]
     monkeypatch.setattr("tputrain.data.token_cache._build", None)
     assert build(tokenizer="templated").fingerprint == first.fingerprint
-    again = build_data(
-        DataConfig(
-            source="jsonl",
-            files="chats.jsonl",
-            format="messages",
-            sequence_length=32,
-            cache_dir="cache",
-            vocab_size=300,
-            tokenizer="templated",
-        ),
-        0,
-        tokenizer=first.tokenizer,
-        expected=first.fingerprint,
+    cfg = DataConfig(
+        source="jsonl",
+        files="chats.jsonl",
+        format="messages",
+        sequence_length=32,
+        cache_dir="cache",
+        vocab_size=300,
+        tokenizer="templated",
     )
+    again = cfg.build(0, tokenizer=first.tokenizer, expected=first.fingerprint)
     assert again.fingerprint == first.fingerprint
 
 

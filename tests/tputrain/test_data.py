@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tputrain.data import DataConfig, DataError, Tokenizer, build_data
+from tputrain.data import DataConfig, DataError, Tokenizer
 from tputrain.data.corpus import Corpus, Document, split
 from tputrain.data.sources import standard_library
 from tputrain.data.token_cache import known_totals, tokenise
@@ -64,7 +64,7 @@ def config(**changes) -> DataConfig:
 
 
 def build(seed=0, **changes):
-    return build_data(config(**changes), seed, announce=lambda line: None)
+    return config(**changes).build(seed, announce=lambda line: None)
 
 
 def test_the_users_own_files_become_sequences():
@@ -263,7 +263,7 @@ def test_a_damaged_cache_entry_is_announced_and_made_again(name, damage, tmp_pat
     else:
         path.write_bytes(path.read_bytes()[:-50])
     lines = []
-    again = build_data(config(), 0, announce=lines.append)
+    again = config().build(0, announce=lines.append)
     assert "damaged" in lines[0]
     assert again.train.batch_at(0, 0, 4)["input_ids"].equal(first.train.batch_at(0, 0, 4)["input_ids"])
 
@@ -295,12 +295,12 @@ def test_a_given_tokenizer_is_used_and_its_tokens_are_cached_apart(tmp_path):
     trained = build()
     given = Tokenizer.train([prose(99, 300).upper()], 280)
     for _ in range(2):
-        data = build_data(config(), 0, announce=lambda line: None, tokenizer=given)
+        data = config().build(0, announce=lambda line: None, tokenizer=given)
         assert data.tokenizer.digest() == given.digest() != trained.tokenizer.digest()
         assert data.fingerprint != trained.fingerprint
         assert len(list((tmp_path / "cache").iterdir())) == 2
     assert build().fingerprint == trained.fingerprint
-    same = build_data(config(), 0, announce=lambda line: None, tokenizer=trained.tokenizer)
+    same = config().build(0, announce=lambda line: None, tokenizer=trained.tokenizer)
     assert same.fingerprint == trained.fingerprint
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
@@ -312,4 +312,4 @@ def test_text_that_is_not_the_expected_is_refused_before_a_tokenizer_is_trained(
     with pytest.raises(
         DataError, match=r"data.files='notes/\*.txt': the text there is not what this run was"
     ):
-        build_data(config(), 0, announce=lambda line: None, expected=fingerprint)
+        config().build(0, announce=lambda line: None, expected=fingerprint)

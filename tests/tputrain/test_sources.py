@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from tputrain.data import DataConfig, DataError, build_data
+from tputrain.data import DataConfig, DataError
 from tputrain.data.corpus import split
 from tputrain.errors import UserError
 
@@ -34,7 +34,7 @@ def config(**changes) -> DataConfig:
 
 
 def build(**changes):
-    return build_data(config(**changes), 0, announce=lambda line: None)
+    return config(**changes).build(0, announce=lambda line: None)
 
 
 SOURCES = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tputrain import CheckpointConfig, LogConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig, UserError
-from tputrain.data import DataConfig, DataError, build_stream
+from tputrain.data import DataConfig, DataError
 from tputrain.data.corpus import is_held_out, row_document
 from tputrain.feed import StatefulFeed, feed_of
 from tputrain.loggers.jsonl import read_jsonl
@@ -37,7 +37,7 @@ def stream(**changes):
     if settings["source"] == "saved":
         del settings["files"]
     cfg = DataConfig(**settings)
-    return build_stream(cfg, seed=7, announce=lambda line: None)
+    return cfg.build(7, announce=lambda line: None)
 
 
 def take(loader, count: int) -> list[dict]:
@@ -121,7 +121,7 @@ def test_the_seed_decides_the_order_and_nothing_else():
     batches = [take(stream().training_batches(2, 1), 5) for _ in range(2)]
     assert equal(*batches)
     cfg = stream().cfg
-    other = build_stream(cfg, seed=8, announce=lambda line: None)
+    other = cfg.build(8, announce=lambda line: None)
     assert other.fingerprint == stream().fingerprint
     first, second = take(stream().training_batches(10, 1), 1)[0], take(other.training_batches(10, 1), 1)[0]
     assert not torch.equal(first["input_ids"], second["input_ids"])
@@ -146,7 +146,7 @@ def test_a_stream_of_other_text_is_not_gone_on_with(directory):
     with pytest.raises(
         DataError, match=r"data.files='rows-\*.jsonl': the text there is not what this run was"
     ):
-        build_stream(text.cfg, 7, lambda line: None, tokenizer=text.tokenizer, expected=text.fingerprint)
+        text.cfg.build(7, lambda line: None, tokenizer=text.tokenizer, expected=text.fingerprint)
 
 
 def test_a_position_of_an_earlier_tputrain_is_one_clear_line():

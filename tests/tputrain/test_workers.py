@@ -14,7 +14,7 @@ from torch.utils.data._utils import signal_handling
 
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
-from tputrain.data import DataConfig, PackedSequences, PaddedSequences, build_data
+from tputrain.data import DataConfig, PackedSequences, PaddedSequences
 from tputrain.data.workers import WorkerBatches
 from tputrain.worker_death import DataWorkerError, deaths_named
 
@@ -24,7 +24,7 @@ def data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some words and then some more of them\n" * 300)
     cfg = DataConfig(files="text.txt", sequence_length=16, vocab_size=270, cache_dir="cache", workers=2)
-    return build_data(cfg, 0, announce=lambda line: None)
+    return cfg.build(0, announce=lambda line: None)
 
 
 def equal(first: dict, second: dict) -> bool:

@@ -4,15 +4,15 @@ from tputrain.batches import IGNORED_LABEL
 from tputrain.data.best_fit import BestFitSequences
 from tputrain.data.config import Data, DataConfig, DataError, RowsConfig, TextConfig
 from tputrain.data.dataset_sources import FileRowsConfig, HubRowsConfig, SavedRowsConfig
-from tputrain.data.images import DigitsConfig, ImageBatches, ImageData, ImageEvaluation, build_images
+from tputrain.data.images import DigitsConfig, ImageBatches, ImageData, ImageEvaluation
 from tputrain.data.loading import TrainingBatches, ValidationBatches
 from tputrain.data.mixture import MixtureConfig
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, check_vocabulary, load_tokenizer
 from tputrain.data.sources import DocstringsConfig, TextFilesConfig
-from tputrain.data.streaming import StreamedBatches, StreamedText, build_stream
-from tputrain.data.text import TextData, build_data
+from tputrain.data.streaming import StreamedBatches, StreamedText
+from tputrain.data.text import TextData
 from tputrain.data.tokenizer import END_OF_TEXT, Tokenizer
 
 __all__ = [
@@ -43,9 +43,6 @@ __all__ = [
     "Tokenizer",
     "TrainingBatches",
     "ValidationBatches",
-    "build_data",
-    "build_images",
-    "build_stream",
     "check_vocabulary",
     "load_tokenizer",
 ]

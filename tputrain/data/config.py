@@ -54,6 +54,20 @@ class Data(ABC):
 
 
 @dataclass(frozen=True)
+class BuildContext:
+    """What the run that builds its data says of itself."""
+
+    seed: int
+    """Decides only the order of training samples."""
+    announce: Callable[[str], None] = print
+    """Gets a line before and after anything that takes seconds."""
+    tokenizer: "Tokenizer | None" = None
+    """The run's own, if it goes on; None: the one that the configuration names, or trains."""
+    expected: str | None = None
+    """The fingerprint of the data that the run was started with, if it goes on."""
+
+
+@dataclass(frozen=True)
 class DataConfig(Family, group="data", by="source"):
     """Where the data comes from, and how much of it is held out. Nothing here depends on the seed."""
 
@@ -91,13 +105,15 @@ class DataConfig(Family, group="data", by="source"):
         tokenizer: "Tokenizer | None" = None,
         expected: str | None = None,
     ) -> Data:
-        """Read the data, or as much as is needed; `seed` decides only the order of training samples.
+        """Read the data, or as much as is needed. `BuildContext` explains the arguments.
 
-        A run that goes on gives its own `tokenizer` (None: one is trained) and, as `expected`, the
-        fingerprint of the data it was started with. `announce` gets a line before and after anything that
-        takes seconds. Raises DataError, one line, where there is nothing to train on, too little of it, or
-        not the expected data.
+        Raises DataError, one line, if there is nothing to train on, too little of it, or not the expected
+        data.
         """
+        return self._build(BuildContext(seed, announce, tokenizer, expected))
+
+    def _build(self, context: BuildContext) -> Data:
+        """What each kind does for `build`."""
         raise NotImplementedError
 
     def example(self, rows: int) -> dict[str, Tensor]:

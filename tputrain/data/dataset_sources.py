@@ -1,7 +1,7 @@
 """Sources whose documents are rows: files of jsonl, csv or parquet, saved datasets, the hub."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tputrain.config_checks import expect
-from tputrain.data.config import Data, DataError, RowsConfig
+from tputrain.data.config import BuildContext, Data, DataError, RowsConfig
 from tputrain.data.corpus import Corpus, Document, row_document
 from tputrain.data.files import find_files, nearest_path
 from tputrain.data.row_place import broken_line, place_of_row
@@ -18,7 +18,6 @@ from tputrain.data.rows import empty, known_name, open_rows, read_documents
 from tputrain.data.stamp import hash_of, stamp_of
 from tputrain.data.streaming import build_stream
 from tputrain.data.text import build_data
-from tputrain.data.tokenizer import Tokenizer
 from tputrain.hub import asking_hub, is_path
 
 _BUILDERS = {"jsonl": "json", "csv": "csv", "parquet": "parquet"}
@@ -27,15 +26,8 @@ _BUILDERS = {"jsonl": "json", "csv": "csv", "parquet": "parquet"}
 class _Read(RowsConfig):
     """Rows as a corpus, and as what a run trains on."""
 
-    def build(
-        self,
-        seed: int,
-        announce: Callable[[str], None] = print,
-        tokenizer: Tokenizer | None = None,
-        expected: str | None = None,
-    ) -> Data:
-        build = build_stream if self.streaming else build_data
-        return build(self, seed, announce, tokenizer, expected)
+    def _build(self, context: BuildContext) -> Data:
+        return build_stream(self, context) if self.streaming else build_data(self, context)
 
     def corpus(self) -> Corpus:
         validation = _Rows(self, held_out=True) if self.validation_is_given else ()

@@ -1,6 +1,6 @@
 """Images with classes: scikit-learn's handwritten digits, which come with that package."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import ClassVar
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tputrain.batches import IGNORED_LABEL, Batch
-from tputrain.data.config import Data, DataConfig, DataError
+from tputrain.data.config import BuildContext, Data, DataConfig, DataError
 from tputrain.data.shuffled import epoch_order, shuffled
-from tputrain.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -108,26 +107,16 @@ class DigitsConfig(DataConfig, names=("digits",)):
 
     is_text: ClassVar[bool] = False
 
-    def build(
-        self,
-        seed: int,
-        announce: Callable[[str], None] = print,
-        tokenizer: Tokenizer | None = None,
-        expected: str | None = None,
-    ) -> ImageData:
-        return build_images(self, seed, expected)
+    def _build(self, context: BuildContext) -> ImageData:
+        return _build_images(self, context)
 
     def example(self, rows: int) -> dict[str, Tensor]:
         labels = torch.empty(rows, dtype=torch.int64, device="meta")
         return {"pixel_values": torch.empty(rows, 1, 8, 8, device="meta"), "labels": labels}
 
 
-def build_images(cfg: DigitsConfig, seed: int, expected: str | None = None) -> ImageData:
-    """The images that `cfg` names; `seed` decides only the order of training.
-
-    A run that goes on gives as `expected` the fingerprint of the data it was started with. Raises DataError,
-    one line, where scikit-learn is missing or has other images.
-    """
+def _build_images(cfg: DigitsConfig, context: BuildContext) -> ImageData:
+    """Raises DataError, one line, if scikit-learn is missing or has other images."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -139,7 +128,7 @@ def build_images(cfg: DigitsConfig, seed: int, expected: str | None = None) -> I
     labels = labels.astype(np.int64)
     digest = blake2b(pixels.tobytes() + labels.tobytes(), digest_size=16)
     digest.update(str(cfg.validation_fraction).encode())
-    if expected not in (None, digest.hexdigest()):
+    if context.expected not in (None, digest.hexdigest()):
         raise DataError(
             "data.source=digits: the images, or data.validation_fraction, are not what this run was started "
             "with; restore them, or choose another run_dir"
@@ -149,7 +138,7 @@ def build_images(cfg: DigitsConfig, seed: int, expected: str | None = None) -> I
     held_out, rest = order[:num_held_out], order[num_held_out:]
     return ImageData(
         "scikit-learn's handwritten digits",
-        Images(pixels[rest], labels[rest], seed),
-        Images(pixels[held_out], labels[held_out], seed),
+        Images(pixels[rest], labels[rest], context.seed),
+        Images(pixels[held_out], labels[held_out], context.seed),
         digest.hexdigest(),
     )

@@ -4,7 +4,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import chain
@@ -16,7 +16,7 @@ import torch
 
 from tputrain.config_checks import expect, expect_types, nearest
 from tputrain.data.built_once import built_once
-from tputrain.data.config import Data, DataConfig, DataError, TextConfig
+from tputrain.data.config import BuildContext, Data, DataConfig, DataError, TextConfig
 from tputrain.data.pretrained_tokenizer import find_tokenizer, load_tokenizer
 from tputrain.data.shuffled import Batch, ShuffledSequences, epoch_order, shuffled
 from tputrain.data.text import TextData, build_data
@@ -119,14 +119,8 @@ class MixtureConfig(TextConfig, names=("mixture",)):
     def files_behind(self) -> list[Path]:
         return [path for cfg in self.parts.values() for path in cfg.files_behind()]
 
-    def build(
-        self,
-        seed: int,
-        announce: Callable[[str], None] = print,
-        tokenizer: Tokenizer | None = None,
-        expected: str | None = None,
-    ) -> Data:
-        return _build_mixture(self, seed, announce, tokenizer, expected)
+    def _build(self, context: BuildContext) -> Data:
+        return _build_mixture(self, context)
 
 
 @contextmanager
@@ -230,16 +224,13 @@ class MixtureData(TextData):
         return [first, *self.parts, *rest]
 
 
-def _build_mixture(
-    cfg: MixtureConfig,
-    seed: int,
-    announce: Callable[[str], None],
-    tokenizer: Tokenizer | None,
-    expected: str | None,
-) -> MixtureData:
+def _build_mixture(cfg: MixtureConfig, context: BuildContext) -> MixtureData:
+    seed, tokenizer, expected = context.seed, context.tokenizer, context.expected
     if tokenizer is None:
         tokenizer = (
-            find_tokenizer(cfg.tokenizer) if cfg.tokenizer is not None else _common_tokenizer(cfg, announce)
+            find_tokenizer(cfg.tokenizer)
+            if cfg.tokenizer is not None
+            else _common_tokenizer(cfg, context.announce)
         )
     begun_with = (
         [None] * len(cfg.parts)
@@ -251,7 +242,7 @@ def _build_mixture(
     built: dict[str, TextData] = {}
     for (name, part), known in zip(cfg.parts.items(), begun_with, strict=True):
         with _named(name):
-            built[name] = build_data(part, seed, announce, tokenizer, known)
+            built[name] = build_data(part, replace(context, tokenizer=tokenizer, expected=known))
     parts = [data.train for data in built.values()]
     joined = JoinedSequences(parts, seed)  # type: ignore[arg-type]
     shares = cfg.shares

@@ -4,19 +4,18 @@ conversations that are made from that source.
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
 
 from tputrain.config_checks import expect_choice
-from tputrain.data.config import Data, DataError, TextConfig
+from tputrain.data.config import BuildContext, Data, DataError, TextConfig
 from tputrain.data.corpus import Corpus, Document, row_document
 from tputrain.data.docstrings import docstring_conversations
 from tputrain.data.files import find_files
 from tputrain.data.stamp import stamp_of
 from tputrain.data.text import build_data
-from tputrain.data.tokenizer import Tokenizer
 
 # Tests are repetitive and site-packages differs from machine to machine; neither belongs in a default corpus.
 _SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -28,14 +27,8 @@ _SMALLEST_STANDARD_LIBRARY = 6_000_000  # bytes
 class CorpusConfig(TextConfig):
     """Text that is read whole before the first step."""
 
-    def build(
-        self,
-        seed: int,
-        announce: Callable[[str], None] = print,
-        tokenizer: Tokenizer | None = None,
-        expected: str | None = None,
-    ) -> Data:
-        return build_data(self, seed, announce, tokenizer, expected)
+    def _build(self, context: BuildContext) -> Data:
+        return build_data(self, context)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Text that is read while it is trained on, and goes on where it was after a resume."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tputrain.data.config import Data, DataError, RowsConfig
+from tputrain.data.config import BuildContext, Data, DataError, RowsConfig
 from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.corpus import is_held_out, row_document
 from tputrain.data.loading import Sequences, ValidationBatches
@@ -63,21 +63,15 @@ class StreamedText(Data):
         return ValidationBatches(self.validation, size, self.tokenizer.token_bytes())
 
 
-def build_stream(
-    cfg: RowsConfig,
-    seed: int,
-    announce: Callable[[str], None] = print,
-    tokenizer: Tokenizer | None = None,
-    expected: str | None = None,
-) -> StreamedText:
+def build_stream(cfg: RowsConfig, context: BuildContext) -> StreamedText:
     """Read as much of the stream as is held out and as a tokenizer is learned from.
 
-    The arguments are those of `DataConfig.build`. Raises DataError, one line, where there is
-    no text to train on, or not the `expected`.
+    Raises DataError, one line, if there is no text to train on, or not the expected one.
     """
+    tokenizer, expected = context.tokenizer, context.expected
     if tokenizer is None and cfg.tokenizer is not None:
         tokenizer = find_tokenizer(cfg.tokenizer)
-    announce("data: reading the beginning of {}={}".format(*cfg.where()))
+    context.announce("data: reading the beginning of {}={}".format(*cfg.where()))
     head, validation = _read_head(cfg, 0 if tokenizer is not None else _TOKENIZER_DOCUMENTS)
     if cfg.validation_is_given:
         given = read_documents(open_rows(cfg, held_out=True), cfg, held_out=True)
@@ -101,7 +95,7 @@ def build_stream(
         tokenizer=tokenizer,
         validation=_packed([_Document(*_encode(text, cfg, tokenizer)) for text in validation], cfg),
         cfg=cfg,
-        seed=seed,
+        seed=context.seed,
     )
 
 

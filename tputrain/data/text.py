@@ -1,11 +1,10 @@
 """From a configuration to sequences of tokens ready to train on."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tputrain.data.best_fit import BestFitSequences
 from tputrain.data.changed_files import changed_files
-from tputrain.data.config import Data, DataError, TextConfig
+from tputrain.data.config import BuildContext, Data, DataError, TextConfig
 from tputrain.data.loading import Sequences, TrainingBatches, ValidationBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
@@ -64,17 +63,9 @@ class TextData(Data):
         return ValidationBatches(self.validation, size, self.tokenizer.token_bytes())
 
 
-def build_data(
-    cfg: TextConfig,
-    seed: int,
-    announce: Callable[[str], None] = print,
-    tokenizer: Tokenizer | None = None,
-    expected: str | None = None,
-) -> TextData:
-    """Read, tokenise (or take from the cache) and pack; `seed` decides only the order of training sequences.
-
-    The arguments are those of `DataConfig.build`.
-    """
+def build_data(cfg: TextConfig, context: BuildContext) -> TextData:
+    """Read, tokenise (or take from the cache) and pack."""
+    announce, tokenizer, expected = context.announce, context.tokenizer, context.expected
     corpus = cfg.corpus()
     totals = known_totals(corpus, cfg, announce)
     text = text_fingerprint(totals, cfg)
@@ -87,7 +78,7 @@ def build_data(
 
     def pack(name: str) -> Sequences:
         part = getattr(tokenised, name)
-        arguments = (part.tokens, part.offsets, cfg.sequence_length, seed, name, part.learned)
+        arguments = (part.tokens, part.offsets, cfg.sequence_length, context.seed, name, part.learned)
         padding_id = tokenised.tokenizer.end_of_text_id
         if cfg.layout == "packed":
             return PackedSequences(*arguments)
