@@ -73,16 +73,12 @@ def _selected(self, classes, axis):
     return jnp.sum(jnp.where(places == jnp.expand_dims(classes, axis), self, 0), axis)
 
 
-def _nll_loss_on_tpu(self, target, weight, reduction, ignore_index):
-    return _nll_loss(self, target, weight, reduction, ignore_index, _selected)
-
-
 @lowering(
     "nll_loss_forward",
     "nll_loss2d_forward",
     promote="opmath",
     one_dtype=("self", "weight"),
-    on={"tpu": _nll_loss_on_tpu},
+    on={"tpu": functools.partial(_nll_loss, picked_from=_selected)},
 )
 def nll_loss_forward(self, target, weight, reduction, ignore_index):
     return _nll_loss(self, target, weight, reduction, ignore_index, _gathered)
