@@ -15,18 +15,18 @@ from tputrain.checkpoint.named_directory import model_directory
 from tputrain.data import Data, Tokenizer, check_vocabulary, load_tokenizer
 from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
-from tputrain.goes_on_from import started_from
 from tputrain.job_notes import notes
 from tputrain.lr_finder import Sweep, find_learning_rate
 from tputrain.lr_sweep import SweepConfig
 from tputrain.models import add_lora, initialize, parameters_on_meta
+from tputrain.models.hf_llama import load_weights
 from tputrain.models.lora import initialize_lora
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig, read_recipe
-from tputrain.saved import contents
-from tputrain.saved.hf_llama import load_weights
+from tputrain.resume import started_from
 from tputrain.shipped import default_run_dir, find_recipe
+from tputrain.snapshot import contents
 from tputrain.trainer import Trainer
 
 Initialize = Callable[[Any], None]

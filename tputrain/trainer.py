@@ -55,9 +55,9 @@ from tputrain.parallel.limits import check_limits
 from tputrain.parallel.same_batches import check_loader
 from tputrain.parallel.world import World, join
 from tputrain.parallel.writer import SharedWriter
-from tputrain.saved.background import BackgroundWriter
 from tputrain.short_settings import ShortSettings, with_short_settings
 from tputrain.signals import SignalWatch
+from tputrain.snapshot.background import BackgroundWriter
 from tputrain.trainer_arguments import check_arguments, check_length, check_step, say_unused_settings
 from tputrain.watchdog import READING, Watchdog
 

@@ -44,7 +44,7 @@ def start_faulty_rank(fault: str, step: str, rank: int) -> None:
 def break_step(fault: str, step: int) -> None:
     """Have this process, which is a rank, do as `fault` says."""
     from tputrain.loop.step import TrainStep
-    from tputrain.saved.snapshot import Snapshot
+    from tputrain.snapshot.snapshot import Snapshot
 
     take_step, write_rows = TrainStep.__call__, Snapshot.write_rows
     is_done, number = False, 0

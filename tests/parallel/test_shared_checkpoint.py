@@ -26,9 +26,9 @@ from tputrain.checkpoint.tensor_files import Layout, TensorSpec
 from tputrain.parallel import meeting
 from tputrain.parallel.world import World
 from tputrain.parallel.writer import SharedWriter
-from tputrain.saved import contents
-from tputrain.saved.background import Written
-from tputrain.saved.snapshot import Snapshot
+from tputrain.snapshot import contents
+from tputrain.snapshot.background import Written
+from tputrain.snapshot.snapshot import Snapshot
 
 RANKS = 3
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.tputrain.hanging_run import hang
 from tputrain import CheckpointConfig, LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
-from tputrain.saved import contents
 from tputrain.signals import Interrupted, SignalWatch
+from tputrain.snapshot import contents
 
 STEPS = 9
 AT = 5

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tputrain import CheckpointConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import store
-from tputrain.saved import contents
+from tputrain.snapshot import contents
 
 STEPS = 14
 NUM_SAMPLES, MICRO_BATCH = 22, 3

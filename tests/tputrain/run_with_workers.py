@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tputrain import CheckpointConfig, LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.callbacks.callback import Callback
-from tputrain.saved import contents
+from tputrain.snapshot import contents
 
 MOMENTS = ("started", "stepping", "evaluating", "saving", "ending", "ended")
 STEPS = 40

@@ -18,9 +18,9 @@ from tputrain.checkpoint.store import CheckpointStore
 from tputrain.data import Tokenizer
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.models import ModelConfig, initialize
-from tputrain.saved import contents
-from tputrain.saved.background import BackgroundWriter
-from tputrain.saved.snapshot import Snapshot
+from tputrain.snapshot import contents
+from tputrain.snapshot.background import BackgroundWriter
+from tputrain.snapshot.snapshot import Snapshot
 
 TINY = ModelConfig(
     name="llama-5m",

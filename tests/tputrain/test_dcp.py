@@ -17,7 +17,7 @@ from tests.tputrain.tiny_run import finish_a_run
 from tputrain.checkpoint.dcp_files import DcpFiles
 from tputrain.cli import main
 from tputrain.errors import UserError
-from tputrain.saved.hf_llama import load_weights, model_config_of
+from tputrain.models.hf_llama import load_weights, model_config_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

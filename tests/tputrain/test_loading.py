@@ -8,7 +8,7 @@ from torch import nn
 
 from tputrain import RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.callbacks.callback import Callback
-from tputrain.saved import contents
+from tputrain.snapshot import contents
 
 
 def train(run_dir, steps, *callbacks, optimizer=None):

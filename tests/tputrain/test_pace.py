@@ -52,7 +52,7 @@ def test_a_save_that_is_waited_for_is_hurried(tmp_path, monkeypatch):
         def rest(self) -> None:
             self._hurried.wait()
 
-    monkeypatch.setattr("tputrain.saved.background.Pace", Waits)
+    monkeypatch.setattr("tputrain.snapshot.background.Pace", Waits)
     trainer = build(tmp_path)
     trainer.fit()
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [

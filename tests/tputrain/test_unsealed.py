@@ -16,7 +16,7 @@ from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint.integrity import verify
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
-from tputrain.saved import background
+from tputrain.snapshot import background
 from tputrain.trainer import Trainer
 
 

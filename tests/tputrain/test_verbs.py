@@ -307,8 +307,8 @@ def test_a_model_without_a_config_is_not_exported_as_if_it_had_one(capsys):
 def test_an_imported_directory_gives_equal_logits_and_trains_further(capsys):
     from transformers import AutoModelForCausalLM
 
-    from tputrain.saved.contents import load_model
-    from tputrain.saved.hf_llama import model_config_of
+    from tputrain.models.hf_llama import model_config_of
+    from tputrain.snapshot.contents import load_model
 
     assert main(["export", "runs/tiny", "hf"]) == 0
     theirs = AutoModelForCausalLM.from_pretrained("hf").eval()

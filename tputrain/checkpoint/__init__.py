@@ -1,4 +1,4 @@
-"""Runs on disk: what a checkpoint holds, how it is sealed, and which is the newest that can be trusted."""
+"""Checkpoints on disk: their files, how they are sealed, and which is the newest that can be trusted."""
 
 CHECKPOINTS = "checkpoints"
 """Where a run keeps them: a directory in its own, and in its mirror."""

@@ -7,7 +7,7 @@ from typing import Any
 from tputrain.announce import announced
 from tputrain.checkpoint.state import load_state
 from tputrain.checkpoint.tensor_files import TensorFiles, has_tensors
-from tputrain.saved.contents import MODEL, OPTIMIZER, TRAINED
+from tputrain.snapshot.contents import MODEL, OPTIMIZER, TRAINED
 
 
 def write_dcp(checkpoint: Path, directory: Path) -> None:

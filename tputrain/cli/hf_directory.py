@@ -12,7 +12,7 @@ from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.cli.early_mistakes import new_directory
 from tputrain.data.pretrained_tokenizer import MARK
 from tputrain.errors import UserError
-from tputrain.saved.contents import is_for_training_only
+from tputrain.snapshot.contents import is_for_training_only
 
 
 def export(target: str, out: str, form: str) -> int:

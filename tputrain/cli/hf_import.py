@@ -10,8 +10,8 @@ from tputrain.checkpoint.tensor_files import DCP_INDEX
 from tputrain.cli.early_mistakes import new_directory
 from tputrain.data import TextFilesConfig, Tokenizer
 from tputrain.errors import UserError
+from tputrain.models.hf_llama import load_weights, model_config_of
 from tputrain.recipe import RecipeConfig
-from tputrain.saved.hf_llama import load_weights, model_config_of
 from tputrain.trainer import Trainer
 
 

@@ -14,7 +14,6 @@ from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
-from tputrain.goes_on_from import check_same_run, locked_where_changed, newest_to_go_on_from, started_from
 from tputrain.job import Recipe, build_evaluation, build_trained_model, load_recipe
 from tputrain.loop.position import Position, restore
 from tputrain.parallel.cluster import hosts
@@ -22,11 +21,12 @@ from tputrain.parallel.launched import is_launched, launched_by
 from tputrain.parallel.world import ALONE, World, join
 from tputrain.recipe import RecipeConfig, config_from_json, kind_keys
 from tputrain.report.run_files import is_run
+from tputrain.resume import check_same_run, locked_where_changed, newest_checkpoint, started_from
 from tputrain.run_lock import RunLock
 from tputrain.sampling import generate
-from tputrain.saved import contents
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
+from tputrain.snapshot import contents
 
 
 def run(recipe: str, overrides: Sequence[str]) -> int:
@@ -86,7 +86,7 @@ def _launch(cfg: RecipeConfig, arguments: Sequence[str]) -> int:
     from tputrain.parallel.launch import Launcher  # only whoever starts ranks needs one
 
     def newest_step() -> int:
-        checkpoint = newest_to_go_on_from(cfg, only=(contents.STATE, Tokenizer.FILE))
+        checkpoint = newest_checkpoint(cfg, only=(contents.STATE, Tokenizer.FILE))
         return 0 if checkpoint is None else int(contents.load_state(checkpoint)["step"])
 
     # Ranks that are started again go on, whatever was there when the command began.
@@ -199,7 +199,7 @@ def _is_finished(cfg: RecipeConfig, checkpoint: Path) -> bool:
     state, run = contents.load_state(checkpoint), Position()
     restore(run, state)
     is_finished = cfg.trainer.length.is_reached(run) and run.evaluated_at == run.step
-    return is_finished and newest_to_go_on_from(cfg) == checkpoint
+    return is_finished and newest_checkpoint(cfg) == checkpoint
 
 
 def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:

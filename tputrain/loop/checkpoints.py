@@ -12,8 +12,8 @@ from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
 from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.loop.run_state import RunState
 from tputrain.run_lock import RunLock, is_locked
-from tputrain.saved.background import BackgroundWriter, Written
-from tputrain.saved.snapshot import Snapshot
+from tputrain.snapshot.background import BackgroundWriter, Written
+from tputrain.snapshot.snapshot import Snapshot
 from tputrain.watchdog import SAVING, Watchdog
 
 if TYPE_CHECKING:

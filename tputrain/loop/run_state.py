@@ -20,8 +20,8 @@ from tputrain.loop.next_batches import NextBatches
 from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import jump
 from tputrain.optim.schedule_free import progress_options
-from tputrain.saved import contents
-from tputrain.saved.snapshot import Snapshot, take_snapshot
+from tputrain.snapshot import contents
+from tputrain.snapshot.snapshot import Snapshot, take_snapshot
 from tputrain.versions import versions
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from tputrain.garbage import ScheduledCollection
 from tputrain.loop.checkpoints import Checkpoints
-from tputrain.saved.background import BackgroundWriter
 from tputrain.signals import SignalWatch
+from tputrain.snapshot.background import BackgroundWriter
 from tputrain.watchdog import Watchdog
 from tputrain.worker_death import deaths_named
 from tputrain.worker_signals import left_to

@@ -14,8 +14,8 @@ from tputrain.callbacks.callback import Control
 from tputrain.parallel.launched import exit_code_of_stop
 from tputrain.parallel.world import World
 from tputrain.parallel.writer import SharedWriter
-from tputrain.saved.background import BackgroundWriter
 from tputrain.signals import SignalWatch
+from tputrain.snapshot.background import BackgroundWriter
 
 
 class AgreedControl(Control):

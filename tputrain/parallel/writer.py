@@ -12,8 +12,8 @@ from tputrain.checkpoint.tensor_files import Part
 from tputrain.errors import in_words
 from tputrain.parallel.meeting import Meeting
 from tputrain.parallel.world import World
-from tputrain.saved.background import BackgroundWriter, Written
-from tputrain.saved.snapshot import Snapshot
+from tputrain.snapshot.background import BackgroundWriter, Written
+from tputrain.snapshot.snapshot import Snapshot
 
 
 class SharedWriter(BackgroundWriter):

@@ -14,7 +14,7 @@ from tputrain.checkpoint.mirror import Mirror
 from tputrain.checkpoint.pace import Pace, no_rest
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.errors import in_words
-from tputrain.saved.snapshot import Snapshot
+from tputrain.snapshot.snapshot import Snapshot
 
 _LONGEST_REST = 60.0  # seconds by which a checkpoint may be late on the disk
 _LONGEST_WAIT = 0.1  # seconds that a step waits for the files

@@ -12,7 +12,7 @@ from tputrain.checkpoint.tensor_files import DCP_INDEX, TensorFiles
 from tputrain.errors import UserError
 from tputrain.models.config import LlamaModelConfig
 from tputrain.models.llama import LLAMA_CONFIGS, RopeScaling
-from tputrain.saved.contents import tensors_of_plain_model
+from tputrain.models.named_tensors import tensors_of_plain_model
 
 if TYPE_CHECKING:
     from tputrain.checkpoint.dcp_files import DcpFiles

@@ -13,7 +13,7 @@ from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.recipe import RecipeConfig
 from tputrain.run_lock import RunLock
-from tputrain.saved import contents
+from tputrain.snapshot import contents
 
 _FIXED = ("model.", "lora.", "data.", "batch.", "optim.name", "optim.master_weights", "seed")
 """What a run keeps for its whole life: with any of it changed, going on would be another run."""
@@ -35,13 +35,13 @@ def started_from(cfg: RecipeConfig) -> Path | None:
     Only small files are looked into, so that a large checkpoint is read once, by whoever needs all of it; a
     damaged one is spoken of then.
     """
-    checkpoint = newest_to_go_on_from(cfg, only=(contents.STATE, Tokenizer.FILE))
+    checkpoint = newest_checkpoint(cfg, only=(contents.STATE, Tokenizer.FILE))
     if checkpoint is not None:
         check_same_run(cfg, contents.load_state(checkpoint), checkpoint)
     return checkpoint
 
 
-def newest_to_go_on_from(cfg: RecipeConfig, only: tuple[str, ...] = ()) -> Path | None:
+def newest_checkpoint(cfg: RecipeConfig, only: tuple[str, ...] = ()) -> Path | None:
     """As `CheckpointStore.newest`, after what an earlier process left was finished and the mirror asked."""
     store = CheckpointStore.of_run(str(cfg.run_dir), cfg.checkpoint)
     with locked_where_changed(store, str(cfg.run_dir)):

@@ -26,6 +26,7 @@ from tputrain.checkpoint.tensor_files import Layout, TensorFiles, TensorSpec, ha
 from tputrain.checkpoint.unsealed import WRITTEN
 from tputrain.errors import UserError
 from tputrain.models.lora import lora_layers
+from tputrain.models.named_tensors import tensors_of_plain_model
 
 MODEL, TRAINED, OPTIMIZER = "model", "trained", "optimizer"
 """Stems of the names of the files with tensors, of which a large model has several."""
@@ -84,14 +85,6 @@ def load_model(model: nn.Module, directory: Path) -> None:
             read_into(tensor, files, name)
 
 
-def tensors_of_plain_model(model: nn.Module) -> dict[str, Tensor]:
-    """Those of `distinct_tensors` that the model has without LoRA, as it holds them."""
-    tensors = distinct_tensors(model)
-    for name, _ in lora_layers(model):
-        del tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
-    return tensors
-
-
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the model that any reader knows: LoRA's products are part of the weights, made one by
     one.
@@ -143,19 +136,6 @@ def load_trained_weights(model: nn.Module, directory: Path) -> None:
                 f"{files.path(name)}: the file has a tensor {name!r} that the model has not; another model?"
             )
         read_into(own[name], files, name)
-
-
-def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; a tensor with several names has the first."""
-    names: dict[int, str] = {}
-    tensors = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise UserError(
-                f"{name} in the model's state is a {type(tensor).__name__}: a checkpoint holds tensors only"
-            )
-        names.setdefault(id(tensor), name)
-    return {name: tensors[name].detach() for name in names.values()}
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory: Path) -> dict[str, Any]:

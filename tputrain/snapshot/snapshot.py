@@ -15,7 +15,7 @@ from tputrain.checkpoint.configuration import write_configuration
 from tputrain.checkpoint.rows import Rows
 from tputrain.checkpoint.tensor_files import Layout, Part
 from tputrain.optim.evaluation_weights import EvaluationWeights
-from tputrain.saved import contents
+from tputrain.snapshot import contents
 
 
 @dataclass(frozen=True)
