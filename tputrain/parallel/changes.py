@@ -36,7 +36,9 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
         degrees = [each.layout.degrees for each in undivided if each.layout.degrees["context"] == 1]
         data_ranks = min(each["replicate"] * each["shard"] for each in degrees)
         rows = -(-task.rows // data_ranks) * data_ranks
-        yield f"a multiple of {data_ranks} sequences a step (batch.tokens), such as {rows}"
+        sequence = task.workload.sequence
+        example = f"batch.tokens={rows * sequence}" if sequence else str(rows)
+        yield f"a multiple of {data_ranks} {'sequences' if sequence else 'rows'} a step, such as {example}"
         return
     if task.rungs != RUNGS and "layers" not in task.rungs and _fits(replace(task, rungs=("none", "layers"))):
         yield "model.activation_checkpointing=true"
