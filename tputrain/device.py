@@ -116,6 +116,23 @@ def linear_cross_entropy() -> Callable[..., torch.Tensor]:
     return linear_cross_entropy
 
 
+def document_attention() -> Callable[..., torch.Tensor]:
+    """The tpu device's, which makes no mask of documents."""
+    from tpu_backend import document_attention
+
+    return document_attention
+
+
+def is_attention_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Whether a TPU computes this attention without its scores in memory."""
+    from tpu_backend.attention import is_kernel_on_tpu
+
+    shapes = query.shape, key.shape, value.shape
+    return is_kernel_on_tpu(*shapes, str(query.dtype), None if mask is None else str(mask.dtype))
+
+
 def failure_of_peers(seconds: float) -> str | None:
     """Which rank failed, and why, as soon as the device knows it; None: it does not, after `seconds`."""
     from tpu_backend.distributed.peers import failure_of_peers

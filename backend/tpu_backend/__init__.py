@@ -11,13 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tpu_backend.attention import document_attention
     from tpu_backend.jax_arrays import from_jax, to_jax
     from tpu_backend.jax_function import jax_op
     from tpu_backend.vocabulary_loss import linear_cross_entropy
 
-__all__ = ["from_jax", "jax_op", "linear_cross_entropy", "register", "to_jax"]
+__all__ = ["document_attention", "from_jax", "jax_op", "linear_cross_entropy", "register", "to_jax"]
 
 _HOME = {
+    "document_attention": "tpu_backend.attention",
     "from_jax": "tpu_backend.jax_arrays",
     "jax_op": "tpu_backend.jax_function",
     "linear_cross_entropy": "tpu_backend.vocabulary_loss",

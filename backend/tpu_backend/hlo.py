@@ -24,7 +24,11 @@ _CHAIN = re.compile(r'chain_id="(\d+)"')
 _GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](\S*) \{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
-_PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
+_SOURCES = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
+_KERNEL = re.compile(r"_(fwd|dq|dkv)(?:_|$)")
+_ATTENTION_PAIRS = re.compile(r'attention_pairs="(\d+)"')
+# JAX writes what it tells a profiler of a Pallas kernel over three lines.
+_KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -50,6 +54,22 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class AttentionKernel:
+    """A Pallas kernel of splash attention (`tpu_backend/lowering/splash_attention.py`)."""
+
+    kind: str  # fwd, dq, dkv
+    pairs: int
+    """Of a query and a key in its blocks, over all heads and sequences."""
+    features: int
+    """Of a head."""
+
+    @property
+    def flops(self) -> int:
+        """Of its matrix products; scores that are computed again count again."""
+        return {"fwd": 2, "dq": 3, "dkv": 4}[self.kind] * 2 * self.pairs * self.features
+
+
+@dataclass(frozen=True)
 class Instruction:
     """One of a computation. They run in their order."""
 
@@ -69,6 +89,20 @@ class Instruction:
         """The compiler's estimate for a core, if it made one. Some of its sums overflow: they are none."""
         found = _CYCLES.search(self.text)
         return None if found is None or int(found[1]) > _MOST_CYCLES else int(found[1])
+
+    @property
+    def is_pallas_kernel(self) -> bool:
+        """Whether it is a kernel for the TPU that the compiler has no estimate for."""
+        return self.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.text
+
+    @cached_property
+    def attention_kernel(self) -> AttentionKernel | None:
+        """The attention that it computes, if it is a kernel of ours."""
+        pairs, kind = _ATTENTION_PAIRS.search(self.text), _KERNEL.search(self.name)
+        if not self.is_pallas_kernel or pairs is None or kind is None:
+            return None
+        features = next(dims[-1] for dtype, dims in self.results if dtype == "bf16")
+        return AttentionKernel(kind[1], int(pairs[1]), features)
 
     @cached_property
     def op_name(self) -> str:
@@ -145,7 +179,7 @@ def program(text: str) -> Program:
     computations: dict[str, tuple[Instruction, ...]] = {}
     entry = name = ""
     current: list[Instruction] = []
-    for line in text.splitlines():
+    for line in _KERNEL_METADATA.sub(r"kernel_metadata={\1}", text).splitlines():
         if (begins := _COMPUTATION.match(line)) is not None:
             name, current = begins[2], []
             entry = name if begins[1] else entry
@@ -189,7 +223,7 @@ def _shapes(text: str) -> Shapes:
 
 
 def _first_group(text: str) -> tuple[int, ...]:
-    if (pair := _PAIRS.search(text)) is not None:
+    if (pair := _SOURCES.search(text)) is not None:
         return int(pair[1]), int(pair[2])
     if (mesh := _MESH.search(text)) is not None:
         return _first_group_of_mesh(mesh)

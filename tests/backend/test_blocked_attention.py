@@ -101,3 +101,28 @@ def test_memory_grows_with_the_length():
     short, long = _temporaries(1024), _temporaries(32 * 1024)
     assert long < 32 * 1.1 * short
     assert long < (32 * 1024) ** 2 * 4 / 32  # a part of the scores of one head, which are 4 GiB
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_documents_have_the_values_of_their_mask(monkeypatch, rows):
+    monkeypatch.setattr(blocked_attention, "BLOCK", 8)
+    torch.manual_seed(0)
+    given = [jnp.asarray(torch.randn(2, heads, 30, 8).numpy()) for heads in (4, 2, 2, 4)]
+    ids = jnp.asarray(torch.randint(0, 3, (rows, 1, 1, 30)).sort(-1)[0].numpy())
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        run = jax.jit(_both, static_argnums=5)
+        found = run(*given, ids, True)
+        expected = run(*given, jnp.swapaxes(ids, -1, -2) == ids, True)
+    for ours, theirs in zip(found, expected):
+        assert (ours == theirs).all()
+
+
+def test_documents_need_no_memory_of_pairs():
+    def temporaries(length: int) -> int:
+        sizes = (1, 2, length, 64), (1, 1, length, 64), (1, 1, length, 64), (1, 2, length, 64)
+        given = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+        ids = jax.ShapeDtypeStruct((1, 1, 1, length), jnp.int32)
+        compiled = jax.jit(_both, static_argnums=5).lower(*given, ids, True).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(32 * 1024) < 32 * 1.1 * temporaries(1024)

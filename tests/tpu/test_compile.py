@@ -62,6 +62,18 @@ def test_training_steps_compile_for_every_chip():
 
 
 @needs_compiler
+def test_long_attention_compiles_to_kernels_whose_memory_grows_with_the_length():
+    found = printed_by("tests.tpu.long_attention")
+    assert {each["chip"] for each in found} == set(TOPOLOGIES)
+    for each in found:
+        length = each["length"]
+        blocks = length // 1024
+        pairs = 4 * 1024**2 * blocks * (blocks + 1) // 2  # of 4 heads: the blocks that a causal mask leaves
+        assert each["kernels"] == {"fwd": pairs, "dq": pairs, "dkv": pairs}
+        assert each["temporaries"] < 4 * length * 64 * 40  # a part of the scores: those have length**2 * 4
+
+
+@needs_compiler
 def test_common_lowerings_compile_for_every_chip():
     calls = collect(1, 1, lambda name: name in _OPERATORS.split(), [torch.float32])
     assert len({call.lowering for call in calls}) > 30

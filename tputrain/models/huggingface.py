@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from tputrain.checkpoint.named_directory import model_directory
 from tputrain.config_checks import nearest, spelled
 from tputrain.errors import UserError
 from tputrain.hub import asking_hub, is_path
-from tputrain.models.llama import attention_bias, next_token_loss
+from tputrain.models.attention import visible
+from tputrain.models.llama import next_token_loss
 from tputrain.models.recompute import recomputed_call
 from tputrain.models.sequence import places
 from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
@@ -142,7 +144,7 @@ def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
                 "config's sliding_window; a mask with a window is not supported"
             )
         # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read.
-        mask = attention_bias(own, every, document_ids, model.dtype)[:, 0]
+        mask = torch.where(visible(own, every, document_ids), 0.0, -math.inf).to(model.dtype)
         positions = own[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
         head.forget()  # of a call that failed behind it

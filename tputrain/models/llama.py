@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.errors import UserError
+from tputrain.models.attention import attend, causal_mask
 from tputrain.models.kv_cache import KeyValueCache, LayerCache
 from tputrain.models.recompute import recomputed
-from tputrain.models.sequence import places, whole
+from tputrain.models.sequence import places
 from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
 
@@ -289,14 +290,14 @@ class Decoder(nn.Module):
             assert position_ids is not None, "a cache needs to know where the tokens are"
             own, every = position_ids[0], cache.places(input_ids.device)
         rotation = self.rotary(own[None] if position_ids is None else position_ids, hidden.dtype)
-        bias = attention_bias(own, every, document_ids, hidden.dtype)
+        mask = causal_mask(own, every, document_ids)
         for number, layer in enumerate(self.layers):
             if cache is not None:
-                hidden = layer(hidden, rotation, bias, (cache.layers[number], own))
+                hidden = layer(hidden, rotation, mask, (cache.layers[number], own))
             elif self.recomputes:
-                hidden = recomputed(layer, hidden, rotation, bias)
+                hidden = recomputed(layer, hidden, rotation, mask)
             else:
-                hidden = layer(hidden, rotation, bias)
+                hidden = layer(hidden, rotation, mask)
         return self.norm(hidden)
 
 
@@ -314,11 +315,11 @@ class Layer(nn.Module):
         self,
         hidden: Tensor,
         rotation: tuple[Tensor, Tensor],
-        bias: Tensor,
+        mask: Tensor | None,
         held: tuple[LayerCache, Tensor] | None = None,
     ) -> Tensor:
         """`held`: what there is of the tokens before, and the places of these."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, bias, held)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, mask, held)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -339,7 +340,7 @@ class Attention(nn.Module):
         self,
         hidden: Tensor,
         rotation: tuple[Tensor, Tensor],
-        bias: Tensor,
+        mask: Tensor | None,
         held: tuple[LayerCache, Tensor] | None = None,
     ) -> Tensor:
         B, S, _ = hidden.shape
@@ -348,21 +349,11 @@ class Attention(nn.Module):
         query = self.q_proj(hidden).view(B, S, -1, D).transpose(1, 2)  # (B, H, S, D)
         key = self.k_proj(hidden).view(B, S, -1, D).transpose(1, 2)  # (B, K, S, D)
         value = self.v_proj(hidden).view(B, S, -1, D).transpose(1, 2)
-        K = key.shape[1]
         query, key = rotate(query, rotation), rotate(key, rotation)
-        # (B, K, T, D): T is S, unless ranks share the sequence, or a cache has more of it.
-        if held is None:
-            key, value = whole(key, 2), whole(value, 2)
-        else:
+        if held is not None:  # (B, K, T, D): as many as the cache has room for
             cache, own = held
             key, value = cache.extended(own, key, value)
-        # The G query heads of a group share its keys: laid under each other as rows of one matrix they need
-        # no copies of the keys.
-        T = key.shape[2]
-        query = (query * D**-0.5).reshape(B, K, -1, D)  # (B, K, G*S, D)
-        scores = (query @ key.transpose(2, 3)).view(B, K, -1, S, T) + bias
-        weights = scores.softmax(dim=-1).view(B, K, -1, T)  # (B, K, G*S, T)
-        mixed = (weights @ value).view(B, -1, S, D)  # (B, H, S, D)
+        mixed = attend(query, key, value, mask)  # (B, H, S, D)
         return self.o_proj(mixed.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -446,17 +437,6 @@ def inverse_frequencies(config: LlamaConfig) -> list[float]:
         return kept * frequency + (1 - kept) * frequency / scaling.factor
 
     return [stretched(frequency) for frequency in frequencies]
-
-
-def attention_bias(own: Tensor, every: Tensor, document_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """0 where a token (row) may attend to another (column), else -inf: (B or 1, 1, 1, S, T).
-
-    `own` (S,) and `every` (T,): places of rows and columns; `document_ids` (B, S): of the rows.
-    """
-    allowed = (own[:, None] >= every[None, :])[None]
-    if document_ids is not None:
-        allowed = allowed & (document_ids[:, :, None] == whole(document_ids, 1)[:, None, :])
-    return torch.where(allowed, 0.0, -math.inf).to(dtype)[:, None, None]
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

@@ -27,6 +27,11 @@ class SplitSequence:
 _split: SplitSequence | None = None
 
 
+def is_split() -> bool:
+    """Whether this rank has a part of each sequence."""
+    return _split is not None
+
+
 def places(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of the tokens that this rank has (int64, (length,)), and of the whole sequence, their places in it."""
     own = torch.arange(length, device=device)

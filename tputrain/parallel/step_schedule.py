@@ -1,8 +1,8 @@
 """How long a compiled step takes: a walk over its instructions in the order in which the compiler put them.
 
 From the compiler: the order, what runs beside what, and its estimated cycles of a core. Modelled, as it gives
-none: collectives (bytes over the bandwidth of their torus axes, and hops), copies within the memory, and
-operations without an estimate (the bytes that they read and write).
+none: collectives (bytes over the bandwidth of their torus axes, and hops), copies within the memory, kernels
+of attention (their products), and operations without an estimate (the bytes that they read and write).
 """
 
 from collections import defaultdict
@@ -24,6 +24,8 @@ _FREE = frozenset(
         "replica-id",
     )
 )
+ATTENTION_SHARES = {"fwd": 0.51, "dq": 0.78, "dkv": 0.80}
+"""Of the peak that the size of a head allows, by kernel: final schedules of splash attention for v6e."""
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _SCOPES = ("jit(run)", "shard_map")
 
@@ -122,12 +124,24 @@ class _Walk:
         if instruction.cycles is not None:
             seconds = instruction.cycles / self._topology.chip.clock
             self.found.estimated += seconds
+        elif instruction.is_pallas_kernel:
+            seconds = self._kernel_seconds(instruction)
+            self.found.unestimated += seconds
         elif instruction.opcode == "fusion" and not has_collective:
             seconds = self._program.num_bytes(instruction) / self._topology.hbm_bandwidth
             self.found.unestimated += seconds
         else:  # a number, or what the compiler does in no time
             return
         self._spend(instruction, seconds)
+
+    def _kernel_seconds(self, instruction: Any) -> float:
+        """Of a kernel for the TPU: limited by the matrix unit, or by reading and writing."""
+        moved = self._program.num_bytes(instruction) / self._topology.hbm_bandwidth
+        kernel, chip = instruction.attention_kernel, self._topology.chip
+        if kernel is None:
+            return moved
+        peak = chip.peak_flops * min(1.0, kernel.features / chip.mxu)
+        return max(moved, kernel.flops / (peak * ATTENTION_SHARES[kernel.kind]))
 
     def _send(self, collective: Any) -> float:
         """Begin a collective; when it ends. The links take one after the other."""

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from tputrain import device as devices
+
 aten = torch.ops.aten
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # and the place of the first factor
@@ -300,7 +302,10 @@ class Recorder(TorchDispatchMode):
         cut, size, keys = Cut.BATCH if is_cut else Cut.NOT, batch * heads, key.shape[2]
         scores = Product(size, length, features, keys, cut, False, query.element_size(), True, is_causal)
         mixed = Product(size, length, keys, value.shape[3], cut, False, query.element_size(), True, is_causal)
-        if not self._has_kernel:  # the scores are values like any other: float32, and as many again
+        mask = args[4 if is_backward else 3]
+        is_own = "efficient" in name and devices.is_attention_kernel(query, key, value, mask)
+        # The scores are values like any other: float32, and as many again.
+        if not (self._has_kernel or is_own):
             count = 3 if is_backward else 2
             self._scratch.append((self._time, 4.0 * count * size * length * keys, is_cut))
             self._count(4.0 * (2 * count + 1) * size * length * keys, is_cut)

@@ -157,7 +157,8 @@ class _Grid:
     key_size: int
     is_causal: bool
     bias: jax.Array | None
-    """Four dims, each of the whole size (padded) or 1: where True is seen, or what is added."""
+    """Four dims, each of the whole size (padded) or 1: where True is seen, or what is added. Integers: the
+    documents of keys and queries (B or 1, 1, 1, S)."""
 
     @staticmethod
     def of(query: jax.Array, key: jax.Array, bias: jax.Array | None, is_causal: bool) -> _Grid:
@@ -223,8 +224,15 @@ class _Grid:
         return j * self.key_size // self.query_size if self.is_causal else jnp.int32(0)
 
     def _bias(self, head: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Of a block, (G or 1, rows or 1, columns or 1)."""
+        """Of a block, (G or 1, rows or 1, columns or 1): where True is seen, or what is added."""
         assert self.bias is not None
+        if jnp.issubdtype(self.bias.dtype, jnp.integer):  # queries are keys, and both have the same blocks
+            row = jnp.int32(0) if self.bias.shape[0] == 1 else head // self.num_key_heads
+            rows, columns = (
+                lax.dynamic_slice(self.bias[:, 0, 0], (row, block * self.key_size), (1, self.key_size))
+                for block in (i, j)
+            )
+            return rows[:, :, None] == columns[:, None, :]
         sizes = (1, self.group, self.query_size, self.key_size)
         starts = (
             head // self.num_key_heads,

@@ -1,0 +1,151 @@
+"""Attention by JAX's own Pallas kernels for TPUs: scores stay on the chip, and memory grows with the length.
+
+The kernels are those of splash attention: one for the results and their log sums, and two for the gradients
+(dq; dk and dv), which compute the scores again from the log sums. Sizes are those of `attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from tpu_backend.attention import BLOCKS, is_kernel_on_tpu
+from tpu_backend.lowering.platforms import lowered_for
+
+COMPUTED = 512
+"""Keys of a block that are computed at once."""
+
+
+@cache
+def _library() -> tuple[Any, Any]:
+    """JAX's kernels, and their masks: imported where a TPU's program needs them."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    return splash_attention_kernel, splash_attention_mask
+
+
+def fits(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> bool:
+    """Whether the kernels compute it."""
+    shapes = query.shape, key.shape, value.shape
+    dtypes = str(query.dtype), None if bias is None else str(bias.dtype)
+    return lowered_for() == "tpu" and is_kernel_on_tpu(*shapes, *dtypes)
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    is_causal: bool,
+    factor: jax.Array,
+    has_log_sums: bool = True,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Results (B, H, L, E) and float32 log sums (B, H, L), or (B, H, 0) without."""
+
+    def of_sequence(ids: Any, *tensors: jax.Array) -> Any:
+        found = kernel(*tensors, ids)
+        return (found[0], found[1][0]) if has_log_sums else (found, jnp.zeros((query.shape[1], 0)))
+
+    with jax.enable_x64(False), _noting_pairs(query, key, is_causal):
+        kernel = _kernel(query, key, is_causal, has_log_sums, interpret)
+        return _of_sequences(of_sequence, documents, _scaled(query, factor), key, value)
+
+
+def backward(
+    grad_out: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    output: jax.Array,
+    log_sums: jax.Array,
+    is_causal: bool,
+    factor: jax.Array,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value. `output` and `log_sums` may be over more keys than these."""
+
+    def of_sequence(ids: Any, query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> Any:
+        output, log_sums, grad = others
+        kernels, _ = _library()
+        kept = query, key, value, ids, None, output, log_sums, kernel.dq_mask_info, kernel.dkv_mask_info
+        # The library differentiates its own results alone: log sums of others need its inner function.
+        return kernels._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)[3:6]
+
+    with jax.enable_x64(False), _noting_pairs(query, key, is_causal):
+        kernel = _kernel(query, key, is_causal, True, interpret)
+        given = _scaled(query, factor), key, value, output, log_sums, grad_out
+        grad_query, grad_key, grad_value = _of_sequences(of_sequence, documents, *given)
+        return _scaled(grad_query, factor), grad_key, grad_value
+
+
+def _scaled(query: jax.Array, factor: jax.Array) -> jax.Array:
+    return (query.astype(jnp.float32) * factor).astype(query.dtype)
+
+
+def _of_sequences(
+    function: Callable[..., Any], documents: jax.Array | None, *tensors: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The results of each sequence of a batch, given its documents (or None) and its tensors."""
+    if documents is None:
+        return jax.vmap(lambda *each: function(None, *each))(*tensors)
+    kernels, _ = _library()
+    ids = documents.reshape(documents.shape[0], -1).astype(jnp.int32)
+    ids = jnp.broadcast_to(ids, (tensors[0].shape[0], ids.shape[1]))
+    return jax.vmap(lambda ids, *each: function(kernels.SegmentIds(ids, ids), *each))(ids, *tensors)
+
+
+def _block(length: int) -> int:
+    return next(size for size in BLOCKS if length % size == 0)
+
+
+def _noting_pairs(query: jax.Array, key: jax.Array, is_causal: bool) -> Any:
+    """Kernels made in here say in the compiled program how many pairs of a query and a key their blocks have,
+    over all heads and sequences (`tpu_backend.hlo.AttentionKernel`).
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    rows, columns = _block(queries), _block(keys)
+    pairs = 0
+    for end in range(rows, queries + 1, rows):
+        pairs += rows * (min(keys, -(-end // columns) * columns) if is_causal else keys)
+    return set_xla_metadata(attention_pairs=str(query.shape[0] * query.shape[1] * pairs))
+
+
+def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, has_log_sums: bool, interpret: bool) -> Any:
+    kernels, _ = _library()
+    mask = _mask(query.shape[1], query.shape[2], key.shape[2], is_causal)
+    rows, columns = _block(query.shape[2]), _block(key.shape[2])
+    sizes = kernels.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_kv_compute=COMPUTED,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_kv_dkv_compute=COMPUTED,
+        block_q_dq=rows,
+        block_kv_dq=columns,
+    )
+    return kernels.make_splash_mha(
+        mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=has_log_sums,
+        interpret=interpret,
+    )
+
+
+@cache
+def _mask(heads: int, queries: int, keys: int, is_causal: bool) -> Any:
+    _, masks = _library()
+    shape = queries, keys
+    return masks.MultiHeadMask([masks.CausalMask(shape) if is_causal else masks.FullMask(shape)] * heads)

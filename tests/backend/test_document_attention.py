@@ -1,0 +1,92 @@
+"""Attention within documents: values and derivatives of the mask that nobody makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._python_dispatch
+from torch import Tensor
+
+from tpu_backend import document_attention
+
+
+def _tensors(length: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """Query, key and value of two sequences with grouped heads, and documents: not sorted, and one of -1."""
+    torch.manual_seed(0)
+    sizes = ((2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 16))
+    ids = torch.randint(-1, 3, (2, length))
+    return [torch.randn(size, dtype=dtype) for size in sizes], ids
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    length = ids.shape[1]
+    seen = torch.ones(length, length, dtype=torch.bool).tril() & (ids[:, :, None] == ids[:, None, :])
+    return F.scaled_dot_product_attention(query, key, value, seen[:, None], enable_gqa=True)
+
+
+@pytest.mark.parametrize("length", [12, 600])
+def test_values_and_gradients_are_those_of_the_mask(length: int) -> None:
+    tensors, ids = _tensors(length)
+
+    def found(attend, device: str) -> list[Tensor]:
+        given = [each.to(device).requires_grad_() for each in tensors]
+        output = attend(*given, ids.to(device))
+        with torch.no_grad():
+            again = attend(*given, ids.to(device))
+        return [each.cpu() for each in (output, again, *torch.autograd.grad(output.sin().sum(), given))]
+
+    for ours, theirs in zip(found(document_attention, "tpu"), found(_masked, "cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_are_those_of_the_mask() -> None:
+    tensors, ids = _tensors(6)
+
+    def second(attend, device: str, dtype: torch.dtype) -> list[Tensor]:
+        given = [each.to(device, dtype).requires_grad_() for each in tensors]
+        first = torch.autograd.grad(attend(*given, ids.to(device)).sin().sum(), given, create_graph=True)
+        found = torch.autograd.grad(sum(each.square().sum() for each in first), given)
+        return [each.float().cpu() for each in found]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = second(_masked, "cpu", torch.float64)
+    found = second(document_attention, "tpu", torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_casts_as_for_scaled_dot_product_attention() -> None:
+    (query, key, value), ids = _tensors(8)
+    with torch.autocast("tpu", torch.bfloat16):
+        found = document_attention(
+            query.to("tpu"), key.to("tpu", torch.bfloat16), value.to("tpu"), ids.to("tpu")
+        )
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float().cpu(), _masked(query, key, value, ids), rtol=0.05, atol=0.05)
+
+
+def test_no_tensor_has_all_pairs_of_tokens() -> None:
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for each in result if isinstance(result, tuple) else (result,):
+                if isinstance(each, Tensor):
+                    most.append(each.numel())
+            return result
+
+    (query, key, value), ids = _tensors(300)
+    given = [each.to("tpu").requires_grad_() for each in (query, key, value)]
+    most: list[int] = []
+    with Sizes():
+        document_attention(*given, ids.to("tpu")).sum().backward()
+    assert max(most) == query.numel() < 300**2
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    (query, key, value), ids = _tensors(4)
+    with pytest.raises(ValueError, match=r"expected \(B, H, S, E\).*got \(2, 4, 4, 16\), .*\(2, 3\)"):
+        document_attention(query, key, value, ids[:, :3])
+    with pytest.raises(TypeError, match=r"expected one dtype of floats, got torch\.float32, torch\.float64"):
+        document_attention(query, key.double(), value, ids)
+    with pytest.raises(TypeError, match=r"expected integer document_ids, got torch\.float32"):
+        document_attention(query, key, value, ids.float())

@@ -1,0 +1,130 @@
+"""Attention by kernels for a TPU, in Pallas' interpreter on the CPU: the values of all scores in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_backend.lowering import blocked_attention, splash_attention
+from tpu_backend.lowering.platforms import lowering_for
+from tpu_backend.lowering.registry import TABLE, apply
+
+LENGTH = 512
+
+
+def _arrays(length: int, batch: int, features: int) -> list[jax.Array]:
+    """Query, key, value and the gradient of the results."""
+    random = np.random.default_rng(0)
+    return [
+        jnp.asarray(random.normal(size=(batch, heads, length, features)), jnp.bfloat16)
+        for heads in (4, 2, 2, 4)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter computes in little time. The rule stays."""
+    monkeypatch.setattr(splash_attention, "BLOCKS", (256, 128))
+    monkeypatch.setattr(splash_attention, "COMPUTED", 128)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("has_documents", [True, False])
+@pytest.mark.parametrize(("batch", "features"), [(2, 64), (1, 128)])
+def test_values_and_gradients_are_those_of_all_scores(
+    is_causal: bool, has_documents: bool, batch: int, features: int
+) -> None:
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        query, key, value, grad = _arrays(LENGTH, batch, features)
+        ids = jnp.asarray(np.random.default_rng(1).integers(0, 5, (batch, LENGTH)))
+        documents = jnp.sort(ids, 1)[:, None, None, :] if has_documents else None
+        factor = jnp.float32(0.3)
+        output, log_sums = splash_attention.forward(
+            query, key, value, documents, is_causal, factor, interpret=True
+        )
+        found = splash_attention.backward(
+            grad, query, key, value, documents, output, log_sums, is_causal, factor, interpret=True
+        )
+        wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
+        exact, exact_sums = blocked_attention.forward(*wide[:3], documents, is_causal, factor)
+        gradients = blocked_attention.backward(
+            wide[3], *wide[:3], documents, exact, exact_sums, is_causal, factor
+        )
+    assert output.dtype == jnp.bfloat16
+    assert log_sums.dtype == jnp.float32
+    np.testing.assert_allclose(log_sums, exact_sums, rtol=1e-2, atol=1e-2)  # the scaled query is rounded
+    for ours, theirs in zip((output, *found), (exact, *gradients), strict=True):
+        assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
+
+
+def test_gradients_of_a_part_of_the_keys_use_the_log_sums_of_all() -> None:
+    """As context parallelism asks for them."""
+    query, key, value, grad = _arrays(LENGTH, 1, 64)
+    wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
+    factor = jnp.float32(0.125)
+    output, log_sums = blocked_attention.forward(*wide[:3], None, False, factor)
+    expected = blocked_attention.backward(wide[3], *wide[:3], None, output, log_sums, False, factor)
+    half = slice(0, LENGTH // 2)
+    _, grad_key, grad_value = splash_attention.backward(
+        grad,
+        query,
+        key[:, :, half],
+        value[:, :, half],
+        None,
+        output.astype(jnp.bfloat16),
+        log_sums,
+        False,
+        factor,
+        interpret=True,
+    )
+    for ours, theirs in zip((grad_key, grad_value), (each[:, :, half] for each in expected[1:]), strict=True):
+        assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
+
+
+def _query(length: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, 2, length, 64), dtype)
+
+
+def test_the_rule() -> None:
+    mask, ids = (jax.ShapeDtypeStruct((1, 1, 1, 4096), dtype) for dtype in ("bool", "int64"))
+    with lowering_for("tpu"):
+        for length in (2048, 2560, 4096, 32_768):
+            assert splash_attention.fits(*[_query(length)] * 3, None)
+        for length in (1024, 2049, 4000):  # short, or in no whole blocks
+            assert not splash_attention.fits(*[_query(length)] * 3, None)
+        assert splash_attention.fits(*[_query(4096)] * 3, ids)
+        assert not splash_attention.fits(*[_query(4096)] * 3, mask)
+        assert not splash_attention.fits(*[_query(4096, "float32")] * 3, None)
+        assert not splash_attention.fits(_query(1), *[_query(4096)] * 2, None)  # a token of generated text
+    for platform in ("cpu", "cuda"):
+        with lowering_for(platform):
+            assert not splash_attention.fits(*[_query(4096)] * 3, None)
+
+
+@pytest.mark.parametrize(("length", "count"), [(2048, 1), (1024, 0)])
+def test_a_tpus_program_has_the_kernels(monkeypatch: pytest.MonkeyPatch, length: int, count: int) -> None:
+    """One forward, two backward; and no scores."""
+    monkeypatch.undo()
+    query, log_sums = _query(length), jax.ShapeDtypeStruct((1, 2, length), "float32")
+    name = "_scaled_dot_product_efficient_attention"
+
+    def forward(*given: jax.Array) -> Any:
+        return apply(TABLE[name], [*given, None, True, 0.0, True], {}, (query, log_sums, None, None))
+
+    def backward(*given: jax.Array) -> Any:
+        grad, query_, key, value, output, sums = given
+        rest = [None, output, sums, None, None, 0.0, (True, True, True, False), True]
+        specs = query, query, query, None
+        return apply(TABLE[f"{name}_backward"], [grad, query_, key, value, *rest], {}, specs)
+
+    with lowering_for("tpu"):
+        texts = [
+            str(jax.make_jaxpr(forward)(*[query] * 3)),
+            str(jax.make_jaxpr(backward)(*[query] * 5, log_sums)),
+        ]
+    assert [text.count("pallas_call[") for text in texts] == [count, 2 * count]
+    assert all((f"{length},{length}]" in text) == (count == 0) for text in texts)

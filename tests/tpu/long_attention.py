@@ -1,0 +1,64 @@
+"""Attention of long sequences, forward and backward, compiled for TPU chips.
+
+Run as a process of its own: it loads libtpu.  Prints as JSON, for each chip and length, the bytes of
+temporary memory and the kinds of kernels in the program. `python -m tests.tpu.long_attention 8192 16384`
+compiles these lengths instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from tests.tpu.chips import TOPOLOGIES, target
+from tpu_backend import hlo
+from tpu_backend.lowering import TABLE, apply
+from tpu_backend.lowering.platforms import lowering_for
+
+HEADS, KEY_HEADS, FEATURES = 4, 2, 64
+LENGTHS = (2048, 4096)
+NAME = "_scaled_dot_product_efficient_attention"
+
+
+def gradients(
+    query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, grad: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    """Of the operation and its backward, as the device calls them."""
+    log_sums = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    given = [query, key, value, ids, True, 0.0, True]
+    output, sums, *_ = apply(TABLE[NAME], given, {}, (query, log_sums, None, None))
+    given = [grad, query, key, value, ids, output, sums, None, None, 0.0, (True, True, True, False), True]
+    return apply(TABLE[f"{NAME}_backward"], given, {}, (query, key, value, None))
+
+
+def main(lengths: tuple[int, ...]) -> None:
+    found = []
+    for chip in TOPOLOGIES:
+        for length in lengths:
+            placed = target(chip).placement
+            shapes = [(1, heads, length, FEATURES) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+            query, key, value, grad = (
+                jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed) for shape in shapes
+            )
+            ids = jax.ShapeDtypeStruct((1, 1, 1, length), jnp.int64, sharding=placed)
+            with jax.enable_x64(True), lowering_for("tpu"):
+                compiled = jax.jit(gradients).lower(query, key, value, ids, grad).compile()
+            program = hlo.program(compiled.as_text())
+            instructions = [each for some in program.computations.values() for each in some]
+            kernels = [each.attention_kernel for each in instructions if each.is_pallas_kernel]
+            found.append(
+                {
+                    "chip": chip,
+                    "length": length,
+                    "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+                    "kernels": {each.kind: each.pairs for each in kernels if each is not None},
+                }
+            )
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(tuple(map(int, sys.argv[1:])) or LENGTHS)
