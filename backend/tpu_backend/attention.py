@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def document_attention(
@@ -20,8 +22,8 @@ def document_attention(
     keys. All are of one dtype of floats; under autocast they are cast as there. `document_ids` (B or 1, S)
     are integers. The result is (B, H, S, E). `scale`: of the scores, 1 / sqrt(E) unless given.
 
-    A mask would hold S x S truth values for each sequence: this holds none. Raises ValueError or TypeError
-    for what does not fit.
+    A mask would hold S x S truth values for each sequence. This makes one in torch.func's transforms and in
+    forward differentiation only. Raises ValueError or TypeError for what does not fit.
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -30,12 +32,25 @@ def document_attention(
             each if each.dtype is torch.float64 else each.to(dtype) for each in (query, key, value)
         )
     _check(query, key, value, document_ids)
+    if _is_transformed():
+        seen = torch.ones(2 * (query.shape[2],), dtype=torch.bool, device=query.device).tril()
+        seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
+        return F.scaled_dot_product_attention(
+            query, key, value, seen[:, None], scale=scale, enable_gqa=key.shape[1] < query.shape[1]
+        )
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     # Where a mask would stand, the operation takes integers for documents.
     output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, document_ids[:, None, None, :], has_gradient, 0.0, True, scale=scale
     )[0]
     return output
+
+
+def _is_transformed() -> bool:
+    """Whether derivatives are asked for that the operation lacks: forward ones, and those of torch.func."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor) -> None:

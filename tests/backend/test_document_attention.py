@@ -55,6 +55,26 @@ def test_second_derivatives_are_those_of_the_mask() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_transforms_are_those_of_the_mask() -> None:
+    (query, key, value), ids = _tensors(6)
+
+    def found(attend, device: str) -> list[Tensor]:
+        given = [each.to(device) for each in (query, key, value)]
+        documents = ids.to(device)
+
+        def loss(query: Tensor) -> Tensor:
+            return attend(query, *given[1:], documents).sin().sum()
+
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(given[0], given[0])
+            tangent = torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent
+        return [torch.func.grad(loss)(given[0]).cpu(), tangent.cpu()]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = found(_masked, "cpu")
+    torch.testing.assert_close(found(document_attention, "tpu"), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_autocast_casts_as_for_scaled_dot_product_attention() -> None:
     (query, key, value), ids = _tensors(8)
     with torch.autocast("tpu", torch.bfloat16):

@@ -34,7 +34,7 @@ from tests.benchmarks.jax_reference import Params, State, llama_loss, training_s
 from tpu_backend import ahead_of_time, hlo
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig, inverse_frequencies
 from tputrain.parallel.layout import Layout
-from tputrain.parallel.step_schedule import Schedule
+from tputrain.parallel.step_schedule import ATTENTION_SHARES, Schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.compiled_step import chips_by_rank, scheduled_step
 
@@ -295,13 +295,13 @@ def compiled(
     )
 
 
-# The compiler has no estimate for a Pallas kernel. These are shares of the peak that a head of 128 allows, in
-# the final schedules for v6e with these blocks: forward, and the two kernels of the backward pass.
-_KERNEL_SHARES = {"fwd": (2, 0.51), "dq": (3, 0.78), "dkv": (4, 0.80)}  # with the number of products
+_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
 def with_kernels(program: hlo.Program, step: SliceStep) -> hlo.Program:
-    """The program with an estimate for each splash kernel: its products over a share of the peak."""
+    """The program with an estimate for each splash kernel, as the walk estimates the device's own: the
+    compiler has none.
+    """
     chip = Topology.parse(step.topology).chip
     blocks = step.sequence // BLOCK
     pairs = blocks * (blocks + 1) // 2 * BLOCK**2 * step.config.num_attention_heads * step.rows
@@ -310,9 +310,8 @@ def with_kernels(program: hlo.Program, step: SliceStep) -> hlo.Program:
     def estimated(instruction: hlo.Instruction) -> hlo.Instruction:
         if instruction.opcode != "custom-call" or not instruction.name.startswith("splash"):
             return instruction
-        kind = next(name for name in _KERNEL_SHARES if f"_{name}" in instruction.name)
-        products, share = _KERNEL_SHARES[kind]
-        seconds = products * 2 * pairs * step.config.head_dim / (peak * share)
+        kind = next(name for name in _PRODUCTS if f"_{name}" in instruction.name)
+        seconds = _PRODUCTS[kind] * 2 * pairs * step.config.head_dim / (peak * ATTENTION_SHARES[kind])
         cycles = f' "estimated_cycles":"{round(seconds * chip.clock)}"'
         return replace(instruction, text=instruction.text + cycles)
 

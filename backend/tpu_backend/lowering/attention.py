@@ -42,14 +42,15 @@ def _with_groups(tensor: jax.Array, num_heads: int) -> jax.Array:
     return tensor.reshape(batch, num_heads, heads // num_heads, *sizes)
 
 
-def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+def _product(left: jax.Array, right: jax.Array, dtype: Any, is_rounded: bool = False) -> jax.Array:
     """Of each query head (B, H, M, C) with what its group shares (B, K, C, N): (B, H, M, N).
 
-    Operands are in float32, or wider; their values came from tensors of `dtype`.
+    Operands are in float32, or wider; their values came from tensors of `dtype`. `is_rounded`: on a TPU the
+    product is in memory in `dtype`, if that has 16 bits.
     """
     heads = right.shape[1]
     if lowered_for() == "tpu":
-        product = _einsum("bkgmc,bkcn->bkgmn", _with_groups(left, heads), right, dtype)
+        product = _einsum("bkgmc,bkcn->bkgmn", _with_groups(left, heads), right, dtype, is_rounded)
     else:
         product = batched_matmul(_grouped(left, heads), right)
     return product.reshape(*left.shape[:3], right.shape[3])
@@ -64,7 +65,7 @@ def _sum_of_products(left: jax.Array, right: jax.Array, num_heads: int, dtype: A
     return batched_matmul(_transposed(_grouped(left, num_heads)), _grouped(right, num_heads))
 
 
-def _einsum(dims: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+def _einsum(dims: str, left: jax.Array, right: jax.Array, dtype: Any, is_rounded: bool = False) -> jax.Array:
     """On a TPU groups are a dimension of their own: heads are beside each other in memory, so that joining
     groups with queries would be a copy. Its matrix unit takes six passes for float32 operands and one for
     16-bit ones: so there they go back.
@@ -72,8 +73,14 @@ def _einsum(dims: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Arr
     wide = left.dtype
     if is_16_bit(dtype):
         left, right = left.astype(dtype), right.astype(dtype)
-    precision = product_precision(left.dtype)
-    return jnp.einsum(dims, left, right, precision=precision, preferred_element_type=wide)
+    product = jnp.einsum(
+        dims,
+        left,
+        right,
+        precision=product_precision(left.dtype),
+        preferred_element_type=left.dtype if is_rounded else wide,
+    )
+    return product.astype(wide)
 
 
 def _factor(query: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -85,7 +92,8 @@ def _scores(
 ) -> jax.Array:
     """(B, H, L, S), -inf where a query does not look."""
     queries, keys = query.shape[2], key.shape[2]
-    scores = _product(query, _transposed(key), dtype) * factor
+    # Rounded, since the compiler keeps them for the backward pass.
+    scores = _product(query, _transposed(key), dtype, is_rounded=True) * factor
     if is_causal:
         scores = jnp.where(jnp.tril(jnp.ones((queries, keys), jnp.bool_)), scores, -jnp.inf)
     if bias is None:
