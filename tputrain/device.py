@@ -100,13 +100,53 @@ def computed_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _optimization_barrier()(*tensors)
 
 
+def computed_before(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The same values as `tensor`. On XLA's CPU nothing is computed from them before `others` are there: its
+    schedule puts off what nothing waits for, and keeps in memory all that this is computed from.
+    """
+    return _after_others()(tensor, *others) if tensor.device.type == "tpu" and others else tensor
+
+
+def _kept_after(*arrays: Any) -> tuple[Any, ...]:
+    """The same values, which a compiler cannot compute before it has one number of each array: it does not
+    know that none is more than infinity.
+    """
+    import jax.numpy as jnp
+    from jax import lax
+
+    firsts = [each[(0,) * each.ndim].astype(jnp.float32) for each in arrays]
+    is_never = (jnp.stack(firsts) > jnp.inf).any()
+    return tuple(lax.select_n(is_never, each, jnp.zeros_like(each)) for each in arrays)
+
+
 @cache
 def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
-    import jax
+    from jax import lax
 
     from tpu_backend import jax_op
 
-    return jax_op(lambda *arrays: jax.lax.optimization_barrier(arrays), name="optimization_barrier")
+    def kept_apart(*arrays: Any) -> tuple[Any, ...]:
+        def barrier(*arrays: Any) -> tuple[Any, ...]:
+            return tuple(lax.optimization_barrier(arrays))
+
+        # XLA:CPU removes barriers before it looks for what is computed twice.
+        return lax.platform_dependent(*arrays, cpu=_kept_after, default=barrier)
+
+    return jax_op(kept_apart, name="optimization_barrier")
+
+
+@cache
+def _after_others() -> Callable[..., torch.Tensor]:
+    from jax import lax
+
+    from tpu_backend import jax_op
+
+    def after(*arrays: Any) -> Any:
+        return lax.platform_dependent(
+            *arrays, cpu=lambda *each: _kept_after(*each)[0], default=lambda first, *_: first
+        )
+
+    return jax_op(after, name="computed_before")
 
 
 def linear_cross_entropy() -> Callable[..., torch.Tensor]:

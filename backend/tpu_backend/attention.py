@@ -79,7 +79,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor) -> N
         raise TypeError(f"document_attention: expected integer document_ids, got {document_ids.dtype}")
 
 
-LEAST_LENGTH = 2048
+LEAST_LENGTH = 1024
 """Queries and keys of the kernels on a TPU, at least. Shorter attention has its scores in memory."""
 BLOCKS = (1024, 512)
 """Sizes of a kernel's blocks of queries, and of keys, the best first. One of them divides a length."""

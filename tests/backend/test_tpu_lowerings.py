@@ -100,8 +100,10 @@ def test_a_tpu_multiplies_attentions_16_bit_tensors_as_they_are(is_causal: bool)
         differentiate = traced(backward, platform, *given)
         arrays = (grad, query, key, value, output, log_sums)
         found[platform] = [output, *differentiate(*arrays)[:3]]
-        expected = ("bfloat16" if platform == "tpu" else "float32", "float32")
-        assert products(attend, query, key, value) == products(differentiate, *arrays) == {expected}
+        expected = {("float32", "float32")}
+        if platform == "tpu":  # scores are rounded: they stay in memory
+            expected = {("bfloat16", "float32"), ("bfloat16", "bfloat16")}
+        assert products(attend, query, key, value) == products(differentiate, *arrays) == expected
     for ours, exact in zip(found["tpu"], found["cpu"], strict=True):
         error = np.linalg.norm(ours.astype("float32") - exact.astype("float32"))
         assert error < 0.01 * np.linalg.norm(exact.astype("float32"))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tputrain.device import computed_again
+from tputrain.device import computed_again, computed_before
 
 
 def recomputed(layer: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
@@ -68,4 +68,9 @@ class _Recomputed(torch.autograd.Function):
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             output = ctx.run(hidden)
-        return (None, *torch.autograd.grad(output, [hidden, *parameters], grad, allow_unused=True))
+        of_hidden, *of_parameters = torch.autograd.grad(
+            output, [hidden, *parameters], grad, allow_unused=True
+        )
+        # Of one layer at a time what a gradient is computed from is in memory.
+        of_hidden = computed_before(of_hidden, *(each for each in of_parameters if each is not None))
+        return (None, of_hidden, *of_parameters)

@@ -90,8 +90,11 @@ at::Tensor composite(
         at::ones_symint({query.sym_size(-2), key.sym_size(-2)}, query.options().dtype(at::kBool)).tril();
     scores = scores.masked_fill(is_seen.logical_not(), -infinity);
   }
-  if (mask) {
-    scores = mask->scalar_type() == at::kBool ? scores.masked_fill(mask->logical_not(), -infinity) : scores + *mask;
+  if (mask && at::isFloatingType(mask->scalar_type())) {
+    scores = scores + *mask;
+  } else if (mask) { // integers are documents, of which a query sees its own
+    const bool is_seen = mask->scalar_type() == at::kBool;
+    scores = scores.masked_fill(is_seen ? mask->logical_not() : mask->transpose(-2, -1) != *mask, -infinity);
   }
   return at::matmul(at::_safe_softmax(scores, -1), for_every_head(value)).to(query.scalar_type());
 }

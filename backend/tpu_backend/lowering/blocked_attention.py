@@ -51,19 +51,21 @@ def forward(
     keys, values = grid.keys(key), grid.keys(value)
     features = value.shape[3]
 
-    def of_head(head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_head(
+        head: jax.Array, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-            rows = queries[head, i]
+            rows = queries[i]
 
             def of_keys(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 highest, total, mixed = state
-                scores = grid.masked(matmul(rows, keys[head, j].T), head, i, j)
+                scores = grid.masked(matmul(rows, keys[j].T), head, i, j)
                 higher = jnp.maximum(highest, jnp.max(scores, -1))
                 shift = jnp.where(higher == -jnp.inf, 0, higher)
                 weights = jnp.exp(scores - shift[:, None])
                 kept = jnp.exp(highest - shift)
                 total = total * kept + jnp.sum(weights, -1)
-                mixed = mixed * kept[:, None] + matmul(weights, values[head, j])
+                mixed = mixed * kept[:, None] + matmul(weights, values[j])
                 return higher, total, mixed
 
             size = rows.shape[0]
@@ -81,7 +83,13 @@ def forward(
 
         return lax.map(of_queries, jnp.arange(grid.num_query_blocks, dtype=jnp.int32))
 
-    output, log_sums = lax.map(of_head, grid.heads())
+    def step(head: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        output, log_sums = of_head(head, state[0][head], keys[head], values[head])
+        return state[0].at[head].set(output), state[1].at[head].set(log_sums)
+
+    # Results take the place of queries: XLA would keep zeros for the results of every layer from the start.
+    nothing = queries, jnp.zeros(queries.shape[:-1], queries.dtype)
+    output, log_sums = lax.fori_loop(jnp.int32(0), jnp.int32(grid.num_heads), step, nothing)
     return grid.whole(output), grid.whole(log_sums)
 
 
@@ -110,13 +118,15 @@ def backward(
     means = grid.query_blocks(jnp.sum(grad_out * output, -1))
     keys, values = grid.keys(key), grid.keys(value)
 
-    def of_head(head: jax.Array) -> tuple[jax.Array, ...]:
+    def of_head(
+        head: jax.Array, queries: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, ...]:
         def of_keys(grad_queries: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            key_rows, value_rows = keys[head, j], values[head, j]
+            key_rows, value_rows = keys[j], values[j]
 
             def of_queries(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 grad_queries, grad_keys, grad_values = state
-                rows, grad_rows = queries[head, i], grads[head, i]
+                rows, grad_rows = queries[i], grads[head, i]
                 scores = grid.masked(matmul(rows, key_rows.T), head, i, j)
                 weights = jnp.exp(scores - sums[head, i][:, None])
                 grad_scores = weights * (matmul(grad_rows, value_rows.T) - means[head, i][:, None])
@@ -136,10 +146,17 @@ def backward(
             return grad_queries, (of_block[0], of_block[1])
 
         blocks = jnp.arange(grid.num_key_blocks, dtype=jnp.int32)
-        grad_queries, (grad_keys, grad_values) = lax.scan(of_keys, jnp.zeros_like(queries[0]), blocks)
+        grad_queries, (grad_keys, grad_values) = lax.scan(of_keys, jnp.zeros_like(queries), blocks)
         return grad_queries, grad_keys, grad_values
 
-    grad_query, grad_key, grad_value = lax.map(of_head, grid.heads())
+    def step(head: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        found = of_head(head, *(each[head] for each in state))
+        return tuple(each.at[head].set(own) for each, own in zip(state, found))
+
+    # Gradients take the place of what they are the gradients of.
+    grad_query, grad_key, grad_value = lax.fori_loop(
+        jnp.int32(0), jnp.int32(grid.num_heads), step, (queries, keys, values)
+    )
     return grid.whole(grad_query) * factor, grid.whole_keys(grad_key), grid.whole_keys(grad_value)
 
 
@@ -183,9 +200,10 @@ class _Grid:
     def num_key_blocks(self) -> int:
         return math.ceil(self.num_keys / self.key_size)
 
-    def heads(self) -> jax.Array:
-        """The heads of keys of all sequences, in a row."""
-        return jnp.arange(self.batch * self.num_key_heads, dtype=jnp.int32)
+    @property
+    def num_heads(self) -> int:
+        """Of the heads of keys of all sequences."""
+        return self.batch * self.num_key_heads
 
     def query_blocks(self, tensor: jax.Array, fill: float = 0) -> jax.Array:
         """(B, H, L, ...) as (B * K, blocks, G * rows of a block, ...), padded with `fill`."""
