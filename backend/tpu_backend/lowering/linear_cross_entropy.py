@@ -24,6 +24,8 @@ BLOCK_BYTES = 2**26
 """Of a block's logits, at most: half of a v6e's VMEM. With 32,000 classes the loss of 4,096 tokens and its
 gradients take 2.2 ms there by the compiler, in blocks of 1,024; in 512, of float32 logits, 2.8 ms.
 """
+BLOCK_BYTES_ON_CPU = 2**24
+"""There three arrays of a block's size are in memory."""
 
 
 class _Sums(NamedTuple):
@@ -62,7 +64,9 @@ def linear_cross_entropy(
 
     is_rounded = lowered_for() == "tpu" and is_16_bit(self.dtype)
     itemsize = jnp.dtype(self.dtype if is_rounded else dtype).itemsize
-    count = math.ceil(tokens * classes * itemsize / BLOCK_BYTES)
+    is_on_cpu = lowered_for() in (None, "cpu")
+    most = min(BLOCK_BYTES, BLOCK_BYTES_ON_CPU) if is_on_cpu else BLOCK_BYTES
+    count = math.ceil(tokens * classes * itemsize / most)
     if count <= 1:
         sums, grad_hidden = of_block(nothing, given)
     else:
