@@ -58,6 +58,9 @@ class Row:
 
 ROWS = {
     "one-chip": Row("llama-100m", "v6e:1x1", 4, 1024, False, 4, "bfloat16"),
+    "one-chip-8k": Row("llama-100m", "v6e:1x1", 1, 8192, False, 2, "bfloat16"),
+    "one-chip-16k": Row("llama-100m", "v6e:1x1", 1, 16_384, False, 2, "bfloat16"),
+    "one-chip-32k": Row("llama-100m", "v6e:1x1", 1, 32_768, False, 2, "bfloat16"),
     "1b-v5e": Row("llama-1b", "v5e:2x2", 1, 2048, True),
     "1b-v6e": Row("llama-1b", "v6e:2x2", 1, 2048, True),
     "8b-v5e": Row("llama-8b", "v5e:16x16", 1, 2048, True),

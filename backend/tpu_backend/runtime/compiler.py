@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -455,6 +456,8 @@ def _compiled(
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)
     compile_log.record(tuple(names), time.perf_counter() - start, cause())
+    if time.perf_counter() - start > _LONG_COMPILATION:
+        _return_freed_memory()
     if is_kept:
         payload = _serialized(compiled) if are_storable(bounds_checks) else None
         header = header_of(jax.tree.leaves(lowered.out_info), bounds_checks, temporary_bytes)
@@ -471,6 +474,16 @@ def _compiled(
     if target.mesh is not None:
         execute, handlers = RankExecute(execute), []
     return Executable(execute, handlers, bounds_checks, compiled, from_disk=False, key=key)
+
+
+_LONG_COMPILATION = 1.0  # seconds
+
+
+def _return_freed_memory() -> None:
+    """Give what the compiler has freed back to the system. glibc keeps it: hundreds of MB after a step."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class RankExecute:
