@@ -105,7 +105,7 @@ def test_the_rule() -> None:
             assert not splash_attention.fits(*[_query(4096)] * 3, None)
 
 
-@pytest.mark.parametrize(("length", "count"), [(1024, 1), (512, 0)])
+@pytest.mark.parametrize(("length", "count"), [(2048, 1), (512, 0)])
 def test_a_tpus_program_has_the_kernels(monkeypatch: pytest.MonkeyPatch, length: int, count: int) -> None:
     """One forward, two backward; and no scores."""
     monkeypatch.undo()

@@ -379,7 +379,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_has_the_torus_memory_and_the_time_line_and_loads_nothing() -> None:
-    plan = planned("llama-70b", "v6e:16x16", 1024, 4096)
+    plan = planned("llama-70b", "v6e:16x16", 128, 4096)
     assert plan.chosen is not None
     assert plan.chosen.seconds is not None
     page = plan_page(plan)

@@ -84,6 +84,7 @@ def forward(
         return lax.map(of_queries, jnp.arange(grid.num_query_blocks, dtype=jnp.int32))
 
     def step(head: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        head = jnp.asarray(head, jnp.int32)
         output, log_sums = of_head(head, state[0][head], keys[head], values[head])
         return state[0].at[head].set(output), state[1].at[head].set(log_sums)
 
@@ -150,6 +151,7 @@ def backward(
         return grad_queries, grad_keys, grad_values
 
     def step(head: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        head = jnp.asarray(head, jnp.int32)
         found = of_head(head, *(each[head] for each in state))
         return tuple(each.at[head].set(own) for each, own in zip(state, found))
 
