@@ -16,9 +16,11 @@ from jax import lax
 
 from tpu_backend.lowering.few_numbers import are_few, scalar_product
 from tpu_backend.lowering.registry import (
+    TABLE,
     CannotCompile,
     Fit,
     NotLoweredError,
+    apply,
     is_16_bit,
     lowering,
     opmath,
@@ -119,6 +121,23 @@ def mm(self, mat2):
     if self.dtype == jnp.int8:  # _int_mm
         return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
     return batched_matmul(self, mat2) if self.ndim == 3 else matmul(self, mat2)
+
+
+@lowering("linear_backward")
+def linear_backward(self, grad_output, weight, output_mask, *, out):
+    """The two products and the sum that PyTorch's composite makes of it, rounded as they are. What no wanted
+    gradient needs, `self` or `weight`, is None.
+    """
+    rows = grad_output.reshape(-1, grad_output.shape[-1])
+
+    def product(left, right, spec):
+        shaped = jax.ShapeDtypeStruct((left.shape[0], right.shape[1]), spec.dtype)
+        return apply(TABLE["mm"], [left, right], {}, (shaped,))[0].reshape(spec.shape)
+
+    grad_input = product(rows, weight, out[0]) if output_mask[0] else None
+    grad_weight = product(rows.T, self.reshape(-1, self.shape[-1]), out[1]) if output_mask[1] else None
+    grad_bias = apply(TABLE["sum.dim_IntList"], [rows, [0]], {}, (out[2],))[0] if output_mask[2] else None
+    return grad_input, grad_weight, grad_bias
 
 
 @lowering("mm.dtype", "bmm.dtype")

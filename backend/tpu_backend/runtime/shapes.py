@@ -530,6 +530,22 @@ def _attention_backward(
     return *(gradient(*each) for each in zip((query, key, value), grad_input_mask)), of_bias
 
 
+def _linear_backward(
+    self: Tensor | None, grad_output: Tensor, weight: Tensor | None, output_mask: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the input, of the weight and of the bias, each where it is wanted."""
+    of_input = of_weight = of_bias = None
+    if output_mask[0]:
+        assert weight is not None
+        of_input = grad_output.new_empty((*grad_output.shape[:-1], weight.size(1)))
+    if output_mask[1]:
+        assert self is not None
+        of_weight = grad_output.new_empty((grad_output.size(-1), self.size(-1)))
+    if output_mask[2]:
+        of_bias = grad_output.new_empty(grad_output.size(-1))
+    return of_input, of_weight, of_bias
+
+
 # Where PyTorch's own meta kernel is wrong for this device.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     # It reads the device of a bias that may be None: nn.LSTM(bias=False) would fail.
@@ -545,6 +561,8 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "multilabel_margin_loss_forward": _multilabel_margin_loss,
     # It says int64 for powers of truth values. In place and into a result they run on the CPU.
     **dict.fromkeys(("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"), _pow),
+    # It asks for what no wanted gradient needs, and makes those of weight and bias together.
+    "linear_backward": _linear_backward,
     # It knows bfloat16 alone, and strides of CUDA's kernel.
     "_grouped_mm": _grouped_mm,
     # They say what CUDA's kernels do: float32 log sums of float64, padded to 32.

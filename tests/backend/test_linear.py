@@ -1,0 +1,130 @@
+"""The gradients of a linear layer: one operation, and several where somebody looks or differentiates them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def operands(*shape: int, dtype: torch.dtype = torch.float32, out: int = 5) -> list[Tensor]:
+    """An input of this shape, a weight and a bias on the device."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [shape, (out, shape[-1]), (out,)]
+    return [torch.randn(each, generator=random).to("tpu", dtype).requires_grad_() for each in shapes]
+
+
+def num_recorded() -> int:
+    return torch.tpu.compile_stats()["ops_recorded"]
+
+
+class Seen(TorchDispatchMode):
+    """Sees each operation, for which autograd leaves them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["strict", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6), (700, 130)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gradients_are_those_of_the_products_and_the_sum(
+    mode: str, dtype: torch.dtype, shape: tuple[int, ...], has_bias: bool
+) -> None:
+    def gradients(watcher: AbstractContextManager[object]) -> tuple[list[Tensor], int]:
+        """What a backward pass gives, and how many operations of the device it is."""
+        given = operands(*shape, dtype=dtype)[: 3 if has_bias else 2]
+        output = F.linear(*given)
+        gradient = torch.linspace(-1, 1, output.numel()).reshape(output.shape).to("tpu", dtype)
+        torch.tpu.flush()
+        before = num_recorded()
+        with watcher:
+            output.backward(gradient)
+        num_operations = num_recorded() - before
+        torch.tpu.flush()
+        return [each.grad for each in given], num_operations
+
+    with torch.tpu.eager_mode(mode):
+        found, num_operations = gradients(nullcontext())
+        expected, num_without = gradients(Seen())
+    assert num_operations == 1
+    assert num_without == (3 if has_bias else 2)
+    for each, other in zip(found, expected, strict=True):
+        assert torch.equal(each, other)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+def test_only_what_is_wanted_is_computed_and_kept(wanted: tuple[int, ...]) -> None:
+    given = operands(4, 6)
+    for place, each in enumerate(given):
+        each.requires_grad_(place in wanted)
+    output = F.linear(*given)
+    assert output.grad_fn.name() == "LinearBackward0"
+    assert (output.grad_fn._saved_input is not None) == (1 in wanted)
+    assert (output.grad_fn._saved_weight is not None) == (0 in wanted)
+    output.sum().backward()
+    on_cpu = [each.detach().cpu().requires_grad_(each.requires_grad) for each in given]
+    F.linear(*on_cpu).sum().backward()
+    for each, expected in zip(given, on_cpu, strict=True):
+        assert (each.grad is not None) == expected.requires_grad
+        if each.grad is not None:
+            torch.testing.assert_close(each.grad.cpu(), expected.grad)
+
+
+def test_a_gradient_that_is_a_view_and_a_layer_without_a_bias() -> None:
+    x, weight, _ = operands(4, 6)
+    F.linear(x, weight).t()[1:].sum().backward()
+    expected = torch.ones(4, 5)
+    expected[:, 0] = 0
+    torch.testing.assert_close(weight.grad.cpu(), expected.t() @ x.detach().cpu())
+    torch.testing.assert_close(x.grad.cpu(), expected @ weight.detach().cpu())
+
+
+def test_gradients_of_gradients() -> None:
+    given = operands(2, 3, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(F.linear, given)
+    assert torch.autograd.gradgradcheck(F.linear, given)
+
+
+def test_a_weight_that_was_written_since_is_refused() -> None:
+    x, weight, bias = operands(4, 6)
+    output = F.linear(x, weight, bias)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_transforms_take_it() -> None:
+    x, weight, bias = (each.detach() for each in operands(4, 6))
+    tangent = torch.ones_like(x)
+    _, found = torch.func.jvp(lambda x: F.linear(x, weight, bias), (x,), (tangent,))
+    torch.testing.assert_close(found, tangent @ weight.t())
+    per_row = torch.func.vmap(torch.func.grad(lambda w, row: F.linear(row[None], w, bias).sum()), (None, 0))
+    torch.testing.assert_close(per_row(weight, x), x[:, None].expand(4, 5, 6))
+    parameter = weight.clone().requires_grad_()
+    torch.func.vmap(lambda row: F.linear(row[None], parameter, bias))(x).sum().backward()
+    torch.testing.assert_close(parameter.grad, x.sum(0).expand(5, 6))
+
+
+def test_a_mode_sees_the_products() -> None:
+    x, weight, bias = operands(4, 6)
+    with Seen() as seen:
+        F.linear(x, weight, bias).sum().backward()
+    assert seen.names.count("aten::addmm") == 1
+    assert seen.names.count("aten::mm") == 2
+    output = F.linear(x, weight, bias)
+    with Seen() as seen:  # of the backward alone
+        output.sum().backward()
+    assert seen.names.count("aten::mm") == 2
+    assert "aten::linear_backward" not in seen.names
