@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ class Job:
 
     name: str
     model: str = "small"
-    """small, recomputing, without-logits: of `small_run`; llama, lora, qwen3: of `tensor_models`; or of
-    `context_runs`."""
+    """small, recomputing, recomputing-but-products, without-logits: of `small_run`; llama, lora, qwen3: of
+    `tensor_models`; or of `context_runs`."""
     source: str = ""
     """The run from whose middle it goes on."""
     sequences: int = 4
@@ -158,7 +159,11 @@ def build(name: str) -> Any:
     """The model of a run, of `small_run` or `tensor_models`."""
     if name == "small":
         return None  # its own
-    of_small = {"recomputing": small_run.recomputing, "without-logits": small_run.without_logits}
+    of_small = {
+        "recomputing": partial(small_run.recomputing, "layers"),
+        "recomputing-but-products": partial(small_run.recomputing, "products"),
+        "without-logits": small_run.without_logits,
+    }
     return of_small[name]() if name in of_small else tensor_models.build(name)
 
 

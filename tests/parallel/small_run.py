@@ -33,9 +33,9 @@ SHAPE = LlamaConfig(
 )
 
 
-def recomputing() -> Llama:
+def recomputing(kind: str) -> Llama:
     """The same, with activation checkpointing."""
-    model = Llama(replace(SHAPE, activation_checkpointing=True))
+    model = Llama(replace(SHAPE, activation_checkpointing=kind))
     initialize(model, 0)
     return model
 

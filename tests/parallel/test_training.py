@@ -28,6 +28,7 @@ TWO_RANKS = [
     Job("from-1-to-2", source="alone", parallel={"shard": 2}),
     Job("again", source="shard", parallel={"shard": 2}),
     Job("recomputed", "recomputing", parallel={"shard": 2}),
+    Job("products-kept", "recomputing-but-products", parallel={"shard": 2}),
     Job("without-logits", "without-logits", parallel={"shard": 2}),
     Job("auto", parallel={"shard": 2}, is_auto=True),
     Job("bucket", parallel={"shard": 2}, is_in_bucket=True),
@@ -108,7 +109,7 @@ def test_two_and_four_ranks_train_as_one_process_and_go_on_from_each_others_chec
     go_on_alone(runs, "shard", "from-2-to-1", sequences=4)
     go_on_alone(runs, "both", "from-4-to-1", sequences=2)
     names = ("shard", "replicate", "both", "from-1-to-2", "from-2-to-4", "from-2-to-1", "from-4-to-1")
-    for name in (*names, "recomputed", "without-logits", "auto"):
+    for name in (*names, "recomputed", "products-kept", "without-logits", "auto"):
         assert_alike(runs, "alone", name)
     assert bits(runs, "again") == bits(runs, "shard")
     assert flops_of_steps(runs, "both", chips=4) == pytest.approx(flops_of_steps(runs, "alone", chips=1))

@@ -299,10 +299,11 @@ def test_a_configuration_gives_the_model_that_its_directory_would(directory):
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-def test_layers_computed_again_give_the_same_gradients(directory, device):
+@pytest.mark.parametrize("kind", ["layers", "products"])
+def test_layers_computed_again_give_the_same_gradients(directory, device, kind):
     forwards = 0
 
-    def gradients(recomputes: bool) -> dict[str, torch.Tensor]:
+    def gradients(recomputes: bool | str) -> dict[str, torch.Tensor]:
         nonlocal forwards
         model = load_huggingface(str(directory), activation_checkpointing=recomputes).to(device).train()
         layer = next(
@@ -322,7 +323,7 @@ def test_layers_computed_again_give_the_same_gradients(directory, device):
 
     expected = gradients(False)
     assert forwards == 1
-    ours = gradients(True)
+    ours = gradients(kind)
     assert forwards == 3
     for name, gradient in expected.items():
         torch.testing.assert_close(ours[name], gradient, atol=1e-6, rtol=1e-4)

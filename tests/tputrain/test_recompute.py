@@ -5,14 +5,17 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tputrain.test_lora import QUERIES, SMALL, Batches
 from tputrain import ExecutionConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.models import Llama, add_lora, initialize
+from tputrain.models.config import LlamaModelConfig
+from tputrain.models.recompute import recomputed
 
 
 def gradients(
-    recomputes: bool, device: str, lora: bool = False, autocast: bool = False
+    recomputes: bool | str, device: str, lora: bool = False, autocast: bool = False
 ) -> dict[str, torch.Tensor]:
     initialize(
         model := Llama(dataclasses.replace(SMALL, activation_checkpointing=recomputes)),
@@ -29,11 +32,12 @@ def gradients(
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize("kind", ["layers", "products"])
 @pytest.mark.parametrize(
     "variant", [{}, {"lora": True}, {"autocast": True}], ids=["plain", "lora", "autocast"]
 )
-def test_gradients_are_those_of_layers_computed_once(device, variant):
-    expected, ours = gradients(False, device, **variant), gradients(True, device, **variant)
+def test_gradients_are_those_of_layers_computed_once(device, variant, kind):
+    expected, ours = gradients(False, device, **variant), gradients(kind, device, **variant)
     assert ours.keys() == expected.keys()
     tolerance = {"atol": 1e-2, "rtol": 1e-1} if variant.get("autocast") else {"atol": 1e-6, "rtol": 1e-4}
     for name, gradient in expected.items():
@@ -78,3 +82,49 @@ def test_autocast_computes_in_bfloat16_and_keeps_weights_and_state_in_float32(de
 def test_another_autocast_is_refused():
     with pytest.raises(UserError, match=r"^execution\.autocast=float16: expected one of bfloat16"):
         ExecutionConfig(autocast="float16")
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_products_that_are_kept_are_computed_once(device):
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+    inputs = torch.ones(2, 4, requires_grad=True, device=device)
+    counted = Counted()
+    with counted:
+        output = recomputed(layer, inputs, kind="products")
+        num_forward = dict(counted.times)
+        output.sum().backward()
+    assert num_forward == {"addmm": 2, "tanh": 1}
+    assert counted.times == {"addmm": 2, "tanh": 2}
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("addmm", "tanh"):
+            self.times[name] = self.times.get(name, 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_product_that_is_written_in_place_is_told():
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layer(inputs).relu_()
+
+    output = recomputed(Writes(), torch.ones(2, 4, requires_grad=True), kind="products")
+    with pytest.raises(RuntimeError, match="written in place; take layers"):
+        output.sum().backward()
+
+
+def test_another_kind_is_refused():
+    with pytest.raises(
+        UserError, match=r"^model\.activation_checkpointing=product: expected one of layers, products"
+    ):
+        LlamaModelConfig(activation_checkpointing="product")

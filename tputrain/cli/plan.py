@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tputrain.announce import announced, say
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.optim.groups import freeze
-from tputrain.parallel.candidate import Candidate, Task
+from tputrain.parallel.candidate import BUILT_RUNGS, Candidate, Task
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
@@ -94,7 +94,7 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
         parallel=parallel,
         trainer=replace(cfg.trainer, accumulate=candidate.micro_batches),
     )
-    model_cfg = cfg.model.recomputing(candidate.rung == "layers")
+    model_cfg = cfg.model.recomputing(candidate.rung)
     return Subject(
         lambda: _without_values(cfg, model_cfg), run, _host_batch(cfg, candidate.rows * data_ranks), layout
     )
@@ -113,13 +113,13 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         micro_rows=samples,
         precision=Precision.of(cfg.optim),
         rungs=RUNGS,
-        built_rungs=("none", "layers") if cfg.model.can_recompute else ("none",),
+        built_rungs=BUILT_RUNGS if cfg.model.can_recompute else ("none",),
     )
 
 
 def _workload(cfg: RecipeConfig) -> Workload:
     cfg.check_limits(*cfg.model.limits_there())
-    model_cfg = cfg.model.recomputing(False)
+    model_cfg = cfg.model.recomputing("none")
     with torch.device("meta"):
         model = model_cfg.build(cfg.seed) if cfg.model.is_built_whole(False) else model_cfg.build_empty()
         if cfg.lora.rank > 0:

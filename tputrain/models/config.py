@@ -20,6 +20,7 @@ from tputrain.models.huggingface import (
 from tputrain.models.imported import import_model
 from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.models.recompute import SETTINGS, check_setting
 from tputrain.models.vit import VIT_CONFIGS, Vit, VitConfig
 
 Limits = tuple[int | None, int | None]
@@ -65,8 +66,8 @@ class ModelConfig(Family, group="model", by="name"):
         """Those that the directory at `path` says, which is read."""
         return self.limits()
 
-    def recomputing(self, layers: bool) -> Self:
-        """With its layers computed again in the backward pass, or as it is built otherwise."""
+    def recomputing(self, kind: str) -> Self:
+        """With none of it computed again in the backward pass, or its layers, or all of them but products."""
         return self
 
     @property
@@ -115,12 +116,15 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
     rope_theta: float | None = None
     rms_norm_eps: float | None = None
     tie_word_embeddings: bool | None = None
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: bool | str | None = None
+    """true or layers: the backward pass computes each layer again; products: all of it but its products with
+    parameters."""
 
     can_recompute: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         expect_choice("model.init", self.init, INITS)
+        check_setting(self.activation_checkpointing)
         self.resolve()
 
     def resolve(self) -> LlamaConfig:
@@ -139,8 +143,8 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
         shape = self.resolve()
         return shape.max_position_embeddings, shape.vocab_size
 
-    def recomputing(self, layers: bool) -> Self:
-        return replace(self, activation_checkpointing=layers or None)
+    def recomputing(self, kind: str) -> Self:
+        return replace(self, activation_checkpointing=SETTINGS[kind])
 
     @property
     def described(self) -> str:
@@ -198,13 +202,16 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
     """weights (those at `path`) or random."""
     config: dict[str, Any] = field(default_factory=dict)
     """Without `path`: model_type and that type's own settings; its weights are random."""
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: bool | str | None = None
+    """true or layers: the backward pass computes each layer again; products: all of it but its products with
+    parameters."""
 
     is_transformers: ClassVar[bool] = True
     can_recompute: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         expect_choice("model.init", self.init, INITS)
+        check_setting(self.activation_checkpointing)
         expect(
             bool(self.path) or bool(self.config),
             "model.path",
@@ -219,7 +226,7 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
         )
 
     def build(self, seed: int) -> nn.Module:
-        recomputes = bool(self.activation_checkpointing)
+        recomputes = self.activation_checkpointing or False
         if self.path is None:
             return build_huggingface(self.config, seed, recomputes)
         return load_huggingface(self.path, self.init, seed, recomputes)
@@ -236,8 +243,8 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
     def limits_there(self) -> Limits:
         return self.limits() if self.path is None else limits(self.path)
 
-    def recomputing(self, layers: bool) -> Self:
-        return replace(self, activation_checkpointing=layers or None)
+    def recomputing(self, kind: str) -> Self:
+        return replace(self, activation_checkpointing=SETTINGS[kind])
 
     @property
     def described(self) -> str:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from tputrain.errors import UserError
 from tputrain.hub import asking_hub, is_path
 from tputrain.models.attention import visible
 from tputrain.models.llama import next_token_loss
-from tputrain.models.recompute import recomputed_call
+from tputrain.models.recompute import kind_of, recomputed_call
 from tputrain.models.sequence import places
 from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
@@ -25,7 +26,7 @@ INITS = ("weights", "random")
 
 
 def load_huggingface(
-    path: str, init: str = "weights", seed: int = 0, activation_checkpointing: bool = False
+    path: str, init: str = "weights", seed: int = 0, activation_checkpointing: bool | str = False
 ) -> nn.Module:
     """The causal language model at `path`, a directory, a run or a name on the hub, with float32 weights.
 
@@ -53,7 +54,7 @@ def load_huggingface(
 
 
 def build_huggingface(
-    config: Mapping[str, Any], seed: int = 0, activation_checkpointing: bool = False
+    config: Mapping[str, Any], seed: int = 0, activation_checkpointing: bool | str = False
 ) -> nn.Module:
     """The causal language model that `config` describes: `model_type` and that type's own settings, with
     random weights by `seed`. Raises UserError for a type or a setting that `transformers` does not know.
@@ -122,14 +123,14 @@ def _random(transformers: Any, config: Any, seed: int) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _adapted(model: Any, activation_checkpointing: bool) -> nn.Module:
+def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
     """`model` with the forward of this library's models."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
     window = _window(model.config)
     head = _Head(model.get_output_embeddings())
     if activation_checkpointing:
-        _recompute_layers(model)
+        _recompute_layers(model, kind_of(activation_checkpointing))
 
     def adapted(
         input_ids: Tensor,
@@ -205,7 +206,7 @@ def _window(config: Any) -> int | None:
     return getattr(text, "sliding_window", None) if uses else None
 
 
-def _recompute_layers(model: Any) -> None:
+def _recompute_layers(model: Any, kind: str) -> None:
     """Have the layers of `model` computed again in the backward pass, by transformers' own switch."""
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
@@ -217,4 +218,4 @@ def _recompute_layers(model: Any) -> None:
         ) from None
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = recomputed_call
+            module._gradient_checkpointing_func = partial(recomputed_call, kind=kind)

@@ -23,7 +23,7 @@ from tputrain.batches import IGNORED_LABEL
 from tputrain.errors import UserError
 from tputrain.models.attention import attend, causal_mask
 from tputrain.models.kv_cache import KeyValueCache, LayerCache
-from tputrain.models.recompute import recomputed
+from tputrain.models.recompute import kind_of, recomputed
 from tputrain.models.sequence import places
 from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
@@ -56,7 +56,7 @@ class LlamaConfig:
     tie_word_embeddings: bool = True
     bos_token_id: int = 0
     eos_token_id: int = 0
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = False
     """Keep only each layer's input for the backward pass and compute it again: less memory, more time."""
 
     def __post_init__(self) -> None:
@@ -276,6 +276,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
         self.recomputes = config.activation_checkpointing
+        """False; True or layers; or products (see `recompute`)."""
 
     def forward(
         self,
@@ -295,7 +296,7 @@ class Decoder(nn.Module):
             if cache is not None:
                 hidden = layer(hidden, rotation, mask, (cache.layers[number], own))
             elif self.recomputes:
-                hidden = recomputed(layer, hidden, rotation, mask)
+                hidden = recomputed(layer, hidden, rotation, mask, kind=kind_of(self.recomputes))
             else:
                 hidden = layer(hidden, rotation, mask)
         return self.norm(hidden)

@@ -1,17 +1,41 @@
 """Activation checkpointing: the backward pass computes a layer again instead of keeping what it computed."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tputrain.checkpoint.rows import local_part
+from tputrain.config_checks import expect_choice
 from tputrain.device import computed_again, computed_before
 
+LAYERS, PRODUCTS = "layers", "products"
+"""What is computed again: everything in a layer, or all but its products with parameters."""
 
-def recomputed(layer: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
-    """`layer(hidden, *others)`, of which only `hidden` is kept for the backward pass.
+SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS}
+"""By kind: how `model.activation_checkpointing` says it."""
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def check_setting(setting: bool | str | None) -> None:
+    """Raise UserError where `model.activation_checkpointing` is none of those."""
+    if isinstance(setting, str):
+        expect_choice("model.activation_checkpointing", setting, (LAYERS, PRODUCTS))
+
+
+def kind_of(setting: bool | str) -> str:
+    """What `model.activation_checkpointing` asks for, where it is on."""
+    return PRODUCTS if setting == PRODUCTS else LAYERS
+
+
+def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYERS) -> Tensor:
+    """`layer(hidden, *others)`, of which only `hidden` is kept for the backward pass; with PRODUCTS the
+    results of products with parameters too.
 
     The layer must not draw random numbers, and no gradient flows to `others` (Chen et al., 2016).
     torch.utils.checkpoint would not do: on a device that compiles the whole step, both computations of the
@@ -20,31 +44,96 @@ def recomputed(layer: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
     if not torch.is_grad_enabled():
         return layer(hidden, *others)
     if torch.compiler.is_compiling():  # which knows checkpoint(), and keeps both computations apart by itself
-        return checkpoint(layer, hidden, *others, use_reentrant=False)
+        return checkpoint(layer, hidden, *others, use_reentrant=False, **_options(kind))
+    if kind == PRODUCTS:
+        return recomputed_call(layer, hidden, *others, kind=kind)
     trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if any(hasattr(parameter, "device_mesh") for parameter in trainable):  # made whole only when it is called
         return recomputed_call(layer, hidden, *others)
     return _Recomputed.apply(lambda values: layer(values, *others), hidden, *trainable)
 
 
-def recomputed_call(function: Callable[..., Any], *inputs: Any) -> Any:
+def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYERS) -> Any:
     """`function(*inputs)`, computed again in the backward pass, with the same random numbers: what
     transformers asks for of each of its layers, whose outputs and further inputs may be anything.
     """
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *inputs, use_reentrant=False, **_options(kind))
     calls = 0
+    gradient: list[Tensor] = []  # of what the function returns, once it is there
 
     def run(*values: Any) -> Any:
         nonlocal calls
         calls += 1
-        return function(*(values if calls == 1 else _kept_apart(values)))
+        return function(*(values if calls == 1 else _kept_apart(values, gradient)))
 
-    return checkpoint(run, *inputs, use_reentrant=False)
+    if kind == LAYERS:
+        output = checkpoint(run, *inputs, use_reentrant=False)
+    else:
+        kept: list[tuple[Tensor, int]] = []
+        contexts = _KeepProducts(kept), _TakeProducts(kept, gradient)
+        output = checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: contexts)
+    first = output if isinstance(output, Tensor) else output[0]
+    if first.requires_grad:
+        first.register_hook(partial(_note, gradient))
+    return output
 
 
-def _kept_apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`values` with the hidden states, the first of them, as `computed_again` gives them."""
+def _note(gradient: list[Tensor], value: Tensor) -> None:
+    gradient[:] = [local_part(value)]
+
+
+def _options(kind: str) -> dict[str, Any]:
+    """Of `checkpoint` under torch.compile, which knows PyTorch's own way to keep some results."""
+    keeps = partial(create_selective_checkpoint_contexts, list(_PRODUCTS))
+    return {"context_fn": keeps} if kind == PRODUCTS else {}
+
+
+class _KeepProducts(TorchDispatchMode):
+    """Keeps the results of products, in their order, each with its version."""
+
+    def __init__(self, kept: list[tuple[Tensor, int]]):
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _PRODUCTS:
+            # Below autograd a view has a version of its own, unless this key is let in.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                self._kept.append((result.detach(), result._version))
+        return result
+
+
+class _TakeProducts(TorchDispatchMode):
+    """Has the results that were kept in the place of products, in their order."""
+
+    def __init__(self, kept: list[tuple[Tensor, int]], gradient: list[Tensor]):
+        super().__init__()
+        self._kept, self._gradient, self._next = kept, gradient, 0
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in _PRODUCTS:
+            return function(*args, **(kwargs or {}))
+        result, version = self._kept[self._next]
+        self._next += 1
+        if result._version != version:
+            raise RuntimeError(
+                "model.activation_checkpointing=products: the result of a product was written in place; take "
+                "layers"
+            )
+        # Kept apart like the hidden states: else what is computed from it again is taken from before.
+        return computed_again(result, *self._gradient)[0]
+
+
+def _kept_apart(values: tuple[Any, ...], gradient: list[Tensor]) -> tuple[Any, ...]:
+    """`values` with the hidden states, the first of them, computed from again once `gradient` is there."""
     # Detached: only what the layer keeps for its backward pass is wanted of this computation.
-    (hidden,) = computed_again(values[0].detach())
+    hidden = computed_again(values[0].detach(), *gradient)[0]
     return hidden.requires_grad_(values[0].requires_grad), *values[1:]
 
 

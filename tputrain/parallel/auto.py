@@ -17,6 +17,7 @@ from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.feed import feed_of
 from tputrain.loss import LossFunction
+from tputrain.models.recompute import kind_of
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import mesh_of
@@ -88,7 +89,7 @@ def _division(
         )
     if cfg.execution.train == "compile":  # which cuts no layers
         workload = replace(workload, tensor_degrees=(1,))
-    rung = "layers" if has_rungs else "none"
+    rung = _kind(has_rungs[0]) if has_rungs else "none"
     plan = make_plan(
         Task(
             workload,
@@ -170,6 +171,12 @@ def _first_batch(train_loader: Any, device: torch.device) -> Batch:
     feed.restore(position)
     rng.restore(cpu, numbers)
     return batch
+
+
+def _kind(module: nn.Module) -> str:
+    """What a module that computes layers again computes again."""
+    of_transformers = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+    return kind_of(of_transformers.get("kind", getattr(module, "recomputes", True)))
 
 
 @contextmanager

@@ -20,7 +20,8 @@ CODES = {
     "batch": "the step's batch does not divide among the data ranks",
     "not_built": "fits, and is not chosen yet: the Trainer cannot run it, or its time was never checked",
 }
-_BUILT_RUNGS = ("none", "layers")
+_SETTINGS = {"layers": "true", "products": "products"}
+BUILT_RUNGS = ("none", "products", "layers")
 _CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
 
@@ -38,7 +39,7 @@ class Task:
     precision: Precision = field(default_factory=Precision)
     rungs: tuple[str, ...] = RUNGS
     """Of activation checkpointing, those that may be chosen."""
-    built_rungs: tuple[str, ...] = _BUILT_RUNGS
+    built_rungs: tuple[str, ...] = BUILT_RUNGS
     """Of those, the ones that the model and the Trainer can run."""
     shards_alone: bool = False
     """Whether no other degree may be chosen than shard."""
@@ -70,8 +71,8 @@ class Candidate:
         """What a recipe sets for it, as overrides."""
         degrees = self.layout.degrees
         found = [f"parallel.{name}={degrees[name]}" for name in DEGREES if degrees[name] > 1]
-        if self.rung == "layers":
-            found.append("model.activation_checkpointing=true")
+        if self.rung in _SETTINGS:
+            found.append(f"model.activation_checkpointing={_SETTINGS[self.rung]}")
         if task.micro_rows is None:
             found.append(f"batch.sequences={self.rows * degrees['replicate'] * degrees['shard']}")
         return " ".join(found)
