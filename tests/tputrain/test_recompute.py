@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tputrain.test_lora import QUERIES, SMALL, Batches
+from tpu_backend.runtime import compiler
 from tputrain import ExecutionConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
-from tputrain.models import Llama, add_lora, initialize
+from tputrain.models import Llama, LlamaConfig, add_lora, initialize
 from tputrain.models.config import LlamaModelConfig
 from tputrain.models.recompute import recomputed
 
@@ -128,3 +129,20 @@ def test_another_kind_is_refused():
         UserError, match=r"^model\.activation_checkpointing=product: expected one of layers, products"
     ):
         LlamaModelConfig(activation_checkpointing="product")
+
+
+def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:CPU removes the barrier between the two computations of a layer, and would take them for one."""
+    config = LlamaConfig(64, 128, 1024, 4, 2, 1, 64, 1024)
+    ids = torch.randint(0, 64, (1, 1024))
+
+    def temporaries(recomputes: bool) -> int:
+        model = Llama(dataclasses.replace(config, activation_checkpointing=recomputes)).to("tpu")
+        monkeypatch.setattr(compiler, "_largest_temporary", 0)
+        with torch.tpu.eager_mode("fused"):
+            loss = model(ids.to("tpu"), ids.to("tpu"))
+            loss.backward()
+            assert loss.item() > 0
+        return torch.tpu.memory_stats()["executable_temp_bytes"]
+
+    assert temporaries(False) > 1.5 * temporaries(True)

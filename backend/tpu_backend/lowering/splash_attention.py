@@ -57,7 +57,8 @@ def forward(
 
     with jax.enable_x64(False), _noting_pairs(query, key, is_causal):
         kernel = _kernel(query, key, is_causal, has_log_sums, interpret)
-        return _of_sequences(of_sequence, documents, _scaled(query, factor), key, value)
+        output, log_sums = _of_sequences(of_sequence, documents, _scaled(query, factor), key, value)
+        return output, log_sums
 
 
 def backward(
