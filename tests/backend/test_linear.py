@@ -41,10 +41,11 @@ class Seen(TorchDispatchMode):
 def test_gradients_are_those_of_the_products_and_the_sum(
     mode: str, dtype: torch.dtype, shape: tuple[int, ...], has_bias: bool
 ) -> None:
-    def gradients(watcher: AbstractContextManager[object]) -> tuple[list[Tensor], int]:
-        """What a backward pass gives, and how many operations of the device it is."""
+    def results(watcher: AbstractContextManager[object]) -> tuple[list[Tensor], int]:
+        """The output and the gradients, and how many operations of the device the backward pass is."""
         given = operands(*shape, dtype=dtype)[: 3 if has_bias else 2]
-        output = F.linear(*given)
+        with watcher:
+            output = F.linear(*given)
         gradient = torch.linspace(-1, 1, output.numel()).reshape(output.shape).to("tpu", dtype)
         torch.tpu.flush()
         before = num_recorded()
@@ -52,11 +53,11 @@ def test_gradients_are_those_of_the_products_and_the_sum(
             output.backward(gradient)
         num_operations = num_recorded() - before
         torch.tpu.flush()
-        return [each.grad for each in given], num_operations
+        return [output.detach(), *(each.grad for each in given)], num_operations
 
     with torch.tpu.eager_mode(mode):
-        found, num_operations = gradients(nullcontext())
-        expected, num_without = gradients(Seen())
+        found, num_operations = results(nullcontext())
+        expected, num_without = results(Seen())
     assert num_operations == 1
     assert num_without == (3 if has_bias else 2)
     for each, other in zip(found, expected, strict=True):

@@ -45,6 +45,12 @@ bool is_fused(const at::Tensor& input, const at::Tensor& weight, const at::Tenso
       !is_watched();
 }
 
+// An entry of the stream notes which of its operands require a gradient.
+at::Tensor view_of(const at::Tensor& tensor, at::Tensor view) {
+  view.unsafeGetTensorImpl()->set_requires_grad(tensor.requires_grad());
+  return view;
+}
+
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias) {
   const auto bias = given_bias.value_or(at::Tensor());
   if (!is_fused(input, weight, bias)) {
@@ -58,9 +64,17 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   if (input.requires_grad()) {
     backward->weight_ = torch::autograd::SavedVariable(weight, /*is_output=*/false);
   }
-  auto output = [&] {
+  auto output = [&] { // what PyTorch's composite makes of contiguous operands
     at::AutoDispatchBelowADInplaceOrView guard;
-    return at::native::linear(input, weight, given_bias);
+    const auto rows = input.dim() == 2 ? input : view_of(input, input.view({-1, input.size(-1)}));
+    const auto columns = view_of(weight, weight.t());
+    const auto product = bias.defined() ? at::addmm(bias, rows, columns) : at::mm(rows, columns);
+    if (input.dim() == 2) {
+      return product;
+    }
+    auto sizes = input.sizes().vec();
+    sizes.back() = weight.size(0);
+    return product.view(sizes);
   }();
   torch::autograd::set_history(output, backward);
   return output;
