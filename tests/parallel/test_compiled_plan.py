@@ -125,7 +125,7 @@ def test_without_a_compiler_the_model_answers_and_a_line_says_what_is_missing(
         ([4], None),
         ([20, 9], "fits: 9.0 GiB a device, by the compiler"),
         ([None, 18, 9], "fits: 9.0 GiB a device, by the compiler"),
-        ([20, 18, 17, 16], "3 smaller plans do not fit either; the last one needs 16.0 GiB a device: "),
+        ([20, 18, 16, 16], "3 smaller plans do not fit either; the last one needs 16.0 GiB a device: "),
         ([20_000], "no plan of this slice is small enough by the compiler's figures"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
     tmp_path: Path,
 ) -> None:
     """`sizes`: GiB of the plan and of those that are tried; None: the compiler stops."""
-    asked: list[tuple[int, bool | str]] = []
+    asked: list[tuple[object, ...]] = []
 
     def compile_step(subject: compiled_step.Subject) -> compiled_step.CompiledStep:
         cfg = subject.cfg
@@ -145,7 +145,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
         assert rows * cfg.trainer.accumulate == 16
         decoder = next(subject.make_model().children())
         assert isinstance(decoder.recomputes, bool | str)
-        asked.append((rows, decoder.recomputes))
+        asked.append((rows, decoder.recomputes, cfg.parallel.replicate, cfg.parallel.tensor))
         size = sizes[len(asked) - 1]
         if size is None:
             raise DoesNotFitError(20 * GIB, "the whole step")
