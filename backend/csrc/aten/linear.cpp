@@ -29,7 +29,10 @@ bool may_be_plain(const at::Tensor& tensor) {
 // Whether somebody looks at each operation: a mode of Python, a transform of torch.func.
 bool is_watched() {
   static const auto kWatchers = c10::DispatchKeySet(
-      {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize, c10::DispatchKey::Tracer}) |
+                                    {c10::DispatchKey::Python,
+                                     c10::DispatchKey::PythonTLSSnapshot,
+                                     c10::DispatchKey::Functionalize,
+                                     c10::DispatchKey::Tracer}) |
       c10::functorch_transforms_ks;
   return c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
 }
@@ -40,9 +43,9 @@ bool is_fused(const at::Tensor& input, const at::Tensor& weight, const at::Tenso
   const auto is_alike = [&](const at::Tensor& tensor) {
     return is_plain(tensor) && tensor.scalar_type() == input.scalar_type() && tensor.is_contiguous();
   };
-  return has_gradient && at::isFloatingType(input.scalar_type()) && input.dim() >= 2 && weight.dim() == 2 && input.numel() > 0 &&
-      weight.numel() > 0 && is_alike(input) && is_alike(weight) && (!bias.defined() || (is_alike(bias) && bias.dim() == 1)) &&
-      !is_watched();
+  return has_gradient && at::isFloatingType(input.scalar_type()) && input.dim() >= 2 && weight.dim() == 2 &&
+      input.numel() > 0 && weight.numel() > 0 && is_alike(input) && is_alike(weight) &&
+      (!bias.defined() || (is_alike(bias) && bias.dim() == 1)) && !is_watched();
 }
 
 // An entry of the stream notes which of its operands require a gradient.
@@ -83,7 +86,8 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // Where somebody looks at them, or differentiates them, the gradients are made of other operations.
-Gradients composite(const at::Tensor& input, const at::Tensor& gradient, const at::Tensor& weight, std::array<bool, 3> wanted) {
+Gradients
+composite(const at::Tensor& input, const at::Tensor& gradient, const at::Tensor& weight, std::array<bool, 3> wanted) {
   const auto rows = gradient.reshape_symint({-1, gradient.sym_size(-1)});
   Gradients gradients;
   if (wanted[0]) {
