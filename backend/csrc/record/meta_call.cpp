@@ -33,7 +33,7 @@ std::vector<MetaTensor> flatten_returns(const torch::jit::Stack& stack) {
 }
 
 // A few meta kernels (median, mode, histc) speak for CUDA's and raise where those are not deterministic; XLA's programs
-// for TPU and CPU always are.  The flag is the process's, so it is lifted for such a kernel alone, once a form.
+// for TPU and CPU always are.  The flag is the process's, so it is lifted for such a kernel alone, once a signature.
 class DeterminismIsGiven {
  public:
   DeterminismIsGiven()
@@ -82,15 +82,15 @@ std::optional<std::vector<MetaTensor>> call_kernel(const c10::OperatorHandle& ha
   return flatten_returns(stack);
 }
 
-// Which elements of the lists are of one form.
-struct Forms {
-  std::vector<size_t> first; // by form: the first element of it
-  std::vector<size_t> form_of; // by element
+// The elements of the lists, grouped by shapes, strides and dtypes.
+struct ElementGroups {
+  std::vector<size_t> first;    // by group: its first element
+  std::vector<size_t> group_of; // by element
 };
 
-// Of an operator that does the same to each element (`_foreach_add_`); nullopt where an element's result may depend on more than the
-// shapes and dtypes there.
-std::optional<Forms> forms_of(const c10::OperatorHandle& handle, const torch::jit::Stack& stack) {
+// For an operator that does the same to each element (`_foreach_add_`).  nullopt if an element's result may depend on
+// more than its shapes, strides and dtypes.
+std::optional<ElementGroups> grouped_elements(const c10::OperatorHandle& handle, const torch::jit::Stack& stack) {
   if (!handle.operator_name().name.starts_with("aten::_foreach_")) {
     return std::nullopt;
   }
@@ -102,46 +102,48 @@ std::optional<Forms> forms_of(const c10::OperatorHandle& handle, const torch::ji
       return std::nullopt;
     }
   }
-  const auto is_longer_or_shorter = [&](const auto& list) { return list.size() != lists.front().size(); };
+  const auto is_longer_or_shorter = [&](const auto& list) {
+    return list.size() != lists.front().size();
+  };
   if (lists.empty() || std::any_of(lists.begin(), lists.end(), is_longer_or_shorter)) {
     return std::nullopt;
   }
-  Forms forms;
+  ElementGroups groups;
   std::map<std::vector<int64_t>, size_t> known;
   for (size_t element = 0; element < lists.front().size(); ++element) {
-    std::vector<int64_t> form;
+    std::vector<int64_t> geometry;
     for (const auto& list : lists) {
       const at::Tensor tensor = list.get(element);
       if (!tensor.is_meta()) {
         return std::nullopt;
       }
-      form.push_back(static_cast<int64_t>(tensor.scalar_type()));
-      form.push_back(tensor.dim());
-      form.insert(form.end(), tensor.sizes().begin(), tensor.sizes().end());
-      form.insert(form.end(), tensor.strides().begin(), tensor.strides().end());
+      geometry.push_back(static_cast<int64_t>(tensor.scalar_type()));
+      geometry.push_back(tensor.dim());
+      geometry.insert(geometry.end(), tensor.sizes().begin(), tensor.sizes().end());
+      geometry.insert(geometry.end(), tensor.strides().begin(), tensor.strides().end());
     }
-    const auto [found, is_new] = known.emplace(std::move(form), forms.first.size());
+    const auto [found, is_new] = known.emplace(std::move(geometry), groups.first.size());
     if (is_new) {
-      forms.first.push_back(element);
+      groups.first.push_back(element);
     }
-    forms.form_of.push_back(found->second);
+    groups.group_of.push_back(found->second);
   }
-  return forms;
+  return groups;
 }
 
 } // namespace
 
 std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack) {
-  // PyTorch asks about one element after the other, of 300 parameters for 30 ms.
-  const auto forms = forms_of(handle, stack);
-  if (!forms || forms->first.size() == forms->form_of.size()) {
+  // PyTorch asks about one element after the other: 30 ms for 300 parameters.  So it is asked about one of each group.
+  const auto groups = grouped_elements(handle, stack);
+  if (!groups || groups->first.size() == groups->group_of.size()) {
     return call_kernel(handle, std::move(stack));
   }
   for (auto& value : stack) {
     if (value.isTensorList()) {
       const auto whole = value.toTensorList();
       c10::List<at::Tensor> shorter;
-      for (const size_t element : forms->first) {
+      for (const size_t element : groups->first) {
         shorter.push_back(whole.get(element));
       }
       value = std::move(shorter);
@@ -152,10 +154,10 @@ std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& hand
     return std::nullopt;
   }
   std::vector<MetaTensor> tensors;
-  for (auto begin = returned->begin(); begin != returned->end();) { // each slot is a list of one element a form
-    const auto end = begin + static_cast<std::ptrdiff_t>(forms->first.size());
-    for (size_t element = 0; element < forms->form_of.size(); ++element) {
-      const auto& result = *(begin + static_cast<std::ptrdiff_t>(forms->form_of[element]));
+  for (auto begin = returned->begin(); begin != returned->end();) { // each slot is a list of one element a group
+    const auto end = begin + static_cast<std::ptrdiff_t>(groups->first.size());
+    for (size_t element = 0; element < groups->group_of.size(); ++element) {
+      const auto& result = *(begin + static_cast<std::ptrdiff_t>(groups->group_of[element]));
       tensors.push_back({result.tensor, result.slot, static_cast<int>(element)});
     }
     begin = end;
