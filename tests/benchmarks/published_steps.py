@@ -2,16 +2,15 @@
 
 The steps are MaxText's, as its makers measured them: AI-Hypercomputer/tpu-recipes (training/trillium, v5p,
 ironwood). The constants of the cost model were tuned on these, and on no other published ones. The model
-here is our Llama with an attention kernel; parameters are float32, gathered as bfloat16, as there.
+here is our Llama; parameters are float32, gathered as bfloat16, as there.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tputrain.models.llama import LLAMA_CONFIGS, Attention, Llama, LlamaConfig, rotate
+from tputrain.models.llama import LLAMA_CONFIGS, Llama
 from tputrain.parallel.cost_model import CostModel, Seconds
 from tputrain.parallel.layout import Layout
 from tputrain.parallel.memory_model import Precision
@@ -40,30 +39,6 @@ STEPS = (
 PRECISION = Precision(optimizer=8.0, gathered=2.0)
 
 
-class KernelAttention(Attention):
-    """The same attention as one operation."""
-
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
-        B, S, _ = hidden.shape
-        query, key, value = (
-            each(hidden).view(B, S, -1, self.head_dim).transpose(1, 2)
-            for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = rotate(query, rotation), rotate(key, rotation)
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(B, S, -1))
-
-
-def with_kernel(config: LlamaConfig) -> Llama:
-    """On meta."""
-    with torch.device("meta"):
-        model = Llama(config)
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = KernelAttention
-    return model
-
-
 def workload(name: str, sequence: int) -> Workload:
     def batch(rows: int) -> dict[str, Tensor]:
         return {
@@ -71,8 +46,9 @@ def workload(name: str, sequence: int) -> Workload:
             for key in ("input_ids", "labels")
         }
 
-    model = with_kernel(LLAMA_CONFIGS[name])
-    return workload_of(model, batch, name=name, autocast="bfloat16", has_attention_kernel=True)
+    with torch.device("meta"):
+        model = Llama(LLAMA_CONFIGS[name])
+    return workload_of(model, batch, name=name, autocast="bfloat16")
 
 
 def predicted(step: Step) -> tuple[Seconds, float]:

@@ -301,6 +301,18 @@ def test_a_model_that_no_slice_holds_is_told_how_many_layers_would_fit() -> None
     assert plan(int(match[1]) + 1).chosen is None
 
 
+def test_a_step_that_is_too_good_is_doubted() -> None:
+    doubt = "        expect less: no published step of a dense model on TPUs has over 70% MFU"
+    for name, topology, rows, is_doubted in (
+        ("llama-70b", "v5p:8x8x8", 1024, True),
+        ("llama-8b", "v6e:16x16", 1024, False),
+    ):
+        plan = planned(name, topology, rows, 4096)
+        assert plan.chosen is not None
+        assert (plan.chosen.mfu > 0.7) == is_doubted
+        assert any(line.startswith(doubt) for line in lines(plan)) == is_doubted
+
+
 def test_a_batch_that_does_not_divide_names_one_that_does() -> None:
     plan = make_plan(Task(workload("llama-1b", 2048), Topology.parse("v5e:16x16"), 7))
     assert plan.chosen is None

@@ -46,12 +46,20 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{speed:,.0f} {unit}/s a chip; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
+    if chosen.mfu > HIGHEST_PUBLISHED_MFU:
+        yield (
+            f"        expect less: no published step of a dense model on TPUs has over "
+            f"{HIGHEST_PUBLISHED_MFU:.0%} MFU; --compile asks the TPU's compiler"
+        )
     yield f"set     {chosen.settings(task)}"
     for number, reason in enumerate(plan.why):
         yield f"{'why' if number == 0 else '':7} {reason}"
     for number, change in enumerate([*plan.changes, *advice(plan)]):
         yield f"{'change' if number == 0 else '':7} {change}"
 
+
+HIGHEST_PUBLISHED_MFU = 0.70
+"""Of MaxText's 64B model on v5p-128, by its makers: AI-Hypercomputer/maxtext, README."""
 
 _ARGUMENTS = (("parameters", "parameters"), ("optimizer", "optimizer state"))
 _TEMPORARIES = (

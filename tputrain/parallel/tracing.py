@@ -130,11 +130,10 @@ class _Value:
 class Recorder(TorchDispatchMode):
     """Records operations; tensors are expected to be fake."""
 
-    def __init__(self, has_attention_kernel: bool = True):
+    def __init__(self) -> None:
         super().__init__()
         self.trace = Trace()
         self.is_paused = False
-        self._has_kernel = has_attention_kernel
         self._values: dict[int, _Value] = {}
         self._all: list[_Value] = []
         self._watched: list[Any] = []
@@ -303,9 +302,8 @@ class Recorder(TorchDispatchMode):
         scores = Product(size, length, features, keys, cut, False, query.element_size(), True, is_causal)
         mixed = Product(size, length, keys, value.shape[3], cut, False, query.element_size(), True, is_causal)
         mask = args[4 if is_backward else 3]
-        is_own = "efficient" in name and devices.is_attention_kernel(query, key, value, mask)
-        # The scores are values like any other: float32, and as many again.
-        if not (self._has_kernel or is_own):
+        is_kernel = "efficient" in name and devices.is_attention_kernel(query, key, value, mask)
+        if not is_kernel:  # the scores are values like any other: float32, and as many again
             count = 3 if is_backward else 2
             self._scratch.append((self._time, 4.0 * count * size * length * keys, is_cut))
             self._count(4.0 * (2 * count + 1) * size * length * keys, is_cut)

@@ -165,14 +165,13 @@ def workload_of(
     loss_fn: LossFunction | None = None,
     autocast: str | None = None,
     plan: Mapping[str, Any] | None = None,
-    has_attention_kernel: bool = False,
 ) -> Workload:
     """Run `model` (parameters anywhere, best on meta) on `batch(rows)`, tensors of any device.
 
     Raises UserError for a model that cannot be run without values.
     """
     tensor = _TensorPlan.of(model, plan or {})
-    settings = _Settings(model, loss_fn, autocast, tensor, has_attention_kernel)
+    settings = _Settings(model, loss_fn, autocast, tensor)
     few, many = (_runs(settings, batch, rows) for rows in ROWS)
     if [run.key for run in few] != [run.key for run in many]:
         raise UserError(
@@ -252,7 +251,6 @@ class _Settings:
     loss_fn: LossFunction | None
     autocast: str | None
     tensor: _TensorPlan
-    has_attention_kernel: bool
 
 
 @dataclass
@@ -315,7 +313,7 @@ class _Tracer:
 
     def runs(self, batch: Batch) -> list[_Run]:
         model = self._settings.model
-        recorder = Recorder(self._settings.has_attention_kernel)
+        recorder = Recorder()
         parameters = self._external(recorder, model, skip=True)
         given = batch_of.to_device(tree_map(self._fake, batch), _DEVICE)
         for each in _tensors(given):
@@ -356,7 +354,7 @@ class _Tracer:
 
     def _run_layer(self, call: "_Call") -> _Run:
         module = call.module
-        recorder = Recorder(self._settings.has_attention_kernel)
+        recorder = Recorder()
         leaves, spec = tree_flatten(call.arguments)
         inputs, held = [], Bytes()
         for index, leaf in enumerate(leaves):
