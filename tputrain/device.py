@@ -114,7 +114,9 @@ def _kept_after(*arrays: Any) -> tuple[Any, ...]:
     import jax.numpy as jnp
     from jax import lax
 
-    firsts = [each[(0,) * each.ndim].astype(jnp.float32) for each in arrays]
+    firsts = [each[(0,) * each.ndim].astype(jnp.float32) for each in arrays if each.size]
+    if not firsts:
+        return arrays
     is_never = (jnp.stack(firsts) > jnp.inf).any()
     return tuple(lax.select_n(is_never, each, jnp.zeros_like(each)) for each in arrays)
 

@@ -20,10 +20,11 @@ def document_attention(
 
     `query` is (B, H, S, E), `key` and `value` are (B, K, S, E), where K divides H: H / K heads in a row share
     keys. All are of one dtype of floats; under autocast they are cast as there. `document_ids` (B or 1, S)
-    are integers. The result is (B, H, S, E). `scale`: of the scores, 1 / sqrt(E) unless given.
+    are integers, of which a TPU looks at the lowest 32 bits. The result is (B, H, S, E). `scale`: of the
+    scores, 1 / sqrt(E) unless given.
 
-    A mask would hold S x S truth values for each sequence. This makes one in torch.func's transforms and in
-    forward differentiation only. Raises ValueError or TypeError for what does not fit.
+    A mask would hold S x S truth values for each sequence. This makes one on other devices, in torch.func's
+    transforms and in forward differentiation only. Raises ValueError or TypeError for what does not fit.
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -32,7 +33,7 @@ def document_attention(
             each if each.dtype is torch.float64 else each.to(dtype) for each in (query, key, value)
         )
     _check(query, key, value, document_ids)
-    if _is_transformed():
+    if kind != "tpu" or _is_transformed():
         seen = torch.ones(2 * (query.shape[2],), dtype=torch.bool, device=query.device).tril()
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
         return F.scaled_dot_product_attention(
@@ -60,7 +61,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor) -> N
         and key.shape == value.shape
         and query.shape[0] == key.shape[0]
         and query.shape[2:] == key.shape[2:]
+        and key.shape[1] > 0
         and query.shape[1] % key.shape[1] == 0
+        and query.shape[3] > 0
         and document_ids.dim() == 2
         and document_ids.shape[0] in (1, query.shape[0])
         and document_ids.shape[1] == query.shape[2]

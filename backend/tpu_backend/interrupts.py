@@ -27,28 +27,36 @@ def keeps_interrupts(function: Callable[_Parameters, _Result]) -> Callable[_Para
         if not callable(handler) or threading.current_thread() is not threading.main_thread():
             return function(*args, **kwargs)
         raised: BaseException | None = None
+        error: BaseException | None = None
 
         def handle(number: int, frame: FrameType | None) -> None:
             nonlocal raised
             try:
                 handler(number, frame)
-            except BaseException as error:
-                raised = error
+            except BaseException as interrupt:
+                raised = interrupt
                 raise
 
         try:
             signal.signal(signal.SIGINT, handle)
             result = function(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as caught:
+            error = caught
+        while True:
+            try:
+                if signal.getsignal(signal.SIGINT) is handle:
+                    signal.signal(signal.SIGINT, handler)
+                break
+            except BaseException as caught:  # another Ctrl-C
+                error = error or caught
+        try:
             if raised is not None and raised is not error:
                 raise raised from error
-            raise
+            if error is not None:
+                raise error
+            return result
         finally:
-            if signal.getsignal(signal.SIGINT) is handle:
-                signal.signal(signal.SIGINT, handler)
-        if raised is not None:
-            raise raised
-        return result
+            raised = error = None  # their tracebacks hold this frame
 
     return kept
 

@@ -110,3 +110,16 @@ def test_what_does_not_fit_is_refused() -> None:
         document_attention(query, key.double(), value, ids)
     with pytest.raises(TypeError, match=r"expected integer document_ids, got torch\.float32"):
         document_attention(query, key, value, ids.float())
+
+
+def test_another_device_makes_the_mask() -> None:
+    tensors, ids = _tensors(12)
+    torch.testing.assert_close(document_attention(*tensors, ids), _masked(*tensors, ids))
+
+
+@pytest.mark.parametrize("sizes", [(2, 0, 12, 16), (2, 2, 12, 0)])
+def test_no_heads_or_no_features_are_refused(sizes: tuple[int, ...]) -> None:
+    empty = torch.ones(sizes)
+    query = torch.ones(2, 4, 12, sizes[3])
+    with pytest.raises(ValueError, match=r"^document_attention: expected \(B, H, S, E\)"):
+        document_attention(query, empty, empty, torch.zeros(2, 12, dtype=torch.long))

@@ -35,6 +35,21 @@ def test_an_error_that_an_interrupt_led_to_is_told_as_the_interrupt():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_an_interrupt_while_the_handler_is_put_back_leaves_no_trace(monkeypatch):
+    put, times = signal.signal, []
+
+    def interrupted(number, handler):
+        times.append(handler)
+        if len(times) == 2:  # the first time it was installed
+            signal.raise_signal(signal.SIGINT)
+        return put(number, handler)
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        keeps_interrupts(lambda: 1)()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_errors_results_and_handlers_of_ones_own_are_as_they_were():
     came = []
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))

@@ -32,8 +32,9 @@ SEQUENCE_PLAN = {
 
 
 def build(name: str) -> nn.Module:
-    if name in ("llama", "lora"):
-        model = Llama(SHAPE)
+    if name in ("llama", "llama-products", "lora"):
+        kept = {"activation_checkpointing": "products"} if name == "llama-products" else {}
+        model = Llama(replace(SHAPE, **kept))
         initialize(model, 0)
         if name == "lora":  # of a width that two ranks do not divide
             add_lora(model, LoraConfig(rank=3, match=["*_proj", "lm_head"]), seed=1)

@@ -19,10 +19,11 @@ from mounted_bucket import mounted_bucket
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tputrain.checkpoint.composed import compose, rows_path, write_apart
 from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
 from tputrain.checkpoint.rows import Rows
 from tputrain.checkpoint.store import CheckpointStore
-from tputrain.checkpoint.tensor_files import Layout, TensorSpec
+from tputrain.checkpoint.tensor_files import Layout, Part, TensorSpec
 from tputrain.parallel import meeting
 from tputrain.parallel.world import World
 from tputrain.parallel.writer import SharedWriter
@@ -145,6 +146,18 @@ def test_where_a_file_has_one_writer_files_are_put_together(
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(DamagedCheckpointError, match=r"model.*damaged"):
         verify(checkpoint)
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_rows_that_nobody_has_written_are_told(tmp_path: Path, missing: int) -> None:
+    parts_of = []
+    for rank in range(3):
+        placed = [(Part("file", 4 + 2 * rank, 2), memoryview(b"ab"))] if rank != missing else []
+        parts_of.append(write_apart(rows_path(tmp_path, rank), placed))
+    with pytest.raises(
+        OSError, match=f"file: no rank has written what comes after its first {4 + 2 * missing} bytes"
+    ):
+        compose(tmp_path, "file", b"head", 10, parts_of)
 
 
 def layout_of_small_files(stem: str, tensors: dict[str, Rows], bytes_a_file: int) -> Layout:

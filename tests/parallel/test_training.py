@@ -34,6 +34,7 @@ TWO_RANKS = [
     Job("bucket", parallel={"shard": 2}, is_in_bucket=True),
     Job("again-bucket", source="bucket", parallel={"shard": 2}, is_in_bucket=True),
     Job("by-time", parallel={"shard": 2}, steps=3, every="1h"),
+    Job("llama-products", "llama-products", sequences=8, parallel={"tensor": 2}),
     Job("llama-2", "llama", sequences=8, parallel=SEQUENCE_PLAN),
     *(
         Job(f"llama-{name}", "llama", sequences=8, parallel={"tensor": 2}, optim=optim, steps=6)
@@ -147,7 +148,7 @@ def test_ranks_that_share_layers_train_as_one_process_and_their_checkpoints_go_o
     go_on_alone(runs, "qwen3-4", "qwen3-4-1", "qwen3")
     assert "whole on each tensor rank" in said[4][0]
     assert "model.layers.*.input_layernorm.weight" in said[4][0]
-    for name in ("llama-2", "llama-2-1"):
+    for name in ("llama-2", "llama-2-1", "llama-products"):
         assert_alike(runs, "llama", name)
     for name in ("lora-2", "lora-2-1", "lora-2-1-4"):
         assert_alike(runs, "lora", name)

@@ -1,6 +1,7 @@
 """Activation checkpointing and bfloat16: the same training, in less memory or in half the width."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tpu_backend.runtime import compiler
 from tputrain import ExecutionConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.models import Llama, LlamaConfig, add_lora, initialize
 from tputrain.models.config import LlamaModelConfig
-from tputrain.models.recompute import recomputed
+from tputrain.models.recompute import recomputed, recomputed_call
 
 
 def gradients(
@@ -122,6 +123,60 @@ def test_a_product_that_is_written_in_place_is_told():
     output = recomputed(Writes(), torch.ones(2, 4, requires_grad=True), kind="products")
     with pytest.raises(RuntimeError, match="written in place; take layers"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize("kind", ["layers", "products"])
+def test_second_derivatives_go_through_what_is_computed_again(device, kind):
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+
+    def penalties(run):
+        inputs = torch.linspace(-1, 1, 8, device=device).view(2, 4).requires_grad_()
+        (gradient,) = torch.autograd.grad(run(inputs).square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), [inputs, *layer.parameters()], allow_unused=True)
+
+    expected = penalties(layer)
+    found = penalties(lambda inputs: recomputed_call(layer, inputs, kind=kind))
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, other)
+
+
+@pytest.mark.parametrize("kind", ["layers", "products"])
+def test_gradients_of_layers_do_not_stay(kind):
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(37, 37), nn.Tanh()) for _ in range(5))
+    hidden = torch.ones(3, 37, requires_grad=True)
+    output = hidden
+    for layer in layers:
+        output = recomputed_call(layer, output, kind=kind)
+    loss = output.sum()
+    loss.backward()
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.shape == (3, 37)]
+    assert len(alive) <= 4  # the input, its gradient, the output: no layer's gradient
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_what_a_layer_returns_and_takes_may_be_odd(device):
+    layer = nn.Linear(4, 4).to(device)
+    inputs = torch.ones(2, 4, device=device, requires_grad=True)
+    named = recomputed_call(lambda x: {"none": None, "hidden": layer(x)}, inputs)
+    named["hidden"].sum().backward()
+    assert inputs.grad is not None
+    empty = torch.ones(0, 4, device=device, requires_grad=True)
+    recomputed(layer, empty).sum().backward()
+    assert empty.grad.shape == (0, 4)
+
+    class Ignores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(2, 4, device=device))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.bias * 2
+
+    ignores = Ignores()
+    recomputed(ignores, inputs).sum().backward()
+    assert torch.equal(ignores.bias.grad.cpu(), torch.full((2, 4), 2.0))
 
 
 def test_another_kind_is_refused():

@@ -6,8 +6,8 @@ one behind the other. When all are written, each file of the checkpoint is put t
 the first byte to the last.
 """
 
-import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from tputrain.checkpoint.tensor_files import Part
@@ -34,10 +34,12 @@ def write_apart(path: Path, placed: Iterable[tuple[Part, memoryview]]) -> list[P
     return parts
 
 
-def compose(directory: Path, file: str, header: bytes, parts_of: Sequence[Sequence[Part]]) -> Part:
-    """Put a file together. `parts_of`: by rank, where what its file with rows holds belongs.
+def compose(
+    directory: Path, file: str, header: bytes, num_bytes: int, parts_of: Sequence[Sequence[Part]]
+) -> Part:
+    """Put a file of `num_bytes` together. `parts_of`: by rank, where what its file with rows holds belongs.
 
-    Returns the whole of it. Raises OSError where the disk does not take it.
+    Returns the whole of it. Raises OSError where the disk does not take it, or rows are missing.
     """
     pieces = []
     for rank, parts in enumerate(parts_of):
@@ -46,20 +48,20 @@ def compose(directory: Path, file: str, header: bytes, parts_of: Sequence[Sequen
             if part.file == file:
                 pieces.append((part.offset, rank, begin, part.num_bytes))
             begin += part.num_bytes
-    with (directory / file).open("xb") as composed:
+    with ExitStack() as opened:
+        rows = {
+            rank: opened.enter_context(rows_path(directory, rank).open("rb", buffering=0))
+            for rank in sorted({rank for _, rank, _, _ in pieces})
+        }
+        composed = opened.enter_context((directory / file).open("xb"))
         composed.write(header)
-        for offset, rank, begin, num_bytes in sorted(pieces):
-            assert composed.tell() == offset, (
-                f"{file}: no rank has written bytes {composed.tell()} to {offset}"
-            )
-            with rows_path(directory, rank).open("rb", buffering=0) as rows:
-                rows.seek(begin)
-                while num_bytes:
-                    piece = rows.read(min(num_bytes, _AT_ONCE))
-                    if not piece:
-                        raise OSError(
-                            f"{os.fspath(rows_path(directory, rank))}: shorter than rank {rank} wrote it"
-                        )
-                    composed.write(piece)
-                    num_bytes -= len(piece)
-        return Part(file, 0, composed.tell())
+        for offset, rank, begin, left in sorted(pieces):
+            if composed.tell() != offset:
+                break
+            rows[rank].seek(begin)
+            while left and (piece := rows[rank].read(min(left, _AT_ONCE))):
+                composed.write(piece)
+                left -= len(piece)
+        if composed.tell() != num_bytes:
+            raise OSError(f"{file}: no rank has written what comes after its first {composed.tell()} bytes")
+    return Part(file, 0, num_bytes)

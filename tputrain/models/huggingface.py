@@ -219,3 +219,4 @@ def _recompute_layers(model: Any, kind: str) -> None:
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = partial(recomputed_call, kind=kind)
+            module.recomputes = kind

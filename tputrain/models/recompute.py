@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tputrain.checkpoint.rows import local_part
@@ -65,7 +67,12 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
     def run(*values: Any) -> Any:
         nonlocal calls
         calls += 1
-        return function(*(values if calls == 1 else _kept_apart(values, gradient)))
+        if calls == 1:
+            return function(*values)
+        try:
+            return function(*_kept_apart(values, gradient))
+        finally:  # once all is there that the backward pass wants, this is left by an exception
+            gradient.clear()
 
     if kind == LAYERS:
         output = checkpoint(run, *inputs, use_reentrant=False)
@@ -73,14 +80,15 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
         kept: list[tuple[Tensor, int]] = []
         contexts = _KeepProducts(kept), _TakeProducts(kept, gradient)
         output = checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: contexts)
-    first = output if isinstance(output, Tensor) else output[0]
-    if first.requires_grad:
-        first.register_hook(partial(_note, gradient))
+    for each in tree_iter(output):
+        if isinstance(each, Tensor) and each.requires_grad:
+            each.register_hook(partial(_note, gradient))
+            break
     return output
 
 
 def _note(gradient: list[Tensor], value: Tensor) -> None:
-    gradient[:] = [local_part(value)]
+    gradient[:] = [local_part(value.detach())]
 
 
 def _options(kind: str) -> dict[str, Any]:
@@ -151,6 +159,7 @@ class _Recomputed(torch.autograd.Function):
         return run(hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
         hidden, grad = computed_again(hidden, grad)
@@ -161,5 +170,6 @@ class _Recomputed(torch.autograd.Function):
             output, [hidden, *parameters], grad, allow_unused=True
         )
         # Of one layer at a time what a gradient is computed from is in memory.
-        of_hidden = computed_before(of_hidden, *(each for each in of_parameters if each is not None))
+        if of_hidden is not None:
+            of_hidden = computed_before(of_hidden, *(each for each in of_parameters if each is not None))
         return (None, of_hidden, *of_parameters)

@@ -89,7 +89,7 @@ def _division(
         )
     if cfg.execution.train == "compile":  # which cuts no layers
         workload = replace(workload, tensor_degrees=(1,))
-    rung = _kind(has_rungs[0]) if has_rungs else "none"
+    rung = kind_of(getattr(has_rungs[0], "recomputes", True)) if has_rungs else "none"
     plan = make_plan(
         Task(
             workload,
@@ -171,12 +171,6 @@ def _first_batch(train_loader: Any, device: torch.device) -> Batch:
     feed.restore(position)
     rng.restore(cpu, numbers)
     return batch
-
-
-def _kind(module: nn.Module) -> str:
-    """What a module that computes layers again computes again."""
-    of_transformers = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
-    return kind_of(of_transformers.get("kind", getattr(module, "recomputes", True)))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tputrain.models.recompute import SETTINGS
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import CostModel, Seconds
 from tputrain.parallel.layout import Layout, layouts
@@ -20,7 +21,6 @@ CODES = {
     "batch": "the step's batch does not divide among the data ranks",
     "not_built": "fits, and is not chosen yet: the Trainer cannot run it, or its time was never checked",
 }
-_SETTINGS = {"layers": "true", "products": "products"}
 BUILT_RUNGS = ("none", "products", "layers")
 _CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
@@ -71,8 +71,8 @@ class Candidate:
         """What a recipe sets for it, as overrides."""
         degrees = self.layout.degrees
         found = [f"parallel.{name}={degrees[name]}" for name in DEGREES if degrees[name] > 1]
-        if self.rung in _SETTINGS:
-            found.append(f"model.activation_checkpointing={_SETTINGS[self.rung]}")
+        if setting := SETTINGS.get(self.rung):
+            found.append(f"model.activation_checkpointing={setting}".lower())
         if task.micro_rows is None:
             found.append(f"batch.sequences={self.rows * degrees['replicate'] * degrees['shard']}")
         return " ".join(found)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from tputrain.models.recompute import SETTINGS
 from tputrain.parallel.candidate import Candidate, Task, best, candidates
-from tputrain.parallel.memory_model import RUNGS
 from tputrain.parallel.topology import CHIPS, Chip, Topology, shapes
 from tputrain.parallel.workload import Amount, Part, Workload
 
@@ -40,9 +40,11 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
         example = f"batch.tokens={rows * sequence}" if sequence else str(rows)
         yield f"a multiple of {data_ranks} {'sequences' if sequence else 'rows'} a step, such as {example}"
         return
-    if task.rungs != RUNGS and "layers" not in task.rungs and _fits(replace(task, rungs=("none", "layers"))):
-        yield "model.activation_checkpointing=true"
-        return
+    if task.rungs == ("none",):
+        for rung in task.built_rungs[1:]:
+            if _fits(replace(task, rungs=("none", rung))):
+                yield f"model.activation_checkpointing={SETTINGS[rung]}".lower()
+                return
     if task.micro_rows is not None:
         for divisor in (2, 4, 8, 16, 32):
             fewer = task.micro_rows // divisor

@@ -77,9 +77,13 @@ class Snapshot:
         """Put this rank's share of the files with tensors together, out of the rows of all ranks; returns the
         files.
         """
-        headers = {file: header for _, layout in self._layouts() for file, header in layout.headers.items()}
-        mine = list(headers)[rank :: len(parts_of)]
-        return [compose(directory, file, headers[file], parts_of) for file in mine]
+        files = [
+            (file, header, layout.num_bytes[file])
+            for _, layout in self._layouts()
+            for file, header in layout.headers.items()
+        ]
+        mine = files[rank :: len(parts_of)]
+        return [compose(directory, *each, parts_of) for each in mine]
 
     def _layouts(self) -> list[tuple[dict[str, Rows], Layout]]:
         """The tensors of each stem, and how they lie in its files."""
