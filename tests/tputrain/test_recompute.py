@@ -14,6 +14,8 @@ from tputrain import ExecutionConfig, LogConfig, OptimConfig, RunConfig, Trainer
 from tputrain.models import Llama, LlamaConfig, add_lora, initialize
 from tputrain.models.config import LlamaModelConfig
 from tputrain.models.recompute import recomputed, recomputed_call
+from tputrain.recipe import read_recipe
+from tputrain.shipped import find_recipe
 
 
 def gradients(
@@ -199,3 +201,21 @@ def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
             loss.backward()
             loss.item()
         return torch.tpu.memory_stats()["executable_temp_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("true", True), ("false", False), ("layers", "layers"), ("products", "products"), ("null", None)],
+)
+def test_a_recipe_says_it_as_a_bool_or_as_a_kind(tmp_path, said, meant):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "include: [model/llama-5m, data/standard-library, optim/adamw]\n"
+        f"model: {{activation_checkpointing: {said}}}\n"
+    )
+    for cfg in (
+        read_recipe(recipe),
+        read_recipe(find_recipe("llama"), [f"model.activation_checkpointing={said}"]),
+    ):
+        assert cfg.model.activation_checkpointing == meant
+        assert bool(cfg.model.resolve().activation_checkpointing) == bool(meant)

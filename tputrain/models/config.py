@@ -20,7 +20,7 @@ from tputrain.models.huggingface import (
 from tputrain.models.imported import import_model
 from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
-from tputrain.models.recompute import SETTINGS, check_setting
+from tputrain.models.recompute import SETTINGS, read_setting
 from tputrain.models.vit import VIT_CONFIGS, Vit, VitConfig
 
 Limits = tuple[int | None, int | None]
@@ -124,7 +124,7 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
 
     def __post_init__(self) -> None:
         expect_choice("model.init", self.init, INITS)
-        check_setting(self.activation_checkpointing)
+        object.__setattr__(self, "activation_checkpointing", read_setting(self.activation_checkpointing))
         self.resolve()
 
     def resolve(self) -> LlamaConfig:
@@ -211,7 +211,7 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
 
     def __post_init__(self) -> None:
         expect_choice("model.init", self.init, INITS)
-        check_setting(self.activation_checkpointing)
+        object.__setattr__(self, "activation_checkpointing", read_setting(self.activation_checkpointing))
         expect(
             bool(self.path) or bool(self.config),
             "model.path",

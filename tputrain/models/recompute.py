@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tputrain.checkpoint.rows import local_part
+from tputrain.checkpoint.rows import around, is_distributed, local_part
 from tputrain.config_checks import expect_choice
 from tputrain.device import computed_again, computed_before
 
@@ -24,10 +24,14 @@ SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS}
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-def check_setting(setting: bool | str | None) -> None:
-    """Raise UserError where `model.activation_checkpointing` is none of those."""
-    if isinstance(setting, str):
-        expect_choice("model.activation_checkpointing", setting, (LAYERS, PRODUCTS))
+def read_setting(setting: bool | str | None) -> bool | str | None:
+    """`model.activation_checkpointing` as it is meant. Raises UserError where it is none of those."""
+    if not isinstance(setting, str):
+        return setting
+    if setting.lower() in ("true", "false"):  # a recipe's, which may be text
+        return setting.lower() == "true"
+    expect_choice("model.activation_checkpointing", setting, (LAYERS, PRODUCTS))
+    return setting
 
 
 def kind_of(setting: bool | str) -> str:
@@ -135,14 +139,20 @@ class _TakeProducts(TorchDispatchMode):
                 "layers"
             )
         # Kept apart like the hidden states: else what is computed from it again is taken from before.
-        return computed_again(result, *self._gradient)[0]
+        return _apart(result, self._gradient)
 
 
 def _kept_apart(values: tuple[Any, ...], gradient: list[Tensor]) -> tuple[Any, ...]:
     """`values` with the hidden states, the first of them, computed from again once `gradient` is there."""
     # Detached: only what the layer keeps for its backward pass is wanted of this computation.
-    hidden = computed_again(values[0].detach(), *gradient)[0]
+    hidden = _apart(values[0].detach(), gradient)
     return hidden.requires_grad_(values[0].requires_grad), *values[1:]
+
+
+def _apart(tensor: Tensor, gradient: list[Tensor]) -> Tensor:
+    """`tensor` as `computed_again` gives it, of a rank's part where ranks share it."""
+    found = computed_again(local_part(tensor), *gradient)[0]
+    return around(found, tensor) if is_distributed(tensor) else found
 
 
 class _Recomputed(torch.autograd.Function):
