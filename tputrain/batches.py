@@ -82,7 +82,11 @@ def target_of(batch: Batch) -> Any:
     """What the output is to be compared with, or None."""
     if isinstance(batch, Mapping):
         return batch.get("labels")
-    return None if isinstance(batch, Tensor) or len(batch) < 2 else batch[-1]
+    if isinstance(batch, Tensor):
+        return None
+    if not isinstance(batch, Sequence):
+        raise _no_tensors(batch)
+    return None if len(batch) < 2 else batch[-1]
 
 
 def with_target(batch: Batch, target: Any) -> Batch:
@@ -169,6 +173,10 @@ def num_samples(batch: Batch) -> int:
     for value in values:
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0]
-    raise UserError(
+    raise _no_tensors(batch)
+
+
+def _no_tensors(batch: object) -> UserError:
+    return UserError(
         f"a batch of type {type(batch).__name__} holds no tensor: expected a dict, tuple or list of tensors"
     )

@@ -506,6 +506,7 @@ class OfAnotherLibrary(Callback):
             "no loss: the model returned a tensor of shape .3, 3. and the batch has no",
         ),
         ({"train_loader": [("a", "b")]}, "a batch of type tuple holds no tensor"),
+        ({"train_loader": [1, 2, 3]}, "a batch of type int holds no tensor"),
         ({"train_loader": [ignored(2)]}, "step 1: the batch has nothing to learn from"),
         ({"train_loader": [samples(3)], "val_loader": []}, "val_loader gave no batch"),
         (
