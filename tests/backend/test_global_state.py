@@ -649,7 +649,8 @@ def test_a_rehearsal_prepares_for_the_default_dtype_it_was_in(double):
         with torch.tpu.rehearsal():
             halves(TPU).sqrt()
         prepared = halves(TPU).sqrt()
-        assert torch.equal(prepared.cpu(), halves(CPU).sqrt())
+        # On some CPUs PyTorch's square root is off in its last digit.
+        torch.testing.assert_close(prepared.cpu(), halves(CPU).sqrt(), rtol=2**-51, atol=0)
     assert halves(TPU).sqrt().dtype == torch.float32
 
 
