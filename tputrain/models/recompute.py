@@ -34,6 +34,12 @@ def read_setting(setting: bool | str | None) -> bool | str | None:
     return setting
 
 
+def override(kind: str) -> str | None:
+    """What a recipe sets for a kind: `model.activation_checkpointing=true`; None: nothing."""
+    setting = SETTINGS.get(kind)
+    return None if setting is None else f"model.activation_checkpointing={str(setting).lower()}"
+
+
 def kind_of(setting: bool | str) -> str:
     """What `model.activation_checkpointing` asks for, where it is on."""
     return PRODUCTS if setting == PRODUCTS else LAYERS

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tputrain.models.recompute import SETTINGS
+from tputrain.models.recompute import override
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import CostModel, Seconds
 from tputrain.parallel.layout import Layout, layouts
@@ -71,8 +71,8 @@ class Candidate:
         """What a recipe sets for it, as overrides."""
         degrees = self.layout.degrees
         found = [f"parallel.{name}={degrees[name]}" for name in DEGREES if degrees[name] > 1]
-        if setting := SETTINGS.get(self.rung):
-            found.append(f"model.activation_checkpointing={setting}".lower())
+        if (setting := override(self.rung)) is not None:
+            found.append(setting)
         if task.micro_rows is None:
             found.append(f"batch.sequences={self.rows * degrees['replicate'] * degrees['shard']}")
         return " ".join(found)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from tputrain.models.recompute import SETTINGS
+from tputrain.models.recompute import override
 from tputrain.parallel.candidate import Candidate, Task, best, candidates
 from tputrain.parallel.topology import CHIPS, Chip, Topology, shapes
 from tputrain.parallel.workload import Amount, Part, Workload
@@ -42,8 +42,8 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
         return
     if task.rungs == ("none",):
         for rung in task.built_rungs[1:]:
-            if _fits(replace(task, rungs=("none", rung))):
-                yield f"model.activation_checkpointing={SETTINGS[rung]}".lower()
+            if (setting := override(rung)) and _fits(replace(task, rungs=("none", rung))):
+                yield setting
                 return
     if task.micro_rows is not None:
         for divisor in (2, 4, 8, 16, 32):
