@@ -129,3 +129,18 @@ def test_a_mode_sees_the_products() -> None:
         output.sum().backward()
     assert seen.names.count("aten::mm") == 2
     assert "aten::linear_backward" not in seen.names
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_compiled_layer_takes_batches_of_any_size(dynamic: bool | None) -> None:
+    torch.compiler.reset()
+    _, weight, bias = operands(4, 6)
+    fast = torch.compile(F.linear, backend="tpu", dynamic=dynamic)
+    for rows in (2, 5, 3):
+        given = operands(rows, 6)[0]
+        fast(given, weight, bias).sum().backward()
+        found = [each.grad.cpu() for each in (given, weight, bias)]
+        expected = [each.detach().cpu().requires_grad_() for each in (given, weight, bias)]
+        F.linear(*expected).sum().backward()
+        torch.testing.assert_close(found, [each.grad for each in expected])
+        weight.grad = bias.grad = None

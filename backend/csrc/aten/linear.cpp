@@ -38,14 +38,15 @@ bool is_watched() {
 }
 
 bool is_fused(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  // A tensor that is only traced has no numbers for its sizes: so they come last.
   const bool has_gradient = at::GradMode::is_enabled() &&
       (input.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad()));
   const auto is_alike = [&](const at::Tensor& tensor) {
     return is_plain(tensor) && tensor.scalar_type() == input.scalar_type() && tensor.is_contiguous();
   };
-  return has_gradient && at::isFloatingType(input.scalar_type()) && input.dim() >= 2 && weight.dim() == 2 &&
-      input.numel() > 0 && weight.numel() > 0 && is_alike(input) && is_alike(weight) &&
-      (!bias.defined() || (is_alike(bias) && bias.dim() == 1)) && !is_watched();
+  return has_gradient && !is_watched() && at::isFloatingType(input.scalar_type()) && is_alike(input) &&
+      is_alike(weight) && (!bias.defined() || (is_alike(bias) && bias.dim() == 1)) && input.dim() >= 2 &&
+      weight.dim() == 2 && input.numel() > 0 && weight.numel() > 0;
 }
 
 // An entry of the stream notes which of its operands require a gradient.
