@@ -6,10 +6,10 @@
 #include "launch/region.h"
 #include "record/rehearsal.h"
 
-#include "record/decode.h"
 #include "device/device.h"
-#include "record/settings.h"
 #include "python_error.h"
+#include "record/decode.h"
+#include "record/settings.h"
 
 #include <c10/util/strides.h>
 #include <pybind11/pybind11.h>
@@ -136,8 +136,8 @@ py::object described(const std::optional<tpu::Problem>& problem) {
       lasti);
 }
 
-// Of each number of a recorded step its kind (0 float, 1 double, 2 integer), its place among these, its value (None where it is
-// part of a draw), and the signature of the entry that takes it (-1: it is the start of a slice).
+// Of each number of a recorded step its kind (0 float, 1 double, 2 integer), its place among these, its value (None
+// where it is part of a draw), and the signature of the entry that takes it (-1: it is the start of a slice).
 py::list numbers_of(const tpu::RecordedStep& step) {
   py::list all;
   const auto add = [&](int kind, const auto& values, const std::vector<uint32_t>& takers) {
@@ -213,9 +213,7 @@ PYBIND11_MODULE(_C, m) {
     tpu::StreamLock lock(stream.mutex());
     act(stream);
   };
-  m.def("end_step", [with_stream](int device) {
-    with_stream(device, [](tpu::Stream& stream) { stream.end_step(); });
-  });
+  m.def("end_step", [with_stream](int device) { with_stream(device, [](tpu::Stream& stream) { stream.end_step(); }); });
   m.def("matmul_precision", [] { return static_cast<int>(tpu::matmul_precision()); });
   m.def("guards", [] { return tpu::Guards::now().key(); });
   m.def("begin_rehearsal", [with_stream](int device) {
@@ -239,13 +237,10 @@ PYBIND11_MODULE(_C, m) {
     });
     return executables;
   });
-  m.def(
-      "make_process_group",
-      [](int rank, std::vector<int64_t> ranks, double seconds) {
-        const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
-        return c10::intrusive_ptr<c10d::Backend>(
-            c10::make_intrusive<tpu::ProcessGroup>(rank, std::move(ranks), timeout));
-      });
+  m.def("make_process_group", [](int rank, std::vector<int64_t> ranks, double seconds) {
+    const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<tpu::ProcessGroup>(rank, std::move(ranks), timeout));
+  });
   m.def("forget_programs", [with_stream](int device) {
     with_stream(device, [](tpu::Stream& stream) { stream.forget_programs(); });
   });
@@ -269,15 +264,17 @@ PYBIND11_MODULE(_C, m) {
     const auto index = static_cast<c10::DeviceIndex>(device);
     return tpu::Device::get().done(index, tpu::Device::get().stream(index).num_launched());
   });
-  m.def("describe_signature", [](uint32_t id) {
-    return py::reinterpret_steal<py::object>(tpu::describe_signature(id));
-  });
+  m.def(
+      "describe_signature", [](uint32_t id) { return py::reinterpret_steal<py::object>(tpu::describe_signature(id)); });
   m.def("summarize_signature", [](uint32_t id) {
     return py::reinterpret_steal<py::object>(tpu::summarize_signature(id));
   });
-  m.def("is_box", [](const std::vector<int64_t>& base, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset) {
-    return tpu::is_box(base, sizes, strides, offset);
-  });
+  m.def(
+      "is_box",
+      [](const std::vector<int64_t>& base,
+         const std::vector<int64_t>& sizes,
+         const std::vector<int64_t>& strides,
+         int64_t offset) { return tpu::is_box(base, sizes, strides, offset); });
   // None where the tensor is not dense.
   m.def("memory_order", [](const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
     const auto order = tpu::memory_order(sizes, strides);
@@ -287,7 +284,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("check_number", [](const std::variant<int64_t, double>& number, c10::ScalarType dtype) {
     tpu::check_number(std::visit([](auto value) { return at::Scalar(value); }, number), dtype);
   });
-  m.def("layout_of", [](const at::Tensor& tensor) { return py::tuple(py::cast(tpu::buffer_of(tensor)->layout->dims)); });
+  m.def(
+      "layout_of", [](const at::Tensor& tensor) { return py::tuple(py::cast(tpu::buffer_of(tensor)->layout->dims)); });
   m.def("compile_stats", [](int device) { return compile_stats(static_cast<c10::DeviceIndex>(device)); });
   // The signatures of the entries recorded last, oldest first, and how many of them were not launched.  Takes no lock.
   m.def("recent_entries", [](int device) {
@@ -326,14 +324,20 @@ PYBIND11_MODULE(_C, m) {
   m.def("tensor_over", &tensor_over);
   // See recorded_step.h and tpu_backend/captured/step.py.
   py::class_<tpu::RecordedStep>(m, "RecordedStep")
-      .def(py::init([](int device) { return std::make_unique<tpu::RecordedStep>(static_cast<c10::DeviceIndex>(device)); }))
-      .def("finish", [](tpu::RecordedStep& step, const py::list& arguments, const std::vector<at::Tensor>& results) {
-        return described(step.finish(arguments, results));
-      })
+      .def(py::init([](int device) {
+        return std::make_unique<tpu::RecordedStep>(static_cast<c10::DeviceIndex>(device));
+      }))
+      .def(
+          "finish",
+          [](tpu::RecordedStep& step, const py::list& arguments, const std::vector<at::Tensor>& results) {
+            return described(step.finish(arguments, results));
+          })
       .def("abandon", &tpu::RecordedStep::abandon)
-      .def("difference", [](const tpu::RecordedStep& step, const tpu::RecordedStep& other) {
-        return described(step.difference(other));
-      })
+      .def(
+          "difference",
+          [](const tpu::RecordedStep& step, const tpu::RecordedStep& other) {
+            return described(step.difference(other));
+          })
       .def("numbers", &numbers_of)
       .def("uses", &tpu::RecordedStep::uses)
       .def("make_replayable", &make_replayable)

@@ -16,12 +16,12 @@ inline pybind11::handle check(PyObject* object) {
 // Whether it ends a program and does not report a fault: KeyboardInterrupt, SystemExit.
 bool is_interrupt(const pybind11::error_already_set& error);
 
-// `callback` for a caller that drops exceptions, such as the garbage collector: a KeyboardInterrupt in it is raised anew as soon as
-// Python's code goes on.
+// `callback` for a caller that drops exceptions, such as the garbage collector: a KeyboardInterrupt in it is raised
+// anew as soon as Python's code goes on.
 pybind11::object keeping_interrupts(const pybind11::object& callback);
 
-// The same as PyTorch raises for its own devices: torch.OutOfMemoryError where XLA found no memory, with the tensors that
-// live, else RuntimeError.  Wants the GIL.
+// The same as PyTorch raises for its own devices: torch.OutOfMemoryError where XLA found no memory, with the tensors
+// that live, else RuntimeError.  Wants the GIL.
 [[noreturn]] void throw_torch_error(const std::string& message);
 
 // Throws the Python exception that is set: an interrupt as it is, all else by its message (IndexError,

@@ -1,8 +1,8 @@
 // Autocast for PrivateUse1: PyTorch's own op lists, under the "tpu" name.
 #include "aten/autocast.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/Operators.h>
+#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "device/device.h"

@@ -18,16 +18,23 @@ namespace {
 at::Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step, at::Tensor& out) {
   auto shape = at::empty({0}, out.options().device(c10::kMeta));
   // A complex number without imaginary part is the real one; toDouble refuses others.
-  const auto real = [](const at::Scalar& number) { return number.isComplex() ? at::Scalar(number.toDouble()) : number; };
+  const auto real = [](const at::Scalar& number) {
+    return number.isComplex() ? at::Scalar(number.toDouble()) : number;
+  };
   at::meta::arange_out(shape, real(start), real(end), real(step)); // checks the numbers
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !out.is_complex() && out.scalar_type() != at::kBool, "\"arange_cpu\" not implemented for '", c10::toString(out.scalar_type()), "'");
+      !out.is_complex() && out.scalar_type() != at::kBool,
+      "\"arange_cpu\" not implemented for '",
+      c10::toString(out.scalar_type()),
+      "'");
   if (out.numel() != shape.numel()) { // else it keeps its shape
     at::native::resize_output(out, shape.sizes());
   }
   const bool is_integral = c10::isIntegralType(out.scalar_type(), /*includeBool=*/true);
   const auto compute = is_integral ? c10::kLong : at::toOpMathType(out.scalar_type());
-  const auto cast = [&](const at::Scalar& number) { return is_integral ? at::Scalar(number.toLong()) : real(number); };
+  const auto cast = [&](const at::Scalar& number) {
+    return is_integral ? at::Scalar(number.toLong()) : real(number);
+  };
   auto range = at::empty({shape.numel()}, out.options().dtype(compute));
   at::arange_out(range, shape.numel());
   if (!cast(step).equal(1)) {

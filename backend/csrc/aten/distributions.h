@@ -5,8 +5,8 @@
 
 namespace tpu {
 
-// For aten::uniform_ and its kin; null for any other op.  The numbers are inputs of the program, so that only here, while
-// it is recorded, anybody can see them.
+// For aten::uniform_ and its kin; null for any other op.  The numbers are inputs of the program, so that only here,
+// while it is recorded, anybody can see them.
 ArgumentCheck distribution_check(const c10::OperatorName& op);
 
 } // namespace tpu

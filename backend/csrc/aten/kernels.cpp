@@ -26,7 +26,8 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
       "tpu:",
       static_cast<int>(chosen),
       " does not exist: there ",
-      Device::get().count() == 1 ? "is one tpu device, tpu:0" : c10::str("are ", static_cast<int>(Device::get().count()), " tpu devices"));
+      Device::get().count() == 1 ? "is one tpu device, tpu:0"
+                                 : c10::str("are ", static_cast<int>(Device::get().count()), " tpu devices"));
   return chosen;
 }
 
@@ -51,8 +52,7 @@ at::Tensor empty_memory_format(
     std::optional<at::Device> device,
     std::optional<bool>,
     std::optional<at::MemoryFormat> memory_format) {
-  TORCH_CHECK(
-      layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided or sparse, not ", *layout);
+  TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided or sparse, not ", *layout);
   Device::get().ensure_initialized();
   const auto sizes = concrete_sizes(size);
   const auto format = memory_format.value_or(at::MemoryFormat::Contiguous);
@@ -89,8 +89,8 @@ at::Tensor empty_strided(
       index_of(device)));
 }
 
-const at::Tensor& resize_(
-    const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> memory_format) {
+const at::Tensor&
+resize_(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> memory_format) {
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   if (self.sizes() == sizes && !memory_format.has_value()) {
     return self;
@@ -115,8 +115,8 @@ at::Tensor read_to_host(const at::Tensor& source);
 void write_from_host(const at::Tensor& source, const at::Tensor& target);
 
 // torch.load moves storages as bytes, and makes tensors over them.  Left so, whatever uses one is another program than
-// for a tensor that was computed, and one again after the first write.  So the first tensor that is all of such a storage
-// gives it its layout.
+// for a tensor that was computed, and one again after the first write.  So the first tensor that is all of such a
+// storage gives it its layout.
 void lay_out_bytes(const at::Tensor& self) {
   Buffer* buffer = buffer_of(self);
   {
@@ -246,8 +246,8 @@ bool share_value(const at::Tensor& source, const at::Tensor& target) {
   const auto nbytes = static_cast<size_t>(source.numel()) * source.element_size();
   auto& stream = Device::get().stream(from->device);
   StreamLock lock(stream.mutex());
-  if (from->device != to->device || !from->value || from->layout->nbytes() != nbytes || to->layout->nbytes() != nbytes ||
-      !memory_order(source.sizes(), source.strides()).dense) {
+  if (from->device != to->device || !from->value || from->layout->nbytes() != nbytes ||
+      to->layout->nbytes() != nbytes || !memory_order(source.sizes(), source.strides()).dense) {
     return false;
   }
   stream.assign(to, from->value);
@@ -323,8 +323,9 @@ at::Tensor& copy_meta(const at::Tensor& source, at::Tensor& out) {
   return out;
 }
 
-// `.data =` may turn a CPU tensor into a tpu tensor and back, as it may between the CPU and CUDA.  So `module.to("tpu")`
-// keeps its Parameters: tied weights stay tied, and an optimizer that was made before keeps what it optimizes.
+// `.data =` may turn a CPU tensor into a tpu tensor and back, as it may between the CPU and CUDA.  So
+// `module.to("tpu")` keeps its Parameters: tied weights stay tied, and an optimizer that was made before keeps what it
+// optimizes.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   const auto is_plain = [](const at::Tensor& tensor) {
     return (tensor.is_cpu() || tensor.device().type() == kDeviceType) &&

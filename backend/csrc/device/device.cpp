@@ -21,46 +21,33 @@ namespace {
 
 thread_local c10::DeviceIndex t_current = 0;
 
-// One process drives one device.  Known without Python and without starting anything: a CPU-only backward() asks for it.
+// One process drives one device.  Known without Python and without starting anything: a CPU-only backward() asks for
+// it.
 constexpr c10::DeviceIndex kNumDevices = 1;
 
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override {
-    return kDeviceType;
-  }
+  c10::DeviceType type() const override { return kDeviceType; }
   c10::Device exchangeDevice(c10::Device device) const override {
     const c10::Device before(kDeviceType, t_current);
     setDevice(device);
     return before;
   }
-  c10::Device getDevice() const override {
-    return {kDeviceType, t_current};
-  }
-  void setDevice(c10::Device device) const override {
-    Device::get().set_current(device.index());
-  }
+  c10::Device getDevice() const override { return {kDeviceType, t_current}; }
+  void setDevice(c10::Device device) const override { Device::get().set_current(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     t_current = device.index() < 0 ? t_current : device.index();
   }
   // There is one stream a device; launches on it are ordered, so that stream and event waits hold by themselves.
-  c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
-  }
-  c10::Stream getDefaultStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
-  }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
-  }
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
     return c10::Stream(c10::Stream::DEFAULT, device);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return c10::Stream(c10::Stream::DEFAULT, stream.device());
   }
-  c10::DeviceIndex deviceCount() const noexcept override {
-    return Device::get().count();
-  }
+  c10::DeviceIndex deviceCount() const noexcept override { return Device::get().count(); }
   // Every dtype that JAX has.
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {
     c10::DeviceCapability capability;
@@ -75,22 +62,16 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     return Device::get().done(stream.device_index(), Device::get().dispatch(stream.device_index()));
   }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    Device::get().synchronize(stream.device_index());
-  }
-  void synchronizeDevice(const c10::DeviceIndex device) const override {
-    Device::get().synchronize(device);
-  }
+  void synchronizeStream(const c10::Stream& stream) const override { Device::get().synchronize(stream.device_index()); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override { Device::get().synchronize(device); }
 
-  // Recording one runs nothing, and asking for it runs what was recorded before it.  Where one takes the time, the launch
-  // before it is waited for, so that its time is the moment the work was done.
+  // Recording one runs nothing, and asking for it runs what was recorded before it.  Where one takes the time, the
+  // launch before it is waited for, so that its time is the moment the work was done.
   struct Event {
     c10::DeviceIndex device;
     std::shared_ptr<Position> position;
 
-    size_t dispatch() const {
-      return Device::get().dispatch(device, *position);
-    }
+    size_t dispatch() const { return Device::get().dispatch(device, *position); }
   };
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag flag)
       const override {
@@ -101,9 +82,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     }
     *static_cast<Event*>(*event) = {on, std::move(position)};
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Event*>(event);
-  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void* event) const override {
     const auto* recorded = static_cast<Event*>(event);
@@ -127,50 +106,28 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl)
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override {
-    return true;
-  }
-  bool isAvailable() const override {
-    return true;
-  }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return Device::get().initialized();
-  }
-  void init() const override {
-    Device::get().ensure_initialized();
-  }
-  c10::DeviceIndex deviceCount() const override {
-    return Device::get().count();
-  }
-  void setCurrentDevice(c10::DeviceIndex device) const override {
-    Device::get().set_current(device);
-  }
-  c10::DeviceIndex getCurrentDevice() const override {
-    return t_current;
-  }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return Device::get().initialized(); }
+  void init() const override { Device::get().ensure_initialized(); }
+  c10::DeviceIndex deviceCount() const override { return Device::get().count(); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { Device::get().set_current(device); }
+  c10::DeviceIndex getCurrentDevice() const override { return t_current; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     const auto before = t_current;
     Device::get().set_current(device);
     return before;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return exchangeDevice(device);
-  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return Device::get().default_generator(device < 0 ? t_current : device);
   }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return at::make_generator<GeneratorImpl>(device < 0 ? t_current : device);
   }
-  c10::Device getDeviceFromPtr(void*) const override {
-    return {kDeviceType, t_current};
-  }
-  bool isPinnedPtr(const void* data) const override {
-    return is_pinned(data);
-  }
-  c10::Allocator* getPinnedMemoryAllocator() const override {
-    return pinned_allocator();
-  }
+  c10::Device getDeviceFromPtr(void*) const override { return {kDeviceType, t_current}; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     auto* old = static_cast<Buffer*>(impl->_mutable_data_ptr_no_checks().get_context());
@@ -213,8 +170,8 @@ uint64_t GeneratorImpl::seed() {
 
 void GeneratorImpl::set_state(const c10::TensorImpl& state) {
   TORCH_CHECK(
-      state.device_type() == c10::kCPU && c10::typeMetaToScalarType(state.dtype()) == c10::kByte && state.numel() == 16 &&
-          state.is_contiguous(),
+      state.device_type() == c10::kCPU && c10::typeMetaToScalarType(state.dtype()) == c10::kByte &&
+          state.numel() == 16 && state.is_contiguous(),
       "tpu RNG state must be a contiguous uint8 CPU tensor of 16 bytes (seed, offset), got ",
       state.numel(),
       " elements of ",
@@ -287,7 +244,13 @@ void Device::set_current(c10::DeviceIndex device) {
   if (device < 0) {
     return;
   }
-  TORCH_CHECK(device < count_, "tpu:", static_cast<int>(device), " does not exist: there are ", static_cast<int>(count_), " tpu devices; each process of a launcher has one, \"tpu\"");
+  TORCH_CHECK(
+      device < count_,
+      "tpu:",
+      static_cast<int>(device),
+      " does not exist: there are ",
+      static_cast<int>(count_),
+      " tpu devices; each process of a launcher has one, \"tpu\"");
   t_current = device;
 }
 

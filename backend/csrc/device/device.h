@@ -17,25 +17,15 @@ class GeneratorImpl final : public c10::GeneratorImpl {
  public:
   explicit GeneratorImpl(c10::DeviceIndex device);
   void set_current_seed(uint64_t seed) override;
-  uint64_t current_seed() const override {
-    return seed_;
-  }
-  void set_offset(uint64_t offset) override {
-    offset_ = offset;
-  }
-  uint64_t get_offset() const override {
-    return offset_;
-  }
+  uint64_t current_seed() const override { return seed_; }
+  void set_offset(uint64_t offset) override { offset_ = offset; }
+  uint64_t get_offset() const override { return offset_; }
   uint64_t seed() override;
   void set_state(const c10::TensorImpl& state) override; // uint8[16]: seed, offset, little endian
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
-  static c10::DeviceType device_type() {
-    return kDeviceType;
-  }
+  static c10::DeviceType device_type() { return kDeviceType; }
   // The first of so many offsets in a row.
-  uint64_t take_offsets(int count) {
-    return std::exchange(offset_, offset_ + count);
-  }
+  uint64_t take_offsets(int count) { return std::exchange(offset_, offset_ + count); }
 
  private:
   GeneratorImpl* clone_impl() const override;
@@ -50,9 +40,7 @@ class Device {
 
   // Imports tpu_backend.runtime (and so JAX) on first use; raises what it raises.
   void ensure_initialized();
-  bool initialized() const {
-    return initialized_.load(std::memory_order_acquire) && !forked();
-  }
+  bool initialized() const { return initialized_.load(std::memory_order_acquire) && !forked(); }
   void mark_initialized() {
     watch_forks();
     initialized_.store(true, std::memory_order_release);
@@ -60,9 +48,7 @@ class Device {
 
   Stream& stream(c10::DeviceIndex device);
   const at::Generator& default_generator(c10::DeviceIndex device);
-  c10::DeviceIndex count() const {
-    return count_;
-  }
+  c10::DeviceIndex count() const { return count_; }
   c10::DeviceIndex current() const;
   void set_current(c10::DeviceIndex device);
   void synchronize(c10::DeviceIndex device);

@@ -37,9 +37,7 @@ class PinnedAllocator final : public c10::Allocator {
     blocks().end_of[data] = data + nbytes;
     return {data, data, &free_block, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &free_block;
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* target, const void* source, size_t count) const override {
     default_copy_data(target, source, count);
   }

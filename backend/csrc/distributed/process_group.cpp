@@ -5,7 +5,6 @@
 #include "record/value.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/record_function.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -13,6 +12,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -35,7 +35,8 @@ at::Tensor copied(const at::Tensor& tensor) {
   return own;
 }
 
-// A tensor that is all of its buffer: what else is in a buffer may differ by rank, and ranks launch collectives together.
+// A tensor that is all of its buffer: what else is in a buffer may differ by rank, and ranks launch collectives
+// together.
 at::Tensor alone(const at::Tensor& tensor) {
   return tensor.nbytes() == buffer_of(tensor)->nbytes ? tensor : copied(tensor);
 }
@@ -57,8 +58,7 @@ at::Tensor all_gather(const at::Tensor& self, at::IntArrayRef ranks) {
   return op.call(alone(self), ranks);
 }
 at::Tensor reduce_scatter(const at::Tensor& self, c10::string_view reduce, at::IntArrayRef ranks) {
-  static const auto op =
-      find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("reduce_scatter");
+  static const auto op = find<at::Tensor(const at::Tensor&, c10::string_view, at::IntArrayRef)>("reduce_scatter");
   return op.call(alone(self), reduce, ranks);
 }
 at::Tensor all_to_all(const at::Tensor& self, at::IntArrayRef ranks) {
@@ -78,25 +78,25 @@ at::Tensor send_receive(const at::Tensor& self, int64_t source, at::IntArrayRef 
 
 c10::string_view name_of(const c10d::ReduceOp& op) {
   switch (op) {
-    case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::PREMUL_SUM:
-      return "sum";
-    case c10d::ReduceOp::AVG:
-      return "avg";
-    case c10d::ReduceOp::PRODUCT:
-      return "product";
-    case c10d::ReduceOp::MIN:
-      return "min";
-    case c10d::ReduceOp::MAX:
-      return "max";
-    case c10d::ReduceOp::BAND:
-      return "band";
-    case c10d::ReduceOp::BOR:
-      return "bor";
-    case c10d::ReduceOp::BXOR:
-      return "bxor";
-    default:
-      TORCH_CHECK_VALUE(false, "this reduction is none of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM");
+  case c10d::ReduceOp::SUM:
+  case c10d::ReduceOp::PREMUL_SUM:
+    return "sum";
+  case c10d::ReduceOp::AVG:
+    return "avg";
+  case c10d::ReduceOp::PRODUCT:
+    return "product";
+  case c10d::ReduceOp::MIN:
+    return "min";
+  case c10d::ReduceOp::MAX:
+    return "max";
+  case c10d::ReduceOp::BAND:
+    return "band";
+  case c10d::ReduceOp::BOR:
+    return "bor";
+  case c10d::ReduceOp::BXOR:
+    return "bxor";
+  default:
+    TORCH_CHECK_VALUE(false, "this reduction is none of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM");
   }
 }
 
@@ -105,10 +105,14 @@ at::Tensor prepared(const at::Tensor& input, const c10d::ReduceOp& op) {
   const bool is_bitwise = op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR || op == c10d::ReduceOp::BXOR;
   TORCH_CHECK_TYPE(
       !is_bitwise || c10::isIntegralType(input.scalar_type(), /*includeBool=*/true),
-      "a bitwise reduction of ", input.scalar_type(), ": BAND, BOR and BXOR take integers and bool");
+      "a bitwise reduction of ",
+      input.scalar_type(),
+      ": BAND, BOR and BXOR take integers and bool");
   TORCH_CHECK_TYPE(
       op != c10d::ReduceOp::AVG || !c10::isIntegralType(input.scalar_type(), /*includeBool=*/true),
-      "an average of ", input.scalar_type(), ": AVG takes floats; reduce by SUM and divide");
+      "an average of ",
+      input.scalar_type(),
+      ": AVG takes floats; reduce by SUM and divide");
   if (op != c10d::ReduceOp::PREMUL_SUM) {
     return input;
   }
@@ -120,7 +124,9 @@ at::Tensor prepared(const at::Tensor& input, const c10d::ReduceOp& op) {
 void check_on_device(const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(
       tensor.device().type() == kDeviceType,
-      "a collective of the tpu backend was given a tensor on ", tensor.device(), ": move it to the device, or make the group with \"cpu:gloo,tpu:tpu\"");
+      "a collective of the tpu backend was given a tensor on ",
+      tensor.device(),
+      ": move it to the device, or make the group with \"cpu:gloo,tpu:tpu\"");
 }
 
 const at::Tensor& only(const std::vector<at::Tensor>& tensors) {
@@ -130,7 +136,9 @@ const at::Tensor& only(const std::vector<at::Tensor>& tensors) {
 }
 
 bool is_same_shape(const std::vector<at::Tensor>& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) { return tensor.sizes() == tensors.front().sizes(); });
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.sizes() == tensors.front().sizes();
+  });
 }
 
 // A flat tensor with zeros behind it.
@@ -157,17 +165,23 @@ class Profiled {
 
 } // namespace
 
-Work::Work(c10d::OpType op, int rank, std::vector<at::Tensor> results, Call call, bool waits, std::chrono::milliseconds timeout)
-    : c10d::Work(rank, op),
-      results_(std::move(results)),
-      call_(std::move(call)),
-      waits_(waits),
-      timeout_(timeout),
+Work::Work(
+    c10d::OpType op,
+    int rank,
+    std::vector<at::Tensor> results,
+    Call call,
+    bool waits,
+    std::chrono::milliseconds timeout)
+    : c10d::Work(rank, op), results_(std::move(results)), call_(std::move(call)), waits_(waits), timeout_(timeout),
       position_(Device::get().mark(Device::get().current(), /*is_timed=*/false)),
       group_(c10::intrusive_ptr<c10d::Backend>()) {}
 
 Work::Work(
-    c10d::OpType op, int rank, at::Tensor tensor, std::chrono::milliseconds timeout, c10::weak_intrusive_ptr<c10d::Backend> group)
+    c10d::OpType op,
+    int rank,
+    at::Tensor tensor,
+    std::chrono::milliseconds timeout,
+    c10::weak_intrusive_ptr<c10d::Backend> group)
     : c10d::Work(rank, op), results_{std::move(tensor)}, waits_(false), timeout_(timeout), group_(std::move(group)) {}
 
 void Work::recorded(Call call, int source) {
@@ -183,7 +197,9 @@ void Work::record() {
   if (const auto group = group_.lock()) {
     static_cast<ProcessGroup*>(group.get())->record_transfers();
   }
-  TORCH_CHECK(position_ != nullptr, "this send or recv was not launched: an earlier call of its group failed, or the group has ended");
+  TORCH_CHECK(
+      position_ != nullptr,
+      "this send or recv was not launched: an earlier call of its group failed, or the group has ended");
 }
 
 int Work::sourceRank() const {
@@ -237,10 +253,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
 }
 
 ProcessGroup::ProcessGroup(int rank, std::vector<int64_t> ranks, std::chrono::milliseconds timeout)
-    : Backend(rank, static_cast<int>(ranks.size())),
-      ranks_(std::move(ranks)),
-      options_(c10::make_intrusive<Options>("tpu", timeout)),
-      last_call_{.group = c10::str(c10::Join(",", ranks_))},
+    : Backend(rank, static_cast<int>(ranks.size())), ranks_(std::move(ranks)),
+      options_(c10::make_intrusive<Options>("tpu", timeout)), last_call_{.group = c10::str(c10::Join(",", ranks_))},
       last_transfer_(last_call_) {}
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(
@@ -253,7 +267,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroup::split(
   for (const int rank : ranks) {
     in_world.push_back(ranks_.at(rank));
   }
-  return c10::make_intrusive<ProcessGroup>(static_cast<int>(mine - ranks.begin()), std::move(in_world), options->timeout);
+  return c10::make_intrusive<ProcessGroup>(
+      static_cast<int>(mine - ranks.begin()), std::move(in_world), options->timeout);
 }
 
 void ProcessGroup::abort() {
@@ -264,7 +279,8 @@ void ProcessGroup::abort() {
 
 void ProcessGroup::agree(const char* name, const at::Tensor& tensor, c10::string_view reduce, int64_t root) {
   record_transfers();
-  auto call = c10::str(name, "(", c10::toString(tensor.scalar_type()), tensor.sizes(), reduce.empty() ? "" : ", ", reduce);
+  auto call =
+      c10::str(name, "(", c10::toString(tensor.scalar_type()), tensor.sizes(), reduce.empty() ? "" : ", ", reduce);
   if (root >= 0) {
     call += c10::str(", root ", root);
   }
@@ -280,8 +296,8 @@ Call ProcessGroup::agree(const std::vector<int64_t>& ranks, std::string text) {
   return call;
 }
 
-WorkPtr ProcessGroup::done(
-    c10d::OpType op, std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool waits) {
+WorkPtr
+ProcessGroup::done(c10d::OpType op, std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool waits) {
   return done(op, std::move(results), last_call_, timeout, waits);
 }
 
@@ -316,8 +332,8 @@ WorkPtr ProcessGroup::allreduce(std::vector<at::Tensor>& tensors, const c10d::Al
   return done(c10d::OpType::ALLREDUCE, tensors, options.timeout);
 }
 
-WorkPtr ProcessGroup::allreduce_coalesced(
-    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
+WorkPtr
+ProcessGroup::allreduce_coalesced(std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:all_reduce", tensors);
   for (const at::Tensor& tensor : tensors) {
@@ -333,7 +349,8 @@ WorkPtr ProcessGroup::reduce(std::vector<at::Tensor>& tensors, const c10d::Reduc
   const at::Tensor& tensor = only(tensors);
   if (tensor.numel() != 0) {
     agree("reduce", tensor, name_of(options.reduceOp), options.rootRank);
-    const at::Tensor reduced = recorded::all_reduce(prepared(tensor, options.reduceOp), name_of(options.reduceOp), ranks_);
+    const at::Tensor reduced =
+        recorded::all_reduce(prepared(tensor, options.reduceOp), name_of(options.reduceOp), ranks_);
     if (getRank() == options.rootRank) {
       tensor.copy_(reduced);
     }
@@ -346,7 +363,14 @@ void ProcessGroup::gather_into(at::Tensor output, const at::Tensor& input) {
   check_on_device(output);
   TORCH_CHECK_VALUE(
       output.numel() == input.numel() * getSize() && output.scalar_type() == input.scalar_type(),
-      "all_gather into ", output.scalar_type(), output.sizes(), " of ", getSize(), " tensors ", input.scalar_type(), input.sizes(),
+      "all_gather into ",
+      output.scalar_type(),
+      output.sizes(),
+      " of ",
+      getSize(),
+      " tensors ",
+      input.scalar_type(),
+      input.sizes(),
       ": the output must have as many elements and their dtype");
   if (input.numel() == 0) {
     return;
@@ -378,13 +402,17 @@ std::vector<at::Tensor> ProcessGroup::gather_uneven(const at::Tensor& input, con
 }
 
 WorkPtr ProcessGroup::allgather(
-    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+    std::vector<std::vector<at::Tensor>>& outputs,
+    std::vector<at::Tensor>& inputs,
+    const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:all_gather", inputs);
   const at::Tensor& input = only(inputs);
   TORCH_CHECK_VALUE(
       outputs.size() == 1 && static_cast<int>(outputs.front().size()) == getSize(),
-      "all_gather of ", getSize(), " ranks needs a list of as many outputs");
+      "all_gather of ",
+      getSize(),
+      " ranks needs a list of as many outputs");
   auto& parts = outputs.front();
   std::vector<int64_t> lengths;
   for (const at::Tensor& part : parts) {
@@ -392,7 +420,11 @@ WorkPtr ProcessGroup::allgather(
     lengths.push_back(part.numel());
   }
   TORCH_CHECK_VALUE(
-      lengths[getRank()] == input.numel(), "all_gather: this rank's own output has ", lengths[getRank()], " elements, its input ", input.numel());
+      lengths[getRank()] == input.numel(),
+      "all_gather: this rank's own output has ",
+      lengths[getRank()],
+      " elements, its input ",
+      input.numel());
   const auto gathered = gather_uneven(input, lengths);
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     parts[rank].copy_(gathered[rank].view(parts[rank].sizes()));
@@ -400,8 +432,7 @@ WorkPtr ProcessGroup::allgather(
   return done(c10d::OpType::ALLGATHER, parts, options.timeout);
 }
 
-WorkPtr ProcessGroup::_allgather_base(
-    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+WorkPtr ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:all_gather_into_tensor", input);
   gather_into(output, input);
@@ -419,7 +450,9 @@ WorkPtr ProcessGroup::allgather_into_tensor_coalesced(
 }
 
 WorkPtr ProcessGroup::gather(
-    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs, const c10d::GatherOptions& options) {
+    std::vector<std::vector<at::Tensor>>& outputs,
+    std::vector<at::Tensor>& inputs,
+    const c10d::GatherOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:gather", inputs);
   const at::Tensor& input = only(inputs);
@@ -429,7 +462,9 @@ WorkPtr ProcessGroup::gather(
   if (getRank() == options.rootRank) {
     TORCH_CHECK_VALUE(
         outputs.size() == 1 && static_cast<int>(outputs.front().size()) == getSize(),
-        "gather to this rank needs a list of ", getSize(), " outputs");
+        "gather to this rank needs a list of ",
+        getSize(),
+        " outputs");
     results = outputs.front();
     for (size_t rank = 0; rank < results.size(); ++rank) {
       results[rank].copy_(gathered[rank].view(results[rank].sizes()));
@@ -439,14 +474,19 @@ WorkPtr ProcessGroup::gather(
 }
 
 WorkPtr ProcessGroup::scatter(
-    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ScatterOptions& options) {
+    std::vector<at::Tensor>& outputs,
+    std::vector<std::vector<at::Tensor>>& inputs,
+    const c10d::ScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:scatter", outputs);
   const at::Tensor& output = only(outputs);
   const bool is_root = getRank() == options.rootRank;
   TORCH_CHECK_VALUE(
-      !is_root || (inputs.size() == 1 && static_cast<int>(inputs.front().size()) == getSize() && is_same_shape(inputs.front())),
-      "scatter from this rank needs a list of ", getSize(), " inputs of one shape");
+      !is_root ||
+          (inputs.size() == 1 && static_cast<int>(inputs.front().size()) == getSize() && is_same_shape(inputs.front())),
+      "scatter from this rank needs a list of ",
+      getSize(),
+      " inputs of one shape");
   if (output.numel() != 0) {
     const at::Tensor parts = is_root ? at::stack(inputs.front()).view({getSize(), -1})
                                      : at::zeros({getSize(), output.numel()}, output.options());
@@ -461,28 +501,39 @@ void ProcessGroup::reduce_scatter_into(const at::Tensor& output, const at::Tenso
   check_on_device(output);
   TORCH_CHECK_VALUE(
       input.numel() == output.numel() * getSize() && output.scalar_type() == input.scalar_type(),
-      "reduce_scatter of ", input.scalar_type(), input.sizes(), " over ", getSize(), " ranks into ", output.scalar_type(), output.sizes(),
+      "reduce_scatter of ",
+      input.scalar_type(),
+      input.sizes(),
+      " over ",
+      getSize(),
+      " ranks into ",
+      output.scalar_type(),
+      output.sizes(),
       ": the input must have as many elements as all outputs together, and their dtype");
   const bool is_bitwise = op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR || op == c10d::ReduceOp::BXOR;
   TORCH_CHECK_VALUE(!is_bitwise, "reduce_scatter takes SUM, AVG, PRODUCT, MIN, MAX and PREMUL_SUM");
   if (output.numel() == 0) {
     return;
   }
-  const bool is_tiled = output.dim() > 0 && output.dim() == input.dim() && input.size(0) == getSize() * output.size(0) &&
-      output.sizes().slice(1) == input.sizes().slice(1);
+  const bool is_tiled = output.dim() > 0 && output.dim() == input.dim() &&
+      input.size(0) == getSize() * output.size(0) && output.sizes().slice(1) == input.sizes().slice(1);
   const at::Tensor whole = prepared(is_tiled ? input : input.reshape(-1), op);
   agree("reduce_scatter", whole, name_of(op));
   output.copy_(recorded::reduce_scatter(whole, name_of(op), ranks_).view(output.sizes()));
 }
 
 WorkPtr ProcessGroup::reduce_scatter(
-    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs, const c10d::ReduceScatterOptions& options) {
+    std::vector<at::Tensor>& outputs,
+    std::vector<std::vector<at::Tensor>>& inputs,
+    const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:reduce_scatter", outputs);
   const at::Tensor& output = only(outputs);
   TORCH_CHECK_VALUE(
       inputs.size() == 1 && static_cast<int>(inputs.front().size()) == getSize(),
-      "reduce_scatter over ", getSize(), " ranks needs a list of as many inputs");
+      "reduce_scatter over ",
+      getSize(),
+      " ranks needs a list of as many inputs");
   const auto& parts = inputs.front();
   int64_t longest = 0;
   for (const at::Tensor& part : parts) {
@@ -490,7 +541,11 @@ WorkPtr ProcessGroup::reduce_scatter(
     longest = std::max(longest, part.numel());
   }
   TORCH_CHECK_VALUE(
-      parts[getRank()].numel() == output.numel(), "reduce_scatter: this rank's output has ", output.numel(), " elements, its part ", parts[getRank()].numel());
+      parts[getRank()].numel() == output.numel(),
+      "reduce_scatter: this rank's output has ",
+      output.numel(),
+      " elements, its part ",
+      parts[getRank()].numel());
   if (longest > 0) {
     std::vector<at::Tensor> rows;
     for (const at::Tensor& part : parts) {
@@ -504,8 +559,8 @@ WorkPtr ProcessGroup::reduce_scatter(
   return done(c10d::OpType::REDUCE_SCATTER, outputs, options.timeout);
 }
 
-WorkPtr ProcessGroup::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+WorkPtr
+ProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:reduce_scatter_tensor", input);
   reduce_scatter_into(output, input, options.reduceOp);
@@ -560,7 +615,13 @@ WorkPtr ProcessGroup::alltoall_base(
   if (output_splits.empty() && input_splits.empty()) {
     TORCH_CHECK_VALUE(
         input.dim() > 0 && input.size(0) % getSize() == 0 && output.numel() == input.numel(),
-        "all_to_all of ", input.sizes(), " into ", output.sizes(), " over ", getSize(), " ranks: dim 0 must be divisible, or give split sizes");
+        "all_to_all of ",
+        input.sizes(),
+        " into ",
+        output.sizes(),
+        " over ",
+        getSize(),
+        " ranks: dim 0 must be divisible, or give split sizes");
     if (input.numel() != 0) {
       agree("all_to_all", input);
       output.copy_(recorded::all_to_all(input, ranks_).view(output.sizes()));
@@ -570,12 +631,24 @@ WorkPtr ProcessGroup::alltoall_base(
   const auto parts = [&](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
     if (splits.empty()) {
       TORCH_CHECK_VALUE(
-          tensor.size(0) % getSize() == 0, "all_to_all over ", getSize(), " ranks: dim 0 of ", tensor.sizes(), " is not divisible, give its split sizes");
+          tensor.size(0) % getSize() == 0,
+          "all_to_all over ",
+          getSize(),
+          " ranks: dim 0 of ",
+          tensor.sizes(),
+          " is not divisible, give its split sizes");
       return tensor.chunk(getSize());
     }
     TORCH_CHECK_VALUE(
-        static_cast<int>(splits.size()) == getSize() && std::accumulate(splits.begin(), splits.end(), int64_t{0}) == tensor.size(0),
-        "all_to_all: the splits ", splits, " are not ", getSize(), " that add up to ", tensor.size(0), ", the tensor's first dim");
+        static_cast<int>(splits.size()) == getSize() &&
+            std::accumulate(splits.begin(), splits.end(), int64_t{0}) == tensor.size(0),
+        "all_to_all: the splits ",
+        splits,
+        " are not ",
+        getSize(),
+        " that add up to ",
+        tensor.size(0),
+        ", the tensor's first dim");
     return tensor.split_with_sizes(splits);
   };
   exchange(parts(output, output_splits), parts(input, input_splits));
@@ -588,7 +661,9 @@ WorkPtr ProcessGroup::alltoall(
   const Profiled profiled("tpu:all_to_all", inputs);
   TORCH_CHECK_VALUE(
       static_cast<int>(inputs.size()) == getSize() && outputs.size() == inputs.size(),
-      "all_to_all over ", getSize(), " ranks needs as many inputs and outputs");
+      "all_to_all over ",
+      getSize(),
+      " ranks needs as many inputs and outputs");
   exchange(outputs, inputs);
   return done(c10d::OpType::ALLTOALL, outputs, options.timeout);
 }
@@ -637,7 +712,9 @@ int ProcessGroup::find_source() {
 
 Call ProcessGroup::record(const Transfer& transfer) {
   if (transfer.source == transfer.destination) {
-    TORCH_CHECK_VALUE(!sent_to_self_.empty(), "irecv from this rank itself, which has sent nothing to itself: call isend before the wait");
+    TORCH_CHECK_VALUE(
+        !sent_to_self_.empty(),
+        "irecv from this rank itself, which has sent nothing to itself: call isend before the wait");
     transfer.tensor.copy_(sent_to_self_.front());
     sent_to_self_.pop_front();
     return last_call_;
@@ -650,7 +727,8 @@ Call ProcessGroup::record(const Transfer& transfer) {
     const StreamLock lock(stream.mutex());
     TORCH_CHECK(
         !stream.sink()->joins_collectives(),
-        "send and recv in a region (torch.tpu.spmd), whose program is the same on all ranks: call them outside of it, or use a collective such as all_to_all");
+        "send and recv in a region (torch.tpu.spmd), whose program is the same on all ranks: call them outside of it, "
+        "or use a collective such as all_to_all");
   }
   const bool is_from_any = transfer.work->retrieveOpType() == c10d::OpType::RECVANYSOURCE;
   const char* const name = getRank() == transfer.source ? "tpu:send" : is_from_any ? "tpu:recvAnySource" : "tpu:recv";
@@ -658,7 +736,16 @@ Call ProcessGroup::record(const Transfer& transfer) {
   const std::vector<int64_t> ends{ranks_[transfer.source], ranks_[transfer.destination]};
   const at::Tensor& tensor = transfer.tensor;
   auto call = agree(
-      ends, c10::str("send(", c10::toString(tensor.scalar_type()), tensor.sizes(), ", from rank ", ends[0], " to rank ", ends[1], ")"));
+      ends,
+      c10::str(
+          "send(",
+          c10::toString(tensor.scalar_type()),
+          tensor.sizes(),
+          ", from rank ",
+          ends[0],
+          " to rank ",
+          ends[1],
+          ")"));
   const auto [first, last] = std::minmax(ends[0], ends[1]); // one mesh for both directions
   const at::Tensor arrived = recorded::send_receive(tensor, ends[0] == first ? 0 : 1, {first, last});
   if (getRank() == transfer.destination) {
@@ -668,7 +755,8 @@ Call ProcessGroup::record(const Transfer& transfer) {
 }
 
 WorkPtr ProcessGroup::transfer(Transfer transfer, c10d::OpType op) {
-  const auto self = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>::unsafe_reclaim_from_nonowning(this));
+  const auto self =
+      c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>::unsafe_reclaim_from_nonowning(this));
   transfer.work = c10::make_intrusive<Work>(op, getRank(), transfer.tensor, options_->timeout, self);
   transfers_.push_back(transfer);
   return transfer.work;
@@ -695,7 +783,8 @@ WorkPtr ProcessGroup::recvAnysource(std::vector<at::Tensor>& tensors, int) {
 WorkPtr ProcessGroup::barrier(const c10d::BarrierOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const Profiled profiled("tpu:barrier", {});
-  const at::Tensor token = at::ones({1}, at::TensorOptions().device(at::Device(kDeviceType, Device::get().current())).dtype(at::kInt));
+  const at::Tensor token =
+      at::ones({1}, at::TensorOptions().device(at::Device(kDeviceType, Device::get().current())).dtype(at::kInt));
   reduce_into(token, token, c10d::ReduceOp::SUM);
   return done(c10d::OpType::BARRIER, {token}, options.timeout, /*waits=*/true);
 }

@@ -14,13 +14,10 @@ thread_local bool is_in_line_of_gloo = false;
 // Hands everything on but lines that begin with "[Gloo]", while it lives.
 class WithoutGloo : public std::streambuf {
  public:
-  explicit WithoutGloo(std::ostream& stream) : stream_(stream), shown_(stream.rdbuf(this)) {
-  }
+  explicit WithoutGloo(std::ostream& stream) : stream_(stream), shown_(stream.rdbuf(this)) {}
   WithoutGloo(const WithoutGloo&) = delete;
   WithoutGloo& operator=(const WithoutGloo&) = delete;
-  ~WithoutGloo() override {
-    stream_.rdbuf(shown_);
-  }
+  ~WithoutGloo() override { stream_.rdbuf(shown_); }
 
  protected:
   std::streamsize xsputn(const char* text, std::streamsize size) override {
@@ -48,9 +45,7 @@ class WithoutGloo : public std::streambuf {
     return xsputn(&one, 1) == 1 ? character : traits_type::eof();
   }
 
-  int sync() override {
-    return shown_->pubsync();
-  }
+  int sync() override { return shown_->pubsync(); }
 
  private:
   std::ostream& stream_;

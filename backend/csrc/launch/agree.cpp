@@ -21,7 +21,8 @@ bool has_collectives(const Segment& segment) {
 void ProgramCache::agree(Program& program, const Segment& segment, const Results& results) {
   if (!results.compares && program.agreement && is_known(program, segment, results.locals)) {
     static PyObject* const is_settled = PyUnicode_InternFromString("is_settled");
-    const auto settled = py::reinterpret_steal<py::object>(check(PyObject_GetAttr(program.agreement.get(), is_settled)));
+    const auto settled =
+        py::reinterpret_steal<py::object>(check(PyObject_GetAttr(program.agreement.get(), is_settled)));
     if (settled.ptr() == Py_True) {
       return;
     }

@@ -48,7 +48,8 @@ std::exception_ptr CaptureSink::take(ProgramCache& programs, Segment& segment, C
       .layouts = {},
       .is_input = segment.is_input,
       .offsets = segment.offsets,
-      .numbers = segment.specialization == nullptr ? segment.numbers : segment.specialization->links.front().numbers_of(segment),
+      .numbers = segment.specialization == nullptr ? segment.numbers
+                                                   : segment.specialization->links.front().numbers_of(segment),
       .draws = segment.draws,
       .checked = segment.checked};
   for (const auto& value : segment.values) {

@@ -12,9 +12,9 @@ struct SegmentRun {
   std::shared_ptr<Specialization> specialization; // null: nothing of it was wanted, so nothing was run
   uint64_t serial{0};
   std::vector<const Signature*> entries;
-  std::vector<int32_t> inputs; // by position: the local number
+  std::vector<int32_t> inputs;        // by position: the local number
   std::vector<const Layout*> layouts; // by local
-  std::vector<uint8_t> is_input; // by local
+  std::vector<uint8_t> is_input;      // by local
   std::vector<int64_t> offsets;
   RuntimeNumbers numbers; // with the offsets that are inputs
   std::vector<Draw> draws;
@@ -28,9 +28,7 @@ class CaptureSink final : public Sink {
   void on_entry(const Segment& segment, const Signature& signature, const EncodedCall& call) override;
   void on_write(Buffer& buffer, const Value& value, bool by_entry) override;
   void on_host_read() override;
-  void on_full() override {
-    is_full = true;
-  }
+  void on_full() override { is_full = true; }
   void on_other_launch() override;
   bool ends_steps() const override {
     return false; // a captured step is one program, with what is behind its optimizers
@@ -39,19 +37,17 @@ class CaptureSink final : public Sink {
   std::exception_ptr take(ProgramCache& programs, Segment& segment, Counters& counters) override;
 
   size_t num_cuts{0};
-  bool is_full{false}; // one of them since a segment takes no more entries
-  UserPlace first_cut; // where the first of them came from
-  std::optional<UserPlace> first_read; // of a tensor by the host
+  bool is_full{false};                              // one of them since a segment takes no more entries
+  UserPlace first_cut;                              // where the first of them came from
+  std::optional<UserPlace> first_read;              // of a tensor by the host
   std::vector<std::pair<int32_t, uintptr_t>> reads; // an input's local number, the buffer that it was read from
   std::vector<uint32_t> readers; // by input of the segment: the signature of the entry that reads it first
   std::vector<uint32_t> float_takers, double_takers, integer_takers; // by number: the signature of the entry it is for
   std::vector<uintptr_t> written; // buffers that this thread gave a value by other means than an entry
-  std::optional<SegmentRun> run; // the last one
+  std::optional<SegmentRun> run;  // the last one
 
  private:
-  bool is_of_this_thread() const {
-    return thread_ == std::this_thread::get_id();
-  }
+  bool is_of_this_thread() const { return thread_ == std::this_thread::get_id(); }
 
   const std::thread::id thread_{std::this_thread::get_id()};
 };

@@ -1,8 +1,8 @@
 // By what a segment is run: the one program or a chain, for which results, and which memory it takes over.
 #include "launch/program.h"
 
-#include "record/stream.h"
 #include "python_error.h"
+#include "record/stream.h"
 
 #include <ATen/Context.h>
 #include <pybind11/pybind11.h>
@@ -19,22 +19,23 @@ namespace {
 // Of one program: sets of results that were kept, each with an executable that returns no others.
 constexpr size_t kMostSetsOfResults = 4;
 
-// The last run in parts of a process that begins so (`Parts::First`).  A count, not a moment: the last digits change with it,
-// and a script that is run again gives the same.  So many steps take longer than most programs, which the next run waits for
-// (Llama of 32 layers, two cores: 14 s, 0.25 s a step).  Where XLA takes much longer than that, they go on in parts meanwhile.
+// The last run in parts of a process that begins so (`Parts::First`).  A count, not a moment: the last digits change
+// with it, and a script that is run again gives the same.  So many steps take longer than most programs, which the next
+// run waits for (Llama of 32 layers, two cores: 14 s, 0.25 s a step).  Where XLA takes much longer than that, they go
+// on in parts meanwhile.
 constexpr size_t kLastRunInParts = 256;
 
-// The run in parts, counted from 1, at which a thread begins to compile the one program.  Never the first, which shares its
-// cores with nothing.  Where nobody said that the one program will be wanted, what is run less often (an initialisation, a look
-// at a few batches) is not compiled a second time.
+// The run in parts, counted from 1, at which a thread begins to compile the one program.  Never the first, which shares
+// its cores with nothing.  Where nobody said that the one program will be wanted, what is run less often (an
+// initialisation, a look at a few batches) is not compiled a second time.
 constexpr size_t kRunThatPrepares = 2;
 constexpr size_t kRunThatPreparesUnasked = 32;
 
 // Segments of fewer values are not looked at for parts.
 constexpr size_t kFewestValuesOfParts = 36;
 
-// Whether a specialization takes the memory of just those inputs that this segment's results take the place of.  The tape does not
-// say that of a result that is written without a look at what was there (`fill_`, `out=`).
+// Whether a specialization takes the memory of just those inputs that this segment's results take the place of.  The
+// tape does not say that of a result that is written without a look at what was there (`fill_`, `out=`).
 bool donates_alike(const Specialization& specialization, const Segment& segment) {
   const auto num_donated = specialization.donated.size();
   for (size_t i = 0; i < specialization.outputs.size(); ++i) {
@@ -45,7 +46,8 @@ bool donates_alike(const Specialization& specialization, const Segment& segment)
         return false;
       }
     } else if (
-        origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout &&
+        origin >= 0 && segment.is_input[origin] != 0 &&
+        segment.values[origin]->layout == segment.values[local]->layout &&
         !std::binary_search(specialization.donated.begin(), specialization.donated.end(), origin)) {
       return false;
     }
@@ -59,7 +61,8 @@ bool may_be_padded(const Program& program, const Segment& segment) {
 }
 
 // One that returns what is wanted: at least, or just that.
-Specialization* fitting_specialization(const Program& program, const Segment& segment, const Locals& results, bool in_parts) {
+Specialization*
+fitting_specialization(const Program& program, const Segment& segment, const Locals& results, bool in_parts) {
   const auto offsets_match = [&](const Specialization& specialization) {
     for (size_t i = 0; i < segment.offsets.size(); ++i) {
       if (specialization.offset_is_input[i] == 0 && specialization.offsets[i] != segment.offsets[i]) {
@@ -79,7 +82,8 @@ Specialization* fitting_specialization(const Program& program, const Segment& se
     if (program.policy == Policy::Declared) { // the first of them: which are loaded is this process's own matter
       return false;
     }
-    return specialization.is_loaded() != other.is_loaded() ? specialization.is_loaded() : specialization.outputs.size() < other.outputs.size();
+    return specialization.is_loaded() != other.is_loaded() ? specialization.is_loaded()
+                                                           : specialization.outputs.size() < other.outputs.size();
   };
   // A padded program, whose last digits may be others, serves only where padding is allowed now.
   const bool takes_padded = may_be_padded(program, segment);
@@ -97,27 +101,30 @@ Specialization* fitting_specialization(const Program& program, const Segment& se
   return best;
 }
 
-// (input, the output that takes its memory): a value that the segment replaced in its buffer gives it to the newest of those
-// that did.  Whoever else holds the value changes nothing: a copy is donated then, see `argument_of`.
+// (input, the output that takes its memory): a value that the segment replaced in its buffer gives it to the newest of
+// those that did.  Whoever else holds the value changes nothing: a copy is donated then, see `argument_of`.
 using Donations = std::vector<std::pair<int32_t, int32_t>>;
 
 Donations donations_of(const Segment& segment, const std::vector<int32_t>& sorted_outputs) {
   Donations donations;
   for (int32_t local : sorted_outputs) {
     const int32_t origin = segment.origin[local];
-    if (origin >= 0 && segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout) {
+    if (origin >= 0 && segment.is_input[origin] != 0 &&
+        segment.values[origin]->layout == segment.values[local]->layout) {
       donations.emplace_back(origin, local);
     }
   }
   std::sort(donations.begin(), donations.end());
-  const auto is_same_input = [](const auto& some, const auto& other) { return some.first == other.first; };
+  const auto is_same_input = [](const auto& some, const auto& other) {
+    return some.first == other.first;
+  };
   const auto kept = std::unique(donations.rbegin(), donations.rend(), is_same_input);
   donations.erase(donations.begin(), kept.base());
   return donations;
 }
 
-// The outputs of a new specialization, ascending.  Where several sets of results were held in turns, all that ever were are returned
-// from then on: each program more returns one result more at least, so that they come to an end.
+// The outputs of a new specialization, ascending.  Where several sets of results were held in turns, all that ever were
+// are returned from then on: each program more returns one result more at least, so that they come to an end.
 std::vector<int32_t> outputs_for(const Program& program, const Locals& results) {
   std::set<int32_t> outputs(results.begin(), results.end());
   if (program.policy == Policy::Declared) {
@@ -135,7 +142,8 @@ std::vector<int32_t> outputs_for(const Program& program, const Locals& results) 
   return {outputs.begin(), outputs.end()};
 }
 
-std::shared_ptr<Specialization> new_specialization(const Program& program, const Segment& segment, const Locals& results) {
+std::shared_ptr<Specialization>
+new_specialization(const Program& program, const Segment& segment, const Locals& results) {
   auto specialization = std::make_shared<Specialization>();
   specialization->offsets = segment.offsets;
   specialization->agreement = program.agreement;
@@ -161,7 +169,8 @@ std::shared_ptr<Specialization> new_specialization(const Program& program, const
     specialization->outputs.push_back(output);
   }
   for (int32_t local : specialization->sorted_outputs) {
-    if (std::find(specialization->outputs.begin(), specialization->outputs.end(), local) == specialization->outputs.end()) {
+    if (std::find(specialization->outputs.begin(), specialization->outputs.end(), local) ==
+        specialization->outputs.end()) {
       specialization->outputs.push_back(local);
     }
   }
@@ -170,15 +179,17 @@ std::shared_ptr<Specialization> new_specialization(const Program& program, const
 
 } // namespace
 
-py::dict describe(const Program& program, const Specialization& specialization, const Segment& segment, c10::DeviceIndex device) {
+py::dict describe(
+    const Program& program, const Specialization& specialization, const Segment& segment, c10::DeviceIndex device) {
   py::dict description;
   description["device"] = static_cast<int>(device);
   description["tape"] = py::cast(segment.tape);
   description["circumstances"] = py::cast(segment.circumstances);
   py::list input_layouts;
   for (int32_t local : segment.inputs) {
-    input_layouts.append(py::make_tuple(
-        static_cast<int>(segment.values[local]->layout->dtype), py::cast(segment.values[local]->layout->dims)));
+    input_layouts.append(
+        py::make_tuple(
+            static_cast<int>(segment.values[local]->layout->dtype), py::cast(segment.values[local]->layout->dims)));
   }
   description["input_layouts"] = input_layouts;
   description["inputs"] = py::cast(segment.inputs);
@@ -239,7 +250,9 @@ Program& ProgramCache::find(const Segment& segment, Policy policy) {
 
 std::shared_ptr<Specialization> ProgramCache::choose(
     Program& program, const Segment& segment, const Locals& results, bool may_be_parts, Counters& counters) {
-  const auto whole = [&] { return specialization_for(program, segment, results, Form::Whole, counters); };
+  const auto whole = [&] {
+    return specialization_for(program, segment, results, Form::Whole, counters);
+  };
   // Parts are compiled by threads, which a turn inside another one must not wait for.
   const PartsPlan plan = may_be_parts && mutex_.is_outermost_turn() ? plan_of(program, segment, results) : PartsPlan{};
   if (plan.num_parts <= 1) {
@@ -259,17 +272,20 @@ std::shared_ptr<Specialization> ProgramCache::choose(
   auto chain = specialization_for(program, segment, results, Form::Parts, counters);
   if (!plan.grows) { // what grows stays in parts
     const size_t run = program.num_runs_in_parts + 1;
-    if ((parts() == Parts::Prepare && run >= kRunThatPrepares) || (parts() == Parts::First && run >= kRunThatPreparesUnasked)) {
+    if ((parts() == Parts::Prepare && run >= kRunThatPrepares) ||
+        (parts() == Parts::First && run >= kRunThatPreparesUnasked)) {
       prepare(program, segment, results);
     }
   }
   return chain;
 }
 
-std::shared_ptr<Specialization> ProgramCache::whole_in_time(
-    Program& program, const Segment& segment, const Locals& results, Counters& counters) {
+std::shared_ptr<Specialization>
+ProgramCache::whole_in_time(Program& program, const Segment& segment, const Locals& results, Counters& counters) {
   const bool is_there = program.is_rehearsed ||
-      std::any_of(program.specializations.begin(), program.specializations.end(), [](const auto& specialization) { return !specialization->in_parts; });
+      std::any_of(program.specializations.begin(), program.specializations.end(), [](const auto& specialization) {
+                          return !specialization->in_parts;
+                        });
   if (!is_there && (program.is_refused || program.num_runs_in_parts < kLastRunInParts)) {
     return nullptr;
   }
@@ -346,7 +362,8 @@ void ProgramCache::prepare(Program& program, const Segment& segment, const Local
     program.is_prepared = true;
     return;
   }
-  const auto description = describe(program, known != nullptr ? *known : *new_specialization(program, segment, results), segment, device_);
+  const auto description =
+      describe(program, known != nullptr ? *known : *new_specialization(program, segment, results), segment, device_);
   make_room(1); // it will be loaded
   {
     const StreamUnlocked unlocked(mutex_);

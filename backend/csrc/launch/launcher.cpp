@@ -12,7 +12,8 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
-// Queued and running.  One that runs and one that waits keep the thread busy; more would only delay the news of an error.
+// Queued and running.  One that runs and one that waits keep the thread busy; more would only delay the news of an
+// error.
 constexpr size_t kDepth = 2;
 
 thread_local bool t_is_launcher = false;
@@ -40,8 +41,8 @@ void Launch::run() {
         outputs[i]->array = Py_NewRef(PyList_GET_ITEM(started.arrays.ptr(), static_cast<Py_ssize_t>(i)));
       }
       if (specialization->links.front().has_bounds_checks) {
-        out_of_range = shared_reference(
-            Py_NewRef(PyList_GET_ITEM(started.arrays.ptr(), static_cast<Py_ssize_t>(outputs.size()))));
+        out_of_range =
+            shared_reference(Py_NewRef(PyList_GET_ITEM(started.arrays.ptr(), static_cast<Py_ssize_t>(outputs.size()))));
       }
       token = std::move(started.token);
     }

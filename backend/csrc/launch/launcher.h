@@ -1,8 +1,9 @@
 // Launches programs from a thread of its own, so that the thread that trains need not wait for JAX to do so.
 //
-// JAX takes some six microseconds a buffer to launch a program, most of them without the GIL.  A replayed step has hundreds of
-// buffers, and all that its caller wants to know at once is which values its tensors now have.  So the step is queued: its
-// outputs are values in flight, and whoever wants to look at one waits for the queue first (Stream::settle).
+// JAX takes some six microseconds a buffer to launch a program, most of them without the GIL.  A replayed step has
+// hundreds of buffers, and all that its caller wants to know at once is which values its tensors now have.  So the step
+// is queued: its outputs are values in flight, and whoever wants to look at one waits for the queue first
+// (Stream::settle).
 #pragma once
 
 #include "launch/program.h"
@@ -22,14 +23,14 @@ struct Launch {
   };
   std::shared_ptr<Specialization> specialization; // one program
   RuntimeNumbers numbers;
-  std::vector<Input> inputs; // dropped once it is launched
+  std::vector<Input> inputs;     // dropped once it is launched
   std::vector<ValuePtr> outputs; // one an output of the executable
-  std::vector<ValuePtr> spare; // see Specialization
+  std::vector<ValuePtr> spare;   // see Specialization
   std::vector<CheckedEntry> checked;
   bool is_queued{false};
 
   // What came out.
-  std::shared_ptr<PyObject> token; // null: it failed
+  std::shared_ptr<PyObject> token;        // null: it failed
   std::shared_ptr<PyObject> out_of_range; // null: it has no bounds checks
   std::shared_ptr<const std::string> error;
   bool is_followup{false}; // it failed since an earlier one did
@@ -39,8 +40,8 @@ struct Launch {
 };
 
 // While containers are made on a launcher's thread: where they are, the collector runs, and with it finalizers of the
-// user's.  These must not come to that thread, since whoever holds a stream's lock may be waiting for it.  Not while the
-// GIL is given away for long: another thread may switch the collector off itself.
+// user's.  These must not come to that thread, since whoever holds a stream's lock may be waiting for it.  Not while
+// the GIL is given away for long: another thread may switch the collector off itself.
 class WithoutCollector {
  public:
   WithoutCollector();

@@ -29,8 +29,8 @@ constexpr size_t kLoadedBetweenLooks = 8;
 
 // Runtime numbers travel packed, one array a dtype; the array of the last call is used again when nothing changed.
 template <class T>
-PyObject* packed(
-    const std::vector<T>& numbers, c10::DeviceIndex device, std::string& last, std::shared_ptr<PyObject>& array) {
+PyObject*
+packed(const std::vector<T>& numbers, c10::DeviceIndex device, std::string& last, std::shared_ptr<PyObject>& array) {
   const std::string_view bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(T));
   if (array != nullptr && bytes == last) {
     return array.get();
@@ -164,7 +164,8 @@ void ProgramCache::make_room(size_t num_programs) {
   for (const auto& [hash, bucket] : programs_) {
     for (const auto& program : bucket) {
       for (const auto& specialization : program->specializations) {
-        if (specialization->is_loaded() && specialization.use_count() == 1 && specialization->last_launch <= last_look_) {
+        if (specialization->is_loaded() && specialization.use_count() == 1 &&
+            specialization->last_launch <= last_look_) {
           unused.push_back({program.get(), specialization.get()});
         }
       }
@@ -183,7 +184,8 @@ void ProgramCache::make_room(size_t num_programs) {
   evicted.clear();
   if (is_short()) {
     TORCH_WARN_ONCE(
-        "the process has few memory mappings left, and programs of the device hold only a part of them: programs that were "
+        "the process has few memory mappings left, and programs of the device hold only a part of them: programs that "
+        "were "
         "not used lately are compiled again when they are; raise vm.max_map_count");
   }
 }
@@ -228,8 +230,7 @@ ProgramCache::Started ProgramCache::start(Link& link, PyObject* arguments, const
   const WithoutCollector without_collector;
   auto arrays =
       py::reinterpret_steal<py::object>(check(PyObject_CallMethodOneArg(results.ptr(), consume, link.handlers.get())));
-  return {
-      std::move(arrays), shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr())};
+  return {std::move(arrays), shared_reference(check(PyObject_CallMethodNoArgs(results.ptr(), consume_token)).ptr())};
 }
 
 void ProgramCache::remember(std::shared_ptr<PyObject> token, const ValuePtr& first) {

@@ -232,7 +232,8 @@ std::optional<Problem> RecordedStep::resolve(
   }
   if (found_storages.size() != num_storages_) {
     return Problem{
-        "it returns a tensor that was there before (an argument, a parameter, a sum), a copy of one, or one from the host",
+        "it returns a tensor that was there before (an argument, a parameter, a sum), a copy of one, or one from the "
+        "host",
         "read that one outside"};
   }
   if (targets_.empty()) {
@@ -270,7 +271,8 @@ std::optional<Problem> RecordedStep::difference(const RecordedStep& other) const
         std::mismatch(entries.begin(), entries.end(), other.run_.entries.begin(), other.run_.entries.end());
     if (one != entries.end() && another != other.run_.entries.end()) {
       // That of the two which was met first: of calls that take turns the same one each time.
-      return Problem{"it computes something else than in the call before", kOneFunction, std::min((*one)->id, (*another)->id)};
+      return Problem{
+          "it computes something else than in the call before", kOneFunction, std::min((*one)->id, (*another)->id)};
     }
     return Problem{"it keeps other results, or computes more or less, than in the call before", kOneFunction};
   }
@@ -332,7 +334,8 @@ void RecordedStep::make_replayable(
 py::object RecordedStep::replay(const py::sequence& arguments) {
   TORCH_INTERNAL_ASSERT(watches_.has_value(), "a step that was recorded once is not replayed");
   if (!(Guards::now() == guards_)) {
-    return py::str("a mode changed: gradients, autocast, precision, determinism, torch's default dtype or the eager mode");
+    return py::str(
+        "a mode changed: gradients, autocast, precision, determinism, torch's default dtype or the eager mode");
   }
   if (const int changed = watches_->first_changed(); changed >= 0) {
     return py::int_(changed);
@@ -351,7 +354,8 @@ py::object RecordedStep::replay(const py::sequence& arguments) {
     return py::str(*reason);
   }
   stream.cut_all();
-  stream.get_ready_to_launch(run_.inputs.size()); // what became of earlier launches is raised before anything is changed
+  stream.get_ready_to_launch(
+      run_.inputs.size()); // what became of earlier launches is raised before anything is changed
   if (auto reason = take_inputs(taken)) {
     return py::str(*reason);
   }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "launch/capture_sink.h"
-#include "record/stream.h"
 #include "launch/watches.h"
+#include "record/stream.h"
 
 #include <pybind11/pybind11.h>
 
@@ -64,12 +64,8 @@ class RecordedStep {
   std::optional<Problem> difference(const RecordedStep& other) const;
   // Of tensors: whether it reads or writes where they are stored.
   std::vector<bool> uses(const std::vector<at::Tensor>& tensors) const;
-  const SegmentRun& run() const {
-    return run_;
-  }
-  const CaptureSink& record() const {
-    return *record_;
-  }
+  const SegmentRun& run() const { return run_; }
+  const CaptureSink& record() const { return *record_; }
 
   // What is looked at; the numbers of the host when the step was recorded (those that are watched, then those among the
   // arguments); which of them may change, since it is known where they go in the program.
@@ -103,9 +99,7 @@ class RecordedStep {
     size_t input;
     int64_t argument; // -1: a buffer that stays from step to step
     Handle buffer;
-    auto key() const {
-      return std::tuple(input, argument, argument >= 0 ? nullptr : buffer.get());
-    }
+    auto key() const { return std::tuple(input, argument, argument >= 0 ? nullptr : buffer.get()); }
   };
   // Where an output goes.
   struct Target {

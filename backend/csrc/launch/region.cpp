@@ -11,8 +11,8 @@ namespace py = pybind11;
 namespace tpu {
 namespace {
 
-constexpr const char* kUndeclared =
-    "it was computed in a region of torch.tpu.spmd and is none of its results: return it, or give it to the region's keep(tensor)";
+constexpr const char* kUndeclared = "it was computed in a region of torch.tpu.spmd and is none of its results: return "
+                                    "it, or give it to the region's keep(tensor)";
 
 void count(std::vector<int32_t>& counts, int32_t local, int32_t change) {
   if (counts.size() <= static_cast<size_t>(local)) {
@@ -24,7 +24,9 @@ void count(std::vector<int32_t>& counts, int32_t local, int32_t change) {
 } // namespace
 
 bool Region::begin(Stream& stream) {
-  const auto is_alone = [&] { return stream.sink() == stream.run_sink(); };
+  const auto is_alone = [&] {
+    return stream.sink() == stream.run_sink();
+  };
   if (!is_alone()) {
     return false;
   }
@@ -37,7 +39,8 @@ bool Region::begin(Stream& stream) {
   return true;
 }
 
-std::vector<std::shared_ptr<PyObject>> Region::end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results) {
+std::vector<std::shared_ptr<PyObject>>
+Region::end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results) {
   const auto sink = stream.sink();
   auto& region = static_cast<Region&>(*sink);
   if (results) {

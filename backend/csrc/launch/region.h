@@ -9,15 +9,17 @@ namespace tpu {
 
 class Stream;
 
-// Launches each segment for the results that are declared: those that it is given at the end, and what buffers hold that are older
-// than the region.  Who else holds what changes no program, so that processes which run the same region launch the same programs.
+// Launches each segment for the results that are declared: those that it is given at the end, and what buffers hold
+// that are older than the region.  Who else holds what changes no program, so that processes which run the same region
+// launch the same programs.
 class Region final : public Sink {
  public:
   // From here on a stream's segments are a region's.  Returns whether they are: not inside another sink.
   static bool begin(Stream& stream);
-  // Launches what is recorded, for these results, or, where an exception has ended the region, for all that buffers hold.
-  // Returns the executables of the region's launches.
-  static std::vector<std::shared_ptr<PyObject>> end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results);
+  // Launches what is recorded, for these results, or, where an exception has ended the region, for all that buffers
+  // hold. Returns the executables of the region's launches.
+  static std::vector<std::shared_ptr<PyObject>>
+  end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results);
 
   void before_read(const Segment& segment, Buffer& buffer) override;
   void on_read(const Segment& segment, int32_t local, const Buffer& buffer) override;
@@ -25,9 +27,7 @@ class Region final : public Sink {
   bool ends_steps() const override {
     return false; // an optimizer's step is in the middle of it
   }
-  bool joins_collectives() const override {
-    return true;
-  }
+  bool joins_collectives() const override { return true; }
   std::optional<std::string> why_no_replay() const override {
     return "it is called in a region of torch.tpu.spmd, which records it";
   }
@@ -36,8 +36,10 @@ class Region final : public Sink {
  private:
   // What a segment computes for buffers.
   struct Computed {
-    std::vector<int32_t> num_holders; // by local: buffers that were given it and nothing since, and later segments that read it
-    std::unordered_map<uintptr_t, int32_t> of_older; // by address of a buffer that is older than the region: what it was given
+    std::vector<int32_t>
+        num_holders; // by local: buffers that were given it and nothing since, and later segments that read it
+    std::unordered_map<uintptr_t, int32_t>
+        of_older; // by address of a buffer that is older than the region: what it was given
     std::unordered_map<int32_t, uintptr_t> readers; // by local of an input: the buffer that it was read from first
   };
   struct Undeclared {
@@ -45,9 +47,7 @@ class Region final : public Sink {
     uint32_t maker; // signature of the entry that made it
   };
 
-  bool was_before(const Buffer& buffer) const {
-    return buffer.address < first_new_address_;
-  }
+  bool was_before(const Buffer& buffer) const { return buffer.address < first_new_address_; }
   // Null where no segment of this region computes it.
   Computed* computing(const Value& value);
   void name_undeclared(StreamMutex& mutex);
@@ -55,9 +55,9 @@ class Region final : public Sink {
   void find_undeclared(const Segment& segment);
 
   const uintptr_t first_new_address_{next_address()};
-  std::map<uint64_t, Computed> computed_; // by serial of segments that are still to be launched
+  std::map<uint64_t, Computed> computed_;        // by serial of segments that are still to be launched
   std::optional<std::vector<ValuePtr>> results_; // once they are declared
-  std::vector<Undeclared> undeclared_; // values that somebody holds
+  std::vector<Undeclared> undeclared_;           // values that somebody holds
   std::vector<std::shared_ptr<PyObject>> executables_;
   bool was_cut_{false}; // what follows a host read may depend on the rank's data
 };

@@ -102,8 +102,8 @@ Watches::TensorState::TensorState(at::Tensor watched, int at)
     : tensor(std::move(watched)), kept_place(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
       storage(storage_of(tensor)), autograd(tensor.unsafeGetTensorImpl()->autograd_meta()), address(address_of(tensor)),
       is_strided(tensor.layout() == at::kStrided && !tensor.is_nested()), dtype(tensor.scalar_type()),
-      is_conj(tensor.is_conj()), is_neg(tensor.is_neg()),
-      requires_grad(tensor.requires_grad()), has_grad(has_gradient(tensor)), place(at) {
+      is_conj(tensor.is_conj()), is_neg(tensor.is_neg()), requires_grad(tensor.requires_grad()),
+      has_grad(has_gradient(tensor)), place(at) {
   if (is_strided) {
     sizes = tensor.sizes();
     strides = tensor.strides();

@@ -22,81 +22,94 @@ class Decoder {
     const uint64_t word = words_[at_++];
     const uint64_t payload = payload_of(word);
     switch (tag_of(word)) {
-      case Tag::None:
-        return py::make_tuple("none");
-      case Tag::TensorWhole: {
-        const Layout* layout = layout_by_id(static_cast<uint32_t>(payload));
-        return py::make_tuple(
-            "tensor", reads, layout->dims, static_cast<int>(layout->dtype), py::none(), py::none(),
-            static_cast<int>(layout->dtype), "whole");
+    case Tag::None:
+      return py::make_tuple("none");
+    case Tag::TensorWhole: {
+      const Layout* layout = layout_by_id(static_cast<uint32_t>(payload));
+      return py::make_tuple(
+          "tensor",
+          reads,
+          layout->dims,
+          static_cast<int>(layout->dtype),
+          py::none(),
+          py::none(),
+          static_cast<int>(layout->dtype),
+          "whole");
+    }
+    case Tag::TensorView: {
+      const auto ndim = payload & 0xff;
+      const auto kind = static_cast<ViewKind>(payload >> 8 & 0xff);
+      const auto dtype = static_cast<int>(payload >> 16 & 0xff);
+      const Layout* layout = layout_by_id(static_cast<uint32_t>(payload >> 24));
+      const auto sizes = integers(ndim);
+      const auto strides = integers(ndim);
+      const char* names[] = {"", "dense", "box", "general"};
+      return py::make_tuple(
+          "tensor",
+          reads,
+          layout->dims,
+          static_cast<int>(layout->dtype),
+          sizes,
+          strides,
+          dtype,
+          names[static_cast<int>(kind)]);
+    }
+    case Tag::List: {
+      py::list items;
+      for (uint64_t i = 0; i < payload; ++i) {
+        items.append(next(reads));
       }
-      case Tag::TensorView: {
-        const auto ndim = payload & 0xff;
-        const auto kind = static_cast<ViewKind>(payload >> 8 & 0xff);
-        const auto dtype = static_cast<int>(payload >> 16 & 0xff);
-        const Layout* layout = layout_by_id(static_cast<uint32_t>(payload >> 24));
-        const auto sizes = integers(ndim);
-        const auto strides = integers(ndim);
-        const char* names[] = {"", "dense", "box", "general"};
-        return py::make_tuple(
-            "tensor", reads, layout->dims, static_cast<int>(layout->dtype), sizes, strides, dtype,
-            names[static_cast<int>(kind)]);
+      return py::make_tuple("list", items);
+    }
+    case Tag::Runtime:
+      return py::make_tuple(
+          "runtime",
+          static_cast<bool>(payload & 0xff),
+          static_cast<int>(payload >> 8 & 0xff),
+          static_cast<bool>(payload >> 16 & 1));
+    case Tag::Int:
+      return py::make_tuple("constant", static_cast<int64_t>(words_[at_++]));
+    case Tag::Double:
+      return py::make_tuple("constant", std::bit_cast<double>(words_[at_++]));
+    case Tag::Complex: {
+      const double real = std::bit_cast<double>(words_[at_++]);
+      const double imag = std::bit_cast<double>(words_[at_++]);
+      return py::make_tuple("constant", std::complex<double>(real, imag));
+    }
+    case Tag::Bool:
+      return py::make_tuple("constant", payload != 0);
+    case Tag::IntList:
+      return py::make_tuple("constant", integers(payload));
+    case Tag::DoubleList: {
+      py::list items;
+      for (uint64_t i = 0; i < payload; ++i) {
+        items.append(std::bit_cast<double>(words_[at_++]));
       }
-      case Tag::List: {
-        py::list items;
-        for (uint64_t i = 0; i < payload; ++i) {
-          items.append(next(reads));
-        }
-        return py::make_tuple("list", items);
+      return py::make_tuple("constant", items);
+    }
+    case Tag::BoolList: {
+      py::list items;
+      for (uint64_t i = 0; i < payload; ++i) {
+        items.append(words_[at_++] != 0);
       }
-      case Tag::Runtime:
-        return py::make_tuple(
-            "runtime", static_cast<bool>(payload & 0xff), static_cast<int>(payload >> 8 & 0xff),
-            static_cast<bool>(payload >> 16 & 1));
-      case Tag::Int:
-        return py::make_tuple("constant", static_cast<int64_t>(words_[at_++]));
-      case Tag::Double:
-        return py::make_tuple("constant", std::bit_cast<double>(words_[at_++]));
-      case Tag::Complex: {
-        const double real = std::bit_cast<double>(words_[at_++]);
-        const double imag = std::bit_cast<double>(words_[at_++]);
-        return py::make_tuple("constant", std::complex<double>(real, imag));
-      }
-      case Tag::Bool:
-        return py::make_tuple("constant", payload != 0);
-      case Tag::IntList:
-        return py::make_tuple("constant", integers(payload));
-      case Tag::DoubleList: {
-        py::list items;
-        for (uint64_t i = 0; i < payload; ++i) {
-          items.append(std::bit_cast<double>(words_[at_++]));
-        }
-        return py::make_tuple("constant", items);
-      }
-      case Tag::BoolList: {
-        py::list items;
-        for (uint64_t i = 0; i < payload; ++i) {
-          items.append(words_[at_++] != 0);
-        }
-        return py::make_tuple("constant", items);
-      }
-      case Tag::String:
-        return py::make_tuple("constant", interned_string(payload));
-      case Tag::Repeated:
-        return py::make_tuple("repeated", payload, next(reads));
-      case Tag::Random:
-        return py::make_tuple("random");
+      return py::make_tuple("constant", items);
+    }
+    case Tag::String:
+      return py::make_tuple("constant", interned_string(payload));
+    case Tag::Repeated:
+      return py::make_tuple("repeated", payload, next(reads));
+    case Tag::Random:
+      return py::make_tuple("random");
     }
     throw std::logic_error("unknown tag in a signature");
   }
 
-  bool done() const {
-    return at_ == words_.size();
-  }
+  bool done() const { return at_ == words_.size(); }
 
  private:
   std::vector<int64_t> integers(uint64_t count) {
-    std::vector<int64_t> result(words_.begin() + static_cast<int64_t>(at_), words_.begin() + static_cast<int64_t>(at_ + count));
+    std::vector<int64_t> result(
+        words_.begin() + static_cast<int64_t>(at_), words_.begin() + static_cast<int64_t>(at_ + count));
     at_ += count;
     return result;
   }
@@ -139,13 +152,9 @@ class Identity {
     put(static_cast<uint64_t>(signature.wide));
   }
 
-  py::bytes bytes() const {
-    return {reinterpret_cast<const char*>(said_.data()), said_.size() * sizeof(uint64_t)};
-  }
+  py::bytes bytes() const { return {reinterpret_cast<const char*>(said_.data()), said_.size() * sizeof(uint64_t)}; }
 
-  int num_links() const {
-    return num_links_;
-  }
+  int num_links() const { return num_links_; }
 
   // How many of a segment's numbers are for it: floats, doubles, integers, offsets.
   py::tuple numbers() const {
@@ -157,68 +166,66 @@ class Identity {
     const uint64_t word = words_[at_++];
     const uint64_t payload = payload_of(word);
     switch (tag_of(word)) {
-      case Tag::TensorWhole:
-        put(static_cast<uint64_t>(Tag::TensorWhole));
-        put(*layout_by_id(static_cast<uint32_t>(payload)));
-        num_links_ += reads ? 1 : 0;
-        return;
-      case Tag::TensorView:
-        numbers_.offsets += static_cast<ViewKind>(payload >> 8 & 0xff) != ViewKind::Dense ? 1 : 0;
-        put(word & 0xffffffff);
-        put(*layout_by_id(static_cast<uint32_t>(payload >> 24)));
-        copy(2 * (payload & 0xff));
-        num_links_ += reads ? 1 : 0;
-        return;
-      case Tag::String: {
-        const auto& text = interned_string(payload);
-        put(static_cast<uint64_t>(Tag::String));
-        put(text.size());
-        for (const char letter : text) {
-          put(static_cast<unsigned char>(letter));
-        }
-        return;
+    case Tag::TensorWhole:
+      put(static_cast<uint64_t>(Tag::TensorWhole));
+      put(*layout_by_id(static_cast<uint32_t>(payload)));
+      num_links_ += reads ? 1 : 0;
+      return;
+    case Tag::TensorView:
+      numbers_.offsets += static_cast<ViewKind>(payload >> 8 & 0xff) != ViewKind::Dense ? 1 : 0;
+      put(word & 0xffffffff);
+      put(*layout_by_id(static_cast<uint32_t>(payload >> 24)));
+      copy(2 * (payload & 0xff));
+      num_links_ += reads ? 1 : 0;
+      return;
+    case Tag::String: {
+      const auto& text = interned_string(payload);
+      put(static_cast<uint64_t>(Tag::String));
+      put(text.size());
+      for (const char letter : text) {
+        put(static_cast<unsigned char>(letter));
       }
-      case Tag::List:
-        put(word);
-        for (uint64_t i = 0; i < payload; ++i) {
-          argument(reads);
-        }
-        return;
-      case Tag::Repeated:
-        put(word);
+      return;
+    }
+    case Tag::List:
+      put(word);
+      for (uint64_t i = 0; i < payload; ++i) {
         argument(reads);
-        return;
-      case Tag::Int:
-      case Tag::Double:
-        put(word);
-        copy(1);
-        return;
-      case Tag::Complex:
-        put(word);
-        copy(2);
-        return;
-      case Tag::IntList:
-      case Tag::DoubleList:
-      case Tag::BoolList:
-        put(word);
-        copy(payload);
-        return;
-      case Tag::Runtime:
-        ++((payload & 0xff) != 0 ? numbers_.integers : wide_ ? numbers_.doubles : numbers_.floats);
-        put(word);
-        return;
-      case Tag::None:
-      case Tag::Bool:
-      case Tag::Random:
-        put(word);
-        return;
+      }
+      return;
+    case Tag::Repeated:
+      put(word);
+      argument(reads);
+      return;
+    case Tag::Int:
+    case Tag::Double:
+      put(word);
+      copy(1);
+      return;
+    case Tag::Complex:
+      put(word);
+      copy(2);
+      return;
+    case Tag::IntList:
+    case Tag::DoubleList:
+    case Tag::BoolList:
+      put(word);
+      copy(payload);
+      return;
+    case Tag::Runtime:
+      ++((payload & 0xff) != 0 ? numbers_.integers : wide_ ? numbers_.doubles : numbers_.floats);
+      put(word);
+      return;
+    case Tag::None:
+    case Tag::Bool:
+    case Tag::Random:
+      put(word);
+      return;
     }
     throw std::logic_error("unknown tag in a signature");
   }
 
-  void put(uint64_t word) {
-    said_.push_back(word);
-  }
+  void put(uint64_t word) { said_.push_back(word); }
 
   void put(const std::vector<int64_t>& numbers) {
     put(numbers.size());
@@ -286,9 +293,16 @@ PyObject* describe_signature(uint32_t id) {
     result["default_dtype"] = py::none();
     if (signature.words[0] == kBuiltinResize) {
       const Layout* from = layout_by_id(static_cast<uint32_t>(signature.words[1]));
-      arguments.append(py::make_tuple(
-          "tensor", true, from->dims, static_cast<int>(from->dtype), py::none(), py::none(),
-          static_cast<int>(from->dtype), "whole"));
+      arguments.append(
+          py::make_tuple(
+              "tensor",
+              true,
+              from->dims,
+              static_cast<int>(from->dtype),
+              py::none(),
+              py::none(),
+              static_cast<int>(from->dtype),
+              "whole"));
     }
   } else {
     result["default_dtype"] = static_cast<int>(default_dtype_of(signature.words[0]));
@@ -296,9 +310,13 @@ PyObject* describe_signature(uint32_t id) {
     Decoder decoder(signature);
     for (size_t i = 0; i < schema_arguments.size(); ++i) {
       const auto& argument = schema_arguments[i];
-      arguments.append(py::make_tuple(
-          argument.name(), argument.kwarg_only(), argument.is_out(), argument.real_type()->str(),
-          decoder.next(signature.op->args[i].is_read)));
+      arguments.append(
+          py::make_tuple(
+              argument.name(),
+              argument.kwarg_only(),
+              argument.is_out(),
+              argument.real_type()->str(),
+              decoder.next(signature.op->args[i].is_read)));
     }
   }
   result["arguments"] = arguments;

@@ -102,8 +102,9 @@ using Dims = c10::SmallVector<Dim, 6>;
 
 constexpr int kFits = -2;
 
-// One attempt to take `waiting` (ascending strides at the back) out of the base dims as digits.  Returns kFits, the base
-// dim to join with the one behind it, or -1 where there is none.  `in_bounds` tells whether every digit fits the offset.
+// One attempt to take `waiting` (ascending strides at the back) out of the base dims as digits.  Returns kFits, the
+// base dim to join with the one behind it, or -1 where there is none.  `in_bounds` tells whether every digit fits the
+// offset.
 int match_digits(const c10::SmallVector<int64_t, 6>& base_dims, Dims waiting, int64_t offset, bool& in_bounds) {
   in_bounds = true;
   int64_t base_stride = 1;

@@ -15,17 +15,16 @@ struct Layout {
   std::vector<int64_t> dims;
   int64_t numel;
 
-  size_t nbytes() const {
-    return static_cast<size_t>(numel) * c10::elementSize(dtype);
-  }
+  size_t nbytes() const { return static_cast<size_t>(numel) * c10::elementSize(dtype); }
 };
 
 // Layouts are interned and live as long as the process: equal layouts have equal addresses and ids.
 const Layout* intern_layout(c10::IntArrayRef dims, c10::ScalarType dtype);
 const Layout* layout_by_id(uint32_t id);
 
-// The permutation that brings the dims of a dense tensor into memory order.  The rule is stated in tpu_backend/views.py,
-// memory_order(); the two must agree, and a test holds them together.  What it is where `dense` is false means nothing.
+// The permutation that brings the dims of a dense tensor into memory order.  The rule is stated in
+// tpu_backend/views.py, memory_order(); the two must agree, and a test holds them together.  What it is where `dense`
+// is false means nothing.
 struct MemoryOrder {
   bool dense{false};
   std::vector<int64_t> permutation;

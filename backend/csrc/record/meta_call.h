@@ -16,8 +16,8 @@ struct MetaTensor {
   int element; // -1 outside a list
 };
 
-// What the operator returns for these arguments, lists flattened.  nullopt where there is no meta kernel; raises what it says of
-// the arguments.
+// What the operator returns for these arguments, lists flattened.  nullopt where there is no meta kernel; raises what
+// it says of the arguments.
 std::optional<std::vector<MetaTensor>> call_meta(const c10::OperatorHandle& handle, torch::jit::Stack stack);
 
 } // namespace tpu

@@ -96,7 +96,8 @@ Tensor where(const Tensor& condition, const Tensor& self, const Tensor& other) {
       condition.scalar_type() == at::kBool || condition.scalar_type() == at::kByte,
       "where: expected a condition of bool, got ",
       condition.scalar_type());
-  const Tensor result = at::empty({0}, condition.options().dtype(at::native::result_type(self, other)).device(at::kMeta));
+  const Tensor result =
+      at::empty({0}, condition.options().dtype(at::native::result_type(self, other)).device(at::kMeta));
   at::TensorIteratorConfig()
       .check_all_same_dtype(false)
       .add_output(result)

@@ -43,7 +43,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 }
 
 OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
-  OpInfo op{static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, {}, lowered.num_draws, {}, {}, {}};
+  OpInfo op{
+      static_cast<uint32_t>(op_table().size()), handle, lowered.table_name, {}, {}, lowered.num_draws, {}, {}, {}};
   op.check = distribution_check(handle.operator_name());
   if (op.check == nullptr) {
     op.check = division_check(handle.operator_name());
@@ -55,11 +56,21 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   op.is_graph = handle.operator_name().name.starts_with("tpu_graph::");
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
   static const std::set<std::string> kWriteApart{
-      "index_put_", "_index_put_impl_", "index_add_", "index_copy_", "index_fill_", "index_reduce_", "scatter_",
-      "scatter_add_", "scatter_reduce_", "put_"};
+      "index_put_",
+      "_index_put_impl_",
+      "index_add_",
+      "index_copy_",
+      "index_fill_",
+      "index_reduce_",
+      "scatter_",
+      "scatter_add_",
+      "scatter_reduce_",
+      "put_"};
   const std::string name = called.substr(called.find("::") + 2);
-  const bool is_out = std::any_of(
-      handle.schema().arguments().begin(), handle.schema().arguments().end(), [](const auto& argument) { return argument.is_out(); });
+  const bool is_out =
+      std::any_of(handle.schema().arguments().begin(), handle.schema().arguments().end(), [](const auto& argument) {
+        return argument.is_out();
+      });
   op.keeps_shape_of_out = is_out && (name == "arange" || name == "linspace" || name == "logspace" || name == "range");
   op.writes_apart = kWriteApart.contains(name) || (is_out && (name == "gather" || name == "index_select"));
   op.keeps_first_dtype = name == "huber_loss";
@@ -74,7 +85,8 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
     info.is_read = !info.is_out && !contains(lowered.unread_args, argument.name());
     if (is_number(argument.real_type())) {
       const bool runtime = contains(lowered.runtime_args, argument.name()) ||
-          (element_kind(argument.real_type()) == c10::TypeKind::NumberType && !contains(lowered.static_args, argument.name()));
+          (element_kind(argument.real_type()) == c10::TypeKind::NumberType &&
+           !contains(lowered.static_args, argument.name()));
       info.policy = runtime ? NumberPolicy::Runtime : NumberPolicy::Static;
       info.zero_or_one_static = argument.name() == "alpha" || argument.name() == "beta";
     }
@@ -104,7 +116,8 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
     }
   }
   const auto dot = lowered.table_name.find('.');
-  const std::string base = std::string(handle.schema().getNamespace().value_or("aten")) + "::" + lowered.table_name.substr(0, dot);
+  const std::string base =
+      std::string(handle.schema().getNamespace().value_or("aten")) + "::" + lowered.table_name.substr(0, dot);
   const std::string overload = dot == std::string::npos ? "" : lowered.table_name.substr(dot + 1);
   if (auto found = c10::Dispatcher::singleton().findSchema({base, overload})) {
     if (found->operator_name() != handle.operator_name()) {

@@ -13,15 +13,15 @@ namespace tpu {
 
 // What becomes of a number that is passed to an op.
 enum class NumberPolicy : uint8_t {
-  Static, // part of the program, so a new value is a new program
+  Static,  // part of the program, so a new value is a new program
   Runtime, // an input of the program
 };
 
 // The dtype that must be able to hold a number: PyTorch's kernels convert it and raise where it overflows.
 enum class Fits : uint8_t {
-  Any, // wraps, or becomes infinite
-  Result, // the dtype that the op computes
-  Opmath, // the same, but float32 for the 16-bit floats
+  Any,     // wraps, or becomes infinite
+  Result,  // the dtype that the op computes
+  Opmath,  // the same, but float32 for the 16-bit floats
   Written, // as Result, where the number becomes an element at all
 };
 
@@ -39,7 +39,7 @@ using ArgumentCheck = void (*)(c10::ArrayRef<c10::IValue> args);
 struct OpInfo {
   uint32_t id;
   c10::OperatorHandle handle;
-  std::string table_name; // the lowering, e.g. "add.Tensor"
+  std::string table_name;                        // the lowering, e.g. "add.Tensor"
   std::optional<c10::OperatorHandle> functional; // the overload that table_name stands for, if ATen has it
   // For forms whose shapes depend on data (`x[mask]`): "tpu::dynamic_index.Tensor"; see data_dependent.py.  And for the
   // sparse gradient of embedding_bag.
@@ -50,21 +50,21 @@ struct OpInfo {
   std::vector<int> returned_arg;
   // Arguments that are written and not returned (`_foreach_add_`, running statistics), in schema order.
   std::vector<int> silently_written;
-  ArgumentCheck check{nullptr}; // raises where an argument's value is wrong
-  bool is_fill{false}; // writes one value everywhere: PyTorch lets it write places that elements share
-  bool has_parts{false}; // PyTorch has a kernel that is made of other ops (`_foreach_add_` of `add_`)
-  bool is_foreach{false}; // of lists, which it may write
-  bool is_collective{false}; // of the ranks of a group
-  bool is_graph{false}; // what torch.compile made of many ops
-  bool is_pointwise{false}; // PyTorch refuses inputs that overlap what is written in part
+  ArgumentCheck check{nullptr};   // raises where an argument's value is wrong
+  bool is_fill{false};            // writes one value everywhere: PyTorch lets it write places that elements share
+  bool has_parts{false};          // PyTorch has a kernel that is made of other ops (`_foreach_add_` of `add_`)
+  bool is_foreach{false};         // of lists, which it may write
+  bool is_collective{false};      // of the ranks of a group
+  bool is_graph{false};           // what torch.compile made of many ops
+  bool is_pointwise{false};       // PyTorch refuses inputs that overlap what is written in part
   bool keeps_shape_of_out{false}; // where it has as many elements (`arange`)
-  bool writes_apart{false}; // PyTorch refuses inputs that share memory with what is written (`index_add_`)
-  bool keeps_first_dtype{false}; // the result is of the first argument's dtype, where the meta kernel promotes
-  bool sums_in_out_dtype{false}; // `out=` of another dtype is the dtype that it computes in
+  bool writes_apart{false};       // PyTorch refuses inputs that share memory with what is written (`index_add_`)
+  bool keeps_first_dtype{false};  // the result is of the first argument's dtype, where the meta kernel promotes
+  bool sums_in_out_dtype{false};  // `out=` of another dtype is the dtype that it computes in
 };
 
 struct LoweredOp {
-  std::string overload; // "aten::add_.Tensor"
+  std::string overload;   // "aten::add_.Tensor"
   std::string table_name; // "add.Tensor"
   std::vector<std::string> static_args;
   std::vector<std::string> runtime_args;

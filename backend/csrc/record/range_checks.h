@@ -13,7 +13,7 @@ namespace tpu {
 // An instruction of the user's program: the innermost one that is neither ours nor PyTorch's.
 struct UserPlace {
   std::shared_ptr<PyObject> code; // null where no Python runs (a thread of C++'s)
-  int lasti{0}; // offset in it, in bytes
+  int lasti{0};                   // offset in it, in bytes
 };
 UserPlace user_place();
 
@@ -28,8 +28,8 @@ struct CheckedEntry {
 class RangeChecks {
  public:
   // Raises what an old program has found when many are kept, so that they stay few.
-  void add(
-      size_t launch,
+  void
+  add(size_t launch,
       std::shared_ptr<PyObject> token,
       std::shared_ptr<PyObject> out_of_range,
       std::shared_ptr<PyObject> bounds_checks,

@@ -70,8 +70,8 @@ void check_partial_overlap(const Signature& signature, c10::ArrayRef<c10::IValue
 
 // Autograd would run a backward pass of this device in a thread of its own, as it does for devices whose kernels take
 // time.  Here an operation is only recorded, and to hand over to that thread, and the GIL to and fro between the two,
-// took a small step 0.2 to 0.3 ms of 0.85.  Said once a thread, so that what the user sets afterwards holds; not where it
-// is off or grad mode is: inference mode and the like restore what they found.
+// took a small step 0.2 to 0.3 ms of 0.85.  Said once a thread, so that what the user sets afterwards holds; not where
+// it is off or grad mode is: inference mode and the like restore what they found.
 void keep_backward_in_this_thread() {
   static thread_local bool is_said = false;
   if (is_said) {
@@ -84,8 +84,8 @@ void keep_backward_in_this_thread() {
   }
 }
 
-// PyTorch leaves it to a device's kernels to say that the elements of a list have changed, so that autograd refuses what
-// was saved of them: of other arguments it says so itself.
+// PyTorch leaves it to a device's kernels to say that the elements of a list have changed, so that autograd refuses
+// what was saved of them: of other arguments it says so itself.
 void bump_versions_of_lists(const OpInfo& op, c10::ArrayRef<c10::IValue> arguments) {
   for (size_t i = 0; i < op.args.size(); ++i) {
     if (op.args[i].is_written && arguments[i].isTensorList()) {
@@ -287,7 +287,8 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
       buffers.push_back(nullptr);
       continue;
     }
-    results.push_back(output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device, signature->id));
+    results.push_back(
+        output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device, signature->id));
     buffers.push_back(buffer_of(results.back()));
   }
   UserPlace place = signature->checked ? user_place() : UserPlace{};

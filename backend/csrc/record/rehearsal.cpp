@@ -12,7 +12,9 @@ constexpr const char* kRehearsed = "what is computed in torch.tpu.rehearsal has 
 void Rehearsal::begin(Stream& stream) {
   const auto check_alone = [&] {
     TORCH_CHECK(stream.sink()->launches(), "torch.tpu.rehearsal inside another one");
-    TORCH_CHECK(stream.sink() == stream.run_sink(), "torch.tpu.rehearsal while torch.tpu.capture records a step: rehearse outside of it");
+    TORCH_CHECK(
+        stream.sink() == stream.run_sink(),
+        "torch.tpu.rehearsal while torch.tpu.capture records a step: rehearse outside of it");
   };
   check_alone();
   stream.cut_all();
@@ -41,9 +43,10 @@ void Rehearsal::end(Stream& stream) {
 void Rehearsal::on_entry(const Segment& segment, const Signature&, const EncodedCall& call) {
   if (call.generator.defined()) {
     const size_t place = segment.draws.back().place;
-    const auto at = [&](size_t which) { return static_cast<uint64_t>(segment.numbers.integers[which]); };
-    generators_.try_emplace(
-        call.generator.unsafeGetGeneratorImpl(), Drawn{call.generator, at(place), at(place + 1)});
+    const auto at = [&](size_t which) {
+      return static_cast<uint64_t>(segment.numbers.integers[which]);
+    };
+    generators_.try_emplace(call.generator.unsafeGetGeneratorImpl(), Drawn{call.generator, at(place), at(place + 1)});
   }
 }
 

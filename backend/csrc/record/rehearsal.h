@@ -16,21 +16,15 @@ class Rehearsal final : public Sink {
 
   void on_entry(const Segment& segment, const Signature& signature, const EncodedCall& call) override;
   void on_write(Buffer& buffer, const Value& value, bool by_entry) override;
-  void on_captured_step(bool begins) override {
-    is_in_captured_step_ = begins;
-  }
+  void on_captured_step(bool begins) override { is_in_captured_step_ = begins; }
   bool ends_steps() const override {
     return !is_in_captured_step_; // which is one program
   }
-  bool must_keep(const Buffer& buffer) const override {
-    return was_before(buffer);
-  }
+  bool must_keep(const Buffer& buffer) const override { return was_before(buffer); }
   std::optional<std::string> why_no_replay() const override {
     return "it is called in torch.tpu.rehearsal, which runs nothing";
   }
-  bool launches() const override {
-    return false;
-  }
+  bool launches() const override { return false; }
   std::exception_ptr take(ProgramCache& programs, Segment& segment, Counters& counters) override;
 
  private:
@@ -46,9 +40,7 @@ class Rehearsal final : public Sink {
   };
 
   // Whether a buffer is older than the rehearsal.
-  bool was_before(const Buffer& buffer) const {
-    return buffer.address < first_new_address_;
-  }
+  bool was_before(const Buffer& buffer) const { return buffer.address < first_new_address_; }
   void take_back();
 
   bool is_in_captured_step_{false};

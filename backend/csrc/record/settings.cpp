@@ -6,7 +6,9 @@ at::Float32MatmulPrecision matmul_precision() {
   const auto& context = at::globalContext();
   const auto cpu = context.float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   const auto cuda = context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-  const auto is_any = [&](at::Float32Precision precision) { return cpu == precision || cuda == precision; };
+  const auto is_any = [&](at::Float32Precision precision) {
+    return cpu == precision || cuda == precision;
+  };
   if (is_any(at::Float32Precision::BF16)) {
     return at::Float32MatmulPrecision::MEDIUM;
   }

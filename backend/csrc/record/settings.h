@@ -5,8 +5,8 @@
 
 namespace tpu {
 
-// Of float32 matrix products.  PyTorch's own getter raises where somebody has used `torch.backends.*.fp32_precision`, so this
-// is made of those: the coarsest that the CPU's or CUDA's products may have, which is what
+// Of float32 matrix products.  PyTorch's own getter raises where somebody has used `torch.backends.*.fp32_precision`,
+// so this is made of those: the coarsest that the CPU's or CUDA's products may have, which is what
 // `torch.set_float32_matmul_precision` and `allow_tf32` set as well.
 at::Float32MatmulPrecision matmul_precision();
 

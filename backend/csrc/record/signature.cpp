@@ -1,9 +1,9 @@
 #include "record/signature.h"
 
 #include "aten/autocast.h"
-#include "record/meta_call.h"
 #include "launch/program.h"
 #include "python_error.h"
+#include "record/meta_call.h"
 
 #include <ATen/Dispatch_v2.h>
 #include <ATen/MemoryOverlap.h>
@@ -79,7 +79,8 @@ void encode_cpu_scalar(const at::Tensor& tensor, EncodedCall& call) {
   const auto value = tensor.item();
   if (value.isComplex()) {
     const auto number = value.toComplexDouble();
-    call.words.push_back(tagged(Tag::Complex, static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(wrapped) << 16));
+    call.words.push_back(
+        tagged(Tag::Complex, static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(wrapped) << 16));
     call.words.push_back(std::bit_cast<uint64_t>(number.real()));
     call.words.push_back(std::bit_cast<uint64_t>(number.imag()));
   } else if (value.isFloatingPoint()) {
@@ -111,7 +112,8 @@ void encode_number(const ArgInfo& arg, const c10::IValue& value, EncodedCall& ca
 // A list of numbers that are the same: one input does for all of them, and what it does to each tensor is one kernel.
 bool is_one_number(c10::ArrayRef<c10::IValue> list) {
   return list.size() > 1 && list[0].isDouble() && std::all_of(list.begin(), list.end(), [&](const c10::IValue& item) {
-           return item.isDouble() && std::bit_cast<uint64_t>(item.toDouble()) == std::bit_cast<uint64_t>(list[0].toDouble());
+           return item.isDouble() &&
+               std::bit_cast<uint64_t>(item.toDouble()) == std::bit_cast<uint64_t>(list[0].toDouble());
          });
 }
 
@@ -314,10 +316,10 @@ bool cpu_takes_out(const OpInfo& op, const torch::jit::Stack& meta) {
 bool changes_shape(
     const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::optional<std::vector<MetaTensor>>& returned) {
   return returned.has_value() && std::any_of(returned->begin(), returned->end(), [&](const MetaTensor& item) {
-    const int arg = op.returned_arg[item.slot];
-    return arg >= 0 && !op.args[arg].is_out && args[arg].isTensor() && item.tensor.defined() &&
-        item.tensor.sizes() != args[arg].toTensor().sizes();
-  });
+           const int arg = op.returned_arg[item.slot];
+           return arg >= 0 && !op.args[arg].is_out && args[arg].isTensor() && item.tensor.defined() &&
+               item.tensor.sizes() != args[arg].toTensor().sizes();
+         });
 }
 
 // The CPU computes in the dtype of both arguments and writes into the first one's.
@@ -330,8 +332,8 @@ void keep_first_dtype(std::optional<std::vector<MetaTensor>>& results, c10::Arra
 }
 
 // The strides that an out= tensor of another shape gets: those that a new result would have, its inputs' often.
-std::vector<int64_t> resized_strides(
-    const MetaTensor& resized, const std::optional<std::vector<MetaTensor>>& computed) {
+std::vector<int64_t>
+resized_strides(const MetaTensor& resized, const std::optional<std::vector<MetaTensor>>& computed) {
   if (computed.has_value()) {
     for (const MetaTensor& item : *computed) {
       if (item.slot == resized.slot && item.tensor.defined() && item.tensor.sizes() == resized.tensor.sizes() &&
@@ -437,8 +439,8 @@ bool is_written_nowhere(const OpInfo& op, c10::ArrayRef<c10::IValue> args) {
 }
 
 // Which of a call's numbers must fit into which dtype.
-std::vector<NumberFit> fits_of(
-    const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::vector<OutputInfo>& outputs) {
+std::vector<NumberFit>
+fits_of(const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::vector<OutputInfo>& outputs) {
   std::vector<NumberFit> fits;
   if (std::all_of(op.args.begin(), op.args.end(), [](const ArgInfo& arg) { return arg.fits == Fits::Any; })) {
     return fits;
@@ -472,10 +474,10 @@ std::vector<NumberFit> fits_of(
 }
 
 // Whether a complex number, which is part of the form, is given where there are only real ones.
-bool loses_imaginary_part(
-    const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::vector<OutputInfo>& outputs) {
-  const bool is_real = std::all_of(
-      outputs.begin(), outputs.end(), [](const OutputInfo& output) { return !c10::isComplexType(output.computed_dtype); });
+bool loses_imaginary_part(const OpInfo& op, c10::ArrayRef<c10::IValue> args, const std::vector<OutputInfo>& outputs) {
+  const bool is_real = std::all_of(outputs.begin(), outputs.end(), [](const OutputInfo& output) {
+    return !c10::isComplexType(output.computed_dtype);
+  });
   for (size_t i = 0; is_real && i < args.size(); ++i) {
     if (op.args[i].fits != Fits::Any && args[i].isComplexDouble() && args[i].toComplexDouble().imag() != 0) {
       return true;
@@ -693,7 +695,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
     return publish(store(std::move(signature)));
   }
 
-  bool casts_out = false; // what is computed is of another dtype than out=
+  bool casts_out = false;  // what is computed is of another dtype than out=
   bool loses_kind = false; // of the number: a complex one into floats, a float into integers
   const auto add_output = [&](OutputInfo output, const at::Tensor& result) {
     const auto place = signature.outputs.size();
@@ -745,7 +747,8 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
             continue;
           }
           const at::Tensor& out = args[arg].toTensor();
-          const bool fits = op.keeps_shape_of_out ? item.tensor.numel() == out.numel() : item.tensor.sizes() == out.sizes();
+          const bool fits =
+              op.keeps_shape_of_out ? item.tensor.numel() == out.numel() : item.tensor.sizes() == out.sizes();
           if (!fits) {
             signature.out_resizes.push_back({arg, item.tensor.sizes().vec(), resized_strides(item, computed)});
           }

@@ -31,25 +31,15 @@ class Sink {
   virtual void on_captured_step(bool /*begins*/) {}
 
   // Whether an optimizer's step ends the segment.
-  virtual bool ends_steps() const {
-    return true;
-  }
+  virtual bool ends_steps() const { return true; }
   // Whether a buffer must keep its storage.
-  virtual bool must_keep(const Buffer&) const {
-    return false;
-  }
+  virtual bool must_keep(const Buffer&) const { return false; }
   // Why no captured step can be replayed here; nothing where it can.
-  virtual std::optional<std::string> why_no_replay() const {
-    return std::nullopt;
-  }
+  virtual std::optional<std::string> why_no_replay() const { return std::nullopt; }
   // Whether collectives are entries of a segment like others; else each is a program of its own.
-  virtual bool joins_collectives() const {
-    return false;
-  }
+  virtual bool joins_collectives() const { return false; }
   // Whether `take` launches what it is given.
-  virtual bool launches() const {
-    return true;
-  }
+  virtual bool launches() const { return true; }
 
   // Takes a segment that was cut.  Returns and raises what `ProgramCache::run` does, which most sinks call.
   virtual std::exception_ptr take(ProgramCache& programs, Segment& segment, Counters& counters) = 0;

@@ -21,12 +21,8 @@ constexpr size_t kManyInputs = 32;
 // While it is run a detached segment can be found by others.
 class Running {
  public:
-  Running(std::vector<Segment*>& all, Segment& segment) : all_(all), segment_(&segment) {
-    all_.push_back(segment_);
-  }
-  ~Running() {
-    all_.erase(std::find(all_.begin(), all_.end(), segment_));
-  }
+  Running(std::vector<Segment*>& all, Segment& segment) : all_(all), segment_(&segment) { all_.push_back(segment_); }
+  ~Running() { all_.erase(std::find(all_.begin(), all_.end(), segment_)); }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
 
@@ -40,8 +36,8 @@ std::atomic<Parts> g_parts{Parts::Never};
 std::atomic<bool> g_pads_sizes{false};
 std::atomic<bool> g_forked{false};
 
-// Whether no gradient comes out of it: what is made of integers alone has none, wherever it is recorded.  A prompt is made before
-// `generate` enters `no_grad`.
+// Whether no gradient comes out of it: what is made of integers alone has none, wherever it is recorded.  A prompt is
+// made before `generate` enters `no_grad`.
 bool is_without_gradients(const EncodedCall& call) {
   const auto may_have_gradient = [](const TensorRef& tensor) {
     const auto dtype = tensor.buffer->layout->dtype;
@@ -63,7 +59,8 @@ void check_not_forked() {
   TORCH_CHECK(
       !forked(),
       "the tpu device cannot be used in a forked process (its parent had started it): keep tpu tensors out of it (a "
-      "DataLoader's worker gives out CPU tensors), or start processes with multiprocessing's \"spawn\" or \"forkserver\"");
+      "DataLoader's worker gives out CPU tensors), or start processes with multiprocessing's \"spawn\" or "
+      "\"forkserver\"");
 }
 
 Mode mode() {
@@ -231,7 +228,8 @@ void Stream::append(
     segment_.checked.push_back({static_cast<uint32_t>(segment_.entries.size()), signature.id, std::move(place)});
   }
   segment_.entries.push_back(&signature);
-  segment_.circumstances.push_back(call.circumstances | (pads_sizes() && is_without_gradients(call) ? kWithoutGradients : 0));
+  segment_.circumstances.push_back(
+      call.circumstances | (pads_sizes() && is_without_gradients(call) ? kWithoutGradients : 0));
   for (const auto& tensor : call.tensors) {
     if (tensor.reads) {
       segment_.push(static_cast<uint32_t>(link(tensor.buffer)));
@@ -390,7 +388,7 @@ void Stream::keep_for_later(Segment segment, bool was_open) {
     sealed_.push_front(std::move(segment));
     return;
   }
-  segment_ = std::move(segment); // what is recorded from now on joins it
+  segment_ = std::move(segment);                                    // what is recorded from now on joins it
   for (size_t local = 0; local < segment_.values.size(); ++local) { // another one may have numbered them meanwhile
     segment_.values[local]->segment = segment_.serial;
     segment_.values[local]->local = static_cast<int32_t>(local);
@@ -474,7 +472,11 @@ void Stream::check_launches() {
     auto launch = std::move(unchecked_.front());
     unchecked_.pop_front();
     range_checks_.add(
-        launch.launch, token_of(launch.launch), std::move(launch.out_of_range), std::move(launch.bounds_checks), std::move(launch.checked));
+        launch.launch,
+        token_of(launch.launch),
+        std::move(launch.out_of_range),
+        std::move(launch.bounds_checks),
+        std::move(launch.checked));
   }
 }
 
@@ -568,7 +570,9 @@ ValuePtr Stream::concrete(Buffer* buffer) {
   if (!value) {
     return value;
   }
-  const auto is_pending = [&] { return value->array == nullptr && value->error == nullptr; };
+  const auto is_pending = [&] {
+    return value->array == nullptr && value->error == nullptr;
+  };
   if (value->in_flight) {
     settle();
   } else if (is_pending()) {
@@ -697,7 +701,10 @@ void Stream::take_launches() {
     }
     if (launch->out_of_range != nullptr) {
       unchecked_.push_back(
-          {programs_.num_launched(), launch->out_of_range, launch->specialization->links.front().bounds_checks, std::move(launch->checked)});
+          {programs_.num_launched(),
+           launch->out_of_range,
+           launch->specialization->links.front().bounds_checks,
+           std::move(launch->checked)});
     }
   }
   launches.clear();

@@ -21,9 +21,9 @@ constexpr size_t kMaxEntries = 16384;
 
 // A mode is only a rule for when the stream is cut.
 enum class Mode : uint8_t {
-  Debug, // after each op, and wait for it
+  Debug,  // after each op, and wait for it
   Strict, // after each op
-  Fused, // at a natural boundary: a host read, a flush, the op after an optimizer step
+  Fused,  // at a natural boundary: a host read, a flush, the op after an optimizer step
 };
 
 struct Counters {
@@ -38,8 +38,8 @@ struct Counters {
   uint64_t replays{0}; // of captured steps
 };
 
-// The entries recorded last, for a report on a process that hangs: read by any thread without the lock, which the thread that
-// hangs may hold.  An entry that is being overwritten may appear as its successor.
+// The entries recorded last, for a report on a process that hangs: read by any thread without the lock, which the
+// thread that hangs may hold.  An entry that is being overwritten may appear as its successor.
 class RecentEntries {
  public:
   // With the stream's lock held.
@@ -48,14 +48,13 @@ class RecentEntries {
     ring_[number % kKept].store(&signature, std::memory_order_relaxed);
     recorded_.store(number + 1, std::memory_order_release);
   }
-  uint64_t num_recorded() const {
-    return recorded_.load(std::memory_order_relaxed);
-  }
+  uint64_t num_recorded() const { return recorded_.load(std::memory_order_relaxed); }
   void launched(uint64_t num_recorded) { // a turn inside another one may have come further
     launched_.store(std::max(num_recorded, launched_.load(std::memory_order_relaxed)), std::memory_order_relaxed);
   }
 
-  // Oldest first; and how many of them, the last, were not handed to XLA, or to the thread that does so, when this was asked.
+  // Oldest first; and how many of them, the last, were not handed to XLA, or to the thread that does so, when this was
+  // asked.
   std::pair<std::vector<const Signature*>, size_t> last() const;
 
  private:
@@ -69,23 +68,19 @@ class Stream {
  public:
   explicit Stream(c10::DeviceIndex device) : device_(device) {}
 
-  c10::DeviceIndex device() const {
-    return device_;
-  }
-  StreamMutex& mutex() {
-    return mutex_;
-  }
+  c10::DeviceIndex device() const { return device_; }
+  StreamMutex& mutex() { return mutex_; }
 
-  // All of these want the lock held, and those that cut may give it away meanwhile: others record, and what they have recorded
-  // may be pending afterwards.
-  // Whether two of these are one buffer: `_foreach_add_([x[0], x[1]], 1)`.  An entry writes a buffer once.
+  // All of these want the lock held, and those that cut may give it away meanwhile: others record, and what they have
+  // recorded may be pending afterwards. Whether two of these are one buffer: `_foreach_add_([x[0], x[1]], 1)`.  An
+  // entry writes a buffer once.
   bool is_written_twice(c10::ArrayRef<Buffer*> outputs);
   // `place` is where a checked entry was recorded.
-  void append(
-      const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place = {});
+  void
+  append(const Signature& signature, const EncodedCall& call, c10::ArrayRef<Buffer*> outputs, UserPlace place = {});
   // Strict and debug: the entry is a segment of its own.
   void cut_after(const Signature& signature, c10::ArrayRef<Buffer*> outputs);
-  // Hands what was recorded before this is called to the sink.  `next`: the sink of what is recorded after that.  Raises
+  // Hands what was recorded before this is called to the sink.  `next`: the sink of what is recorded after that. Raises
   // c10::Error, and what was to be computed carries the error; error_already_set for an interrupt, and nothing is lost.
   void cut(std::shared_ptr<Sink> next = nullptr);
   // Until nothing is pending, and nobody's turn.
@@ -96,8 +91,8 @@ class Stream {
   std::shared_ptr<Position> mark(bool is_timed);
   // Runs what an event stands for, if that is still pending; returns how many launches that are.
   size_t dispatch(const Position& position);
-  // Forgets all programs: they are of another runtime of XLA than what is launched from now on.  Raises where something else is
-  // recorded into: a captured step, a region, a rehearsal.
+  // Forgets all programs: they are of another runtime of XLA than what is launched from now on.  Raises where something
+  // else is recorded into: a captured step, a region, a rehearsal.
   void forget_programs();
   // Gives each value that a buffer holds the array that `moved` makes of its own, a new reference.
   void move_values(const std::function<PyObject*(PyObject*)>& moved);
@@ -106,58 +101,44 @@ class Stream {
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
 
   // Programs launched so far.
-  size_t num_launched() const {
-    return programs_.num_launched();
-  }
+  size_t num_launched() const { return programs_.num_launched(); }
   // What tells that a launch, counted from 1, has ended; null if it is none of the last.
-  std::shared_ptr<PyObject> token_of(size_t launch) const {
-    return programs_.token_of(launch);
-  }
-  // Wait for the first so many of them, or ask whether they are computed.  With the GIL, not under the lock: it takes long.
+  std::shared_ptr<PyObject> token_of(size_t launch) const { return programs_.token_of(launch); }
+  // Wait for the first so many of them, or ask whether they are computed.  With the GIL, not under the lock: it takes
+  // long.
   void wait(size_t num_launched);
-  // Raise for the first index of these launches that was out of range.  Waits for them, with the GIL, not under the lock.
-  void raise_range_errors(size_t num_launched) {
-    range_checks_.raise_failed(num_launched);
-  }
+  // Raise for the first index of these launches that was out of range.  Waits for them, with the GIL, not under the
+  // lock.
+  void raise_range_errors(size_t num_launched) { range_checks_.raise_failed(num_launched); }
   bool done(size_t num_launched);
 
   // An optimizer has stepped: the segment ends where the next step begins.  Until then only what is made of this step's
   // results (metrics) still joins it; gradients that `zero_grad` drops in between need not be outputs.
-  void end_step() {
-    step_ended_ = sink_->ends_steps() && !segment_.entries.empty();
-  }
+  void end_step() { step_ended_ = sink_->ends_steps() && !segment_.entries.empty(); }
 
   // The host is about to read a tensor.
   void note_host_read();
 
   // What becomes of what is recorded.
-  const std::shared_ptr<Sink>& sink() const {
-    return sink_;
-  }
+  const std::shared_ptr<Sink>& sink() const { return sink_; }
   // Nothing may be pending.
-  void set_sink(std::shared_ptr<Sink> sink) {
-    sink_ = std::move(sink);
-  }
+  void set_sink(std::shared_ptr<Sink> sink) { sink_ = std::move(sink); }
   // The sink that launches it, and no more.
-  const std::shared_ptr<Sink>& run_sink() const {
-    return run_;
-  }
+  const std::shared_ptr<Sink>& run_sink() const { return run_; }
   // What is pending is never handed over: what it was to compute carries this error.
   void drop_recorded(const std::string& message);
 
   // To be called before `launch_again` of a program of so many inputs.  Raises what `take_launches` does.
   void get_ready_to_launch(size_t num_inputs);
-  // Hands over a program that was run before, for these entries; wants the GIL.  Where it is a large one it is queued, for a
-  // thread: its outputs are in flight.  Returns whether it is; else `take_launches` tells what became of it.
+  // Hands over a program that was run before, for these entries; wants the GIL.  Where it is a large one it is queued,
+  // for a thread: its outputs are in flight.  Returns whether it is; else `take_launches` tells what became of it.
   bool launch_again(std::unique_ptr<Launch> launch, const std::vector<const Signature*>& entries);
-  // What was handed over and is launched is no longer in flight.  Raises what became of it, and what an earlier launch found
-  // out of range.
+  // What was handed over and is launched is no longer in flight.  Raises what became of it, and what an earlier launch
+  // found out of range.
   void take_launches();
   // Waits until nothing is in flight.  Raises what `take_launches` does.
   void settle();
-  bool has_queued() const {
-    return has_queued_;
-  }
+  bool has_queued() const { return has_queued_; }
   // From here on no thread launches: the interpreter is about to end.
   void stop_launcher();
 
@@ -185,17 +166,17 @@ class Stream {
 
   c10::DeviceIndex device_;
   StreamMutex mutex_;
-  Segment segment_; // that is recorded into
-  std::deque<Segment> sealed_; // before it: to be run first, in order
+  Segment segment_;               // that is recorded into
+  std::deque<Segment> sealed_;    // before it: to be run first, in order
   std::vector<Segment*> running_; // detached; the outermost turn's first
-  Segment spare_; // its storage is used again
+  Segment spare_;                 // its storage is used again
   ProgramCache programs_{mutex_, device_};
   RangeChecks range_checks_;
   std::deque<Unchecked> unchecked_; // launches whose bounds checks are still to be looked at
   Launcher launcher_;
   std::vector<std::unique_ptr<Launch>> launches_; // not by the launcher, and not looked at yet
-  bool has_queued_{false}; // since nothing was in flight
-  size_t num_untaken_{0}; // launches of captured steps that are not counted yet
+  bool has_queued_{false};                        // since nothing was in flight
+  size_t num_untaken_{0};                         // launches of captured steps that are not counted yet
   bool has_launcher_{true};
 
   uint64_t next_serial_{1};
@@ -216,7 +197,8 @@ void set_parts(Parts parts);
 // Whether segments without gradients whose sizes grow may share padded programs; see tpu_backend/padded.
 bool pads_sizes();
 void set_pads_sizes(bool pads_sizes);
-// Whether this segment may: without gradients, in a mode that joins operations, and where the same bits are not promised.
+// Whether this segment may: without gradients, in a mode that joins operations, and where the same bits are not
+// promised.
 bool may_be_padded(const Segment& segment);
 // Whether all of it was recorded without gradients while sizes were padded.
 bool is_without_gradients(const Segment& segment);

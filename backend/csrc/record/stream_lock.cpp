@@ -35,8 +35,8 @@ void lock_without_gil(StreamMutex& mutex) {
   PyEval_RestoreThread(state);
 }
 
-// Runs the handlers of signals that have come, in Python's main thread; returns what they raised.  Wants the GIL not held:
-// the caller gave it away, or PyTorch did (`x.cpu()`).
+// Runs the handlers of signals that have come, in Python's main thread; returns what they raised.  Wants the GIL not
+// held: the caller gave it away, or PyTorch did (`x.cpu()`).
 std::exception_ptr pending_interrupt() {
   if (!Py_IsInitialized() || PyGILState_GetThisThreadState() == nullptr) {
     return nullptr;

@@ -9,12 +9,12 @@
 
 namespace tpu {
 
-// The lock of a stream: recursive, and may be given away whole.  Order of locks: the stream before the GIL; nobody waits for
-// the stream while holding the GIL.
+// The lock of a stream: recursive, and may be given away whole.  Order of locks: the stream before the GIL; nobody
+// waits for the stream while holding the GIL.
 //
-// Who runs a segment has a turn, from where the segment is detached until it was launched.  In a turn the lock is given away
-// while a program is compiled: that takes long, and may run any Python.  Others record meanwhile; who wants to run something, or
-// a value of that segment, waits until the turn has ended.
+// Who runs a segment has a turn, from where the segment is detached until it was launched.  In a turn the lock is given
+// away while a program is compiled: that takes long, and may run any Python.  Others record meanwhile; who wants to run
+// something, or a value of that segment, waits until the turn has ended.
 class StreamMutex {
  public:
   void lock();
@@ -27,9 +27,9 @@ class StreamMutex {
   }
   // Gives away the lock, and the GIL.  Raises error_already_set for an interrupt.
   void wait_until_idle();
-  // Whether this thread waits for no turn to end: whoever has it may be waiting for this thread.  So it is for threads that
-  // compile, and for finalizers that the collector runs in a turn or where the lock is held.  These may have turns of their
-  // own inside the other one.
+  // Whether this thread waits for no turn to end: whoever has it may be waiting for this thread.  So it is for threads
+  // that compile, and for finalizers that the collector runs in a turn or where the lock is held.  These may have turns
+  // of their own inside the other one.
   bool must_not_wait() const;
   // Whether the turn that this thread has is none of those.
   bool is_outermost_turn() const;
@@ -48,9 +48,7 @@ class StreamMutex {
 class StreamLock {
  public:
   explicit StreamLock(StreamMutex& mutex);
-  ~StreamLock() {
-    mutex_.unlock();
-  }
+  ~StreamLock() { mutex_.unlock(); }
   StreamLock(const StreamLock&) = delete;
   StreamLock& operator=(const StreamLock&) = delete;
 
@@ -70,7 +68,8 @@ class StreamTurn {
   StreamMutex& mutex_;
 };
 
-// Gives the lock away for a time: where this thread holds it once.  A finalizer inside somebody's critical section keeps it.
+// Gives the lock away for a time: where this thread holds it once.  A finalizer inside somebody's critical section
+// keeps it.
 class StreamUnlocked {
  public:
   explicit StreamUnlocked(StreamMutex& mutex);

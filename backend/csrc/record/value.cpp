@@ -81,9 +81,7 @@ class TpuAllocator final : public c10::DeviceAllocator {
   void copy_data(void*, const void*, size_t) const override {
     TORCH_CHECK(false, "tpu storages cannot be copied byte by byte; use tensor.clone()");
   }
-  bool initialized() override {
-    return true;
-  }
+  bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
@@ -105,9 +103,7 @@ class TpuAllocator final : public c10::DeviceAllocator {
         .cast<std::pair<size_t, size_t>>();
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex device) override {
-    reset_peak_memory(device);
-  }
+  void resetPeakStats(c10::DeviceIndex device) override { reset_peak_memory(device); }
 };
 
 } // namespace
@@ -210,7 +206,8 @@ c10::Allocator* allocator() {
   return instance;
 }
 
-at::Tensor make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, c10::DeviceIndex device) {
+at::Tensor
+make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, c10::DeviceIndex device) {
   const auto order = memory_order(sizes, strides);
   const Layout* layout = nullptr;
   if (order.dense) {

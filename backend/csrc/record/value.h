@@ -28,21 +28,21 @@ struct Value final : c10::intrusive_ptr_target {
 
   const Layout* layout;
   PyObject* array{nullptr}; // the jax.Array, owned; null while the value is still to be computed
-  uint64_t segment{0}; // serial number of the segment that numbered this value
-  int32_t local{-1}; // its number there
-  size_t launch{0}; // the launch that computed it, counted from 1; 0 where none did
-  // A launcher is about to set array and error: nobody else looks at them, or at `launch` (Stream::settle).  Guarded by the
-  // stream's lock.
+  uint64_t segment{0};      // serial number of the segment that numbered this value
+  int32_t local{-1};        // its number there
+  size_t launch{0};         // the launch that computed it, counted from 1; 0 where none did
+  // A launcher is about to set array and error: nobody else looks at them, or at `launch` (Stream::settle).  Guarded by
+  // the stream's lock.
   bool in_flight{false};
   bool is_remembered{false}; // it tells whether its launch is done (ProgramCache::remember)
-  bool leased{false}; // JAX's side has seen the array, other arrays may share its memory: it is never donated
+  bool leased{false};        // JAX's side has seen the array, other arrays may share its memory: it is never donated
   std::shared_ptr<const std::string> error; // why the value could not be computed
 };
 using ValuePtr = c10::intrusive_ptr<Value>;
-constexpr const char* kBeingCompiled =
-    "this tensor is computed by a program that is being compiled right now, and what runs inside a compilation (a finalizer, a "
-    "function of a jax_op) cannot wait for that: read it before";
-constexpr const char* kNoValue = "this tensor has no value: "; // its error follows
+constexpr const char* kBeingCompiled = "this tensor is computed by a program that is being compiled right now, and "
+                                       "what runs inside a compilation (a finalizer, a "
+                                       "function of a jax_op) cannot wait for that: read it before";
+constexpr const char* kNoValue = "this tensor has no value: ";                              // its error follows
 constexpr const char* kProgramFailed = "it was to be computed by a program that failed:\n"; // how most errors begin
 
 struct Buffer;
@@ -52,13 +52,13 @@ struct BufferHandle {
 };
 
 struct Buffer {
-  ValuePtr value; // null until first written
+  ValuePtr value;       // null until first written
   const Layout* layout; // of `value`, or how a first write is expected
   size_t nbytes;
   uintptr_t address; // unique, never dereferenced
   c10::DeviceIndex device;
-  uint32_t maker; // the signature of the op that wrote it first, or kNoMaker
-  uint64_t mark; // of the call that last asked whether it is written twice
+  uint32_t maker;   // the signature of the op that wrote it first, or kNoMaker
+  uint64_t mark;    // of the call that last asked whether it is written twice
   Buffer* previous; // in the list of all that live
   Buffer* next;
   std::shared_ptr<BufferHandle> handle; // made when somebody asks for it
@@ -70,8 +70,11 @@ constexpr uint32_t kNoMaker = 0xffffffff; // nothing was written yet, or by the 
 
 // Never null.
 inline Buffer* buffer_of(const at::Tensor& tensor) {
-  void* context =
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_context();
+  void* context = tensor.unsafeGetTensorImpl()
+                      ->unsafe_storage()
+                      .unsafeGetStorageImpl()
+                      ->_mutable_data_ptr_no_checks()
+                      .get_context();
   if (C10_UNLIKELY(context == nullptr)) {
     refuse_address();
   }
@@ -104,9 +107,11 @@ uintptr_t next_address();
 c10::Allocator* allocator();
 
 // A tensor over a new buffer.  Strides must be dense or the storage is padded to what they span.
-at::Tensor make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, c10::DeviceIndex device);
+at::Tensor
+make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, c10::DeviceIndex device);
 
-// Drop a Python reference from any thread: at once if the GIL is held, else when somebody who holds it drains the queue.
+// Drop a Python reference from any thread: at once if the GIL is held, else when somebody who holds it drains the
+// queue.
 void release_reference(PyObject* object) noexcept;
 void drain_released_references();
 // A shared Python reference that may be dropped on any thread.
