@@ -288,3 +288,15 @@ def test_a_timed_event_behind_the_optimizer_does_not_split_the_next_step():
         counts.append(torch.tpu.compile_stats()["segments_run"] - before)
     torch.tpu.synchronize()
     assert counts[-1] == 1, counts
+
+
+def test_what_was_waited_for_is_done():
+    matrix = torch.full((128, 128), 1.0 / 128, device="tpu")
+    asked = []
+    for _ in range(200):  # results were a moment behind in one of 40
+        matrix = matrix @ matrix
+        event = torch.Event("tpu")
+        event.record()
+        event.synchronize()
+        asked.append(event.query())
+    assert all(asked)

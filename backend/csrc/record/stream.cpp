@@ -528,10 +528,15 @@ void Stream::wait(size_t num_launched) {
   if (!done) {
     throw_python_error();
   }
+  num_waited_ = std::max(num_waited_, num_launched);
   raise_range_errors(num_launched);
 }
 
 bool Stream::done(size_t num_launched) {
+  // A launch's token may be there a moment before its results say that they are.
+  if (num_launched <= num_waited_) {
+    return true;
+  }
   for (const auto& launch : programs_.launched(num_launched)) {
     const ValuePtr value = launch.output.lock();
     if (!value) {

@@ -176,6 +176,7 @@ class Stream {
   Launcher launcher_;
   std::vector<std::unique_ptr<Launch>> launches_; // not by the launcher, and not looked at yet
   bool has_queued_{false};                        // since nothing was in flight
+  size_t num_waited_{0};                          // launches that were waited for; guarded by the GIL
   size_t num_untaken_{0};                         // launches of captured steps that are not counted yet
   bool has_launcher_{true};
 
