@@ -133,11 +133,17 @@ def compile_for(
     """A recorded segment for the chips of a topology (see `lower_for`): a `jax.stages.Compiled`, which cannot
     run here.
 
-    `options` are the compiler's, by name. Raises what JAX raises if it does not compile.
+    `options` are the compiler's, by name; None: those that a run on these chips takes. Raises what JAX raises
+    if it does not compile.
     """
     import jax
 
+    from tpu_backend.runtime.compiler_options import options_for
+    from tpu_backend.runtime.target import target_for
+
     lowered = lower_for(topology, segment, order)
+    if options is None:
+        options = options_for(dict(segment), target_for(dict(segment), chips(topology)))
     with jax.enable_x64(True):
         return lowered.compile(compiler_options=None if options is None else dict(options))
 

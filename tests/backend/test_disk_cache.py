@@ -392,11 +392,11 @@ def programs_in(directory: Path) -> list[dict[str, Any]]:
 
 
 def key_of_tape(description: Description) -> str | None:
-    from tpu_backend.runtime import compiler, program_key
+    from tpu_backend.runtime import compiler_options, program_key
     from tpu_backend.runtime.target import target_of
 
     target = target_of(0)
-    return program_key.key_of_tape(description, compiler._options(description, target), target)
+    return program_key.key_of_tape(description, compiler_options.options_for(description, target), target)
 
 
 def compiled_again(description: Description) -> Any:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.backend.choices import Choices
-from tpu_backend.runtime import compiler
+from tpu_backend.runtime import compiler, compiler_options
 from tpu_backend.runtime.index_chains import _merges, longest_chain
 from tputrain.models.llama import Llama, LlamaConfig
 from tputrain.models.vit import Vit, VitConfig
@@ -76,7 +76,7 @@ def test_a_chain_of_views_compiles_in_time_that_grows_with_its_length(steps):
 
 
 def test_an_xla_that_has_no_other_emitters_compiles_chains_without_fusions(monkeypatch):
-    monkeypatch.setattr(compiler, "_has_other_emitters", lambda: False)
+    monkeypatch.setattr(compiler_options, "_has_other_emitters", lambda: False)
     grows_slowly(("turn", "flip"))
 
 
@@ -177,4 +177,4 @@ def test_an_ordinary_training_step_keeps_the_emitters(name, monkeypatch):
         with pytest.raises(RuntimeError, match="looked at"):
             torch.tpu.synchronize()
     assert chains
-    assert max(chains) <= compiler._LONG_CHAIN // 2
+    assert max(chains) <= compiler_options._LONG_CHAIN // 2

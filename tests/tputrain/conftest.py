@@ -8,7 +8,7 @@ import torch
 from tests.backend.quick_xla import quick_xla
 from tpu_backend import _C
 from tpu_backend.padded import serving
-from tpu_backend.runtime import ahead, compiler
+from tpu_backend.runtime import ahead, compiler, compiler_options
 
 _AS_FOR_USERS = (
     "test_execution",
@@ -27,9 +27,9 @@ def quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.module.__name__.rpartition(".")[2] in _AS_FOR_USERS:
         yield
         return
-    options = compiler._options
+    options = compiler_options.options_for
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "_options", lambda *given: (options(*given) or {}) | quick_xla())
+        patch.setattr(compiler, "options_for", lambda *given: (options(*given) or {}) | quick_xla())
         _forget_programs()
         yield
         _forget_programs()

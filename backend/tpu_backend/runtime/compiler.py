@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import repeat
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,15 +27,14 @@ from tpu_backend.executable_cache import ExecutableCache
 from tpu_backend.lowering.bounds import BoundsCheck
 from tpu_backend.lowering.collectives import axes_in_mesh
 from tpu_backend.lowering.platforms import lowering_for
-from tpu_backend.lowering.registry import is_16_bit
 from tpu_backend.padded import serving
 from tpu_backend.padded.executable import Plan, Resized
 from tpu_backend.padded.family import Lengthening
 from tpu_backend.runtime import ahead, compile_log, described, known_forms
 from tpu_backend.runtime.causes import Cause, causes_of, remember
 from tpu_backend.runtime.chain import Chain, Link, planned, whole_link
-from tpu_backend.runtime.dtypes import lowered_dtype, stored_dtype
-from tpu_backend.runtime.index_chains import longest_chain
+from tpu_backend.runtime.compiler_options import options_for, with_chains_compiled
+from tpu_backend.runtime.dtypes import stored_dtype
 from tpu_backend.runtime.parts import grows_with_gradients
 from tpu_backend.runtime.program_key import environment, key_of_plan, key_of_tape, key_of_text
 from tpu_backend.runtime.segment import segment_function
@@ -139,62 +137,6 @@ def _never_in_callers_thread(function: Callable[..., Any]) -> Callable[..., Any]
         return (*function(*arguments), jnp.sum(numbers))
 
     return run
-
-
-# XLA takes the CPU's kernels from two libraries. YNN is faster where large matrices meet. The other
-# adds products one after the other, each with one rounding, as PyTorch's CPU kernels do, so that a product of
-# matrices is the CPU's to the bit (but for tiny ones on an AMD EPYC, where MKL rounds twice); it has the
-# faster convolutions. YNN's sums leave out the rounding to 16 bit in front of a sum: without them, many
-# operators in one program round as they do one by one.
-_KERNELS_OF_YNN = "xla_cpu_experimental_ynn_fusion_type"
-_SUMS = "LIBRARY_FUSION_TYPE_REDUCE"
-_SUMS_AND_PRODUCTS = f"{_SUMS},LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-_LARGE_ARRAY = 2**14  # elements; in a program of smaller ones the products are no matter of time
-
-
-def _options(
-    description: dict[str, Any], target: Target, largest: int | None = None
-) -> dict[str, Any] | None:
-    """What this program is compiled with besides the process's own XLA_FLAGS; `largest`: elements of its
-    largest array, where that is not the segment's.
-    """
-    if target.platform != "cpu":
-        return None
-    values = {value for entry, _, _ in summaries(description["tape"]) for value in entry.values}
-    if any(is_16_bit(lowered_dtype(dtype)) for dtype in {dtype for dtype, _ in values}):
-        return {_KERNELS_OF_YNN: ""}
-    if largest is None:
-        sizes = [math.prod(dims) for _, dims in description["input_layouts"]]
-        largest = max([*sizes, *(size for _, size in values)], default=0)
-    return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if largest > _LARGE_ARRAY else _SUMS}
-
-
-# XLA:CPU's emitters of fusions take exponential time for some chains of views. Without them it compiles those
-# in no time, and an ordinary step a quarter slower, which then takes 4 % longer.
-_WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
-_WITHOUT_FUSIONS = {"xla_disable_hlo_passes": "fusion"}
-_LONG_CHAIN = 6  # merging reshapes; ordinary models chain one or two
-
-
-def _with_chains_compiled(
-    options: dict[str, Any] | None, lowered: jax.stages.Lowered, target: Target
-) -> dict[str, Any] | None:
-    """The options with the emitters switched off where a program has a long chain. Both keys on disk hold
-    this choice: it is a function of the program's text, and that one of the tape.
-    """
-    if target.platform == "cpu" and longest_chain(lowered) >= _LONG_CHAIN:
-        return (options or {}) | (_WITHOUT_EMITTERS if _has_other_emitters() else _WITHOUT_FUSIONS)
-    return options
-
-
-@cache
-def _has_other_emitters() -> bool:
-    """Whether this XLA can do without them: that of JAX 0.12 cannot, and says so."""
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=dict(_WITHOUT_EMITTERS))
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
 
 
 _WAITS = "tpu: waiting for the one program that follows first steps in parts, this once (docs/execution.md)"
@@ -325,7 +267,7 @@ def _compile(description: dict[str, Any], cause: Callable[[], Cause], may_wait: 
     names = tuple(entry.overload for entry, _, _ in summaries(description["tape"]))
     cache = executable_cache.current()
     target = target_for(description)
-    options = _options(description, target)
+    options = options_for(description, target)
     key = key_of_tape(description, options, target)
     if cache is not None and key is not None and (found := _load(cache, key, names, target)) is not None:
         return found
@@ -423,7 +365,7 @@ def _compile_padded(
     shapes = lengthening.shapes(target.placement)
     with jax.enable_x64(True), lowering_for(target.platform):
         lowered = jax.jit(lengthening.function, donate_argnums=donated, keep_unused=True).lower(*shapes)
-    options = _options(description, target, lengthening.largest)
+    options = options_for(description, target, lengthening.largest)
     key = key_of_text(lowered, (), options, target)
     found = None if cache is None else _load(cache, key, names, target)
     if found is not None:
@@ -451,7 +393,7 @@ def _compiled(
     """Has XLA compile a program, keeps it on disk, and gives it to other ranks."""
     is_kept = cache is not None or sharing.is_needed()
     with jax.enable_x64(True), compiled_by_xla() if is_kept else nullcontext():
-        compiled = lowered.compile(compiler_options=_with_chains_compiled(options, lowered, target))
+        compiled = lowered.compile(compiler_options=with_chains_compiled(options, lowered, target))
     memory = compiled.memory_analysis()
     temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
     _remember_temporary(temporary_bytes)

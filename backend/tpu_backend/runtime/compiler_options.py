@@ -1,0 +1,121 @@
+"""What options of the compiler's a program is compiled with, besides the process's own XLA_FLAGS.
+
+Of a CPU they follow from the program: which library's kernels it takes, and whether it has a chain of views
+that XLA's emitters cannot cope with. Of a TPU they follow from the generation of the chip.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from tpu_backend.lowering.registry import is_16_bit
+from tpu_backend.runtime.dtypes import lowered_dtype
+from tpu_backend.runtime.index_chains import longest_chain
+from tpu_backend.runtime.signature import summaries
+from tpu_backend.runtime.target import Target
+
+# XLA takes the CPU's kernels from two libraries. YNN is faster where large matrices meet. The other
+# adds products one after the other, each with one rounding, as PyTorch's CPU kernels do, so that a product of
+# matrices is the CPU's to the bit (but for tiny ones on an AMD EPYC, where MKL rounds twice); it has the
+# faster convolutions. YNN's sums leave out the rounding to 16 bit in front of a sum: without them, many
+# operators in one program round as they do one by one.
+_KERNELS_OF_YNN = "xla_cpu_experimental_ynn_fusion_type"
+_SUMS = "LIBRARY_FUSION_TYPE_REDUCE"
+_SUMS_AND_PRODUCTS = f"{_SUMS},LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+_LARGE_ARRAY = 2**14  # elements; in a program of smaller ones the products are no matter of time
+
+
+def options_for(
+    description: dict[str, Any], target: Target, largest: int | None = None
+) -> dict[str, Any] | None:
+    """What this program is compiled with besides the process's own XLA_FLAGS; `largest`: elements of its
+    largest array, where that is not the segment's.
+    """
+    if target.platform == "tpu" and target.mesh is not None:
+        return dict(_of_chip(target.device))
+    if target.platform != "cpu":
+        return None
+    values = {value for entry, _, _ in summaries(description["tape"]) for value in entry.values}
+    if any(is_16_bit(lowered_dtype(dtype)) for dtype in {dtype for dtype, _ in values}):
+        return {_KERNELS_OF_YNN: ""}
+    if largest is None:
+        sizes = [math.prod(dims) for _, dims in description["input_layouts"]]
+        largest = max([*sizes, *(size for _, size in values)], default=0)
+    return {_KERNELS_OF_YNN: _SUMS_AND_PRODUCTS if largest > _LARGE_ARRAY else _SUMS}
+
+
+# XLA:CPU's emitters of fusions take exponential time for some chains of views. Without them it compiles those
+# in no time, and an ordinary step a quarter slower, which then takes 4 % longer.
+_WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
+_WITHOUT_FUSIONS = {"xla_disable_hlo_passes": "fusion"}
+_LONG_CHAIN = 6  # merging reshapes; ordinary models chain one or two
+
+
+def with_chains_compiled(
+    options: dict[str, Any] | None, lowered: jax.stages.Lowered, target: Target
+) -> dict[str, Any] | None:
+    """The options with the emitters switched off where a program has a long chain. Both keys on disk hold
+    this choice: it is a function of the program's text, and that one of the tape.
+    """
+    if target.platform == "cpu" and longest_chain(lowered) >= _LONG_CHAIN:
+        return (options or {}) | (_WITHOUT_EMITTERS if _has_other_emitters() else _WITHOUT_FUSIONS)
+    return options
+
+
+@cache
+def _has_other_emitters() -> bool:
+    """Whether this XLA can do without them: that of JAX 0.12 cannot, and says so."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=dict(_WITHOUT_EMITTERS))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+# Matmuls carry collectives along. libtpu does so by itself on a v5e alone.
+_FUSION = {
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_enable_async_all_gather": True,
+}
+# A gather of weights that the compiler would make an all-reduce of, which moves twice as much.
+_GATHERS = {"xla_tpu_prefer_async_allgather_to_allreduce": True}
+
+OF_CHIPS: dict[str, dict[str, Any]] = {
+    "TPU v5": _FUSION | _GATHERS,  # v5p
+    "TPU v6 lite": _FUSION,  # v6e
+}
+"""By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
+
+
+@cache
+def _of_chip(device: Any) -> dict[str, Any]:
+    """Those that the installed compiler knows, but for what LIBTPU_INIT_ARGS sets itself."""
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    wanted = {
+        name: value for name, value in OF_CHIPS.get(device.device_kind, {}).items() if name not in given
+    }
+
+    def are_known(options: dict[str, Any]) -> bool:
+        try:
+            nothing.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            return False
+        return True
+
+    if not wanted:
+        return wanted
+    nothing = jax.jit(lambda: 0, out_shardings=SingleDeviceSharding(device)).lower()
+    if are_known(wanted):
+        return wanted
+    return {name: value for name, value in wanted.items() if are_known({name: value})}

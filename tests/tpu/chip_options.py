@@ -1,0 +1,39 @@
+"""The compiler's options of programs with collectives, as the installed compiler takes them.
+
+Run as a process of its own: it loads libtpu. Prints as JSON, by JAX's kind of device, the options of a
+program with and of one without collectives, and again where the table has an option that no compiler knows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from tpu_backend.runtime import compiler_options
+from tpu_backend.runtime.target import Target
+
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+
+
+def main() -> None:
+    found = {}
+    for name in TOPOLOGIES:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        alone = Target("tpu", devices[0])
+        together = replace(alone, mesh=Mesh(np.array(devices), ("ranks",)))
+        kind = devices[0].device_kind
+        compiler_options.OF_CHIPS.setdefault(kind, {})
+        without, with_collectives = (compiler_options.options_for({}, each) for each in (alone, together))
+        compiler_options.OF_CHIPS[kind]["xla_tpu_no_such_option"] = True
+        compiler_options._of_chip.cache_clear()
+        found[kind] = [without, with_collectives, compiler_options.options_for({}, together)]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
