@@ -14,16 +14,28 @@ from torch.autograd import forward_ad
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    *,
+    key_document_ids: Tensor | None = None,
+    place: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """`scaled_dot_product_attention` of tokens that see themselves and the earlier ones of their document.
 
-    `query` is (B, H, S, E), `key` and `value` are (B, K, S, E), where K divides H: H / K heads in a row share
-    keys. All are of one dtype of floats; under autocast they are cast as there. `document_ids` (B or 1, S)
-    are integers, of which a TPU looks at the lowest 32 bits. The result is (B, H, S, E). `scale`: of the
+    `query` is (B, H, L, E), `key` and `value` are (B, K, S, E), where K divides H: H / K heads in a row share
+    keys. All are of one dtype of floats; under autocast they are cast as there. `document_ids` (B or 1, L)
+    are integers, of which a TPU looks at the lowest 32 bits. The result is (B, H, L, E). `scale`: of the
     scores, 1 / sqrt(E) unless given.
 
-    A mask would hold S x S truth values for each sequence. This makes one on other devices, in torch.func's
+    `key_document_ids` (B or 1, S): the documents of the keys, where they differ from those of the queries.
+    A token that nobody may see has a document of its own there, as padding has. `place`: an integer tensor
+    without dimensions, the place of the first query among the keys; 0 unless given. A query sees no key
+    behind its own place. With a length of keys other than L both are needed.
+
+    A mask would hold L x S truth values for each sequence. This makes one on other devices, in torch.func's
     transforms and in forward differentiation only. Raises ValueError or TypeError for what does not fit.
     """
     kind = query.device.type
@@ -32,17 +44,24 @@ def document_attention(
         query, key, value = (
             each if each.dtype is torch.float64 else each.to(dtype) for each in (query, key, value)
         )
-    _check(query, key, value, document_ids)
+    _check(query, key, value, document_ids, key_document_ids, place)
     if kind != "tpu" or _is_transformed():
-        seen = torch.ones(2 * (query.shape[2],), dtype=torch.bool, device=query.device).tril()
-        seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])
+        rows, columns = (torch.arange(each.shape[2], device=query.device) for each in (query, key))
+        seen = rows[:, None] + (0 if place is None else place) >= columns
+        of_keys = document_ids if key_document_ids is None else key_document_ids
+        seen = seen & (document_ids[:, :, None] == of_keys[:, None, :])
         return F.scaled_dot_product_attention(
             query, key, value, seen[:, None], scale=scale, enable_gqa=key.shape[1] < query.shape[1]
         )
+    said = document_ids
+    if key_document_ids is not None:
+        parts = [document_ids, key_document_ids] + ([] if place is None else [place.reshape(1, 1)])
+        batch = max(len(each) for each in parts)
+        said = torch.cat([each.long().expand(batch, -1) for each in parts], 1)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    # Where a mask would stand, the operation takes integers for documents.
+    # Where a mask would stand, the operation takes integers for documents (lowering/documents.py).
     output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, document_ids[:, None, None, :], has_gradient, 0.0, True, scale=scale
+        query, key, value, said[:, None, None, :], has_gradient, 0.0, True, scale=scale
     )[0]
     return output
 
@@ -54,32 +73,56 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor) -> None:
-    shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value, document_ids))
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    key_document_ids: Tensor | None,
+    place: Tensor | None,
+) -> None:
+    of_keys = document_ids if key_document_ids is None else key_document_ids
+    ids = (document_ids,) if key_document_ids is None else (document_ids, key_document_ids)
+    shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value, *ids))
     fits = (
         query.dim() == key.dim() == 4
         and key.shape == value.shape
         and query.shape[0] == key.shape[0]
-        and query.shape[2:] == key.shape[2:]
+        and query.shape[3] == key.shape[3]
         and key.shape[1] > 0
         and query.shape[1] % key.shape[1] == 0
         and query.shape[3] > 0
-        and document_ids.dim() == 2
-        and document_ids.shape[0] in (1, query.shape[0])
+        and document_ids.dim() == of_keys.dim() == 2
+        and all(each.shape[0] in (1, query.shape[0]) for each in ids)
         and document_ids.shape[1] == query.shape[2]
+        and of_keys.shape[1] == key.shape[2]
+        and (query.shape[2] == key.shape[2] or place is not None)
     )
     if not fits:
         raise ValueError(
             "document_attention: expected (B, H, S, E), (B, K, S, E), (B, K, S, E) and (B, S), where K "
-            f"divides H; got {shapes}"
+            "divides H, and for another length of keys their documents and the place of the first query; "
+            f"got {shapes}{'' if place is None else ' and a place'}"
+        )
+    if place is not None and (key_document_ids is None or place.dim() > 0):
+        raise ValueError(
+            "document_attention: expected a place without dimensions beside key_document_ids, got a place of "
+            f"the shape {tuple(place.shape)}{' alone' if key_document_ids is None else ''}"
         )
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
         raise TypeError(
             f"document_attention: expected one dtype of floats, got {query.dtype}, {key.dtype} and "
             f"{value.dtype}"
         )
-    if document_ids.is_floating_point() or document_ids.is_complex() or document_ids.dtype is torch.bool:
-        raise TypeError(f"document_attention: expected integer document_ids, got {document_ids.dtype}")
+    for name, each in (
+        ("document_ids", document_ids),
+        ("key_document_ids", key_document_ids),
+        ("place", place),
+    ):
+        if each is None:
+            continue
+        if each.is_floating_point() or each.is_complex() or each.dtype is torch.bool:
+            raise TypeError(f"document_attention: expected integer {name}, got {each.dtype}")
 
 
 LEAST_LENGTH = 1024

@@ -25,6 +25,57 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, seen[:, None], enable_gqa=True)
 
 
+def _parts(length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Queries in the second third of their keys, with documents of both; some keys are of none of them."""
+    tensors, ids = _tensors(length)
+    place = length // 3
+    of_keys = ids.masked_fill(torch.rand(ids.shape) > 0.8, 7)
+    return [tensors[0][:, :, place : 2 * place], *tensors[1:]], [ids[:, place : 2 * place], of_keys]
+
+
+def _part_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, of_keys: Tensor) -> Tensor:
+    place = torch.tensor(key.shape[2] // 3, device=query.device)
+    return document_attention(query, key, value, ids, key_document_ids=of_keys, place=place)
+
+
+def _masked_part(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, of_keys: Tensor) -> Tensor:
+    rows, columns = (torch.arange(each.shape[2]) for each in (query, key))
+    seen = (rows[:, None] + key.shape[2] // 3 >= columns) & (ids[:, :, None] == of_keys[:, None, :])
+    return F.scaled_dot_product_attention(query, key, value, seen[:, None], enable_gqa=True)
+
+
+@pytest.mark.parametrize("length", [12, 1500])  # all scores at once, and in blocks
+def test_queries_from_a_place_on_with_other_documents_than_their_keys(length: int) -> None:
+    tensors, ids = _parts(length)
+
+    def found(attend, device: str) -> list[Tensor]:
+        given = [each.to(device).requires_grad_() for each in tensors]
+        output = attend(*given, *(each.to(device) for each in ids))
+        return [each.cpu() for each in (output, *torch.autograd.grad(output.sin().sum(), given))]
+
+    for ours, theirs in zip(found(_part_attention, "tpu"), found(_masked_part, "cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(_part_attention(*tensors, *ids), _masked_part(*tensors, *ids))
+
+
+def test_padding_is_keys_of_a_document_that_no_query_has() -> None:
+    tensors, _ = _tensors(600)
+    ids, of_keys = torch.ones(1, 600).long(), torch.ones(2, 600).long()
+    of_keys[0, :300], of_keys[1, 500:] = 0, 0  # left, right
+    seen = torch.ones(600, 600, dtype=torch.bool).tril() & (of_keys == 1)[:, None]
+
+    def found(device: str) -> list[Tensor]:
+        given = [each.to(device).requires_grad_() for each in tensors]
+        if device == "cpu":
+            output = F.scaled_dot_product_attention(*given, seen[:, None], enable_gqa=True)
+        else:
+            output = document_attention(*given, ids.to(device), key_document_ids=of_keys.to(device))
+        return [each.cpu() for each in (output, *torch.autograd.grad(output.sin().sum(), given))]
+
+    for ours, theirs in zip(found("tpu"), found("cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("length", [12, 600])
 def test_values_and_gradients_are_those_of_the_mask(length: int) -> None:
     tensors, ids = _tensors(length)
@@ -52,6 +103,22 @@ def test_second_derivatives_are_those_of_the_mask() -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected = second(_masked, "cpu", torch.float64)
     found = second(document_attention, "tpu", torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_of_queries_from_a_place_on_are_those_of_the_mask() -> None:
+    tensors, ids = _parts(6)
+
+    def second(attend, device: str, dtype: torch.dtype) -> list[Tensor]:
+        given = [each.to(device, dtype).requires_grad_() for each in tensors]
+        output = attend(*given, *(each.to(device) for each in ids))
+        first = torch.autograd.grad(output.sin().sum(), given, create_graph=True)
+        found = torch.autograd.grad(sum(each.square().sum() for each in first), given)
+        return [each.float().cpu() for each in found]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = second(_masked_part, "cpu", torch.float64)
+    found = second(_part_attention, "tpu", torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -110,6 +177,16 @@ def test_what_does_not_fit_is_refused() -> None:
         document_attention(query, key.double(), value, ids)
     with pytest.raises(TypeError, match=r"expected integer document_ids, got torch\.float32"):
         document_attention(query, key, value, ids.float())
+    with pytest.raises(ValueError, match=r"the place of the first query; got \(2, 4, 2, 16\), .*\(2, 4\)$"):
+        document_attention(query[:, :, :2], key, value, ids[:, :2], key_document_ids=ids)
+    for others, message in (
+        ({"place": torch.tensor(0)}, r"a place of the shape \(\) alone"),
+        ({"place": torch.zeros(1).long(), "key_document_ids": ids}, r"a place of the shape \(1,\)$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            document_attention(query, key, value, ids, **others)
+    with pytest.raises(TypeError, match=r"expected integer place, got torch\.float32"):
+        document_attention(query, key, value, ids, key_document_ids=ids, place=torch.tensor(0.0))
 
 
 def test_another_device_makes_the_mask() -> None:

@@ -85,6 +85,51 @@ def test_gradients_of_a_part_of_the_keys_use_the_log_sums_of_all() -> None:
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 
 
+@pytest.mark.parametrize("place", [0, 128, 384, 512])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_queries_from_a_place_that_is_data_on(place: int, batch: int) -> None:
+    """As ranks that share a sequence have them. Some keys are of no document of the queries."""
+    query, _, _, grad = _arrays(LENGTH, batch, 64)
+    _, key, value, _ = _arrays(2 * LENGTH, batch, 64)
+    ids = np.sort(np.random.default_rng(1).integers(0, 5, (batch, 2 * LENGTH)), 1)
+    of_keys = np.where(np.random.default_rng(2).random(ids.shape) > 0.9, 9, ids)
+    said = np.concatenate([ids[:, place : place + LENGTH], of_keys, np.full((batch, 1), place)], 1)
+    factor = jnp.float32(0.125)
+
+    @jax.jit
+    def found(said: jax.Array) -> tuple[jax.Array, ...]:
+        output, sums = splash_attention.forward(query, key, value, said, True, factor, interpret=True)
+        return output, *splash_attention.backward(
+            grad, query, key, value, said, output, sums, True, factor, interpret=True
+        )
+
+    documents = jnp.asarray(said)[:, None, None, :]
+    wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
+    exact, exact_sums = blocked_attention.forward(*wide[:3], documents, True, factor)
+    gradients = blocked_attention.backward(wide[3], *wide[:3], documents, exact, exact_sums, True, factor)
+    for ours, theirs in zip(found(documents), (exact, *gradients), strict=True):
+        assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
+
+
+def test_queries_that_see_nothing_are_numbers() -> None:
+    """As those of padding on the left are."""
+    query, key, value, grad = _arrays(LENGTH, 1, 64)
+    said = np.ones((1, 2 * LENGTH), int)
+    said[:, LENGTH : LENGTH + 300] = 0
+    documents, factor = jnp.asarray(said)[:, None, None, :], jnp.float32(0.125)
+    grad = grad.at[:, :, :300].set(0)
+    output, sums = splash_attention.forward(query, key, value, documents, True, factor, interpret=True)
+    found = splash_attention.backward(
+        grad, query, key, value, documents, output, sums, True, factor, interpret=True
+    )
+    wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
+    exact, exact_sums = blocked_attention.forward(*wide[:3], documents, True, factor)
+    gradients = blocked_attention.backward(wide[3], *wide[:3], documents, exact, exact_sums, True, factor)
+    assert np.isfinite(output.astype("float32")).all()
+    for ours, theirs in zip((output[:, :, 300:], *found), (exact[:, :, 300:], *gradients), strict=True):
+        assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
+
+
 def _query(length: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, 2, length, 64), dtype)
 

@@ -68,6 +68,25 @@ at::Tensor with_such_gradient(const at::Tensor& tensor) {
   return same;
 }
 
+// Where a query sees a key by a mask of integers (B or 1, 1, 1, N), which says of what document each is. N = S: the
+// queries are the keys. N = L + S: first come the queries. N = L + S + 1: the place of the first query among the keys
+// follows, which counts if the mask is causal, too.
+at::Tensor is_seen_by_documents(
+    const at::Tensor& documents, const c10::SymInt& queries, const c10::SymInt& keys, bool is_causal) {
+  const auto size = documents.sym_size(-1);
+  if (size == keys) {
+    return documents.transpose(-2, -1) == documents;
+  }
+  const auto of_queries = documents.narrow_symint(-1, 0, queries), of_keys = documents.narrow_symint(-1, queries, keys);
+  const auto is_seen = of_queries.transpose(-2, -1) == of_keys;
+  if (!is_causal || size == queries + keys) {
+    return is_seen;
+  }
+  const auto place = documents.narrow_symint(-1, queries + keys, 1);
+  const auto row = at::arange(queries, documents.options()).unsqueeze(-1);
+  return is_seen.logical_and(row + place >= at::arange(keys, documents.options()));
+}
+
 // What the operation computes, made of others that have all derivatives. It scales the scores, where PyTorch's
 // composite scales query and key by the square root each, with a rounding more in each factor.
 at::Tensor composite(
@@ -85,16 +104,18 @@ at::Tensor composite(
   auto scores =
       at::matmul(query.to(opmath), for_every_head(key).transpose(-2, -1)) * sdp::calculate_scale(query, scale);
   const auto infinity = std::numeric_limits<double>::infinity();
-  if (is_causal) {
+  const auto queries = query.sym_size(-2), keys = key.sym_size(-2);
+  const bool is_documents = mask && at::isIntegralType(mask->scalar_type(), /*includeBool=*/false);
+  if (is_causal && !(is_documents && mask->sym_size(-1) > queries + keys)) {
     const auto is_seen =
-        at::ones_symint({query.sym_size(-2), key.sym_size(-2)}, query.options().dtype(at::kBool)).tril();
+        at::ones_symint({queries, keys}, query.options().dtype(at::kBool)).tril();
     scores = scores.masked_fill(is_seen.logical_not(), -infinity);
   }
   if (mask && at::isFloatingType(mask->scalar_type())) {
     scores = scores + *mask;
-  } else if (mask) { // integers are documents, of which a query sees its own
-    const bool is_seen = mask->scalar_type() == at::kBool;
-    scores = scores.masked_fill(is_seen ? mask->logical_not() : mask->transpose(-2, -1) != *mask, -infinity);
+  } else if (mask) {
+    const auto is_seen = is_documents ? is_seen_by_documents(*mask, queries, keys, is_causal) : *mask;
+    scores = scores.masked_fill(is_seen.logical_not(), -infinity);
   }
   return at::matmul(at::_safe_softmax(scores, -1), for_every_head(value)).to(query.scalar_type());
 }

@@ -5,8 +5,8 @@ Scores that fill more than one block are never in memory together: on a CPU `blo
 
 Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries,
 each for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both
-broadcast to (B, H, L, S). A mask of integers (B or 1, 1, 1, S) holds the documents of the keys, which are the
-queries' too: a query looks at its own document. 16-bit tensors are computed in float32; on a TPU their
+broadcast to (B, H, L, S). A mask of integers says of which documents queries and keys are: a query looks at
+its own document (`documents.py`). 16-bit tensors are computed in float32; on a TPU their
 products are of 16-bit operands, as in its flash kernels. (The registry gives parameters called `key` and
 `out` a meaning of their own; here they are `keys` and `output`.)
 """
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_backend.lowering import blocked_attention, splash_attention
+from tpu_backend.lowering.documents import documents_of
 from tpu_backend.lowering.matmul import batched_matmul, product_precision
 from tpu_backend.lowering.normalization import safe_softmax
 from tpu_backend.lowering.platforms import lowered_for
@@ -94,14 +95,20 @@ def _scores(
     queries, keys = query.shape[2], key.shape[2]
     # Rounded, since the compiler keeps them for the backward pass.
     scores = _product(query, _transposed(key), dtype, is_rounded=True) * factor
+    documents = documents_of(bias, queries, keys)
     if is_causal:
-        scores = jnp.where(jnp.tril(jnp.ones((queries, keys), jnp.bool_)), scores, -jnp.inf)
+        if documents is None or documents.place is None:
+            is_earlier = jnp.tril(jnp.ones((queries, keys), jnp.bool_))
+        else:
+            is_earlier = jnp.arange(queries)[:, None] + documents.place >= jnp.arange(keys)
+        scores = jnp.where(is_earlier, scores, -jnp.inf)
     if bias is None:
         return scores
     if jnp.issubdtype(bias.dtype, jnp.floating):
         return scores + bias
-    is_seen = bias if bias.dtype == jnp.bool_ else _transposed(bias) == bias
-    return jnp.where(is_seen, scores, -jnp.inf)
+    if documents is not None:
+        bias = (documents.queries[:, :, None] == documents.keys[:, None, :])[:, None]
+    return jnp.where(bias, scores, -jnp.inf)
 
 
 def _attention_on_tpu(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpu_backend.lowering.documents import Documents, documents_of
 from tpu_backend.lowering.matmul import matmul
 from tpu_backend.lowering.platforms import lowered_for
 
@@ -176,15 +177,23 @@ class _Grid:
     key_size: int
     is_causal: bool
     bias: jax.Array | None
-    """Four dims, each of the whole size (padded) or 1: where True is seen, or what is added. Integers: the
-    documents of keys and queries (B or 1, 1, 1, S)."""
+    """Four dims, each of the whole size (padded) or 1: where True is seen, or what is added."""
+    documents: Documents | None
+    """Instead of a bias; each of the whole size (padded)."""
 
     @staticmethod
     def of(query: jax.Array, key: jax.Array, bias: jax.Array | None, is_causal: bool) -> _Grid:
         batch, heads, queries, _ = query.shape
         key_heads, keys = key.shape[1], key.shape[2]
         query_size, key_size = min(BLOCK, queries), min(BLOCK, keys)
-        if bias is not None:
+        documents = documents_of(bias, queries, keys)
+        if documents is not None:
+            bias = None
+            of_queries = jnp.pad(documents.queries, ((0, 0), (0, -queries % query_size)))
+            of_keys = jnp.pad(documents.keys, ((0, 0), (0, -keys % key_size)))
+            place = None if documents.place is None else documents.place.astype(jnp.int32)
+            documents = Documents(of_queries, of_keys, place)
+        elif bias is not None:
             bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
             padding = [
                 (0, 0 if size == 1 else -size % block)
@@ -192,7 +201,7 @@ class _Grid:
             ]
             bias = jnp.pad(bias, padding)
         group = heads // key_heads
-        return _Grid(batch, key_heads, group, queries, keys, query_size, key_size, is_causal, bias)
+        return _Grid(batch, key_heads, group, queries, keys, query_size, key_size, is_causal, bias, documents)
 
     @property
     def num_query_blocks(self) -> int:
@@ -233,26 +242,40 @@ class _Grid:
         rows = blocks.reshape(self.batch, self.num_key_heads, -1, blocks.shape[-1])
         return rows[:, :, : self.num_keys]
 
+    @property
+    def place(self) -> jax.Array:
+        """Of the first query among the keys."""
+        if self.documents is None or self.documents.place is None:
+            return jnp.int32(0)
+        return self.documents.place
+
     def end_of_keys(self, i: jax.Array) -> jax.Array:
         """The first block of keys that no query of block `i` sees, nor any later one."""
         if not self.is_causal:
             return jnp.int32(self.num_key_blocks)
-        return jnp.minimum(((i + 1) * self.query_size - 1) // self.key_size + 1, self.num_key_blocks)
+        last = self.place + (i + 1) * self.query_size - 1
+        return jnp.minimum(last // self.key_size + 1, self.num_key_blocks)
 
     def first_queries(self, j: jax.Array) -> jax.Array:
         """The first block of queries that sees a key of block `j`."""
-        return j * self.key_size // self.query_size if self.is_causal else jnp.int32(0)
+        if not self.is_causal:
+            return jnp.int32(0)
+        return jnp.maximum(j * self.key_size - self.place, 0) // self.query_size
 
     def _bias(self, head: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """Of a block, (G or 1, rows or 1, columns or 1): where True is seen, or what is added."""
-        assert self.bias is not None
-        if jnp.issubdtype(self.bias.dtype, jnp.integer):  # queries are keys, and both have the same blocks
-            row = jnp.int32(0) if self.bias.shape[0] == 1 else head // self.num_key_heads
+        if self.documents is not None:
             rows, columns = (
-                lax.dynamic_slice(self.bias[:, 0, 0], (row, block * self.key_size), (1, self.key_size))
-                for block in (i, j)
+                lax.dynamic_slice(
+                    ids, (jnp.int32(0) if ids.shape[0] == 1 else head // self.num_key_heads, start), (1, size)
+                )
+                for ids, start, size in (
+                    (self.documents.queries, i * self.query_size, self.query_size),
+                    (self.documents.keys, j * self.key_size, self.key_size),
+                )
             )
             return rows[:, :, None] == columns[:, None, :]
+        assert self.bias is not None
         sizes = (1, self.group, self.query_size, self.key_size)
         starts = (
             head // self.num_key_heads,
@@ -269,7 +292,7 @@ class _Grid:
 
     def where_seen(self, body, head: jax.Array, i=None, j=None):
         """A loop's body, left out where the mask rules out all of a block."""
-        if self.bias is None:
+        if self.bias is None and self.documents is None:
             return body
 
         def guarded(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -283,13 +306,13 @@ class _Grid:
         """The scores (G * rows, columns) of a block, -inf where a query does not look."""
         shape = self.group, self.query_size, self.key_size
         scores = scores.reshape(shape)
-        if self.bias is not None:
+        if self.bias is not None or self.documents is not None:
             block = self._bias(head, i, j)
             scores = jnp.where(block, scores, -jnp.inf) if block.dtype == jnp.bool_ else scores + block
         rows = i * self.query_size + jnp.arange(self.query_size, dtype=jnp.int32)[:, None]
         columns = j * self.key_size + jnp.arange(self.key_size, dtype=jnp.int32)
         if self.is_causal:
-            scores = jnp.where(rows >= columns, scores, -jnp.inf)
+            scores = jnp.where(self.place + rows >= columns, scores, -jnp.inf)
         if self.num_keys % self.key_size:
             scores = jnp.where(columns < self.num_keys, scores, -jnp.inf)
         return scores.reshape(-1, self.key_size)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from tpu_backend.attention import BLOCKS, is_kernel_on_tpu
+from tpu_backend.lowering.documents import Documents, documents_of
 from tpu_backend.lowering.platforms import lowered_for
 
 COMPUTED = 512
@@ -55,9 +56,10 @@ def forward(
         found = kernel(*tensors, ids)
         return (found[0], found[1][0]) if has_log_sums else (found, jnp.zeros((query.shape[1], 0)))
 
-    with jax.enable_x64(False), _noting_pairs(query, key, is_causal):
-        kernel = _kernel(query, key, is_causal, has_log_sums, interpret)
-        output, log_sums = _of_sequences(of_sequence, documents, _scaled(query, factor), key, value)
+    said = documents_of(documents, query.shape[2], key.shape[2])
+    with jax.enable_x64(False), _noting_pairs(query, key, is_causal, said):
+        kernel = _kernel(query, key, is_causal, said, has_log_sums, interpret)
+        output, log_sums = _of_sequences(of_sequence, said, _scaled(query, factor), key, value)
         return output, log_sums
 
 
@@ -82,10 +84,11 @@ def backward(
         # The library differentiates its own results alone: log sums of others need its inner function.
         return kernels._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)[3:6]
 
-    with jax.enable_x64(False), _noting_pairs(query, key, is_causal):
-        kernel = _kernel(query, key, is_causal, True, interpret)
+    said = documents_of(documents, query.shape[2], key.shape[2])
+    with jax.enable_x64(False), _noting_pairs(query, key, is_causal, said):
+        kernel = _kernel(query, key, is_causal, said, True, interpret)
         given = _scaled(query, factor), key, value, output, log_sums, grad_out
-        grad_query, grad_key, grad_value = _of_sequences(of_sequence, documents, *given)
+        grad_query, grad_key, grad_value = _of_sequences(of_sequence, said, *given)
         return _scaled(grad_query, factor), grad_key, grad_value
 
 
@@ -94,36 +97,50 @@ def _scaled(query: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _of_sequences(
-    function: Callable[..., Any], documents: jax.Array | None, *tensors: jax.Array
+    function: Callable[..., Any], documents: Documents | None, *tensors: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The results of each sequence of a batch, given its documents (or None) and its tensors."""
     if documents is None:
         return jax.vmap(lambda *each: function(None, *each))(*tensors)
     kernels, _ = _library()
-    ids = documents.reshape(documents.shape[0], -1).astype(jnp.int32)
-    ids = jnp.broadcast_to(ids, (tensors[0].shape[0], ids.shape[1]))
-    return jax.vmap(lambda ids, *each: function(kernels.SegmentIds(ids, ids), *each))(ids, *tensors)
+    batch = tensors[0].shape[0]
+    queries, keys = (
+        jnp.broadcast_to(ids.astype(jnp.int32), (batch, ids.shape[1]))
+        for ids in (documents.queries, documents.keys)
+    )
+    return jax.vmap(lambda queries, keys, *each: function(kernels.SegmentIds(queries, keys), *each))(
+        queries, keys, *tensors
+    )
 
 
 def _block(length: int) -> int:
     return next(size for size in BLOCKS if length % size == 0)
 
 
-def _noting_pairs(query: jax.Array, key: jax.Array, is_causal: bool) -> Any:
+def _noting_pairs(query: jax.Array, key: jax.Array, is_causal: bool, documents: Documents | None) -> Any:
     """Kernels made in here say in the compiled program how many pairs of a query and a key their blocks have,
-    over all heads and sequences (`tpu_backend.hlo.AttentionKernel`).
+    over all heads and sequences (`tpu_backend.hlo.AttentionKernel`). Queries whose place is data: at most.
     """
     queries, keys = query.shape[2], key.shape[2]
     rows, columns = _block(queries), _block(keys)
+    is_cut = is_causal and (documents is None or documents.place is None)
     pairs = 0
     for end in range(rows, queries + 1, rows):
-        pairs += rows * (min(keys, -(-end // columns) * columns) if is_causal else keys)
+        pairs += rows * (min(keys, -(-end // columns) * columns) if is_cut else keys)
     return set_xla_metadata(attention_pairs=str(query.shape[0] * query.shape[1] * pairs))
 
 
-def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, has_log_sums: bool, interpret: bool) -> Any:
+def _kernel(
+    query: jax.Array,
+    key: jax.Array,
+    is_causal: bool,
+    documents: Documents | None,
+    has_log_sums: bool,
+    interpret: bool,
+) -> Any:
     kernels, _ = _library()
-    mask = _mask(query.shape[1], query.shape[2], key.shape[2], is_causal)
+    place = documents.place if is_causal and documents is not None else None
+    mask = _mask(query.shape[1], query.shape[2], key.shape[2], is_causal and place is None)
     rows, columns = _block(query.shape[2]), _block(key.shape[2])
     sizes = kernels.BlockSizes(
         block_q=rows,
@@ -135,7 +152,7 @@ def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, has_log_sums: boo
         block_q_dq=rows,
         block_kv_dq=columns,
     )
-    return kernels.make_splash_mha(
+    kernel = kernels.make_splash_mha(
         mask,
         block_sizes=sizes,
         head_shards=1,
@@ -143,6 +160,14 @@ def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, has_log_sums: boo
         save_residuals=has_log_sums,
         interpret=interpret,
     )
+    if place is None:
+        return kernel
+    by_query, by_key = (
+        kernel.fwd_mask_info._replace(**said)
+        for said in _causal_from(place.astype(jnp.int32), query.shape[2], key.shape[2])
+    )
+    kernel.kwargs["mask_function"] = _is_earlier
+    return kernels.SplashAttentionKernel(by_query, by_query, by_key, **kernel.kwargs)
 
 
 @cache
@@ -150,3 +175,31 @@ def _mask(heads: int, queries: int, keys: int, is_causal: bool) -> Any:
     _, masks = _library()
     shape = queries, keys
     return masks.MultiHeadMask([masks.CausalMask(shape) if is_causal else masks.FullMask(shape)] * heads)
+
+
+def _is_earlier(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    return queries >= keys
+
+
+def _causal_from(place: jax.Array, queries: int, keys: int) -> tuple[dict[str, jax.Array], ...]:
+    """A causal mask in the library's words, of queries whose first one has a place that is data.
+
+    For kernels that go over the keys of each block of queries, and for the one that goes over the queries of
+    each block of keys. The library makes such numbers with NumPy, and its kernels read them as data.
+    """
+    rows, columns = _block(queries), _block(keys)
+    row, column = (
+        jnp.arange(length // block, dtype=jnp.int32) for length, block in ((queries, rows), (keys, columns))
+    )
+    last = (place + (row[:, None] + 1) * rows - 1) // columns  # block of keys that these queries see
+    first = jnp.maximum(column * columns - place, 0) // rows  # block of queries that see these keys
+    # What is not computed is not fetched: the block before it stays, or the one after it comes early.
+    fetched = (
+        jnp.minimum(column, last),
+        jnp.minimum(jnp.maximum(row[:, None], first), queries // rows - 1),
+    )
+    same = {
+        "block_mask": (column <= last).astype(jnp.int32)[None],
+        "q_sequence": place + jnp.arange(queries, dtype=jnp.int32),
+    }
+    return tuple({"data_next": each[None], **same} for each in fetched)
