@@ -43,6 +43,7 @@ from tputrain.loss import LossFunction
 from tputrain.metrics.evaluation import evaluation_sets
 from tputrain.metrics.named import Metric, metric_functions
 from tputrain.models.meta import allocate, move
+from tputrain.models.transformers_masks import take_notes
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.optimizer import create_state
@@ -129,6 +130,7 @@ class Trainer(Position):
         check_limits(self.world, cfg, model, loss_fn)
         is_alone = self.world.size == 1
         self.model = model
+        take_notes()
         move(model, self.device)
         self.execution = Execution(
             model, self.device, cfg.execution, lambda: self.step, cfg.trainer.length.steps, self._on_any_rank

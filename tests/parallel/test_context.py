@@ -8,12 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tputrain import ExecutionConfig, ParallelConfig, RunConfig
 from tputrain.batches import IGNORED_LABEL, counted
 from tputrain.errors import UserError
-from tputrain.models import sequence
+from tputrain.models import attention, sequence
 from tputrain.models.sequence import SplitSequence, sequence_split
 from tputrain.parallel.limits import check_limits
 from tputrain.parallel.slices import columns
@@ -59,6 +60,55 @@ def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
     model.config._attn_implementation = "eager"  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"Qwen3ForCausalLM has the attention eager, which"):
         check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), model, None)
+
+
+class Masks(TorchDispatchMode):
+    """The dtypes of what stands for a mask in the device's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+            self.dtypes.append(args[3].dtype if args[3] is not None else None)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("caller", ["documents", "causal", "function"])
+def test_attention_has_documents_and_a_place_instead_of_pairs(
+    monkeypatch: pytest.MonkeyPatch, rank: int, caller: str
+) -> None:
+    """The values are those of this rank's rows of the whole sequence."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, heads, 6, 4) for heads in (4, 2, 2)]
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]) if caller == "documents" else None
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    if ids is not None:
+        seen = (seen & (ids[:, :, None] == ids[:, None, :]))[:, None]
+    expected = F.scaled_dot_product_attention(*tensors, seen, enable_gqa=True)
+
+    own = slice(3 * rank, 3 * rank + 3)
+    split = SplitSequence(None, 2, rank, torch.device("tpu"))
+    wholes = iter([*([] if ids is None else [ids]), *tensors[1:]])
+
+    def whole(part: Tensor, dim: int) -> Tensor:
+        split.num_gathered += 1
+        return next(wholes).to("tpu")
+
+    for module in (sequence, attention):
+        monkeypatch.setattr(module, "whole", whole)
+    parts = [each[:, :, own].to("tpu") for each in tensors]
+    with sequence_split(split), Masks() as masks:
+        if caller == "function":
+            found = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        else:
+            of_own = None if ids is None else ids[:, own].to("tpu")
+            mask = attention.causal_mask(*sequence.places(3, torch.device("tpu")), of_own)
+            found = attention.attend(*parts, mask)
+    assert masks.dtypes == [torch.int64]
+    torch.testing.assert_close(found.cpu(), expected[:, :, own])
 
 
 def test_a_mask_is_of_the_columns_of_the_whole_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 A mask is one of three:
 
 - None: a token sees all earlier ones, and itself.
-- int64 (B, S): the document of each token. It sees the earlier ones of its own document.
+- int64 (B, S) or (B, S + T): the document of each token; with T more numbers those of rows, then of columns.
+  A token sees the earlier ones of its own document.
 - bool (B or 1, 1, S, T): each row says which columns it sees.
 """
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tputrain import device as devices
-from tputrain.models.sequence import is_split, whole
+from tputrain.models.sequence import attend_to_whole, is_split, whole
 
 
 def causal_mask(own: Tensor, every: Tensor, document_ids: Tensor | None) -> Tensor | None:
@@ -20,26 +21,40 @@ def causal_mask(own: Tensor, every: Tensor, document_ids: Tensor | None) -> Tens
 
     `document_ids` (B, S) are those of the rows. None: all tokens are of one document.
     """
-    if own is every and (document_ids is None or (document_ids.device.type == "tpu" and not is_split())):
+    if is_split():
+        return None if document_ids is None else torch.cat([document_ids, whole(document_ids, 1)], 1)
+    if own is every and (document_ids is None or document_ids.device.type == "tpu"):
         return document_ids
-    return visible(own, every, document_ids)
+    return pairs(own, every, document_ids)
 
 
-def visible(own: Tensor, every: Tensor, document_ids: Tensor | None) -> Tensor:
-    """True where a token (row) may attend to another (column): bool (B or 1, 1, S, T)."""
+def pairs(own: Tensor, every: Tensor, mask: Tensor | None) -> Tensor:
+    """A mask as the bool (B or 1, 1, S, T) that it stands for."""
+    if mask is not None and mask.dtype == torch.bool:
+        return mask
     allowed = (own[:, None] >= every[None, :])[None]
-    if document_ids is not None:
-        allowed = allowed & (document_ids[:, :, None] == whole(document_ids, 1)[:, None, :])
+    if mask is not None:
+        rows, columns = mask[:, : len(own)], mask[:, -len(every) :]
+        allowed = allowed & (rows[:, :, None] == columns[:, None, :])
     return allowed[:, None]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
     """The values (B, K, T, D), mixed for each of the queries (B, H, S, D): (B, H, S, D).
 
-    G = H / K query heads in a row share a head of keys (B, K, T, D). Scores are divided by sqrt(D). Where
-    ranks share a sequence, keys and values are this rank's part.
+    G = H / K query heads in a row share a head of keys (B, K, T, D). Scores are divided by sqrt(D), or
+    multiplied by `scale`. Where ranks share a sequence, keys and values are this rank's part.
     """
-    if mask is not None and mask.dtype != torch.bool:
-        return devices.document_attention()(query, key, value, mask)
-    # By this name: context parallelism takes its place there.
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+    if mask is not None and mask.dtype == torch.bool:
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+    if is_split():
+        return attend_to_whole(query, key, value, mask, scale)
+    if mask is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    length = query.shape[2]
+    if mask.shape[1] == length:
+        return devices.document_attention()(query, key, value, mask, scale=scale)
+    rows, columns = mask[:, :length], mask[:, length:]
+    return devices.document_attention()(query, key, value, rows, key_document_ids=columns, scale=scale)

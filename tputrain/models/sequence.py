@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tputrain import device as devices
 from tputrain.errors import UserError
 
 
@@ -49,6 +50,29 @@ def whole(part: Tensor, dim: int) -> Tensor:
     _split.num_gathered += 1
     gather = collectives.all_gather_tensor_autograd if part.requires_grad else collectives.all_gather_tensor
     return collectives.wait_tensor(gather(part.contiguous(), dim, _split.group))
+
+
+def attend_to_whole(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None
+) -> Tensor:
+    """Causal attention of this rank's queries (B, H, S, D) to the keys and values (B, K, S, D) of all ranks.
+
+    `documents` (B, S + T): those of this rank's tokens, then of the whole sequence's. None: all are of one.
+    No pairs of tokens are in memory where the device has a kernel; the place of this rank's queries is data.
+    """
+    assert _split is not None, "expected a sequence that ranks share"
+    length, key, value = query.shape[2], whole(key, 2), whole(value, 2)
+    if documents is None:
+        documents = torch.zeros(1, length + key.shape[2], dtype=torch.int64, device=query.device)
+    return devices.document_attention()(
+        query,
+        key,
+        value,
+        documents[:, :length],
+        key_document_ids=documents[:, length:],
+        place=_split.rank * length,
+        scale=scale,
+    )
 
 
 @contextmanager
@@ -91,6 +115,8 @@ class _Attention:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
+        if is_causal and attn_mask is None and dropout_p == 0 and _has_kernel(query, key, value, **options):
+            return attend_to_whole(query, key, value, None, options.get("scale"))
         key, value = whole(key, -2 + key.dim()), whole(value, -2 + value.dim())
         if attn_mask is not None and (is_causal or attn_mask.shape[-1] != key.shape[-2]):
             raise UserError(
@@ -103,3 +129,17 @@ class _Attention:
             rows, columns = places(query.shape[-2], query.device)
             attn_mask = rows[:, None] >= columns[None, :]
         return self._attend(query, key, value, attn_mask, dropout_p, **options)
+
+
+def _has_kernel(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, enable_gqa: bool = False
+) -> bool:
+    """Whether the device computes causal attention of these without pairs, or takes them at least."""
+    return (
+        query.device.type == "tpu"
+        and query.dim() == key.dim() == 4
+        and key.shape == value.shape
+        and query.shape[0] == key.shape[0]
+        and query.shape[2:] == key.shape[2:]
+        and (query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % key.shape[1] == 0))
+    )

@@ -1,0 +1,170 @@
+"""Attention of transformers' models without pairs of tokens in memory, where their mask is causal.
+
+Models of transformers give attention a mask of pairs. We note on that tensor of which documents its tokens
+are. Where their attention `sdpa` gets a tensor with a note, it gives the documents to the device. Nobody asks
+for the pairs then, so the device does not compute them.
+
+Everything else has its mask of pairs as before: another attention, a mask that the model changes, a window,
+dropout, a cache of keys.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tputrain.models.attention import attend
+from tputrain.models.sequence import is_split
+
+_NOTE = "_tputrain_documents"
+_KNOWN = {
+    "causal_mask_function",
+    "sliding_window_overlay",
+    "remap_positions_for_packed_sequence",
+    "packed_sequence_mask_function",
+}
+
+
+def note_documents(mask: Tensor, documents: Tensor | None) -> None:
+    """Say that `mask` (B or 1, 1, S, T) is causal within these documents, as `attend` takes them.
+
+    None: all tokens are of one document. Pairs are no documents: of them nothing is noted.
+    """
+    if mask.device.type == "tpu" and (documents is None or documents.dtype != torch.bool):
+        if torch.compiler.is_compiling():
+            setattr(mask, _NOTE, (documents, None))
+        elif not mask.is_inference():  # such a tensor does not know whether it was written to
+            setattr(mask, _NOTE, (documents, mask._version))
+
+
+def _noted(mask: Any) -> tuple[Tensor | None] | None:
+    """The documents of a mask that has a note and was not written to since."""
+    note = getattr(mask, _NOTE, None)
+    if note is None or not (torch.compiler.is_compiling() or mask._version == note[1]):
+        return None
+    return (note[0],)
+
+
+def take_notes() -> None:
+    """Have transformers' masks carry notes, and its attention `sdpa` look for them, if it is imported."""
+    if "transformers.modeling_utils" in sys.modules:  # who has made one has imported it
+        _register()
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("sdpa", _noticing(AttentionInterface()["sdpa"]))
+    AttentionMaskInterface.register("sdpa", _noting(AttentionMaskInterface()["sdpa"]))
+
+
+def _noticing(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Their attention, but for tensors with a note."""
+
+    def sdpa(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        noted = _noted(attention_mask)
+        if noted is None or not _fits(query, key, value, attention_mask, **options):
+            return attention(module, query, key, value, attention_mask, **options)
+        mixed = attend(query, key, value, noted[0], options.get("scaling"))
+        return mixed.transpose(1, 2).contiguous(), None
+
+    return sdpa
+
+
+def _fits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    output_attentions: bool | None = None,
+    **_: Any,
+) -> bool:
+    """Whether the mask is all that attention needs to know, and it is over the tokens themselves."""
+    return (
+        not dropout
+        and position_bias is None
+        and softcap is None
+        and not output_attentions
+        and key.shape == value.shape
+        and query.shape[0] == key.shape[0]
+        and query.shape[2:] == key.shape[2:]
+        and query.shape[1] % key.shape[1] == 0
+        and mask.shape[2] == query.shape[2]
+    )
+
+
+def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Their function that makes a mask, with a note on what it makes."""
+
+    def sdpa_mask(*args: Any, **options: Any) -> Any:
+        mask = make(*args, **options)
+        # A compiler cannot look into functions. A part of a sequence has no mask of transformers.
+        if isinstance(mask, Tensor) and not torch.compiler.is_compiling() and not is_split():
+            found = _documents(**options)
+            if found is not None:
+                note_documents(mask, *found)
+        return mask
+
+    return sdpa_mask
+
+
+def _documents(
+    *,
+    q_length: Any = None,
+    kv_length: Any = None,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor | None] | None:
+    """The documents of a mask, as `attend` takes them. None: it is another mask."""
+    lengths_and_offsets = (q_length, kv_length, q_offset, kv_offset)
+    if not all(isinstance(each, int) for each in lengths_and_offsets) or q_offset != 0 or kv_offset != 0:
+        return None
+    parts = [*_parts(mask_function)]
+    said = dict(parts)
+    window = said.get("sliding_window_overlay", {}).get("sliding_window", kv_length)
+    positions = said.get("remap_positions_for_packed_sequence", {}).get("position_ids")
+    packed = said.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    if (
+        "causal_mask_function" not in said
+        or not _KNOWN.issuperset(said)
+        or len(said) != len(parts)
+        or q_length != kv_length
+        or window < kv_length
+        or (positions is None) != (packed is None)  # by positions tokens are causal within a document only
+    ):
+        return None
+    if attention_mask is None:
+        return (packed,)
+    if packed is not None or attention_mask.shape[1:] != (kv_length,):
+        return None
+    # All queries are of the document that is no padding: so they see what they did see.
+    of_keys = attention_mask.long()
+    return (torch.cat([torch.ones_like(of_keys), of_keys], 1),)
+
+
+def _parts(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What must all hold in a mask: the functions of transformers that it is made of, and with what."""
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        yield "unknown", {}
+        return
+    name, made_of = function.__qualname__.split(".")[0], inspect.getclosurevars(function).nonlocals
+    if name == "and_masks":
+        functions = made_of.get("mask_functions", (None,))
+    else:
+        yield name, made_of
+        functions = [made_of["mask_function"]] if "mask_function" in made_of else []
+    for each in functions:
+        yield from _parts(each)
