@@ -70,7 +70,9 @@ def gradients(model: Any, batch: dict[str, Tensor], is_seen: Tensor, call: Any =
     device = next(model.parameters()).device
     # Packed positions count for transformers only where it makes no cache.
     options = {} if hasattr(model, "gives_logits_with_loss") else {"use_cache": False}
-    result = (call or model)(**{name: each.to(device) for name, each in batch.items()}, **options)
+    result = (model if call is None else call)(
+        **{name: each.to(device) for name, each in batch.items()}, **options
+    )
     logits = result if isinstance(result, Tensor) else result.logits
     counted = logits[is_seen.to(device)]
     counted.sin().sum().backward()
@@ -119,6 +121,7 @@ def test_packed_positions_are_documents(kind: str) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_documents(kind: str, side: str) -> None:
     padding = torch.ones(2, LENGTH, dtype=torch.int64)
+    padding[0] = 2  # any number but 0 is seen
     padding[1, slice(0, 40) if side == "left" else slice(250, None)] = 0
     batch = {"input_ids": tokens(), "attention_mask": padding}
     assert masks_of(lambda: theirs(kind), batch, padding.bool()) == {"documents"}

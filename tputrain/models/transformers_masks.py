@@ -150,8 +150,9 @@ def _documents(
         return (packed,)
     if packed is not None or attention_mask.shape[1:] != (kv_length,):
         return None
-    # All queries are of the document that is no padding: so they see what they did see.
-    of_keys = attention_mask.long()
+    # All queries are of the document that is no padding: so they see what they did see. To transformers all
+    # numbers but 0 are the same.
+    of_keys = attention_mask.bool().long()
     return (torch.cat([torch.ones_like(of_keys), of_keys], 1),)
 
 

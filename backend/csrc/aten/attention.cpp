@@ -71,8 +71,8 @@ at::Tensor with_such_gradient(const at::Tensor& tensor) {
 // Where a query sees a key by a mask of integers (B or 1, 1, 1, N), which says of what document each is. N = S: the
 // queries are the keys. N = L + S: first come the queries. N = L + S + 1: the place of the first query among the keys
 // follows, which counts if the mask is causal, too.
-at::Tensor is_seen_by_documents(
-    const at::Tensor& documents, const c10::SymInt& queries, const c10::SymInt& keys, bool is_causal) {
+at::Tensor
+is_seen_by_documents(const at::Tensor& documents, const c10::SymInt& queries, const c10::SymInt& keys, bool is_causal) {
   const auto size = documents.sym_size(-1);
   if (size == keys) {
     return documents.transpose(-2, -1) == documents;
@@ -107,8 +107,7 @@ at::Tensor composite(
   const auto queries = query.sym_size(-2), keys = key.sym_size(-2);
   const bool is_documents = mask && at::isIntegralType(mask->scalar_type(), /*includeBool=*/false);
   if (is_causal && !(is_documents && mask->sym_size(-1) > queries + keys)) {
-    const auto is_seen =
-        at::ones_symint({queries, keys}, query.options().dtype(at::kBool)).tril();
+    const auto is_seen = at::ones_symint({queries, keys}, query.options().dtype(at::kBool)).tril();
     scores = scores.masked_fill(is_seen.logical_not(), -infinity);
   }
   if (mask && at::isFloatingType(mask->scalar_type())) {
