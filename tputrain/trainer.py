@@ -42,8 +42,8 @@ from tputrain.loop.step_parts import StepParts, StepResult
 from tputrain.loss import LossFunction
 from tputrain.metrics.evaluation import evaluation_sets
 from tputrain.metrics.named import Metric, metric_functions
+from tputrain.models import transformers_masks
 from tputrain.models.meta import allocate, move
-from tputrain.models.transformers_masks import take_notes
 from tputrain.optim.evaluation_weights import EvaluationWeights
 from tputrain.optim.groups import freeze
 from tputrain.optim.optimizer import create_state
@@ -128,9 +128,8 @@ class Trainer(Position):
         if cfg.parallel.auto:
             self.world = divided(self.world, model, cfg, train_loader, loss_fn)
         check_limits(self.world, cfg, model, loss_fn)
-        is_alone = self.world.size == 1
-        self.model = model
-        take_notes()
+        self.model, is_alone = model, self.world.size == 1
+        transformers_masks.register()
         move(model, self.device)
         self.execution = Execution(
             model, self.device, cfg.execution, lambda: self.step, cfg.trainer.length.steps, self._on_any_rank

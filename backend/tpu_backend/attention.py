@@ -12,6 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_ATTENTION = (
+    F.scaled_dot_product_attention
+)  # PyTorch's own: others take its place where ranks share a sequence
+
 
 def document_attention(
     query: Tensor,
@@ -33,7 +37,7 @@ def document_attention(
     `key_document_ids` (B or 1, S): the documents of the keys, where they differ from those of the queries.
     A token that nobody may see has a document of its own there, as padding has. `place`: an integer tensor
     without dimensions, the place of the first query among the keys; 0 unless given. A query sees no key
-    behind its own place. With a length of keys other than L both are needed.
+    after its own position. If S differs from L, give both.
 
     A mask would hold L x S truth values for each sequence. This makes one on other devices, in torch.func's
     transforms and in forward differentiation only. Raises ValueError or TypeError for what does not fit.
@@ -50,13 +54,13 @@ def document_attention(
         seen = rows[:, None] + (0 if place is None else place) >= columns
         of_keys = document_ids if key_document_ids is None else key_document_ids
         seen = seen & (document_ids[:, :, None] == of_keys[:, None, :])
-        return F.scaled_dot_product_attention(
+        return _ATTENTION(
             query, key, value, seen[:, None], scale=scale, enable_gqa=key.shape[1] < query.shape[1]
         )
     said = document_ids
     if key_document_ids is not None:
+        batch = query.shape[0] if len(document_ids) != len(key_document_ids) else len(document_ids)
         parts = [document_ids, key_document_ids] + ([] if place is None else [place.reshape(1, 1)])
-        batch = max(len(each) for each in parts)
         said = torch.cat([each.long().expand(batch, -1) for each in parts], 1)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     # Where a mask would stand, the operation takes integers for documents (lowering/documents.py).
@@ -121,6 +125,10 @@ def _check(
     ):
         if each is None:
             continue
+        if each.device != query.device:
+            raise ValueError(
+                f"document_attention: expected {name} on {query.device}, as the query, got {each.device}"
+            )
         if each.is_floating_point() or each.is_complex() or each.dtype is torch.bool:
             raise TypeError(f"document_attention: expected integer {name}, got {each.dtype}")
 

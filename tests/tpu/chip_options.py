@@ -27,9 +27,9 @@ def main() -> None:
         alone = Target("tpu", devices[0])
         together = replace(alone, mesh=Mesh(np.array(devices), ("ranks",)))
         kind = devices[0].device_kind
-        compiler_options.OF_CHIPS.setdefault(kind, {})
         without, with_collectives = (compiler_options.options_for({}, each) for each in (alone, together))
-        compiler_options.OF_CHIPS[kind]["xla_tpu_no_such_option"] = True
+        of_chip = compiler_options.OF_CHIPS.get(kind, {})
+        compiler_options.OF_CHIPS[kind] = of_chip | {"xla_tpu_no_such_option": True}
         compiler_options._of_chip.cache_clear()
         found[kind] = [without, with_collectives, compiler_options.options_for({}, together)]
     json.dump(found, sys.stdout)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tputrain.models import LoraConfig, add_lora
+from tputrain.models import LoraConfig, add_lora, transformers_masks
 from tputrain.models.huggingface import build_huggingface
-from tputrain.models.transformers_masks import note_documents, take_notes
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,7 +55,7 @@ def theirs(kind: str = "llama", **settings: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **KINDS[kind] | settings)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    take_notes()
+    transformers_masks.register()
     return model.train()
 
 
@@ -158,7 +157,7 @@ def test_other_masks_and_other_attention_are_as_before() -> None:
 
 def test_a_mask_that_was_written_to_is_pairs() -> None:
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool, device="tpu").tril()
-    note_documents(mask, None)
+    transformers_masks.attach_documents(mask, None)
     attend = transformers.AttentionInterface()["sdpa"]
     query = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0)).to("tpu")
     with Attended() as attended:
@@ -168,6 +167,39 @@ def test_a_mask_that_was_written_to_is_pairs() -> None:
     assert attended.masks == ["nothing", "pairs"]
     expected = F.scaled_dot_product_attention(*[query.cpu()] * 3, mask.cpu()).transpose(1, 2)
     torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("registry", ["AttentionInterface", "AttentionMaskInterface"])
+def test_what_somebody_registered_is_left_alone(registry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def somebodys(*args: Any, **options: Any) -> None:
+        pass
+
+    own = {
+        "AttentionInterface": transformers.integrations.sdpa_attention.sdpa_attention_forward,
+        "AttentionMaskInterface": transformers.masking_utils.sdpa_mask,
+    }
+    for name, function in own.items():
+        mapping = getattr(transformers, name)._global_mapping
+        monkeypatch.setitem(mapping, "sdpa", somebodys if name == registry else function)
+    transformers_masks._register.__wrapped__()
+    for name, function in own.items():
+        expected = somebodys if name == registry else function
+        assert getattr(transformers, name)()["sdpa"] is expected
+
+
+def test_attention_that_somebody_has_replaced_gets_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers_masks.register()
+    attend, seen = transformers.AttentionInterface()["sdpa"], []
+
+    def replaced(query: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        seen.append(options.get("attn_mask"))
+        return query
+
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool, device="tpu").tril()
+    transformers_masks.attach_documents(mask, None)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replaced)
+    attend(nn.Identity(), *[torch.ones(1, 2, 4, 8, device="tpu")] * 3, mask)
+    assert seen[0] is mask
 
 
 def test_dropout_is_transformers_own() -> None:

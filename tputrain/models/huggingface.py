@@ -15,11 +15,11 @@ from tputrain.checkpoint.named_directory import model_directory
 from tputrain.config_checks import nearest, spelled
 from tputrain.errors import UserError
 from tputrain.hub import asking_hub, is_path
+from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
 from tputrain.models.llama import next_token_loss
 from tputrain.models.recompute import kind_of, recomputed_call
 from tputrain.models.sequence import places
-from tputrain.models.transformers_masks import note_documents, take_notes
 from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
 CONFIG = "config.json"
@@ -126,7 +126,7 @@ def _random(transformers: Any, config: Any, seed: int) -> Any:
 
 def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
     """`model` with the forward of this library's models."""
-    take_notes()
+    transformers_masks.register()
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
     window = _window(model.config)
@@ -147,10 +147,10 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
                 "config's sliding_window; a mask with a window is not supported"
             )
         # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read. On the
-        # device nobody makes its pairs where attention needs no more than what is noted.
+        # device nobody makes its pairs where attention needs no more than the documents.
         seen = causal_mask(own, every, document_ids)
         mask = torch.where(pairs(own, every, seen), 0.0, -math.inf).to(model.dtype)
-        note_documents(mask, seen)
+        transformers_masks.attach_documents(mask, seen)
         positions = own[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
         head.forget()  # of a call that failed behind it

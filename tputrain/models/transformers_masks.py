@@ -1,11 +1,11 @@
 """Attention of transformers' models without pairs of tokens in memory, where their mask is causal.
 
-Models of transformers give attention a mask of pairs. We note on that tensor of which documents its tokens
-are. Where their attention `sdpa` gets a tensor with a note, it gives the documents to the device. Nobody asks
-for the pairs then, so the device does not compute them.
+Models of transformers give attention a mask of pairs. We attach to that tensor of which documents its tokens
+are. Where their attention `sdpa` gets such a tensor, it gives the documents to the device. Then nobody asks
+for the pairs, so the device does not compute them.
 
 Everything else has its mask of pairs as before: another attention, a mask that the model changes, a window,
-dropout, a cache of keys.
+dropout, a cache of keys, torch.compile.
 """
 
 import inspect
@@ -15,64 +15,81 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tputrain.models.attention import attend
 from tputrain.models.sequence import is_split
 
-_NOTE = "_tputrain_documents"
-_KNOWN = {
-    "causal_mask_function",
-    "sliding_window_overlay",
-    "remap_positions_for_packed_sequence",
-    "packed_sequence_mask_function",
+_DOCUMENTS = "_tputrain_documents"
+_ATTENTION = F.scaled_dot_product_attention
+_KNOWN: dict[str, set[str]] = {
+    "causal_mask_function": set(),
+    "sliding_window_overlay": {"sliding_window"},
+    "remap_positions_for_packed_sequence": {"position_ids", "mask_function"},
+    "packed_sequence_mask_function": {"packed_sequence_mask"},
 }
+"""Functions of transformers that masks are made of, and the variables of theirs that say with what."""
 
 
-def note_documents(mask: Tensor, documents: Tensor | None) -> None:
+def attach_documents(mask: Tensor, documents: Tensor | None) -> None:
     """Say that `mask` (B or 1, 1, S, T) is causal within these documents, as `attend` takes them.
 
-    None: all tokens are of one document. Pairs are no documents: of them nothing is noted.
+    None: all tokens are of one document. Pairs are no documents: of them nothing is said. Neither under
+    torch.compile, where nobody could see that the mask was written to since.
     """
-    if mask.device.type == "tpu" and (documents is None or documents.dtype != torch.bool):
-        if torch.compiler.is_compiling():
-            setattr(mask, _NOTE, (documents, None))
-        elif not mask.is_inference():  # such a tensor does not know whether it was written to
-            setattr(mask, _NOTE, (documents, mask._version))
+    if (
+        mask.device.type == "tpu"
+        and (documents is None or documents.dtype != torch.bool)
+        and not torch.compiler.is_compiling()
+        and not mask.is_inference()  # such a tensor does not know either
+    ):
+        setattr(mask, _DOCUMENTS, (documents, mask._version))
 
 
-def _noted(mask: Any) -> tuple[Tensor | None] | None:
-    """The documents of a mask that has a note and was not written to since."""
-    note = getattr(mask, _NOTE, None)
-    if note is None or not (torch.compiler.is_compiling() or mask._version == note[1]):
+def _attached_documents(mask: Any) -> tuple[Tensor | None] | None:
+    """Those of a mask that has them and was not written to since."""
+    attached = getattr(mask, _DOCUMENTS, None)
+    if attached is None or torch.compiler.is_compiling() or mask._version != attached[1]:
         return None
-    return (note[0],)
+    return (attached[0],)
 
 
-def take_notes() -> None:
-    """Have transformers' masks carry notes, and its attention `sdpa` look for them, if it is imported."""
+def register() -> None:
+    """Have transformers' masks carry documents, and its attention `sdpa` look for them, if it is imported.
+
+    What somebody else registered by that name is left alone.
+    """
     if "transformers.modeling_utils" in sys.modules:  # who has made one has imported it
         _register()
 
 
 @cache
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+    except ImportError:  # a version that has no such names: masks of pairs, as before
+        return
+    if (
+        AttentionInterface()["sdpa"] is sdpa_attention_forward
+        and AttentionMaskInterface()["sdpa"] is sdpa_mask
+    ):
+        AttentionInterface.register("sdpa", _attention_with_documents(sdpa_attention_forward))
+        AttentionMaskInterface.register("sdpa", _mask_with_documents(sdpa_mask))
 
-    AttentionInterface.register("sdpa", _noticing(AttentionInterface()["sdpa"]))
-    AttentionMaskInterface.register("sdpa", _noting(AttentionMaskInterface()["sdpa"]))
 
-
-def _noticing(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Their attention, but for tensors with a note."""
+def _attention_with_documents(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Their attention, but for masks that have documents."""
 
     def sdpa(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        noted = _noted(attention_mask)
-        if noted is None or not _fits(query, key, value, attention_mask, **options):
+        attached = _attached_documents(attention_mask)
+        if attached is None or not _fits(query, key, value, attention_mask, **options):
             return attention(module, query, key, value, attention_mask, **options)
-        mixed = attend(query, key, value, noted[0], options.get("scaling"))
+        mixed = attend(query, key, value, attached[0], options.get("scaling"))
         return mixed.transpose(1, 2).contiguous(), None
 
     return sdpa
@@ -91,7 +108,8 @@ def _fits(
 ) -> bool:
     """Whether the mask is all that attention needs to know, and it is over the tokens themselves."""
     return (
-        not dropout
+        (is_split() or F.scaled_dot_product_attention is _ATTENTION)  # else somebody has put theirs there
+        and not dropout
         and position_bias is None
         and softcap is None
         and not output_attentions
@@ -103,8 +121,8 @@ def _fits(
     )
 
 
-def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Their function that makes a mask, with a note on what it makes."""
+def _mask_with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Their function that makes a mask, which then has documents where they say the same."""
 
     def sdpa_mask(*args: Any, **options: Any) -> Any:
         mask = make(*args, **options)
@@ -112,7 +130,7 @@ def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(mask, Tensor) and not torch.compiler.is_compiling() and not is_split():
             found = _documents(**options)
             if found is not None:
-                note_documents(mask, *found)
+                attach_documents(mask, *found)
         return mask
 
     return sdpa_mask
@@ -134,18 +152,15 @@ def _documents(
         return None
     parts = [*_parts(mask_function)]
     said = dict(parts)
-    window = said.get("sliding_window_overlay", {}).get("sliding_window", kv_length)
-    positions = said.get("remap_positions_for_packed_sequence", {}).get("position_ids")
-    packed = said.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
-    if (
-        "causal_mask_function" not in said
-        or not _KNOWN.issuperset(said)
-        or len(said) != len(parts)
-        or q_length != kv_length
-        or window < kv_length
-        or (positions is None) != (packed is None)  # by positions tokens are causal within a document only
-    ):
+    if "causal_mask_function" not in said or len(said) != len(parts) or q_length != kv_length:
         return None
+    if not all(name in _KNOWN and _KNOWN[name] <= set(variables) for name, variables in said.items()):
+        return None
+    if said.get("sliding_window_overlay", {"sliding_window": kv_length})["sliding_window"] < kv_length:
+        return None
+    packed = said.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    if (packed is None) != ("remap_positions_for_packed_sequence" not in said):
+        return None  # by positions tokens are causal within a document only
     if attention_mask is None:
         return (packed,)
     if packed is not None or attention_mask.shape[1:] != (kv_length,):

@@ -50,17 +50,27 @@ def forward(
     has_log_sums: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results (B, H, L, E) and float32 log sums (B, H, L), or (B, H, 0) without."""
+    """Results (B, H, L, E) and float32 log sums (B, H, L), or (B, H, 0) without.
+
+    They are 0 and -inf of a query that looks nowhere.
+    """
 
     def of_sequence(ids: Any, *tensors: jax.Array) -> Any:
         found = kernel(*tensors, ids)
-        return (found[0], found[1][0]) if has_log_sums else (found, jnp.zeros((query.shape[1], 0)))
+        return (found[0], found[1][0]) if needs_log_sums else (found, jnp.zeros((query.shape[1], 0)))
 
     said = documents_of(documents, query.shape[2], key.shape[2])
+    may_look_nowhere = said is not None and said.keys is not said.queries
+    needs_log_sums = has_log_sums or may_look_nowhere
     with jax.enable_x64(False), _noting_pairs(query, key, is_causal, said):
-        kernel = _kernel(query, key, is_causal, said, has_log_sums, interpret)
+        kernel = _kernel(query, key, is_causal, said, needs_log_sums, interpret)
         output, log_sums = _of_sequences(of_sequence, said, _scaled(query, factor), key, value)
-        return output, log_sums
+        if may_look_nowhere:
+            # To the kernels all scores of such a query are the same: their masked value, and no -inf.
+            looks_nowhere = log_sums < kernel.kwargs["mask_value"] / 2
+            output = jnp.where(looks_nowhere[..., None], 0, output)
+            log_sums = jnp.where(looks_nowhere, -jnp.inf, log_sums)
+        return output, log_sums if has_log_sums else log_sums[..., :0]
 
 
 def backward(
@@ -87,6 +97,8 @@ def backward(
     said = documents_of(documents, query.shape[2], key.shape[2])
     with jax.enable_x64(False), _noting_pairs(query, key, is_causal, said):
         kernel = _kernel(query, key, is_causal, said, True, interpret)
+        # Weights are exp(score - log sum): those of a query that looks nowhere become 0.
+        log_sums = jnp.where(log_sums == -jnp.inf, jnp.inf, log_sums)
         given = _scaled(query, factor), key, value, output, log_sums, grad_out
         grad_query, grad_key, grad_value = _of_sequences(of_sequence, said, *given)
         return _scaled(grad_query, factor), grad_key, grad_value
@@ -191,6 +203,7 @@ def _causal_from(place: jax.Array, queries: int, keys: int) -> tuple[dict[str, j
     row, column = (
         jnp.arange(length // block, dtype=jnp.int32) for length, block in ((queries, rows), (keys, columns))
     )
+    place = jnp.maximum(place, 0)
     last = (place + (row[:, None] + 1) * rows - 1) // columns  # block of keys that these queries see
     first = jnp.maximum(column * columns - place, 0) // rows  # block of queries that see these keys
     # What is not computed is not fetched: the block before it stays, or the one after it comes early.

@@ -1,4 +1,4 @@
-"""What options of the compiler's a program is compiled with, besides the process's own XLA_FLAGS.
+"""The compiler options of a program, besides the process's own XLA_FLAGS.
 
 Of a CPU they follow from the program: which library's kernels it takes, and whether it has a chain of views
 that XLA's emitters cannot cope with. Of a TPU they follow from the generation of the chip.
@@ -78,7 +78,7 @@ def _has_other_emitters() -> bool:
     return True
 
 
-# Matmuls carry collectives along. libtpu does so by itself on a v5e alone.
+# Matmuls carry gathers along. libtpu does so by itself on a v5e; on a v5p the same made gathers all-reduces.
 _FUSION = {
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -86,23 +86,17 @@ _FUSION = {
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
 }
-# A gather of weights that the compiler would make an all-reduce of, which moves twice as much.
-_GATHERS = {"xla_tpu_prefer_async_allgather_to_allreduce": True}
-
-OF_CHIPS: dict[str, dict[str, Any]] = {
-    "TPU v5": _FUSION | _GATHERS,  # v5p
-    "TPU v6 lite": _FUSION,  # v6e
-}
+OF_CHIPS: dict[str, dict[str, Any]] = dict.fromkeys(("TPU v6 lite", "TPU v6e"), _FUSION)
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
 
 
 @cache
 def _of_chip(device: Any) -> dict[str, Any]:
     """Those that the installed compiler knows, but for what LIBTPU_INIT_ARGS sets itself."""
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    wanted = {
-        name: value for name, value in OF_CHIPS.get(device.device_kind, {}).items() if name not in given
-    }
+    arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    given = {argument.lstrip("-").partition("=")[0].removeprefix("no") for argument in arguments}
+    of_chip = OF_CHIPS.get(device.device_kind, {})
+    wanted = {name: value for name, value in of_chip.items() if name not in given}
 
     def are_known(options: dict[str, Any]) -> bool:
         try:
