@@ -37,6 +37,7 @@ _COMPILED = (
     ("estimated", "by the compiler's cycles"),
     ("unestimated", "without an estimate (modelled)"),
     ("copying", "copies within the memory (modelled)"),
+    ("hosting", "waiting for the host (modelled)"),
     ("waiting", "waiting for collectives (modelled)"),
 )
 
