@@ -112,7 +112,7 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         rows,
         micro_rows=samples,
         precision=Precision.of(cfg.optim),
-        rungs=RUNGS,
+        rungs=RUNGS if cfg.model.recomputes is None else (cfg.model.recomputes,),
         built_rungs=BUILT_RUNGS if cfg.model.can_recompute else ("none",),
     )
 

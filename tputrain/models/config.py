@@ -20,7 +20,7 @@ from tputrain.models.huggingface import (
 from tputrain.models.imported import import_model
 from tputrain.models.init import initialize
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
-from tputrain.models.recompute import SETTINGS, read_setting
+from tputrain.models.recompute import SETTINGS, read_setting, rung_of
 from tputrain.models.vit import VIT_CONFIGS, Vit, VitConfig
 
 Limits = tuple[int | None, int | None]
@@ -66,8 +66,13 @@ class ModelConfig(Family, group="model", by="name"):
         """Those that the directory at `path` says, which is read."""
         return self.limits()
 
+    @property
+    def recomputes(self) -> str | None:
+        """The kind of activation checkpointing that it asks for (none: off); None: it says nothing."""
+        return None
+
     def recomputing(self, kind: str) -> Self:
-        """With none of it computed again in the backward pass, or its layers, or all of them but products."""
+        """With another kind of activation checkpointing."""
         return self
 
     @property
@@ -118,7 +123,7 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
     tie_word_embeddings: bool | None = None
     activation_checkpointing: bool | str | None = None
     """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters."""
+    parameters; offload: each layer, whose input waits in the host's memory."""
 
     can_recompute: ClassVar[bool] = True
 
@@ -142,6 +147,10 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
     def limits(self) -> Limits:
         shape = self.resolve()
         return shape.max_position_embeddings, shape.vocab_size
+
+    @property
+    def recomputes(self) -> str | None:
+        return rung_of(self.activation_checkpointing)
 
     def recomputing(self, kind: str) -> Self:
         return replace(self, activation_checkpointing=SETTINGS[kind])
@@ -204,7 +213,7 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
     """Without `path`: model_type and that type's own settings; its weights are random."""
     activation_checkpointing: bool | str | None = None
     """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters."""
+    parameters; offload: each layer, whose input waits in the host's memory."""
 
     is_transformers: ClassVar[bool] = True
     can_recompute: ClassVar[bool] = True
@@ -242,6 +251,10 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
 
     def limits_there(self) -> Limits:
         return self.limits() if self.path is None else limits(self.path)
+
+    @property
+    def recomputes(self) -> str | None:
+        return rung_of(self.activation_checkpointing)
 
     def recomputing(self, kind: str) -> Self:
         return replace(self, activation_checkpointing=SETTINGS[kind])

@@ -40,9 +40,9 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
         example = f"batch.tokens={rows * sequence}" if sequence else str(rows)
         yield f"a multiple of {data_ranks} {'sequences' if sequence else 'rows'} a step, such as {example}"
         return
-    if task.rungs == ("none",):
-        for rung in task.built_rungs[1:]:
-            if (setting := override(rung)) and _fits(replace(task, rungs=("none", rung))):
+    if len(task.rungs) == 1 and task.rungs[0] in task.built_rungs:
+        for rung in task.built_rungs[task.built_rungs.index(task.rungs[0]) + 1 :]:
+            if (setting := override(rung)) and _fits(replace(task, rungs=(*task.rungs, rung))):
                 yield setting
                 return
     if task.micro_rows is not None:
