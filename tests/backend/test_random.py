@@ -191,6 +191,15 @@ def test_a_generator_of_its_own():
 def test_a_generator_of_another_device_is_refused():
     with pytest.raises(RuntimeError, match="Expected a 'tpu' device type for generator but found 'cpu'"):
         torch.randn(4, device="tpu", generator=torch.Generator())
+    ours = torch.Generator("tpu")
+    for draw in (
+        lambda: torch.randperm(4, generator=ours),  # as random_split and DataLoader call it
+        lambda: torch.randn(4, generator=ours),
+        lambda: torch.empty(4).uniform_(generator=ours),
+        lambda: torch.empty(()).random_(generator=ours),
+    ):
+        with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'tpu'"):
+            draw()
 
 
 def test_default_generators_are_one_a_device():

@@ -11,6 +11,20 @@
 namespace tpu {
 namespace {
 
+// A generator of the device brings a call here whose tensors are all on the CPU.
+void refuse_tensors_beside_our_generator(c10::ArrayRef<c10::IValue> args) {
+  const auto is_on_cpu = [](const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu();
+  };
+  const auto is_our_generator = [](const c10::IValue& value) {
+    return value.isGenerator() && value.toGenerator().device().type() == kDeviceType;
+  };
+  TORCH_CHECK(
+      std::none_of(args.begin(), args.end(), is_our_generator) || std::none_of(args.begin(), args.end(), is_on_cpu),
+      "Expected a 'cpu' device type for generator but found 'tpu'; make one with torch.Generator(), or the tensor with "
+      "device=\"tpu\"");
+}
+
 c10::DeviceIndex device_of(c10::ArrayRef<c10::IValue> args) {
   for (const auto& value : args) {
     if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kDeviceType) {
@@ -20,6 +34,7 @@ c10::DeviceIndex device_of(c10::ArrayRef<c10::IValue> args) {
       return value.toTensorList().get(0).device().index();
     }
   }
+  refuse_tensors_beside_our_generator(args);
   return Device::get().current();
 }
 
