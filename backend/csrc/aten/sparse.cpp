@@ -4,6 +4,7 @@
 // - Those that PyTorch's CPU and CUDA devices share are made of other operators. They serve here too (`run_shared`).
 // - Those that read memory and that training needs are in Python, made of recorded operators (composite/sparse.py).
 // - The rest runs on the CPU, counted like every fallback.
+#include "aten/shared_kernels.h"
 #include "device/device.h"
 #include "record/record.h"
 
@@ -13,20 +14,11 @@
 #include <ATen/native/SparseTensorUtils.h>
 #include <torch/library.h>
 
-#include <sstream>
-
 namespace tpu {
 namespace {
 
 using c10::DispatchKey;
 using torch::jit::Stack;
-
-// For kernels that only call other operators on indices and values.
-template <DispatchKey kernel>
-void run_shared(const c10::OperatorHandle& op, Stack* stack) {
-  Device::get().ensure_initialized();
-  op.callBoxedForDispatchKey(kernel, *stack);
-}
 
 template <DispatchKey kernel>
 void run_sparse_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
@@ -84,16 +76,6 @@ constexpr const char* kSharedCompressed =
 // Of a dense tensor.
 constexpr const char* kConversions =
     "_to_sparse _to_sparse.sparse_dim _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr";
-
-template <DispatchKey kernel>
-void share(torch::Library& m, const char* names, std::initializer_list<const char*> suffixes = {""}) {
-  std::istringstream words(names);
-  for (std::string name; words >> name;) {
-    for (const char* suffix : suffixes) {
-      m.impl((name + suffix).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_shared<kernel>>());
-    }
-  }
-}
 
 } // namespace
 } // namespace tpu

@@ -16,6 +16,7 @@ from tpu_backend.lowering import (  # noqa: F401
     grid_sampling,
     histogram,
     indexing,
+    jagged,
     linalg,
     linear_cross_entropy,
     loss,

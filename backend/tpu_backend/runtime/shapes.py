@@ -399,7 +399,15 @@ def _masked_softmax(
     return self.new_empty(self.shape)
 
 
+def _padded_to_jagged(dense: Tensor, offsets: list[Tensor], total_L: int | None = None) -> Tensor:
+    """Without `total_L` the last offset is the size, which only the CPU's kernel can read."""
+    if total_L is None or len(offsets) != 1 or dense.dim() < 2:
+        raise NotImplementedError
+    return dense.new_empty((total_L, *dense.shape[2:]))
+
+
 _LIKE_CPU = {
+    "_padded_dense_to_jagged_forward": _padded_to_jagged,
     "_masked_softmax": _masked_softmax,
     "binomial": _binomial,
     "_sample_dirichlet": _sample_dirichlet,
