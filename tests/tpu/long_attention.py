@@ -1,14 +1,15 @@
 """Attention of long sequences, forward and backward, compiled for TPU chips.
 
-Run as a process of its own: it loads libtpu.  Prints as JSON, for each chip and length, the bytes of
-temporary memory and the kinds of kernels in the program. `python -m tests.tpu.long_attention 8192 16384`
-compiles these lengths instead.
+Run as a process of its own: it loads libtpu.  Prints as JSON, for each chip, length and number of ranks that
+share a sequence, the bytes of temporary memory and the kinds of kernels in the program.
+`python -m tests.tpu.long_attention 8192 16384` compiles these lengths instead.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,29 +35,38 @@ def gradients(
     return apply(TABLE[f"{NAME}_backward"], given, {}, (query, key, value, None))
 
 
+def compiled_for(chip: str, length: int, ranks: int) -> dict[str, Any]:
+    """What a rank compiles: its part of the queries over all keys, from a place on that is data."""
+    placed = target(chip).placement
+    query, key, value, grad = (
+        jax.ShapeDtypeStruct((1, heads, size, FEATURES), jnp.bfloat16, sharding=placed)
+        for heads, size in (
+            (HEADS, length // ranks),
+            (KEY_HEADS, length),
+            (KEY_HEADS, length),
+            (HEADS, length // ranks),
+        )
+    )
+    num_ids = length if ranks == 1 else length // ranks + length + 1
+    ids = jax.ShapeDtypeStruct((1, 1, 1, num_ids), jnp.int64, sharding=placed)
+    with jax.enable_x64(True), lowering_for("tpu"):
+        compiled = jax.jit(gradients).lower(query, key, value, ids, grad).compile()
+    program = hlo.program(compiled.as_text())
+    instructions = [each for some in program.computations.values() for each in some]
+    kernels = [each.attention_kernel for each in instructions if each.is_pallas_kernel]
+    return {
+        "chip": chip,
+        "length": length,
+        "ranks": ranks,
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "kernels": {each.kind: each.pairs for each in kernels if each is not None},
+    }
+
+
 def main(lengths: tuple[int, ...]) -> None:
-    found = []
-    for chip in TOPOLOGIES:
-        for length in lengths:
-            placed = target(chip).placement
-            shapes = [(1, heads, length, FEATURES) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
-            query, key, value, grad = (
-                jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed) for shape in shapes
-            )
-            ids = jax.ShapeDtypeStruct((1, 1, 1, length), jnp.int64, sharding=placed)
-            with jax.enable_x64(True), lowering_for("tpu"):
-                compiled = jax.jit(gradients).lower(query, key, value, ids, grad).compile()
-            program = hlo.program(compiled.as_text())
-            instructions = [each for some in program.computations.values() for each in some]
-            kernels = [each.attention_kernel for each in instructions if each.is_pallas_kernel]
-            found.append(
-                {
-                    "chip": chip,
-                    "length": length,
-                    "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-                    "kernels": {each.kind: each.pairs for each in kernels if each is not None},
-                }
-            )
+    found = [
+        compiled_for(chip, length, ranks) for chip in TOPOLOGIES for length in lengths for ranks in (1, 2)
+    ]
     json.dump(found, sys.stdout)
 
 
