@@ -152,8 +152,9 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest; of those as fast the simplest, and of those the smallest. Offload to the host is taken where
-    nothing else fits: how much of its copies is hidden is only a model's word.
+    """The fastest; of those as fast the simplest, and of those the smallest.
+
+    Offload to the host is taken where nothing else fits: how much of its copies is hidden is a model's word.
     """
     if not candidates:
         return None
