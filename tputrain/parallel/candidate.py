@@ -152,13 +152,9 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest; of those as fast the simplest, and of those the smallest.
-
-    Offload to the host is taken where nothing else fits: how much of its copies is hidden is a model's word.
-    """
+    """The fastest; of those as fast the simplest, and of those the smallest."""
     if not candidates:
         return None
-    candidates = [each for each in candidates if each.rung != "offload"] or candidates
     fastest = min(each.seconds.total for each in candidates)  # type: ignore[union-attr]
     alike = [each for each in candidates if each.seconds.total <= fastest * (1 + ALIKE)]  # type: ignore[union-attr]
     return min(
