@@ -106,14 +106,16 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         workload = _workload(cfg)
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
+    asked = cfg.model.recomputes
+    built = BUILT_RUNGS if cfg.model.can_recompute else ("none",)
     return Task(
         workload,
         topology,
         rows,
         micro_rows=samples,
         precision=Precision.of(cfg.optim),
-        rungs=RUNGS if cfg.model.recomputes is None else (cfg.model.recomputes,),
-        built_rungs=BUILT_RUNGS if cfg.model.can_recompute else ("none",),
+        rungs=RUNGS if asked is None else (asked,),
+        built_rungs=built if asked is None or asked in built else (*built, asked),
     )
 
 
