@@ -392,3 +392,20 @@ def test_many_lengths_are_warned_of_once_and_padding_them_helps():
     num_programs, texts = programs_and_warnings(padded, 12)
     assert num_programs <= 1
     assert not texts
+
+
+def test_memory_of_other_inputs_that_is_taken_over_is_a_cause_of_its_own(monkeypatch) -> None:
+    met, program = [], cause_finding._program
+    monkeypatch.setattr(
+        cause_finding,
+        "_program",
+        lambda description, mode: met.append(description) or program(description, mode),
+    )
+    x = torch.ones(next(_widths), device="tpu")
+    torch.tpu.flush()
+    (x * 3).cos().cpu()
+    taken_over = met[-1] | {"donated": met[-1]["inputs"]}
+    assert met[-1]["donated"] == []
+    (cause,) = cause_finding.causes_of([taken_over], "fused")
+    assert cause.kind == "memory"
+    assert cause.text == "results take over that of 1 inputs, and took that of 0"

@@ -65,6 +65,7 @@ KINDS = (
     "slice",  # where a slice starts has become an input
     "whole",  # it was run in parts so far
     "room",  # it was evicted when there was room for few more programs
+    "memory",  # other inputs' memory is taken over, as in the second step by an optimizer's new state
 )
 
 
@@ -78,6 +79,7 @@ class _Program(NamedTuple):
     outputs: frozenset[int]
     offsets: tuple[bool, ...]
     names: tuple[str, ...]  # of the operations, graphs of torch.compile without their number
+    donated: frozenset[int]
 
 
 _compiled: deque[_Program] = deque(maxlen=_KEPT)
@@ -169,6 +171,7 @@ def _program(description: dict[str, Any], mode: str) -> _Program:
         frozenset(description["outputs"]),
         tuple(description["offset_is_input"]),
         tuple(_without_number(entry.overload) for entry in forms),
+        frozenset(description["donated"]),
     )
 
 
@@ -252,6 +255,9 @@ def _other_specialization(new: _Program, old: _Program) -> Cause:
     line = first_line(last.number)
     if new.offsets != old.offsets:
         return Cause("slice", "it starts somewhere else, which is an input of the program from now on", line)
+    if new.outputs == old.outputs and new.donated != old.donated:
+        text = f"results take over that of {len(new.donated)} inputs, and took that of {len(old.donated)}"
+        return Cause("memory", text, line)
     if new.outputs == old.outputs:
         return Cause("results", "the same ones, which another thread was compiling at the same time", line)
     count = len(new.outputs) - len(old.outputs)

@@ -56,7 +56,7 @@ def _warn_of_many(cause: Cause) -> None:
         warnings.warn_explicit(f"{text}; {help_}", RuntimeWarning, file, number)
 
 
-_ONCE = ("first", "mode", "whole", "room")
+_ONCE = ("first", "mode", "whole", "room", "memory")
 _by_culprit: Counter[tuple[str, str]] = Counter()
 _numbers = itertools.count(1)
 _recent: deque[Compilation] = deque(maxlen=256)
