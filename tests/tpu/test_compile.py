@@ -81,6 +81,18 @@ def test_long_attention_compiles_to_kernels_whose_memory_grows_with_the_length()
 
 
 @needs_compiler
+@pytest.mark.sweep
+def test_packed_documents_of_transformers_models_take_memory_that_grows_with_the_length():
+    found = printed_by("tests.tpu.packed_documents")
+    assert {each["model"] for each in found} == {"llama", "qwen3"}
+    for each in found:
+        assert each["kernels"] == 2 * 3  # of two layers: forward, and two of the gradients
+    for model in ("llama", "qwen3"):
+        short, long = (each["temporaries"] for each in found if each["model"] == model)
+        assert long < 2.1 * short  # of twice the length
+
+
+@needs_compiler
 def test_common_lowerings_compile_for_every_chip():
     calls = collect(1, 1, lambda name: name in _OPERATORS.split(), [torch.float32])
     assert len({call.lowering for call in calls}) > 30
