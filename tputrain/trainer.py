@@ -142,8 +142,7 @@ class Trainer(Position):
         self.metrics = metric_functions(cfg.trainer.metrics) | dict(metrics or {})
         for name, loader in evaluation_sets(val_loader).items():
             check_loader(loader, f"val_loader{name and f' {name}'}", self.world, equal=False)
-        self.val_loader = val_loader
-        self.tokenizer = tokenizer
+        self.val_loader, self.tokenizer = val_loader, tokenizer
         self.callbacks = [*callbacks, *build_callbacks(cfg.callbacks)]
         self.callbacks.append(RecompileBudget(cfg.trainer.recompile_budget))
         self.control = Control() if is_alone else AgreedControl()

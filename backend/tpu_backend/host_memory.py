@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpu_backend.jax_function import jax_op
-
 _SUBLANES = 16  # rows of a tile of 16-bit numbers
 
 
@@ -60,11 +58,15 @@ def from_host(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _keep() -> Any:
+    from tpu_backend.jax_function import jax_op  # which imports what runs programs, and so this
+
     return jax_op(lambda array, following: following, name="keep_on_host", on={"tpu": _keep_on_tpu})
 
 
 @cache
 def _fetch() -> Any:
+    from tpu_backend.jax_function import jax_op
+
     return jax_op(lambda array, gradient: array, name="from_host", on={"tpu": _fetch_on_tpu})
 
 
