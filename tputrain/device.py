@@ -107,26 +107,6 @@ def computed_before(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor
     return _after_others()(tensor, *others) if tensor.device.type == "tpu" and others else tensor
 
 
-def keep_on_host(tensor: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """`following` as it is. From where it is computed, a program for a TPU has in the host's memory what
-    `from_host` makes of `tensor`.
-    """
-    if tensor.device.type != "tpu":
-        return following
-    from tpu_backend import host_memory
-
-    return host_memory.keep_on_host(tensor, following)
-
-
-def from_host(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor`, which was given to `keep_on_host`. They come back when `gradient` is there."""
-    if tensor.device.type != "tpu":
-        return tensor
-    from tpu_backend import host_memory
-
-    return host_memory.from_host(tensor, gradient)
-
-
 def _kept_after(*arrays: Any) -> tuple[Any, ...]:
     """The same values, which a compiler cannot compute before it has one number of each array: it does not
     know that none is more than infinity.

@@ -20,7 +20,6 @@ from tputrain.data import DataConfig
 from tputrain.errors import UserError
 from tputrain.kinds import Family, foreign
 from tputrain.models import LoraConfig, ModelConfig
-from tputrain.models.recompute import NOT_COMPILED, OFFLOAD
 from tputrain.recipe_keys import unknown_key
 from tputrain.recipe_layers import (
     COMMAND_LINE,
@@ -56,12 +55,6 @@ class RecipeConfig(RunConfig):
             "model.name",
             self.model.name,
             "trust_code=true with it: the recipe names code, which is run",
-        )
-        expect(
-            self.execution.train != "compile" or self.model.recomputes != OFFLOAD,
-            "model.activation_checkpointing",
-            OFFLOAD,
-            NOT_COMPILED,
         )
         expect(
             "next_token_accuracy" not in self.trainer.metrics,

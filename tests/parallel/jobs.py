@@ -39,8 +39,8 @@ class Job:
 
     name: str
     model: str = "small"
-    """small, recomputing, recomputing-but-products, offloading, without-logits: of `small_run`; llama, lora,
-    qwen3: of `tensor_models`; or of `context_runs`."""
+    """small, recomputing, recomputing-but-products, without-logits: of `small_run`; llama, lora, qwen3: of
+    `tensor_models`; or of `context_runs`."""
     source: str = ""
     """The run from whose middle it goes on."""
     sequences: int = 4
@@ -162,7 +162,6 @@ def build(name: str) -> Any:
     of_small = {
         "recomputing": partial(small_run.recomputing, "layers"),
         "recomputing-but-products": partial(small_run.recomputing, "products"),
-        "offloading": partial(small_run.recomputing, "offload"),
         "without-logits": small_run.without_logits,
     }
     return of_small[name]() if name in of_small else tensor_models.build(name)

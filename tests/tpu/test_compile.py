@@ -51,9 +51,6 @@ def test_activation_checkpointing_saves_memory_on_a_tpu():
     temporaries = printed_by("tests.tpu.recomputed_layers")
     assert temporaries["layers"] < 0.4 * temporaries["kept"]
     assert temporaries["layers"] < temporaries["products"] < 0.7 * temporaries["kept"]
-    inputs = 6 * 4 * 1024 * 128 * 4  # of the layers
-    assert inputs <= temporaries["host"] < 1.1 * inputs
-    assert temporaries["offload"] < temporaries["layers"] - 0.5 * inputs
 
 
 @needs_compiler

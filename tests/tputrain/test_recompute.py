@@ -13,7 +13,7 @@ from tpu_backend.runtime import compiler
 from tputrain import ExecutionConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
 from tputrain.models import Llama, LlamaConfig, add_lora, initialize
 from tputrain.models.config import LlamaModelConfig
-from tputrain.models.recompute import KINDS, recomputed, recomputed_call
+from tputrain.models.recompute import recomputed, recomputed_call
 from tputrain.recipe import read_recipe
 from tputrain.shipped import find_recipe
 
@@ -36,7 +36,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layers", "products"])
 @pytest.mark.parametrize(
     "variant", [{}, {"lora": True}, {"autocast": True}], ids=["plain", "lora", "autocast"]
 )
@@ -48,34 +48,6 @@ def test_gradients_are_those_of_layers_computed_once(device, variant, kind):
         torch.testing.assert_close(
             ours[name], gradient, msg=lambda text, name=name: f"{name}: {text}", **tolerance
         )
-
-
-@pytest.mark.parametrize("device", ["cpu", "tpu"])
-@pytest.mark.parametrize("execution", ["fused", "captured", "strict"])
-def test_what_waits_in_the_hosts_memory_changes_no_bit(device, execution):
-    """Llama and data of the tests of LoRA: eight steps, in parts and as one program."""
-
-    def losses(kind):
-        initialize(model := Llama(dataclasses.replace(SMALL, activation_checkpointing=kind)), seed=0)
-        cfg = RunConfig(
-            device=device,
-            trainer=TrainerConfig(steps=8),
-            execution=ExecutionConfig(train=execution, first_steps=3),
-            log=LogConfig(progress="none"),
-        )
-        trainer = Trainer(model, cfg, train_loader=Batches())
-        trainer.fit()
-        return {name: each.cpu() for name, each in model.state_dict().items()}
-
-    expected, found = losses("layers"), losses("offload")
-    for name, each in expected.items():
-        assert torch.equal(found[name], each), name
-
-
-def test_a_compiled_graph_keeps_nothing_in_the_hosts_memory():
-    layer = torch.compile(lambda x: recomputed(nn.Identity(), x, kind="offload"), backend="eager")
-    with pytest.raises(Exception, match=r"offload: expected true or products with torch\.compile"):
-        layer(torch.ones(2, 4, requires_grad=True))
 
 
 class Records(nn.Module):
@@ -156,7 +128,7 @@ def test_a_product_that_is_written_in_place_is_told():
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layers", "products"])
 def test_second_derivatives_go_through_what_is_computed_again(device, kind):
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
 
@@ -171,7 +143,7 @@ def test_second_derivatives_go_through_what_is_computed_again(device, kind):
         torch.testing.assert_close(each, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layers", "products"])
 def test_gradients_of_layers_do_not_stay(kind):
     layers = nn.ModuleList(nn.Sequential(nn.Linear(37, 37), nn.Tanh()) for _ in range(5))
     hidden = torch.ones(3, 37, requires_grad=True)
@@ -211,8 +183,7 @@ def test_what_a_layer_returns_and_takes_may_be_odd(device):
 
 def test_another_kind_is_refused():
     with pytest.raises(
-        UserError,
-        match=r"^model\.activation_checkpointing=product: expected one of layers, products, offload",
+        UserError, match=r"^model\.activation_checkpointing=product: expected one of layers, products"
     ):
         LlamaModelConfig(activation_checkpointing="product")
 
@@ -234,7 +205,7 @@ def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("said", "meant"),
-    [("true", True), ("false", False), ("layers", "layers"), ("offload", "offload"), ("null", None)],
+    [("true", True), ("false", False), ("layers", "layers"), ("products", "products"), ("null", None)],
 )
 def test_a_recipe_says_it_as_a_bool_or_as_a_kind(tmp_path, said, meant):
     recipe = tmp_path / "mine.yaml"

@@ -107,7 +107,6 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
     asked = cfg.model.recomputes
-    built = BUILT_RUNGS if cfg.model.can_recompute else ("none",)
     return Task(
         workload,
         topology,
@@ -115,7 +114,7 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         micro_rows=samples,
         precision=Precision.of(cfg.optim),
         rungs=RUNGS if asked is None else (asked,),
-        built_rungs=built if asked is None or asked in built else (*built, asked),
+        built_rungs=BUILT_RUNGS if cfg.model.can_recompute else ("none",),
     )
 
 

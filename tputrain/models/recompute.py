@@ -8,21 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tputrain.checkpoint.rows import around, is_distributed, local_part
-from tputrain.config_checks import expect, expect_choice
-from tputrain.device import computed_again, computed_before, from_host, keep_on_host
+from tputrain.config_checks import expect_choice
+from tputrain.device import computed_again, computed_before
 
-LAYERS, PRODUCTS, OFFLOAD = KINDS = ("layers", "products", "offload")
-"""What is computed again: everything in a layer; all but its products with parameters; everything in a layer,
-whose input waits in the host's memory."""
+LAYERS, PRODUCTS = "layers", "products"
+"""What is computed again: everything in a layer, or all but its products with parameters."""
 
-SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS, OFFLOAD: OFFLOAD}
+SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS}
 """By kind: how `model.activation_checkpointing` says it."""
-
-NOT_COMPILED = "true or products with torch.compile, whose graphs keep values on the device"
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -33,7 +30,7 @@ def read_setting(setting: bool | str | None) -> bool | str | None:
         return setting
     if setting.lower() in ("true", "false"):  # a recipe's, which may be text
         return setting.lower() == "true"
-    expect_choice("model.activation_checkpointing", setting, KINDS)
+    expect_choice("model.activation_checkpointing", setting, (LAYERS, PRODUCTS))
     return setting
 
 
@@ -45,7 +42,7 @@ def override(kind: str) -> str | None:
 
 def kind_of(setting: bool | str) -> str:
     """What `model.activation_checkpointing` asks for, where it is on."""
-    return str(setting) if setting in KINDS else LAYERS
+    return PRODUCTS if setting == PRODUCTS else LAYERS
 
 
 def rung_of(setting: bool | str | None) -> str | None:
@@ -55,7 +52,7 @@ def rung_of(setting: bool | str | None) -> str | None:
 
 def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYERS) -> Tensor:
     """`layer(hidden, *others)`, of which only `hidden` is kept for the backward pass; with PRODUCTS the
-    results of products with parameters too. With OFFLOAD `hidden` is kept in the host's memory.
+    results of products with parameters too.
 
     The layer must not draw random numbers, and no gradient flows to `others` (Chen et al., 2016).
     torch.utils.checkpoint would not do: on a device that compiles the whole step, both computations of the
@@ -69,8 +66,8 @@ def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYER
         return recomputed_call(layer, hidden, *others, kind=kind)
     trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if any(hasattr(parameter, "device_mesh") for parameter in trainable):  # made whole only when it is called
-        return recomputed_call(layer, hidden, *others, kind=kind)
-    return _Recomputed.apply(lambda values: layer(values, *others), kind == OFFLOAD, hidden, *trainable)
+        return recomputed_call(layer, hidden, *others)
+    return _Recomputed.apply(lambda values: layer(values, *others), hidden, *trainable)
 
 
 def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYERS) -> Any:
@@ -88,11 +85,11 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
         if calls == 1:
             return function(*values)
         try:
-            return function(*_kept_apart(values, gradient, kind))
+            return function(*_kept_apart(values, gradient))
         finally:  # once all is there that the backward pass wants, this is left by an exception
             gradient.clear()
 
-    if kind != PRODUCTS:
+    if kind == LAYERS:
         output = checkpoint(run, *inputs, use_reentrant=False)
     else:
         kept: list[tuple[Tensor, int]] = []
@@ -100,17 +97,9 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
         output = checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: contexts)
     for each in tree_iter(output):
         if isinstance(each, Tensor) and each.requires_grad:
-            if kind == OFFLOAD:
-                after = _Offload.apply(inputs[0], each)
-                output = tree_map(partial(_replaced, each, after), output)
-                each = after
             each.register_hook(partial(_note, gradient))
             break
     return output
-
-
-def _replaced(before: Any, after: Any, leaf: Any) -> Any:
-    return after if leaf is before else leaf
 
 
 def _note(gradient: list[Tensor], value: Tensor) -> None:
@@ -119,7 +108,6 @@ def _note(gradient: list[Tensor], value: Tensor) -> None:
 
 def _options(kind: str) -> dict[str, Any]:
     """Of `checkpoint` under torch.compile, which knows PyTorch's own way to keep some results."""
-    expect(kind != OFFLOAD, "model.activation_checkpointing", kind, NOT_COMPILED)
     keeps = partial(create_selective_checkpoint_contexts, list(_PRODUCTS))
     return {"context_fn": keeps} if kind == PRODUCTS else {}
 
@@ -165,62 +153,37 @@ class _TakeProducts(TorchDispatchMode):
         return _apart(result, self._gradient)
 
 
-def _kept_apart(values: tuple[Any, ...], gradient: list[Tensor], kind: str) -> tuple[Any, ...]:
+def _kept_apart(values: tuple[Any, ...], gradient: list[Tensor]) -> tuple[Any, ...]:
     """`values` with the hidden states, the first of them, computed from again once `gradient` is there."""
     # Detached: only what the layer keeps for its backward pass is wanted of this computation.
-    hidden = _apart(values[0].detach(), gradient, is_offloaded=kind == OFFLOAD)
+    hidden = _apart(values[0].detach(), gradient)
     return hidden.requires_grad_(values[0].requires_grad), *values[1:]
 
 
-def _apart(tensor: Tensor, gradient: list[Tensor], is_offloaded: bool = False) -> Tensor:
+def _apart(tensor: Tensor, gradient: list[Tensor]) -> Tensor:
     """`tensor` as `computed_again` gives it, of a rank's part where ranks share it."""
-    part = local_part(tensor)
-    if is_offloaded and gradient:
-        part = from_host(part, gradient[0])
-    found = computed_again(part, *gradient)[0]
+    found = computed_again(local_part(tensor), *gradient)[0]
     return around(found, tensor) if is_distributed(tensor) else found
-
-
-class _Offload(torch.autograd.Function):
-    """A layer's output as it is, before which its input is in the host's memory."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, output: Tensor) -> Tensor:
-        after = keep_on_host(local_part(hidden), local_part(output))
-        if after is output:
-            return output.view_as(output)
-        return around(after, output) if is_distributed(output) else after
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        run: Callable[[Tensor], Tensor],
-        is_offloaded: bool,
-        hidden: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor, *parameters: Tensor) -> Tensor:
         kind = hidden.device.type
-        ctx.run, ctx.is_offloaded = run, is_offloaded
+        ctx.run = run
         ctx.autocast = {
             "device_type": kind,
             "dtype": torch.get_autocast_dtype(kind),
             "enabled": torch.is_autocast_enabled(kind),
         }
         ctx.save_for_backward(hidden, *parameters)
-        output = run(hidden)
-        return keep_on_host(hidden, output) if is_offloaded else output
+        return run(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
-        hidden, grad = computed_again(from_host(hidden, grad) if ctx.is_offloaded else hidden, grad)
+        hidden, grad = computed_again(hidden, grad)
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             output = ctx.run(hidden)
@@ -230,4 +193,4 @@ class _Recomputed(torch.autograd.Function):
         # Of one layer at a time what a gradient is computed from is in memory.
         if of_hidden is not None:
             of_hidden = computed_before(of_hidden, *(each for each in of_parameters if each is not None))
-        return (None, None, of_hidden, *of_parameters)
+        return (None, of_hidden, *of_parameters)

@@ -22,7 +22,6 @@ CODES = {
     "not_built": "fits, and is not chosen yet: the Trainer cannot run it, or its time was never checked",
 }
 BUILT_RUNGS = ("none", "products", "layers")
-"""Those that a plan may choose. Times with offload were never checked: a recipe asks for it."""
 _CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
 

@@ -18,7 +18,6 @@ from jax.extend import core
 
 from tpu_backend import _C, views
 from tpu_backend.complex_half import decode, encode
-from tpu_backend.host_memory import one_program
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import BoundsCheck, collect_bounds_checks
 from tpu_backend.lowering.collectives import axis_of
@@ -395,7 +394,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
         numbers = Numbers(floats, doubles, integers, offsets)
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
-        with collect_bounds_checks() as collected, one_program():
+        with collect_bounds_checks() as collected:
             for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
                 label = jax.named_scope(labels[collected.entry]) if labels else nullcontext()
                 with recorded_settings(precision), label:
