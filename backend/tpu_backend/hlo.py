@@ -23,7 +23,6 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](\S*) \{([^}]*)\}")
-_HOST_SPACE = re.compile(r"\{[^{}]*S\(5\)")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _SOURCES = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _KERNEL = re.compile(r"_(fwd|dq|dkv)(?:_|$)")
@@ -84,8 +83,6 @@ class Instruction:
     """What stands behind its operands."""
     constant: str = ""
     """Its value, as it is written."""
-    is_in_host: bool = False
-    """Whether a result of it is in the host's memory."""
 
     @cached_property
     def cycles(self) -> int | None:
@@ -124,12 +121,6 @@ class Program:
     @cached_property
     def _shapes(self) -> dict[str, Shapes]:
         return {each.name: each.results for some in self.computations.values() for each in some}
-
-    def moved_bytes(self, copy: Instruction) -> int:
-        """Of a copy that begins: its results are both ends, whose last is as large as what moves, and a
-        context.
-        """
-        return num_bytes(copy.results[-2:-1])
 
     def num_bytes(self, instruction: Instruction) -> int:
         """What it reads and writes."""
@@ -206,7 +197,6 @@ def program(text: str) -> Program:
                     None if called is None else called[1],
                     rest,
                     operands if opcode == "constant" else "",
-                    _HOST_SPACE.search(results) is not None,
                 )
             )
     return Program(entry, computations)

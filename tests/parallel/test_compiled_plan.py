@@ -285,29 +285,6 @@ def test_a_kernel_counts_its_products_and_another_its_bytes() -> None:
     assert found.by_operation["backward model", "pallas_call"] == pytest.approx(seconds)
 
 
-HOST = "bf16[2064,512]{1,0:T(8,128)(2,1)S(5)}"
-OFFLOADED = f"""ENTRY %main (x: bf16[2064,512], at: s32[]) -> bf16[2048,512] {{
-  %x = bf16[2064,512]{{1,0:T(8,128)(2,1)}} parameter(0)
-  %at = s32[]{{:T(128)}} parameter(1)
-  %there = ({HOST}, bf16[2064,512]{{1,0:T(8,128)(2,1)}}, u32[]{{:S(2)}}) copy-start(%x)
-  %work = bf16[8]{{0}} fusion(%x), kind=kLoop, calls=%none, backend_config={{"estimated_cycles":"15000"}}
-  %held = {HOST} copy-done(%there)
-  %back = (({HOST}, s32[], s32[]), bf16[2048,512]{{1,0:T(8,128)(2,1)}}, u32[]{{:S(2)}}) \
-dynamic-slice-start(%held, %at, %at), dynamic_slice_sizes={{2048,512}}
-  ROOT %again = bf16[2048,512]{{1,0:T(8,128)(2,1)}} dynamic-slice-done(%back)
-}}
-"""
-
-
-def test_copies_to_the_host_take_their_bytes_over_its_link() -> None:
-    topology = Topology.parse("v5e:1x1")
-    found = schedule(hlo.program(OFFLOADED), topology, lambda _: 0.0)
-    there, back = (2 * rows * 512 / topology.pcie_bandwidth for rows in (2064, 2048))
-    assert found.hosting == pytest.approx(there - 15000 / 1.5e9 + back)  # work hides a part of the first
-    assert found.copying == found.waiting == 0
-    assert found.total == pytest.approx(there + back)
-
-
 @pytest.mark.parametrize(
     ("written", "group"),
     [

@@ -1,9 +1,8 @@
 """How long a compiled step takes: a walk over its instructions in the order in which the compiler put them.
 
 From the compiler: the order, what runs beside what, and its estimated cycles of a core. Modelled, as it gives
-none: collectives (bytes over the bandwidth of their torus axes, and hops), copies within the memory and to
-that of the host, kernels of attention (their products), and operations without an estimate (the bytes that
-they read and write).
+none: collectives (bytes over the bandwidth of their torus axes, and hops), copies within the memory, kernels
+of attention (their products), and operations without an estimate (the bytes that they read and write).
 """
 
 from collections import defaultdict
@@ -46,8 +45,6 @@ class Schedule:
     """For collectives."""
     copying: float = 0.0
     """For copies within the memory."""
-    hosting: float = 0.0
-    """For copies to the host's memory and back."""
     by_label: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_operation: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     """By label, and the operation in it as the compiler names it."""
@@ -58,7 +55,7 @@ class Schedule:
 
     @property
     def total(self) -> float:
-        return self.estimated + self.unestimated + self.waiting + self.copying + self.hosting
+        return self.estimated + self.unestimated + self.waiting + self.copying
 
 
 def schedule(program: Any, topology: Topology, collective_seconds: Seconds) -> Schedule:
@@ -69,15 +66,13 @@ def schedule(program: Any, topology: Topology, collective_seconds: Seconds) -> S
 
 
 class _Walk:
-    """Four clocks: the core's, that of links to other chips, and those of copies within the memory and to the
-    host's."""
+    """Three clocks: of the core, of the links to other chips, and of copies within the memory."""
 
     def __init__(self, program: Any, topology: Topology, collective_seconds: Seconds):
         self._program, self._topology, self._seconds_of = program, topology, collective_seconds
         self.found = Schedule()
-        self._core = self._links = self._memory = self._host = 0.0
-        # Of what was begun, by the name of what began it: its end, and what waiting for it is counted as.
-        self._ends: dict[str, tuple[float, str]] = {}
+        self._core = self._links = self._memory = 0.0
+        self._ends: dict[str, float] = {}  # of what was begun, by the name of what began it
         self._chains: dict[str, float] = {}
 
     def run(self, computation: str) -> None:
@@ -97,28 +92,31 @@ class _Walk:
             return
         kind, _, stage = opcode.rpartition("-")
         if stage == "done" and instruction.operands and instruction.operands[0] in self._ends:
-            self._wait(instruction, *self._ends.pop(instruction.operands[0]))
+            is_copy = kind in _COPIES
+            self._wait(instruction, self._ends.pop(instruction.operands[0]), is_copy)
             return
         if stage == "start" and kind in _COPIES:
-            self._ends[instruction.name] = self._copy(instruction)
+            seconds = program.num_bytes(instruction) / 2 / self._topology.hbm_bandwidth
+            self._memory = max(self._memory, self._core) + seconds
+            self._ends[instruction.name] = self._memory
             return
         if (collective := program.collective(instruction, computation)) is not None:
             end = self._send(collective)
             if stage == "start":
-                self._ends[instruction.name] = end, "waiting"
+                self._ends[instruction.name] = end
             else:
-                self._wait(instruction, end, "waiting")
+                self._wait(instruction, end, False)
             return
         inner = list(program.collectives_of(instruction.called)) if opcode == "fusion" else []
         chains = {each.chain for each in inner if each.chain is not None}
         for each in inner:
             if each.chain is None:
-                self._wait(instruction, self._send(each), "waiting")
+                self._wait(instruction, self._send(each), False)
             elif each.chain not in self._chains:
                 self._chains[each.chain] = self._send(each)
         if instruction.name.startswith("async-collective-done"):
             for chain in chains:
-                self._wait(instruction, self._chains[chain], "waiting")
+                self._wait(instruction, self._chains[chain], False)
             return
         self._compute(instruction, has_collective=bool(inner))
 
@@ -152,20 +150,12 @@ class _Walk:
         self._links = max(self._links, self._core) + seconds
         return self._links
 
-    def _copy(self, instruction: Any) -> tuple[float, str]:
-        """Begin a copy: when it ends, and what waiting for it is. Copies of one kind follow each other."""
-        if instruction.is_in_host:
-            seconds = self._program.moved_bytes(instruction) / self._topology.pcie_bandwidth
-            self._host = max(self._host, self._core) + seconds
-            return self._host, "hosting"
-        seconds = self._program.num_bytes(instruction) / 2 / self._topology.hbm_bandwidth
-        self._memory = max(self._memory, self._core) + seconds
-        return self._memory, "copying"
-
-    def _wait(self, instruction: Any, end: float, what: str) -> None:
-        """`what`: the field of `Schedule` that counts it."""
+    def _wait(self, instruction: Any, end: float, is_copy: bool) -> None:
         seconds = max(0.0, end - self._core)
-        setattr(self.found, what, getattr(self.found, what) + seconds)
+        if is_copy:
+            self.found.copying += seconds
+        else:
+            self.found.waiting += seconds
         self._spend(instruction, seconds)
 
     def _spend(self, instruction: Any, seconds: float) -> None:

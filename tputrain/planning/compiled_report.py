@@ -28,8 +28,6 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         f"{step.arguments / GIB:.2f}, temporaries {step.temporaries / GIB:.2f} "
         f"(the plan's model: {chosen.memory.total / GIB:.2f})"
     )
-    if step.host_memory:
-        yield f"        in the host's memory {step.host_memory / GIB:.2f} GiB a device"
     seconds = step.seconds
     mfu = chosen.mfu * chosen.seconds.total / seconds
     speed = task.rows * (task.workload.sequence or 1) / seconds / topology.num_chips
@@ -42,7 +40,6 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         "by the compiler's cycles": step.estimated,
         "waiting for collectives (modelled)": step.waiting,
         "copies within the memory (modelled)": step.copying,
-        "waiting for the host (modelled)": step.hosting,
         "without an estimate (modelled)": step.unestimated,
     }
     yield "        " + ", ".join(

@@ -76,10 +76,6 @@ class CompiledStep:
     compiler: str
     notes: tuple[str, ...] = ()
     """What the figures leave out."""
-    hosting: float = 0.0
-    """Seconds that wait for copies to the host's memory and back, modelled."""
-    host_memory: float = 0.0
-    """Bytes in the host's memory."""
 
     @property
     def memory(self) -> float:
@@ -87,12 +83,12 @@ class CompiledStep:
 
     @property
     def seconds(self) -> float:
-        return self.estimated + self.unestimated + self.waiting + self.copying + self.hosting
+        return self.estimated + self.unestimated + self.waiting + self.copying
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         found = asdict(self) | {"memory": self.memory, "seconds": self.seconds, "band": BAND}
-        found["modelled"] = ["unestimated", "waiting", "copying", "hosting", "collectives.seconds"]
+        found["modelled"] = ["unestimated", "waiting", "copying", "collectives.seconds"]
         return found
 
 
@@ -275,12 +271,11 @@ def _figures(compiled: Any, layout: Layout, times: float) -> tuple[Figures, tupl
         0, memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
     found["temporaries",] = memory.temp_size_in_bytes
-    found["host",] = memory.host_temp_size_in_bytes
     groups = _groups(layout)
     scheduled = scheduled_step(devices.program_of(compiled.as_text()), layout)
     once = sum(seconds for label, seconds in scheduled.by_label.items() if label in ONCE)
     scale = 1.0 if scheduled.total == 0 else (once + times * (scheduled.total - once)) / scheduled.total
-    for kind in ("estimated", "unestimated", "waiting", "copying", "hosting"):
+    for kind in ("estimated", "unestimated", "waiting", "copying"):
         found["seconds", kind] = scale * getattr(scheduled, kind)
     found["flops",] = times * (compiled.cost_analysis() or {}).get("flops", 0.0)
     for collective, seconds in scheduled.collectives:
@@ -374,8 +369,6 @@ def _step(
         unestimated=seconds("unestimated"),
         waiting=seconds("waiting"),
         copying=seconds("copying"),
-        hosting=seconds("hosting"),
-        host_memory=figures["host",],
         flops=figures["flops",],
         collectives=tuple(sorted(sums, key=lambda each: -each.seconds)),
         parts=tuple(sorted(parts.items(), key=lambda each: -each[1])[:10]),

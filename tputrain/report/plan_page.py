@@ -37,7 +37,6 @@ _COMPILED = (
     ("estimated", "by the compiler's cycles"),
     ("unestimated", "without an estimate (modelled)"),
     ("copying", "copies within the memory (modelled)"),
-    ("hosting", "waiting for the host (modelled)"),
     ("waiting", "waiting for collectives (modelled)"),
 )
 
