@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -36,12 +36,7 @@ _taken: set[str] = set()
 Static = tuple[tuple[str, Any], ...]
 
 
-def jax_op(
-    function: Callable[..., Any],
-    *,
-    name: str | None = None,
-    on: Mapping[str, Callable[..., Any]] | None = None,
-) -> Callable[..., Any]:
+def jax_op(function: Callable[..., Any], *, name: str | None = None) -> Callable[..., Any]:
     """A PyTorch operator that computes what a JAX function computes.
 
     The operator takes tensors by position and static values, which must be hashable, by keyword;
@@ -64,12 +59,10 @@ def jax_op(
     JAX's rules for dtypes hold inside: without its x64 switch an int64 tensor arrives as int32.  Where an
     input is float64 or complex128, or the switch is on, the function runs with 64-bit types.
 
-    ``name`` is what profiles and error messages call it (default: the function's own). ``on`` names functions
-    that take its place in programs for a platform ("tpu", "cuda" or "cpu"): they take and return the same.
-    Derivatives are those of ``function``.
+    ``name`` is what profiles and error messages call it (default: the function's own).
     """
     chosen = str(name or getattr(function, "__name__", "function"))
-    return _JaxOp(function, re.sub(r"\W", "_", chosen).strip("_") or "function", on)
+    return _JaxOp(function, re.sub(r"\W", "_", chosen).strip("_") or "function")
 
 
 @dataclass(frozen=True)
@@ -94,13 +87,10 @@ class _Form:
 class _JaxOp:
     """The operators of one function, made as they are needed."""
 
-    def __init__(
-        self, function: Callable[..., Any], name: str, on: Mapping[str, Callable[..., Any]] | None = None
-    ):
+    def __init__(self, function: Callable[..., Any], name: str):
         self.__doc__ = function.__doc__
         self.name = name
         self._function = function
-        self._on = dict(on or {})
         self._forms: dict[Any, _Form] = {}
         self._operators: dict[Any, _Operator] = {}
         self._derived: dict[str, _JaxOp] = {}
@@ -155,8 +145,7 @@ class _JaxOp:
             outputs, tree = jax.tree.flatten(_shapes(run, tensors))
             counts = (len(tensors), len(outputs))
             if (kind, counts) not in self._operators:
-                on = {platform: _runner(each, static, wide) for platform, each in self._on.items()}
-                compute = _register(self.name, run, *counts, on)
+                compute = _register(self.name, run, *counts)
                 self._operators[kind, counts] = _Operator(self, static, *counts, compute)
             found = self._forms[key] = _Form(self._operators[kind, counts], tree)
         return found
@@ -256,11 +245,7 @@ def _shapes(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _register(
-    wished: str,
-    run: Callable[..., Any],
-    num_inputs: int,
-    num_outputs: int,
-    on: Mapping[str, Callable[..., Any]],
+    wished: str, run: Callable[..., Any], num_inputs: int, num_outputs: int
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Make one operator: its schema, its lowering, its shape inference, its kernel for the CPU."""
     numbered = (f"{wished}_{number}" for number in itertools.count(2))
@@ -270,8 +255,8 @@ def _register(
     inputs = ", ".join(f"Tensor x{place}" for place in range(num_inputs))
     _library.define(f"{name}({inputs}) -> ({', '.join(['Tensor'] * num_outputs)})")
 
-    def leaves_of(run: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
-        return lambda *arrays: jax.tree.leaves(run(*arrays))
+    def leaves(*arrays: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(run(*arrays))
 
     def returned(tensors: list[torch.Tensor]) -> Any:
         return tensors[0] if num_outputs == 1 else tuple(tensors)
@@ -285,7 +270,6 @@ def _register(
             ]
         )
 
-    leaves = leaves_of(run)
     compiled = jax.jit(leaves)
 
     @keeps_interrupts
@@ -295,7 +279,7 @@ def _register(
             results = [np.array(each) for each in compiled(*arrays)]
         return returned([from_numpy(each, EQUIVALENTS[each.dtype]) for each in results])
 
-    lowering(qualified, on={platform: leaves_of(each) for platform, each in on.items()})(leaves)
+    lowering(qualified)(leaves)
     _C.register_lowered_ops([(qualified, qualified, [], [], [], 0, {})])
     _library.impl(name, untraced(infer), "Meta")
     _library.impl(name, untraced(compute_on_cpu), "CPU")

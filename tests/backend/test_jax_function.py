@@ -82,17 +82,6 @@ def test_a_training_step_with_it_is_one_program():
     assert after["compilations"] == before["compilations"]
 
 
-def test_another_function_may_take_its_place_on_a_platform():
-    def tripled(x):
-        return x * 3
-
-    for platform, expected in (("cpu", 3.0), ("tpu", 2.0)):  # these tests run on XLA's CPU
-        times = jax_op(lambda x: x * 2, name="doubled", on={platform: tripled})
-        assert times(torch.ones(2, device="tpu")).tolist() == [expected] * 2
-    with pytest.raises(ValueError, match="expected platforms among tpu, cuda, cpu"):
-        jax_op(lambda x: x, name="nowhere", on={"abacus": tripled})(torch.ones(2, device="tpu"))
-
-
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
 def test_outputs_come_back_as_the_tree_that_was_returned(device):
     x = torch.ones(3, device=device, requires_grad=True)
