@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_ATTENTION = (
-    F.scaled_dot_product_attention
-)  # PyTorch's own: others take its place where ranks share a sequence
+# PyTorch's own: where ranks share a sequence, `torch.nn.functional` has another one by its name.
+_ATTENTION = F.scaled_dot_product_attention
 
 
 def document_attention(
@@ -104,8 +103,8 @@ def _check(
     )
     if not fits:
         raise ValueError(
-            "document_attention: expected (B, H, S, E), (B, K, S, E), (B, K, S, E) and (B, S), where K "
-            "divides H, and for another length of keys their documents and the place of the first query; "
+            "document_attention: expected (B, H, L, E), (B, K, S, E), (B, K, S, E) and (B, L), where K "
+            "divides H; and where S is not L, key_document_ids (B, S) and place; "
             f"got {shapes}{'' if place is None else ' and a place'}"
         )
     if place is not None and (key_document_ids is None or place.dim() > 0):

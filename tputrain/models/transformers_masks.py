@@ -42,7 +42,7 @@ def attach_documents(mask: Tensor, documents: Tensor | None) -> None:
         mask.device.type == "tpu"
         and (documents is None or documents.dtype != torch.bool)
         and not torch.compiler.is_compiling()
-        and not mask.is_inference()  # such a tensor does not know either
+        and not mask.is_inference()  # such a tensor has no version
     ):
         setattr(mask, _DOCUMENTS, (documents, mask._version))
 
