@@ -171,13 +171,13 @@ def test_no_tensor_has_all_pairs_of_tokens() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     (query, key, value), ids = _tensors(4)
-    with pytest.raises(ValueError, match=r"expected \(B, H, S, E\).*got \(2, 4, 4, 16\), .*\(2, 3\)"):
+    with pytest.raises(ValueError, match=r"expected \(B, H, L, E\).*got \(2, 4, 4, 16\), .*\(2, 3\)"):
         document_attention(query, key, value, ids[:, :3])
     with pytest.raises(TypeError, match=r"expected one dtype of floats, got torch\.float32, torch\.float64"):
         document_attention(query, key.double(), value, ids)
     with pytest.raises(TypeError, match=r"expected integer document_ids, got torch\.float32"):
         document_attention(query, key, value, ids.float())
-    with pytest.raises(ValueError, match=r"the place of the first query; got \(2, 4, 2, 16\), .*\(2, 4\)$"):
+    with pytest.raises(ValueError, match=r"key_document_ids \(B, S\) and place; got \(2, 4, 2, 16\), .*\(2, 4\)$"):
         document_attention(query[:, :, :2], key, value, ids[:, :2], key_document_ids=ids)
     for others, message in (
         ({"place": torch.tensor(0)}, r"a place of the shape \(\) alone"),
@@ -198,5 +198,5 @@ def test_another_device_makes_the_mask() -> None:
 def test_no_heads_or_no_features_are_refused(sizes: tuple[int, ...]) -> None:
     empty = torch.ones(sizes)
     query = torch.ones(2, 4, 12, sizes[3])
-    with pytest.raises(ValueError, match=r"^document_attention: expected \(B, H, S, E\)"):
+    with pytest.raises(ValueError, match=r"^document_attention: expected \(B, H, L, E\)"):
         document_attention(query, empty, empty, torch.zeros(2, 12, dtype=torch.long))
