@@ -2,8 +2,8 @@
 
     python -m tests.acceptance.faulty_ranks FAULT STEP RANK run RECIPE ...
 
-FAULT is what becomes of the first step from STEP on, on that rank, where the ranks are started for the first
-time; started again they do nothing of the kind:
+FAULT is what becomes of that rank's step STEP, counted from its start, where the ranks are started for the
+first time; started again they do nothing of the kind:
 
     raises   it raises an exception
     stuck    it never returns: its thread waits in C, as one does for a device that does not answer
@@ -51,7 +51,7 @@ def break_step(fault: str, step: int) -> None:
 
     def faulty_step(self: TrainStep, *arguments: Any, **named: Any) -> Any:
         nonlocal is_done, number
-        number += 1  # such a run begins with step 1
+        number += 1
         if not is_done and number >= max(step, 2) and fault != "full":
             is_done = True
             if fault == "raises":
@@ -64,7 +64,7 @@ def break_step(fault: str, step: int) -> None:
 
     def faulty_rows(self: Snapshot, directory: Path) -> Any:
         nonlocal is_done
-        if fault == "full" and self.step >= step and not is_done:
+        if fault == "full" and number >= step and not is_done:
             is_done = True
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
         return write_rows(self, directory)

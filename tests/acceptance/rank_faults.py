@@ -475,7 +475,7 @@ def faulty(scene: Scene, fault: str, rank: int) -> tuple[Command, set[int], int]
     if scene.command is not None:
         scene.stop()
     scene.base = scene.run.newest_step()
-    step = scene.base + scene.choice.randint(10, FURTHEST)
+    step = scene.choice.randint(10, FURTHEST)
     program = ("tests.acceptance.faulty_ranks", fault, str(step), str(rank))
     command = scene.training(*program)
-    return command, {process for process, _, _ in command.processes()}, step
+    return command, {process for process, _, _ in command.processes()}, scene.base + step
