@@ -307,6 +307,25 @@ def test_the_optimizer_of_a_compiled_model_is_not_taken_apart():
     assert compilations() == before + 1  # the optimizer's state was made in the first step
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_second_step_of_an_optimizer_compiles_nothing(fused):
+    """In the first its state is made, by other parts: those of the update can take its memory too."""
+    width = 34 + 4 * fused
+    model = model_of(5, width).to("tpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=not fused, fused=fused)
+    inputs, compiled = torch.randn(6, width, device="tpu"), []
+    with torch.tpu.eager_mode("fused", parts="always"):
+        for _ in range(2):
+            before = compilations()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.tpu.flush()
+            compiled.append(compilations() - before)
+    assert compiled[0] > 3
+    assert compiled[1] == 0
+
+
 @pytest.mark.parametrize("named", [None, "fused"])
 def test_a_process_begins_in_parts_unless_its_mode_is_named(named):
     script = """

@@ -46,8 +46,7 @@ bool donates_alike(const Specialization& specialization, const Segment& segment)
         return false;
       }
     } else if (
-        origin >= 0 && segment.is_input[origin] != 0 &&
-        segment.values[origin]->layout == segment.values[local]->layout &&
+        segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout &&
         !std::binary_search(specialization.donated.begin(), specialization.donated.end(), origin)) {
       return false;
     }
@@ -109,8 +108,7 @@ Donations donations_of(const Segment& segment, const std::vector<int32_t>& sorte
   Donations donations;
   for (int32_t local : sorted_outputs) {
     const int32_t origin = segment.origin[local];
-    if (origin >= 0 && segment.is_input[origin] != 0 &&
-        segment.values[origin]->layout == segment.values[local]->layout) {
+    if (segment.is_input[origin] != 0 && segment.values[origin]->layout == segment.values[local]->layout) {
       donations.emplace_back(origin, local);
     }
   }

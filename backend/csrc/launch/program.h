@@ -64,7 +64,7 @@ struct Segment {
   std::vector<ValuePtr> values;        // by local number
   std::vector<int32_t> inputs;         // the locals that were there before
   std::vector<uint8_t> is_input;       // by local
-  std::vector<int32_t> origin;         // by local: the input whose buffer it has taken over, or -1
+  std::vector<int32_t> origin;         // by local: the first value of this segment in its buffer
   // What is not part of the key: starts of slices and runtime numbers.
   std::vector<int64_t> offsets;
   RuntimeNumbers numbers;

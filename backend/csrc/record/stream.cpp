@@ -133,13 +133,13 @@ void Segment::fail(const std::string& message) {
   }
 }
 
-int32_t Stream::number(const ValuePtr& value, bool is_input, int32_t origin) {
+int32_t Stream::number(const ValuePtr& value, bool is_input, std::optional<int32_t> origin) {
   const auto local = static_cast<int32_t>(segment_.values.size());
   value->segment = segment_.serial;
   value->local = local;
   segment_.values.push_back(value);
   segment_.is_input.push_back(static_cast<uint8_t>(is_input));
-  segment_.origin.push_back(origin);
+  segment_.origin.push_back(origin.value_or(local));
   return local;
 }
 
@@ -163,7 +163,7 @@ int32_t Stream::link(Buffer* buffer) {
   if (value.segment != segment_.serial) {
     local = static_cast<int32_t>(segment_.values.size());
     segment_.inputs.push_back(local);
-    number(buffer->value, true, local);
+    number(buffer->value, true, std::nullopt);
   }
   sink_->on_read(segment_, local, *buffer);
   return local;
@@ -179,7 +179,8 @@ bool Stream::belongs_to_ended_step(const EncodedCall& call) const {
       continue;
     }
     const Value* value = tensor.buffer->value.get();
-    if (value == nullptr || value->segment != segment_.serial || segment_.origin[value->local] >= 0) {
+    if (value == nullptr || value->segment != segment_.serial ||
+        segment_.is_input[segment_.origin[value->local]] != 0) {
       return false;
     }
     reads_any = true;
@@ -262,7 +263,7 @@ void Stream::append(
     if (output.skip) {
       continue;
     }
-    int32_t origin = -1;
+    std::optional<int32_t> origin;
     if (buffer->value && buffer->value->segment == segment_.serial) {
       origin = segment_.origin[buffer->value->local];
     }

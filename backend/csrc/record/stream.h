@@ -147,7 +147,7 @@ class Stream {
 
  private:
   int32_t link(Buffer* buffer);
-  int32_t number(const ValuePtr& value, bool is_input, int32_t origin);
+  int32_t number(const ValuePtr& value, bool is_input, std::optional<int32_t> origin);
   const Value& readable(Buffer* buffer);
   bool belongs_to_ended_step(const EncodedCall& call) const;
   bool is_full() const;

@@ -247,8 +247,8 @@ class _Builder:
 
     def __init__(self, tape: Tape, description: dict[str, Any]) -> None:
         self._tape = tape
-        self._whole_origin: list[int] = description["origin"]
-        self._newest: dict[int, int] = {}  # by input of the whole: what its buffer held when the part began
+        self._origin: list[int] = description["origin"]
+        self._newest: dict[int, int] = {}  # by first value in a buffer: what it held when the part began
         self._checked = {entry: place for place, entry in enumerate(description["checked"])}
         self._lists: dict[int, _Elements] = {}  # by entry: one of long lists is cut into many pieces
 
@@ -258,6 +258,7 @@ class _Builder:
     def _part(self, pieces: Part) -> PartOfChain:
         part = PartOfChain()
         own: dict[int, int] = {}  # by value of the whole
+        inputs: dict[int, int] = {}  # of them those that it takes
         replaced: dict[int, int] = {}
 
         def number(local: int) -> int:
@@ -276,17 +277,17 @@ class _Builder:
                 part.checked.append((self._checked[piece.entry], entry_here))
             for local in self._links(piece):
                 if local not in own:
-                    part.inputs.append(number(local))
+                    inputs[local] = number(local)
                 part.tape.append(own[local])
             self._take_numbers(piece, part)
             for made in self._made(piece):
                 local = number(made)
-                if (buffer := self._whole_origin[made]) >= 0:
-                    before = own.get(self._newest.get(buffer, buffer), -1)
-                    if before in part.inputs:
-                        part.origin[local] = before
-                    replaced[buffer] = made
+                first = self._origin[made]
+                if (before := inputs.get(self._newest.get(first, first))) is not None:
+                    part.origin[local] = before
+                replaced[first] = made
         self._newest |= replaced
+        part.inputs += inputs.values()
         return part
 
     def _elements(self, piece: Piece) -> _Elements:
