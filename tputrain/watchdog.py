@@ -199,7 +199,7 @@ class Watchdog:
         """Whom all ranks wait for, to be added to a line."""
         if (world := self._others) is None:
             return ""
-        if (awaited := world.awaited()) is None:
+        if (awaited := world.awaited(self._silence)) is None:
             return "; the process that carries word between the ranks does not answer"
         if not awaited:
             return "; no rank waits for another one"
@@ -207,7 +207,7 @@ class Watchdog:
 
     def _described(self, awaited: Any) -> str:
         silent = f"last heard of {awaited.silent:.0f} s ago"
-        parts = [awaited.name, silent if self._is_silent(awaited.silent) else "alive"]
+        parts = [awaited.name, silent if awaited.silent > self._silence else "alive"]
         if awaited.beat:
             parts.append(f"in phase {awaited.beat!r}")
         if awaited.call:
@@ -219,16 +219,18 @@ class Watchdog:
         """What is known of the other ranks (`Peers` of the device); None: there are none."""
         return None if self.rank is None else devices.peers()
 
-    def _is_silent(self, seconds: float) -> bool:
-        return seconds > _BEATS * (self.cfg.heartbeat_seconds + self._tick)
+    @property
+    def _silence(self) -> float:
+        """Seconds after which a rank that says nothing is no longer taken to be alive."""
+        return _BEATS * (self.cfg.heartbeat_seconds + self._tick)
 
     def _waits_for_the_living(self) -> bool:
         """Whether all that this rank waits for is other ranks that are alive: their watchdogs watch them."""
         if (world := self._others) is None:
             return False
-        awaited = world.awaited()
+        awaited = world.awaited(self._silence)
         return bool(awaited) and all(
-            each.rank != self.rank and not self._is_silent(each.silent) for each in awaited
+            each.rank != self.rank and each.silent <= self._silence for each in awaited
         )
 
     def _end_with_the_others(self, name: str) -> None:

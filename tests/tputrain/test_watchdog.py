@@ -234,7 +234,7 @@ class OtherRanks:
     def beat(self, doing: str) -> None:
         self.beats.append(doing)
 
-    def awaited(self) -> list[Awaited]:
+    def awaited(self, silence: float) -> list[Awaited]:
         name = f"rank {self.rank} (process 7 on host)"
         return [Awaited(self.rank, name, "an exchange", "waiting for data", self.silent)]
 

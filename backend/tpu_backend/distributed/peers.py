@@ -208,12 +208,14 @@ class Peers:
         """Tell that this rank lives, and what it does."""
         self._say({"beat": doing})
 
-    def awaited(self) -> list[Awaited] | None:
-        """The ranks that all others wait for; None: the service does not answer."""
+    def awaited(self, silence: float) -> list[Awaited] | None:
+        """The ranks that all others wait for; where no rank is late, those that have said nothing for more
+        than `silence` seconds. None: the service does not answer.
+        """
         self._flush()
         with self._changed:
             self._awaited = None
-            self._say({"awaited": True})
+            self._say({"awaited": silence})
             self._changed.wait_for(lambda: self._awaited is not None, _ANSWER)
             return self._awaited
 
