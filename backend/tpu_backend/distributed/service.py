@@ -14,7 +14,7 @@ Ranks hold a connection to it and send lines of JSON:
     {"who": [GROUP, NUMBER]}                                         who has not made this call?
     {"senders": [[GROUP, NUMBER], ...]}                              the first of these that is a send
     {"beat": "..."}                                                  it lives, and does that
-    {"awaited": true}                                                whom do all wait for?
+    {"awaited": SECONDS}                                             whom do all wait for?
     {"hang": true}                                                   it says that the run hangs
     {"error": "..."}, {"bye": true}                                  it fails, it ends
 
@@ -136,7 +136,7 @@ class Service:
                 elif "beat" in message:
                     self.beats[rank] = message["beat"]
                 elif "awaited" in message:
-                    self.tell(writer, {"awaited": self.awaited()})
+                    self.tell(writer, {"awaited": self.awaited(message["awaited"])})
                 elif "hang" in message:
                     if self.hang is None:
                         self.hang = rank
@@ -145,7 +145,7 @@ class Service:
                     self.tell_others(rank, {**message, "rank": rank})
                 else:
                     regular = True
-        except (ConnectionError, ValueError):
+        except (OSError, ValueError):  # one that is cut off ends in a TimeoutError
             pass
         finally:
             writer.close()
@@ -213,9 +213,10 @@ class Service:
                 found.append(f"rank {rank} has not called it; its last was {self.texts[last[1]]}")
         return found
 
-    def awaited(self) -> list[tuple[int, str, str, float]]:
+    def awaited(self, silence: float) -> list[tuple[int, str, str, float]]:
         """The ranks that others wait for, and that wait for nobody: each with its last call, what it does,
-        and the seconds since it said something.
+        and the seconds since it said something. Where all have made the same calls, those that have said
+        nothing for more than `silence` seconds: they may have stopped in the middle of one.
         """
         waiting: set[int] = set()
         missing: set[int] = set()
@@ -224,6 +225,7 @@ class Service:
                 waiting.update(made)
                 missing.update(each for each in calls.ranks if each not in made)
         now = time.monotonic()
+        silent = {each for each in self.writers if now - self.heard[each] > silence}
         return [
             (
                 rank,
@@ -231,7 +233,7 @@ class Service:
                 self.beats.get(rank, ""),
                 now - self.heard.get(rank, now),
             )
-            for rank in sorted(missing - waiting or missing)
+            for rank in sorted(missing - waiting or missing or silent)
         ]
 
     def tell_others(self, rank: int, message: dict[str, Any]) -> None:
