@@ -1,7 +1,9 @@
 """Degrees fit the ranks or are refused in one line; batches are divided, each sample once."""
 
+import errno
 import json
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -111,6 +113,29 @@ def test_what_starts_as_many_ranks_again_is_told(
     for name, value in {"LOCAL_WORLD_SIZE": "4", **variables}.items():
         monkeypatch.setenv(name, value)
     assert launched.launched_by() == said
+
+
+def test_what_a_rank_leaves_of_its_error_is_there_as_a_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A rank may be killed while it writes, or the disk be full: torch's launcher ends at a broken file."""
+    left, in_writing = tmp_path / "rank-1.error.json", []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(left)}.items():
+        monkeypatch.setenv(name, value)
+
+    def full(data: object, file: TextIO) -> None:
+        file.write('{"message"')
+        file.flush()
+        in_writing.append(left.exists())
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dump", full)
+        launched.record_error(UserError("first"))
+    assert in_writing == [False]
+    assert not left.exists()
+    launched.record_error(UserError("second"))
+    assert json.loads(left.read_text())["message"]["message"] == "UserError: second"
 
 
 def test_ranks_on_another_device_than_tpu_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +23,7 @@ STOPPED_BY = "TPUTRAIN_STOPPED_BY"
 _AGENT = "TORCHELASTIC_RUN_ID"  # torchrun's, and ours
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_writing_error = threading.Lock()
 
 
 def end_with_launcher() -> None:
@@ -71,8 +73,6 @@ def record_error(error: BaseException) -> None:
     if not is_launched() or "torch" not in sys.modules:
         return
     # Only now: the command reads this file before it imports PyTorch.
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     from tputrain import device as devices
 
     if isinstance(error, UserError | RunFailedError):
@@ -80,10 +80,24 @@ def record_error(error: BaseException) -> None:
         error.__cause__, error.__suppress_context__ = None, True
     if _ERROR_FILE in os.environ:
         with suppress(OSError):  # it may be on the disk whose end this is
-            get_error_handler().record_exception(error)
+            _write_error_file(error)
     # A RuntimeError may be what a collective says of another rank's end, which is told of already.
     if not isinstance(error, RuntimeError):
         devices.tell_ranks(error)
+
+
+def _write_error_file(error: BaseException) -> None:
+    """The whole file or none: a launcher that finds a part of one does not survive it."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    with _writing_error:  # the watchdog's thread may record an error, too
+        whole = os.environ[_ERROR_FILE]
+        os.environ[_ERROR_FILE] = part = f"{whole}.part"
+        try:
+            get_error_handler().record_exception(error)
+        finally:
+            os.environ[_ERROR_FILE] = whole
+        os.replace(part, whole)
 
 
 def speaks(line: str) -> bool:
