@@ -32,9 +32,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splash_attention, "COMPUTED", 128)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("has_documents", [True, False])
-@pytest.mark.parametrize(("batch", "features"), [(2, 64), (1, 128)])
+@pytest.mark.parametrize(
+    ("is_causal", "has_documents", "batch", "features"),
+    [(True, True, 2, 64), (True, False, 1, 128), (False, True, 1, 128), (False, False, 2, 64)],
+)
 def test_values_and_gradients_are_those_of_all_scores(
     is_causal: bool, has_documents: bool, batch: int, features: int
 ) -> None:
@@ -85,8 +86,7 @@ def test_gradients_of_a_part_of_the_keys_use_the_log_sums_of_all() -> None:
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("place", [0, 128, 384, 512])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("place", "batch"), [(0, 1), (128, 2), (384, 1), (512, 2)])
 def test_queries_from_a_place_that_is_data_on(place: int, batch: int) -> None:
     """As ranks that share a sequence have them. Some keys are of no document of the queries."""
     query, _, _, grad = _arrays(LENGTH, batch, 64)
