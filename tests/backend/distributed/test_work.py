@@ -139,7 +139,7 @@ ABORTED = """
         dist.all_reduce(x)
     x.tolist()
     if rank == 1:
-        time.sleep(20)
+        time.sleep(12)  # until the other one has been ended
         os._exit(0)
     WORLD = dist.group.WORLD
     work = dist.all_reduce(x, async_op=True)

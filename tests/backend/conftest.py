@@ -1,0 +1,45 @@
+"""Many tests of the device look at what is recorded, cut, launched and kept; others at what XLA computes."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+
+from tests.backend.quick_xla import quick_programs
+
+_QUICK = (
+    "test_aliasing",
+    "test_attention",
+    "test_blocked_attention",
+    "test_capture",
+    "test_capture_reach",
+    "test_compile_causes",
+    "test_compiled",
+    "test_composites",
+    "test_data_dependent",
+    "test_differentiation",
+    "test_document_attention",
+    "test_errors",
+    "test_events",
+    "test_factorisations",
+    "test_growing_sizes",
+    "test_jax_function",
+    "test_linear",
+    "test_meta_kernels",
+    "test_optimizers",
+    "test_parts",
+    "test_range_checks",
+    "test_recurrent",
+    "test_regions",
+    "test_sparse",
+    "test_stream",
+    "test_threads",
+)
+"""Files of the first kind that take long. All others compile as for users: random bits depend on fusion."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    is_quick = request.module.__name__.rpartition(".")[2] in _QUICK
+    with quick_programs() if is_quick else nullcontext():
+        yield
