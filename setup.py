@@ -139,6 +139,9 @@ class BuildDevice(BuildExtension):
         # In an editable install this is in the source folder, else in the folder that becomes the wheel.
         folder = Path(self.get_ext_fullpath(EXTENSION)).parent
         folder.mkdir(parents=True, exist_ok=True)
+        for extension in self.extensions:
+            extension.depends = [*extension.sources, *map(str, (ROOT / SOURCES).rglob("*.h"))]
+            extension.sources = joined_by_folder(extension.sources, Path(self.build_temp).absolute())
         super().run()
         source_digest = runpy.run_path(str(ROOT / "backend" / "tpu_backend" / "abi.py"))["source_digest"]
         info = {
@@ -148,6 +151,19 @@ class BuildDevice(BuildExtension):
             "sources": source_digest(ROOT / "backend" / "csrc"),
         }
         (folder / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+
+
+def joined_by_folder(sources: list[str], build_folder: Path) -> list[str]:
+    """A source for each folder, which includes those in it: reading torch's headers is most of the work."""
+    build_folder.mkdir(parents=True, exist_ok=True)
+    joined = []
+    for folder in sorted({Path(source).parent for source in sources}):
+        lines = [f'#include "{ROOT / source}"' for source in sources if Path(source).parent == folder]
+        path, text = build_folder / f"{folder.name}.cpp", "\n".join(lines) + "\n"
+        if not path.exists() or path.read_text() != text:  # else ninja would compile it again
+            path.write_text(text)
+        joined.append(str(path))
+    return joined
 
 
 class BuildPackages(build_py):

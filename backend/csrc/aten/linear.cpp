@@ -84,13 +84,13 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   return output;
 }
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using LinearGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // Where somebody looks at them, or differentiates them, the gradients are made of other operations.
-Gradients
+LinearGradients
 composite(const at::Tensor& input, const at::Tensor& gradient, const at::Tensor& weight, std::array<bool, 3> wanted) {
   const auto rows = gradient.reshape_symint({-1, gradient.sym_size(-1)});
-  Gradients gradients;
+  LinearGradients gradients;
   if (wanted[0]) {
     std::get<0>(gradients) = at::matmul(gradient, weight);
   }
@@ -103,7 +103,7 @@ composite(const at::Tensor& input, const at::Tensor& gradient, const at::Tensor&
   return gradients;
 }
 
-Gradients linear_backward(
+LinearGradients linear_backward(
     const at::Tensor& input, const at::Tensor& gradient, const at::Tensor& weight, std::array<bool, 3> wanted) {
   const auto has_gradient = [](const at::Tensor& each) {
     return each.defined() && each.requires_grad();

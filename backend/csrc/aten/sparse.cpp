@@ -32,7 +32,7 @@ void run_sparse_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // What a fallback computed, back into a sparse argument.
-at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
+at::Tensor copy_sparse_from(const at::Tensor& self, const at::Tensor& dst) {
   TORCH_CHECK(self.layout() == dst.layout(), "a ", self.layout(), " result does not fit a ", dst.layout(), " tensor");
   const auto moved = self.to(dst.options());
   if (self.is_sparse()) {
@@ -99,14 +99,14 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   tpu::share<DispatchKey::SparseCPU>(m, tpu::kElementwise, {"", "_", ".out"});
   tpu::share<DispatchKey::SparseCPU>(m, tpu::kShared);
   tpu::share<DispatchKey::SparseCPU>(m, tpu::kSharedCoo);
-  m.impl("_copy_from_and_resize", &tpu::copy_from_and_resize);
+  m.impl("_copy_from_and_resize", &tpu::copy_sparse_from);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
   tpu::share<DispatchKey::SparseCsrCPU>(m, tpu::kElementwise, {"", "_", ".out"});
   tpu::share<DispatchKey::SparseCsrCPU>(m, tpu::kShared);
   tpu::share<DispatchKey::SparseCsrCPU>(m, tpu::kSharedCompressed);
-  m.impl("_copy_from_and_resize", &tpu::copy_from_and_resize);
+  m.impl("_copy_from_and_resize", &tpu::copy_sparse_from);
 }
 
 } // namespace
