@@ -81,8 +81,8 @@ class Watchdog:
     stacks to standard error and ends the process `wait_seconds` later than the limit.
 
     Each of several ranks has one. A rank that waits for another one, which is alive, leaves that one to its
-    own watchdog. When a rank finds that the run hangs, all ranks write their reports, and one line says whom
-    all wait for.
+    own watchdog. One that says nothing for `wait_seconds` no longer runs: then the run hangs in any phase.
+    When a rank finds that it does, all ranks write their reports, and one line says whom all wait for.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Watchdog:
         self._read_up_to = 0  # the step whose values were read last
         self._beat_in, self._beat_at = SETTING_UP, 0.0
         self._told: _Phase | None = None
+        self._silent_since: float | None = None  # on the same clock: a rank that all wait for
         self._leaves_at: float | None = None  # after another rank has found that the run hangs
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -182,6 +183,8 @@ class Watchdog:
             limit = max(limit, self.cfg.setup_seconds)
         if taken > limit and not (_is_debugged() or self._waits_for_the_living()):
             self._end_the_process(phase.name, taken, limit)
+        elif self._waits_for_the_silent(taken):
+            self._end_the_process(phase.name, taken, self.cfg.wait_seconds)
         spare = max(limit - taken, 0.0) + self.cfg.wait_seconds
         faulthandler.dump_traceback_later(spare, exit=True, file=2)
 
@@ -232,6 +235,20 @@ class Watchdog:
         return bool(awaited) and all(
             each.rank != self.rank and each.silent <= self._silence for each in awaited
         )
+
+    def _waits_for_the_silent(self, taken: float) -> bool:
+        """Whether a rank that all wait for no longer runs, whatever they do: it has said nothing for
+        `wait_seconds`, and goes on to. Compiling, or what is done for the first time, keeps no rank silent.
+        """
+        longest = self.cfg.wait_seconds
+        awaited = self._others.awaited(longest) if taken > longest and self._others is not None else None
+        if not any(each.rank != self.rank and each.silent > longest for each in awaited or ()):
+            self._silent_since = None
+            return False
+        if self._silent_since is None:
+            self._silent_since = self._clock
+        # Where all ranks were suspended together, each has to have had time to say something.
+        return self._clock - self._silent_since > self._silence
 
     def _end_with_the_others(self, name: str) -> None:
         """Another rank has found that the run hangs: the stacks of this one, and its end at last."""

@@ -279,6 +279,23 @@ def test_a_hang_is_told_in_one_line_that_names_the_rank_that_all_wait_for(
     assert str(report) in said
 
 
+def test_a_rank_that_no_longer_runs_is_noticed_in_what_is_done_for_the_first_time(ranked, monkeypatch, capfd):
+    others = OtherRanks(rank=2, silent=1.0)
+    monkeypatch.setattr(devices, "peers", lambda: others)
+    longest = ranked.cfg.wait_seconds
+    with ranked.phase(EVALUATING):
+        ranked.look(2 * longest)
+        others.silent = longest + 1  # as after all have been suspended together
+        ranked.look(1.0)
+        others.silent = 1.0
+        ranked.look(100.0)
+        others.silent = longest + 1
+        ranked.look(1.0)
+        with pytest.raises(Ended):
+            ranked.look(100.0)
+    assert "in phase 'evaluating'" in capfd.readouterr().err
+
+
 def test_a_rank_that_is_itself_awaited_is_ended_by_its_own_watchdog(ranked, monkeypatch):
     monkeypatch.setattr(devices, "peers", lambda: OtherRanks(rank=0, silent=1.0))
     with ranked.phase(STEP), pytest.raises(Ended):
