@@ -53,7 +53,9 @@ class WatchdogConfig:
     step_seconds: float = 60.0
     """Of steps and of reading their values: seconds beyond twice what the steps so far lead to expect."""
     wait_seconds: float = 600.0
-    """Of waits for data, evaluations, saves and callbacks: seconds beyond twice the longest so far."""
+    """Of waits for data, evaluations, saves and callbacks: seconds beyond twice the longest so far. Also of
+    silence of a rank that all others wait for, whatever it does.
+    """
     setup_seconds: float = 3600.0
     """Seconds for anything that is done for the first time, or that compiles."""
     heartbeat_seconds: float = 5.0
@@ -81,8 +83,8 @@ class Watchdog:
     stacks to standard error and ends the process `wait_seconds` later than the limit.
 
     Each of several ranks has one. A rank that waits for another one, which is alive, leaves that one to its
-    own watchdog. One that says nothing for `wait_seconds` no longer runs: then the run hangs in any phase.
-    When a rank finds that it does, all ranks write their reports, and one line says whom all wait for.
+    own watchdog. A rank that says nothing for `wait_seconds` no longer runs, and the others end the run.
+    When a run hangs, all ranks write their reports, and one line says whom all wait for.
     """
 
     def __init__(
@@ -182,9 +184,10 @@ class Watchdog:
         if taken > limit and devices.is_compiling(self.device):
             limit = max(limit, self.cfg.setup_seconds)
         if taken > limit and not (_is_debugged() or self._waits_for_the_living()):
-            self._end_the_process(phase.name, taken, limit)
-        elif self._waits_for_the_silent(taken):
-            self._end_the_process(phase.name, taken, self.cfg.wait_seconds)
+            found = f"{taken:.1f} s, expected at most {limit:.1f} s (watchdog.* sets that)"
+            self._end_the_process(phase.name, found)
+        elif found := self._silent_for_too_long(taken):
+            self._end_the_process(phase.name, found)
         spare = max(limit - taken, 0.0) + self.cfg.wait_seconds
         faulthandler.dump_traceback_later(spare, exit=True, file=2)
 
@@ -236,19 +239,29 @@ class Watchdog:
             each.rank != self.rank and each.silent <= self._silence for each in awaited
         )
 
-    def _waits_for_the_silent(self, taken: float) -> bool:
-        """Whether a rank that all wait for no longer runs, whatever they do: it has said nothing for
-        `wait_seconds`, and goes on to. Compiling, or what is done for the first time, keeps no rank silent.
+    def _silent_for_too_long(self, taken: float) -> str:
+        """What is said of a rank that all wait for and that has said nothing for `wait_seconds`; "": there is
+        none. Its watchdog would speak while it compiles, or does something for the first time.
         """
-        longest = self.cfg.wait_seconds
+        longest = max(self.cfg.wait_seconds, self._silence)
         awaited = self._others.awaited(longest) if taken > longest and self._others is not None else None
-        if not any(each.rank != self.rank and each.silent > longest for each in awaited or ()):
+        silent = [
+            each.silent
+            for each in awaited or ()
+            if each.rank != self.rank and each.silent > longest and each.beat not in (ENDED, FAILED)
+        ]
+        if not silent:
             self._silent_since = None
-            return False
+            return ""
         if self._silent_since is None:
             self._silent_since = self._clock
         # Where all ranks were suspended together, each has to have had time to say something.
-        return self._clock - self._silent_since > self._silence
+        if self._clock - self._silent_since <= self._silence:
+            return ""
+        return (
+            f"a rank says nothing for {max(silent):.0f} s, expected at most {longest:.0f} s "
+            "(watchdog.wait_seconds)"
+        )
 
     def _end_with_the_others(self, name: str) -> None:
         """Another rank has found that the run hangs: the stacks of this one, and its end at last."""
@@ -259,11 +272,10 @@ class Watchdog:
         elif self._clock > self._leaves_at:
             os._exit(HANG_EXIT_CODE)
 
-    def _end_the_process(self, name: str, taken: float, limit: float) -> None:
+    def _end_the_process(self, name: str, found: str) -> None:
         reason = (
-            f"hangs at step {self.step()} in phase {name!r}: {taken:.1f} s, expected at most "
-            f"{limit:.1f} s (watchdog.* sets that){self._awaited()}; it is ended: run again, it goes on from "
-            "the newest checkpoint, if there is one"
+            f"hangs at step {self.step()} in phase {name!r}: {found}{self._awaited()}; it is ended: "
+            "run again, it goes on from the newest checkpoint, if there is one"
         )
         world = self._others
         if world is not None and not world.declare_hang():

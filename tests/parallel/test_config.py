@@ -133,7 +133,12 @@ def test_what_a_rank_leaves_of_its_error_is_there_as_a_whole_or_not_at_all(
         patch.setattr(json, "dump", full)
         launched.record_error(UserError("first"))
     assert in_writing == [False]
-    assert not left.exists()
+    assert not [*tmp_path.iterdir()]
+    with monkeypatch.context() as patch:  # torchrun's, where it keeps no logs
+        patch.setenv("TORCHELASTIC_ERROR_FILE", "")
+        patch.chdir(tmp_path)
+        launched.record_error(UserError("nowhere"))
+    assert not [*tmp_path.iterdir()]
     launched.record_error(UserError("second"))
     assert json.loads(left.read_text())["message"]["message"] == "UserError: second"
 

@@ -17,7 +17,7 @@ from tputrain import RunConfig, UserError
 from tputrain import device as devices
 from tputrain.callbacks.callback import Callback
 from tputrain.hang_report import report_hang
-from tputrain.heartbeat import read_heartbeat
+from tputrain.heartbeat import ENDED, read_heartbeat
 from tputrain.watchdog import DATA, EVALUATING, FIRST_STEP, READING, STEP, Watchdog, WatchdogConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,8 +226,8 @@ def test_a_heartbeat_that_cannot_be_written_ends_no_run(watchdog, tmp_path):
 class OtherRanks:
     """What rank 0 knows of the others: they wait for `rank`, which was heard of `silent` seconds ago."""
 
-    def __init__(self, rank: int, silent: float):
-        self.silent, self.rank = silent, rank
+    def __init__(self, rank: int, silent: float, doing: str = DATA):
+        self.silent, self.rank, self.doing = silent, rank, doing
         self.beats: list[str] = []
         self.hangs = False
 
@@ -236,7 +236,7 @@ class OtherRanks:
 
     def awaited(self, silence: float) -> list[Awaited]:
         name = f"rank {self.rank} (process 7 on host)"
-        return [Awaited(self.rank, name, "an exchange", "waiting for data", self.silent)]
+        return [Awaited(self.rank, name, "an exchange", self.doing, self.silent)]
 
     def declare_hang(self) -> bool:
         """Rank 0 is the first to say so, unless it is known already."""
@@ -293,7 +293,17 @@ def test_a_rank_that_no_longer_runs_is_noticed_in_what_is_done_for_the_first_tim
         ranked.look(1.0)
         with pytest.raises(Ended):
             ranked.look(100.0)
-    assert "in phase 'evaluating'" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "in phase 'evaluating': a rank says nothing for 601 s, expected at most 600 s" in said
+
+
+def test_a_rank_that_has_ended_its_training_may_be_silent(ranked, monkeypatch):
+    """As one whose script goes on after `fit`, while another one closes its loggers."""
+    others = OtherRanks(rank=2, silent=1000.0, doing=ENDED)
+    monkeypatch.setattr(devices, "peers", lambda: others)
+    with ranked.phase(EVALUATING):
+        ranked.look(2 * ranked.cfg.wait_seconds)
+        ranked.look(100.0)
 
 
 def test_a_rank_that_is_itself_awaited_is_ended_by_its_own_watchdog(ranked, monkeypatch):

@@ -78,7 +78,7 @@ def record_error(error: BaseException) -> None:
     if isinstance(error, UserError | RunFailedError):
         error = error.with_traceback(None)  # torchrun would print where in our code it was found
         error.__cause__, error.__suppress_context__ = None, True
-    if _ERROR_FILE in os.environ:
+    if os.environ.get(_ERROR_FILE):  # torchrun's may be empty: then it wants none
         with suppress(OSError):  # it may be on the disk whose end this is
             _write_error_file(error)
     # A RuntimeError may be what a collective says of another rank's end, which is told of already.
@@ -95,9 +95,10 @@ def _write_error_file(error: BaseException) -> None:
         os.environ[_ERROR_FILE] = part = f"{whole}.part"
         try:
             get_error_handler().record_exception(error)
+            os.replace(part, whole)
         finally:
             os.environ[_ERROR_FILE] = whole
-        os.replace(part, whole)
+            Path(part).unlink(missing_ok=True)
 
 
 def speaks(line: str) -> bool:
@@ -132,7 +133,7 @@ def _is_said(line: str) -> bool:
     """Whether another rank has said the line on this terminal, as far as that can be known; now it is."""
     if is_ours():
         return False  # each has a file of its own
-    if _ERROR_FILE in os.environ:
+    if os.environ.get(_ERROR_FILE):
         directory = Path(os.environ[_ERROR_FILE]).parents[1]  # torchrun's, of one start of the ranks
     elif "SLURM_STEP_ID" in os.environ:
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"

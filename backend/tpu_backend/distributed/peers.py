@@ -21,7 +21,7 @@ _LAUNCHERS_LOOK = 0.3  # seconds; torchrun looks ten times a second at its proce
 
 
 class Awaited(NamedTuple):
-    """A rank that others wait for, and that waits for nobody."""
+    """A rank that others wait for, and that waits for nobody. Where none is late: one that says nothing."""
 
     rank: int
     name: str

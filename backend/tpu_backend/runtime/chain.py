@@ -117,9 +117,9 @@ class Chain:
     ) -> None:
         """Of these parts (None: as it is planned); some, by place, with an interface that is given."""
         self._whole = description
+        self._grows = False
         if parts is None:
-            self._tape, plan = planned(description)
-            parts = plan.parts
+            self._tape, (parts, self._grows) = planned(description)
         else:
             self._tape = Tape.of(description)
         self._interfaces = interfaces
@@ -236,6 +236,8 @@ class Chain:
             if source < 0 or layouts[part.values[source]] != layouts[part.values[output]]:
                 continue
             local = part.values[source]
+            if self._grows and self._whole["origin"][local] not in whole_inputs:
+                continue  # programs that are padded take over nothing that grows
             is_given = local in replaced if local in whole_inputs else local not in self._results
             if is_given and not self._is_read_after(local, place):
                 found[source] = output
