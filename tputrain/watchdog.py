@@ -105,7 +105,7 @@ class Watchdog:
         self._read_up_to = 0  # the step whose values were read last
         self._beat_in, self._beat_at = SETTING_UP, 0.0
         self._told: _Phase | None = None
-        self._silent_since: float | None = None  # on the same clock: a rank that all wait for
+        self._silent_since: float | None = None  # when a rank that all wait for was found to be silent
         self._leaves_at: float | None = None  # after another rank has found that the run hangs
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
