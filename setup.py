@@ -36,6 +36,7 @@ except ImportError as error:
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = Path("backend") / "csrc"
+JOINED = Path("build") / "joined"  # one place for all builds, so that ccache knows its files again
 SHIPPED = ("recipes", "configs")  # top-level folders that the wheel carries in tputrain/shipped/
 CXX_STANDARD = "-std=c++20"
 COMPILERS = ("c++", "g++", "clang++")
@@ -139,10 +140,14 @@ class BuildDevice(BuildExtension):
         # In an editable install this is in the source folder, else in the folder that becomes the wheel.
         folder = Path(self.get_ext_fullpath(EXTENSION)).parent
         folder.mkdir(parents=True, exist_ok=True)
-        for extension in self.extensions:
-            extension.depends = [*extension.sources, *map(str, (ROOT / SOURCES).rglob("*.h"))]
-            extension.sources = joined_by_folder(extension.sources, Path(self.build_temp).absolute())
-        super().run()
+        (extension,) = self.extensions
+        sources = extension.sources
+        extension.depends = [*sources, *map(str, (ROOT / SOURCES).rglob("*.h"))]
+        extension.sources = joined_by_folder(sources)
+        try:
+            super().run()
+        finally:
+            extension.sources = sources  # what an sdist is made of
         source_digest = runpy.run_path(str(ROOT / "backend" / "tpu_backend" / "abi.py"))["source_digest"]
         info = {
             "torch": str(torch.__version__),
@@ -153,15 +158,16 @@ class BuildDevice(BuildExtension):
         (folder / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
 
 
-def joined_by_folder(sources: list[str], build_folder: Path) -> list[str]:
+def joined_by_folder(sources: list[str]) -> list[str]:
     """A source for each folder, which includes those in it: reading torch's headers is most of the work."""
-    build_folder.mkdir(parents=True, exist_ok=True)
-    joined = []
+    (ROOT / JOINED).mkdir(parents=True, exist_ok=True)
+    joined = []  # written where they change: ninja would compile the others again
     for folder in sorted({Path(source).parent for source in sources}):
-        lines = [f'#include "{ROOT / source}"' for source in sources if Path(source).parent == folder]
-        path, text = build_folder / f"{folder.name}.cpp", "\n".join(lines) + "\n"
-        if not path.exists() or path.read_text() != text:  # else ninja would compile it again
-            path.write_text(text)
+        own = [source for source in sources if Path(source).parent == folder]
+        lines = [f'#include "{os.path.relpath(source, JOINED)}"' for source in own]
+        path, text = JOINED / f"{'-'.join(folder.parts)}.cpp", "\n".join(lines) + "\n"
+        if not (ROOT / path).exists() or (ROOT / path).read_text() != text:
+            (ROOT / path).write_text(text)
         joined.append(str(path))
     return joined
 

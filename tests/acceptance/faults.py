@@ -117,8 +117,10 @@ def terminated(moment: str) -> Inflict:
         struck.may_lose = 0
         if seconds > LONGEST_EXIT:
             struck.problems.append(f"took {seconds:.0f} s to leave")
-        if scene.run.newest_step() != struck.reached:
-            struck.problems.append(f"left without a checkpoint of step {struck.reached}")
+        # One that is still starting leaves to the next what a process before it has written but not sealed.
+        newest = scene.next_begins_at() if moment == "start-up" else scene.run.newest_step()
+        if newest != struck.reached:
+            struck.problems.append(f"left without a checkpoint of step {struck.reached}: newest is {newest}")
         if moment == "start-up" and struck.code == -signal.SIGTERM:
             struck.expected_code = -signal.SIGTERM  # Python itself was still starting
         struck.moment += f", {seconds:.1f} s to leave"
@@ -158,12 +160,18 @@ def full_disk(scene: Scene) -> Iterator[RecipeProcess]:
     unfinished = (scene.run.run_dir / "checkpoints").glob
     expect(process, lambda: not any(unfinished(".unfinished-*")), "a save does not end")
     # None at all; or room for the tensors, but not for the rest.
-    scene.disk.fill(free=scene.choice.choice([0, max(0, needed - 4096)]))
+    free = scene.choice.choice([0, max(0, needed - 4096)])
+
+    def is_noticed() -> bool:
+        scene.disk.fill(free)  # again: a checkpoint that was just saved has an old one removed
+        return "NOT SAVED" in process.output()
+
+    scene.disk.fill(free)
     if process.process.poll() is not None:
         scene.disk.make_room()
         raise MissedError(process.last_line())
     try:
-        expect(process, lambda: "NOT SAVED" in process.output(), "a full disk was not noticed")
+        expect(process, is_noticed, "a full disk was not noticed")
         yield process
     finally:
         scene.disk.make_room()
@@ -196,11 +204,14 @@ def corrupted(how: str) -> Inflict:
     """SIGKILL, and the newest checkpoint is damaged: the next process must take the one before."""
 
     def inflict(scene: Scene) -> Struck:
-        process = scene.start()
-        wait_for_step(scene, process, scene.some_step())
-        expect(process, lambda: len(scene.run.checkpoints.steps()) >= 2, "no second checkpoint")
-        struck = kill(scene, process, "the newest checkpoint")
-        step = scene.run.newest_step()
+        for _ in range(MAX_TRIES):
+            process = scene.start()
+            wait_for_step(scene, process, scene.some_step())
+            expect(process, lambda: len(scene.run.checkpoints.steps()) >= 2, "no second checkpoint")
+            struck = kill(scene, process, "the newest checkpoint")
+            step = scene.run.newest_step()
+            if scene.next_begins_at() == step:  # else a newer one is written, and the next process seals it
+                break
         files = sorted((scene.run.run_dir / "checkpoints" / f"step-{step}").iterdir())
         damage(scene.choice.choice(files), how, scene.choice)
         struck.moment += f", of step {step}"
