@@ -394,6 +394,29 @@ def test_many_lengths_are_warned_of_once_and_padding_them_helps():
     assert not texts
 
 
+def test_layers_of_many_sizes_are_nothing_to_warn_of_and_a_loop_without_transfers_is():
+    widths = [next(_widths) for _ in range(12)]
+    layers = [nn.Linear(given, made) for given, made in itertools.pairwise(widths)]
+    model = nn.Sequential(*layers).to("tpu")
+
+    def step(_: int) -> float:
+        loss = model(torch.ones(2, widths[0]).to("tpu")).sum()
+        loss.backward()
+        return loss.item()
+
+    def without_transfers(_: int) -> None:
+        for size in range(2000, 2150):
+            torch.empty(size, device="tpu").cos()
+
+    with torch.tpu.eager_mode("strict"):
+        num_programs, texts = programs_and_warnings(step, 3)
+        assert num_programs > 20
+        assert not texts
+        num_programs, (text,) = programs_and_warnings(without_transfers, 1)
+    assert num_programs >= 150
+    assert "129 programs were compiled because of shape: self of aten::cos is" in text
+
+
 def test_memory_of_other_inputs_that_is_taken_over_is_a_cause_of_its_own(monkeypatch) -> None:
     met, program = [], cause_finding._program
     monkeypatch.setattr(

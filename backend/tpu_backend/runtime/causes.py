@@ -24,6 +24,7 @@ _OTHER_AUTOCAST = (
 )
 _IN_AUTOCAST = 1 << 63  # as in csrc/record/signature.h
 _LAST_TENSOR = 61
+_UNINITIALISED = "zeros"  # stands for memory that is read before it is written, on no line of its own
 
 
 class Cause(NamedTuple):
@@ -121,7 +122,7 @@ def _evicted(new: _Program) -> Cause:
 
 
 def _cause_of(new: _Program, was_in_parts: bool) -> Cause:
-    first = new.entries[0]
+    first = _first(new)
     if was_in_parts and all(old.tape != new.tape for old in _earlier()):
         text = f"what {first.overload} begins was run in parts, which share programs, and becomes one"
         return Cause("whole", text, first_line(first.number))
@@ -175,6 +176,12 @@ def _program(description: dict[str, Any], mode: str) -> _Program:
     )
 
 
+def _first(program: _Program) -> Summary:
+    """The first operation that a line of the user's has called."""
+    called = (entry for entry in program.entries if entry.overload != _UNINITIALISED)
+    return next(called, program.entries[0])
+
+
 @cache
 def _without_number(overload: str) -> str:
     """The name of an operation; of a graph of torch.compile without its number."""
@@ -221,7 +228,9 @@ def _difference(new: _Program, old: _Program) -> Cause | None:
         return _other_specialization(new, old)
     if (autocast := _autocast_changed(new, old)) is not None:
         return autocast
-    for place, (entry, before) in enumerate(zip(new.entries, old.entries)):
+    places = range(min(len(new.entries), len(old.entries)))
+    for place in sorted(places, key=lambda place: new.names[place] == _UNINITIALISED):
+        entry, before = new.entries[place], old.entries[place]
         line = first_line(entry.number)
         if new.names[place] != old.names[place]:
             line_before = first_line(before.number)
@@ -341,7 +350,14 @@ def _form_changed(now: Signature, before: Signature) -> tuple[str, str]:
         return "dtype", f"torch's default dtype is {dtypes[0]}, was {dtypes[1]}, before {now.overload}"
     if now.overload != before.overload:  # graphs of torch.compile
         return "graph", f"{now.overload} of torch.compile is where {before.overload} was"
+    sizes, sizes_before = ([each.sizes for each in form.outputs] for form in (now, before))
+    if sizes != sizes_before:
+        return "shape", f"{now.overload} makes {_listed(sizes)}, and made {_listed(sizes_before)}"
     return "strides", f"what {now.overload} writes to has other strides"
+
+
+def _listed(sizes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(each)) for each in sizes)
 
 
 def _kind_of_difference(leaf: Any, before: Any) -> str:

@@ -6,16 +6,18 @@ import itertools
 import logging
 import re
 import warnings
-from collections import Counter, deque
+from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
+from tpu_backend.runtime import transfer
 from tpu_backend.runtime.causes import Cause
 
 log = logging.getLogger("tpu_backend.compile")
 
 _NAMED = 8
-_MANY = 8  # programs of one cause are nothing to speak of
+_MANY = 8  # times that programs have one cause are nothing to speak of
+_LAYERS = 16
 
 # By kind of cause: what was seen to help. Each is tried in tests/backend/test_compile_causes.py.
 _HELP = {
@@ -40,13 +42,13 @@ class Compilation(NamedTuple):
 
 
 def _warn_of_many(cause: Cause) -> None:
-    """Once a kind and line, when more programs than `_MANY` had that cause."""
+    """Once a kind and line, when it was the cause of programs again and again."""
     if cause.kind in _ONCE:
         return
-    _by_culprit[cause.kind, cause.line] += 1
-    if _by_culprit[cause.kind, cause.line] != _MANY + 1:
+    found = _culprits.setdefault((cause.kind, cause.line), _Culprit())
+    if not found.counts() or found.times != _MANY + 1:
         return
-    text = f"tpu: {_MANY + 1} programs were compiled because of {cause} (the last of them)"
+    text = f"tpu: {found.num_programs} programs were compiled because of {cause} (the last of them)"
     place = re.match(r"(.+):(\d+): ", cause.line)
     file, number = (place[1], int(place[2])) if place else (__file__, 1)
     help_ = _HELP.get(cause.kind, _OTHER_HELP)
@@ -56,8 +58,29 @@ def _warn_of_many(cause: Cause) -> None:
         warnings.warn_explicit(f"{text}; {help_}", RuntimeWarning, file, number)
 
 
+class _Culprit:
+    """What one kind of cause has done at one line."""
+
+    def __init__(self) -> None:
+        self.num_programs = self.times = 0
+        self._num_since = 0
+        self._num_transfers = -1
+
+    def counts(self) -> bool:
+        """One program more; whether it is another time. The layers of a model have several sizes, and each is
+        compiled in the first step: programs with no transfer between them are one time, up to `_LAYERS`.
+        """
+        self.num_programs += 1
+        if self._num_transfers == transfer.count and self._num_since < _LAYERS:
+            self._num_since += 1
+            return False
+        self._num_transfers, self._num_since = transfer.count, 1
+        self.times += 1
+        return True
+
+
 _ONCE = ("first", "mode", "whole", "room", "memory")
-_by_culprit: Counter[tuple[str, str]] = Counter()
+_culprits: dict[tuple[str, str], _Culprit] = {}
 _numbers = itertools.count(1)
 _recent: deque[Compilation] = deque(maxlen=256)
 

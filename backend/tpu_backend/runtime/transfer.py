@@ -16,6 +16,8 @@ from tpu_backend.runtime.described import NoArray
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, from_numpy, to_numpy
 from tpu_backend.runtime.platform import platform
 
+count = 0  # of tensors that were moved, to the device or from it: a step has some at least
+
 
 def put_array(host: np.ndarray, index: int) -> jax.Array:
     """A device array over a host array that nobody writes any more.
@@ -45,6 +47,8 @@ def put(tensor: torch.Tensor, index: int) -> jax.Array:
     """A contiguous CPU tensor as an array on device `index`.  Copies: the tensor may be written right
     after.
     """
+    global count
+    count += 1
     return put_array(np.array(to_numpy(tensor), order="C", copy=True), index)
 
 
@@ -80,6 +84,8 @@ def get(array: jax.Array, dtype: int, token: Any) -> torch.Tensor:
     given: if XLA has no memory for one of a program's results, the others never come.  Read-only where XLA's
     memory is shared (the CPU).
     """
+    global count
+    count += 1
     if token is not None:
         token.block_until_ready()
     return from_numpy(np.asarray(array), TORCH_DTYPES[dtype])
