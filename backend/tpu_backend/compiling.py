@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _PATIENCE = 15.0  # seconds of silence
 _INTERVAL = 60.0  # seconds between news, after the first
@@ -45,7 +45,8 @@ def compiling(
             )
             pause = _INTERVAL
 
-    _thread.start_new_thread(tell, ())
+    with suppress(RuntimeError):  # Python 3.12 starts no thread while it ends: then there is no news
+        _thread.start_new_thread(tell, ())
     _threads.append(thread)
     try:
         yield

@@ -15,9 +15,9 @@ from tpu_backend import _C
 from tpu_backend.padded import serving
 from tpu_backend.runtime import ahead, compiler, compiler_options
 
-_OPTIONS: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 12):  # that of JAX 0.12 knows no other emitters
-    _OPTIONS["xla_cpu_use_fusion_emitters"] = False
+_OPTIONS: dict[str, bool | int] = {}
+if jax.__version_info__ < (0, 12):  # that of JAX 0.12 has no other emitters, and level 0 flushes subnormals
+    _OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 QUICK_XLA_FLAGS = " ".join(f"--{name}={int(value)}" for name, value in _OPTIONS.items())
 
 

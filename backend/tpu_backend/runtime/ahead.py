@@ -8,7 +8,6 @@ import atexit
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Hashable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,18 +50,15 @@ def _begin_to_exit() -> None:
     global _is_exiting
     _is_exiting = True
 
-    def say_what_is_waited_for() -> None:
-        time.sleep(1.0)
-        if is_busy():
+    begun = _promised.copy().values()
+    try:
+        if futures.wait(begun, timeout=1.0).not_done:
             print(
                 "tpu: waiting for a compilation in the background to end (Ctrl-C leaves it)",
                 file=sys.stderr,
                 flush=True,
             )
-
-    threading.Thread(target=say_what_is_waited_for, daemon=True).start()
-    try:
-        futures.wait(_promised.copy().values())
+            futures.wait(begun)
     except KeyboardInterrupt:  # the interpreter must not end beside XLA's thread, but the process may
         atexit._run_exitfuncs()
         sys.stdout.flush()
