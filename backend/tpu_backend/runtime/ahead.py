@@ -49,7 +49,6 @@ def _unless_exiting(compile_now: Callable[[dict[str, Any]], Any], description: d
 def _begin_to_exit() -> None:
     global _is_exiting
     _is_exiting = True
-
     begun = _promised.copy().values()
     try:
         if futures.wait(begun, timeout=1.0).not_done:
