@@ -120,6 +120,8 @@ def read(base: jax.Array, geometry: Geometry, offset: jax.Array | None = None) -
     """
     if geometry.numel == 0:
         return jnp.zeros(geometry.sizes, geometry.dtype)
+    if _is_in_bits(geometry, base):
+        return lax.bitcast_convert_type(read(base, _in_bits(geometry), offset), geometry.dtype)
     elements = reinterpret(base, geometry.dtype)
     _check_bounds(elements, geometry)
     at = geometry.offset if offset is None else offset
@@ -152,6 +154,8 @@ def write(
         # As bytes: a detour through bool would turn every other non-zero byte of the base into 1.
         geometry = Geometry(geometry.sizes, geometry.strides, geometry.offset, np.dtype(np.uint8))
         value = value.astype(jnp.uint8)
+    if _is_in_bits(geometry, base):
+        geometry, value = _in_bits(geometry), lax.bitcast_convert_type(value, jnp.uint16)
     elements = reinterpret(base, geometry.dtype)
     _check_bounds(elements, geometry)
     at = geometry.offset if offset is None else offset
@@ -176,6 +180,18 @@ def resolve_on_host(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     _check_bounds(elements, geometry)
     byte_strides = [stride * itemsize for stride in geometry.strides]
     return np.lib.stride_tricks.as_strided(elements[geometry.offset :], geometry.sizes, byte_strides)
+
+
+def _is_in_bits(geometry: Geometry, base: jax.Array) -> bool:
+    """Whether other numbers' bytes are looked at as 16-bit floats. XLA may compute with these in float32, on
+    some versions with subnormals as 0: numbers beside what is written would change.
+    """
+    dtype = geometry.dtype
+    return dtype != base.dtype and dtype.itemsize == 2 and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _in_bits(geometry: Geometry) -> Geometry:
+    return Geometry(geometry.sizes, geometry.strides, geometry.offset, np.dtype(np.uint16))
 
 
 def _check_bounds(elements: jax.Array | np.ndarray, geometry: Geometry) -> None:
