@@ -165,14 +165,19 @@ def document_attention() -> Callable[..., torch.Tensor]:
     return document_attention
 
 
-def is_attention_kernel(
+def attention_scores(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> bool:
-    """Whether a TPU computes this attention without its scores in memory."""
-    from tpu_backend.attention import is_kernel_on_tpu
+) -> int:
+    """How many scores of this attention a TPU has in memory at a time, at most, however heads are divided."""
+    from tpu_backend.attention import MOST_TOGETHER, is_kernel_on_tpu, rows_in_memory
 
     shapes = query.shape, key.shape, value.shape
-    return is_kernel_on_tpu(*shapes, str(query.dtype), None if mask is None else str(mask.dtype))
+    if is_kernel_on_tpu(*shapes, str(query.dtype), None if mask is None else str(mask.dtype)):
+        return 0
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    block = rows_in_memory(queries, keys, batch * heads) * keys * batch * heads
+    return min(max(block, MOST_TOGETHER), batch * heads * queries * keys)
 
 
 def failure_of_peers(seconds: float) -> str | None:

@@ -21,11 +21,12 @@ from tests.operators.database import DATABASES, DTYPES, Entry, entries
 from tests.operators.outcome import Outcome, Row, row_of
 from tests.operators.table import table
 
-# XLA optimises programs that will run once as little as it can, which changes last digits at most. Without
-# FMA a product is rounded before it is added to, as in most of PyTorch's CPU kernels: where a sample cancels
-# (asin close to 1) the difference is beyond the tolerance. docs/operators.md says so.
+# XLA optimises programs that will run once as little as it can, by its older emitters, which changes last
+# digits at most. Without FMA a product is rounded before it is added to, as in most of PyTorch's CPU kernels:
+# where a sample cancels (asin close to 1) the difference is beyond the tolerance. docs/operators.md says so.
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_max_isa=AVX"
+    " --xla_cpu_use_fusion_emitters=false"
 )
 
 # A process keeps every program it compiled.

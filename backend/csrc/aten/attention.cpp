@@ -4,9 +4,11 @@
 // only this layout allows: (B, H, L, E) back to (B, L, H * E) is one.
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -18,13 +20,13 @@
 namespace tpu {
 namespace {
 
-// Whether the CPU has its fused kernel for it (use_flash_attention_cpp in PyTorch's sdp_utils_cpp.cpp).
+// Whether the CPU has its fused kernel for it, dropout aside (use_flash_attention_cpp in PyTorch's sdp_utils_cpp.cpp).
 bool is_fused_on_cpu(const sdp::sdp_params& params) {
   constexpr bool debug = false; // tells nobody why not
   const auto &query = params.query, &key = params.key, &value = params.value;
   return (sdp::check_runtime_disabled_flash(params, debug) ||
           sdp::check_runtime_disabled_mem_efficient(params, debug)) &&
-      sdp::check_for_dropout(params, debug) && sdp::check_tensor_shapes(params, debug) &&
+      sdp::check_tensor_shapes(params, debug) &&
       sdp::check_batch_size_and_num_heads_dense</*supports_gqa=*/true, /*requires_same_num_heads=*/false>(
              params, debug) &&
       sdp::check_attn_mask_shape(params, debug) && query.sym_size(3) == key.sym_size(3) &&
@@ -50,6 +52,11 @@ bool is_transformed(const at::Tensor& tensor) {
 
 bool is_subclass(const at::Tensor& tensor) {
   return tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+// Whether dropout is part of the operation: PyTorch's composite refuses other numbers, and DTensor has no rule for it.
+bool is_dropped_here(const sdp::sdp_params& params) {
+  return params.dropout > 0 && params.dropout <= 1 && !is_subclass(params.query);
 }
 
 // (B, H, L, E) in the memory order of (B, L, H, E): all heads of a position beside each other.
@@ -119,6 +126,75 @@ at::Tensor composite(
   return at::matmul(at::_safe_softmax(scores, -1), for_every_head(value)).to(query.scalar_type());
 }
 
+// Dropout has an operation of its own, of which a derivative of the derivative would need what was dropped.
+struct DropoutAttention : torch::autograd::Function<DropoutAttention> {
+  static at::Tensor forward(
+      torch::autograd::AutogradContext* context,
+      const at::Tensor& query,
+      const at::Tensor& key,
+      const at::Tensor& value,
+      const std::optional<at::Tensor>& mask,
+      double dropout,
+      bool is_causal,
+      std::optional<double> scale) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("tpu::dropout_attention", "")
+                               .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+                                   const at::Tensor&,
+                                   const at::Tensor&,
+                                   const at::Tensor&,
+                                   const std::optional<at::Tensor>&,
+                                   double,
+                                   bool,
+                                   std::optional<double>)>();
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [output, log_sums, drawn] = op.call(query, key, value, mask, dropout, is_causal, scale);
+    context->save_for_backward({query, key, value, mask.value_or(at::Tensor()), output, log_sums, drawn});
+    context->saved_data["dropout"] = dropout;
+    context->saved_data["is_causal"] = is_causal;
+    context->saved_data["scale"] = scale;
+    return output;
+  }
+
+  static torch::autograd::variable_list
+  backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("tpu::dropout_attention_backward", "")
+                               .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+                                   const at::Tensor&,
+                                   const at::Tensor&,
+                                   const at::Tensor&,
+                                   const at::Tensor&,
+                                   const std::optional<at::Tensor>&,
+                                   const at::Tensor&,
+                                   const at::Tensor&,
+                                   const at::Tensor&,
+                                   double,
+                                   bool,
+                                   std::optional<double>)>();
+    const auto saved = context->get_saved_variables();
+    const auto &query = saved[0], &key = saved[1], &value = saved[2], &mask = saved[3];
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled() || !grads[0].requires_grad(),
+        "scaled_dot_product_attention with dropout has no second derivatives: differentiate without create_graph, or "
+        "within torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)");
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [grad_query, grad_key, grad_value] = op.call(
+        grads[0],
+        query,
+        key,
+        value,
+        mask.defined() ? std::make_optional(mask) : std::nullopt,
+        saved[4],
+        saved[5],
+        saved[6],
+        context->saved_data["dropout"].toDouble(),
+        context->saved_data["is_causal"].toBool(),
+        context->saved_data["scale"].toOptional<double>());
+    return {grad_query, grad_key, grad_value, {}, {}, {}, {}};
+  }
+};
+
 at::Tensor scaled_dot_product_attention(
     const at::Tensor& query,
     const at::Tensor& key,
@@ -133,12 +209,16 @@ at::Tensor scaled_dot_product_attention(
     return at::native::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
   const auto given = {query, key, value, mask.value_or(at::Tensor())};
-  if (!has_fitting_dtypes(params)) {
+  const bool is_differentiated_otherwise = std::any_of(
+      given.begin(), given.end(), [](const at::Tensor& each) { return each.defined() && is_transformed(each); });
+  if (!has_fitting_dtypes(params) || (dropout != 0 && (is_differentiated_otherwise || !is_dropped_here(params)))) {
     return at::native::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
+  if (dropout != 0) {
+    return DropoutAttention::apply(query, key, value, mask, dropout, is_causal, scale);
+  }
   at::Tensor output;
-  if (std::any_of(
-          given.begin(), given.end(), [](const at::Tensor& each) { return each.defined() && is_transformed(each); })) {
+  if (is_differentiated_otherwise) {
     output = composite(
         with_such_gradient(query), with_such_gradient(key), with_such_gradient(value), mask, is_causal, scale);
     const auto head = query.sym_stride(1), position = query.sym_stride(2);
