@@ -27,6 +27,7 @@ def document_attention(
     key_document_ids: Tensor | None = None,
     place: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """`scaled_dot_product_attention` of tokens that see themselves and the earlier ones of their document.
 
@@ -38,7 +39,8 @@ def document_attention(
     `key_document_ids` (B or 1, S): the documents of the keys, where they differ from those of the queries.
     A token that nobody may see has a document of its own there, as padding has. `place`: an integer tensor
     without dimensions, the place of the first query among the keys; 0 unless given. A query sees no key
-    after its own position. If S differs from L, give both.
+    after its own position. If S differs from L, give both. `window`: how many keys a query sees at most, its
+    own position included (a sliding window); 2 or more.
 
     A mask would hold L x S truth values for each sequence. This makes one on other devices, in torch.func's
     transforms and in forward differentiation only. Raises ValueError or TypeError for what does not fit.
@@ -50,9 +52,14 @@ def document_attention(
             each if each.dtype is torch.float64 else each.to(dtype) for each in (query, key, value)
         )
     _check(query, key, value, document_ids, key_document_ids, place)
+    if window is not None and (not isinstance(window, int) or window < 2):
+        raise ValueError(f"document_attention: expected a window of 2 tokens or more, got {window!r}")
     if kind != "tpu" or _is_transformed():
         rows, columns = (torch.arange(each.shape[2], device=query.device) for each in (query, key))
-        seen = rows[:, None] + (0 if place is None else place) >= columns
+        distances = rows[:, None] + (0 if place is None else place) - columns
+        seen = distances >= 0
+        if window is not None:
+            seen = seen & (distances < window)
         of_keys = document_ids if key_document_ids is None else key_document_ids
         seen = seen & (document_ids[:, :, None] == of_keys[:, None, :])
         return _ATTENTION(
@@ -63,10 +70,13 @@ def document_attention(
         batch = query.shape[0] if len(document_ids) != len(key_document_ids) else len(document_ids)
         parts = [document_ids, key_document_ids] + ([] if place is None else [place.reshape(1, 1)])
         said = torch.cat([each.long().expand(batch, -1) for each in parts], 1)
+    mask = said[:, None, None, :]
+    if window is not None and window < key.shape[2]:
+        mask = mask.expand(-1, -1, window, -1)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     # Where a mask would stand, the operation takes integers for documents (lowering/documents.py).
     output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, said[:, None, None, :], has_gradient, 0.0, True, scale=scale
+        query, key, value, mask, has_gradient, 0.0, True, scale=scale
     )[0]
     return output
 

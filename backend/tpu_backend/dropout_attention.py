@@ -13,9 +13,9 @@ from tpu_backend.untraced import untraced
 _SCHEMAS = {
     "dropout_attention": "(Tensor query, Tensor keys, Tensor values, Tensor? attn_bias, float dropout_p, "
     "bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)",
-    "dropout_attention_backward": "(Tensor grad, Tensor query, Tensor keys, Tensor values, Tensor? attn_bias, "
-    "Tensor output, Tensor log_sums, Tensor drawn, float dropout_p, bool is_causal, float? scale) "
-    "-> (Tensor, Tensor, Tensor)",
+    "dropout_attention_backward": "(Tensor grad, Tensor query, Tensor keys, Tensor values, "
+    "Tensor? attn_bias, Tensor output, Tensor log_sums, Tensor drawn, float dropout_p, bool is_causal, "
+    "float? scale) -> (Tensor, Tensor, Tensor)",
 }
 
 

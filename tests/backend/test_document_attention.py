@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._python_dispatch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tpu_backend import document_attention
 
@@ -200,3 +206,68 @@ def test_no_heads_or_no_features_are_refused(sizes: tuple[int, ...]) -> None:
     query = torch.ones(2, 4, 12, sizes[3])
     with pytest.raises(ValueError, match=r"^document_attention: expected \(B, H, L, E\)"):
         document_attention(query, empty, empty, torch.zeros(2, 12, dtype=torch.long))
+
+
+@pytest.mark.parametrize("length", [12, 600])  # all scores at once, and in blocks
+@pytest.mark.parametrize("window", [2, 5, 300])
+def test_a_window_limits_what_is_seen(length: int, window: int) -> None:
+    tensors, ids = _tensors(length)
+
+    def found(device: str, attend: Callable[..., Tensor]) -> list[Tensor]:
+        given = [each.to(device).requires_grad_() for each in tensors]
+        output = attend(*given, ids.to(device))
+        return [each.cpu() for each in (output, *torch.autograd.grad(output.sin().sum(), given))]
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+        seen = seen & (ids[:, :, None] == ids[:, None, :])
+        return F.scaled_dot_product_attention(query, key, value, seen[:, None], enable_gqa=True)
+
+    attend = partial(document_attention, window=window)
+    for ours, theirs in zip(found("tpu", attend), found("cpu", masked), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(*tensors, ids), masked(*tensors, ids))
+
+
+@pytest.mark.parametrize("length", [12, 1500])
+def test_a_window_may_be_of_queries_from_a_place_on(length: int) -> None:
+    tensors, ids = _parts(length)
+    place, window = length // 3, length // 4
+
+    def found(device: str, attend: Callable[..., Tensor]) -> list[Tensor]:
+        given = [each.to(device).requires_grad_() for each in tensors]
+        output = attend(*given, *(each.to(device) for each in ids))
+        return [each.cpu() for each in (output, *torch.autograd.grad(output.sin().sum(), given))]
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, of_keys: Tensor) -> Tensor:
+        at = torch.tensor(place, device=query.device)
+        return document_attention(query, key, value, ids, key_document_ids=of_keys, place=at, window=window)
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, of_keys: Tensor) -> Tensor:
+        distances = torch.arange(query.shape[2])[:, None] + place - torch.arange(key.shape[2])
+        seen = (distances >= 0) & (distances < window) & (ids[:, :, None] == of_keys[:, None, :])
+        return F.scaled_dot_product_attention(query, key, value, seen[:, None], enable_gqa=True)
+
+    for here, there in zip(found("tpu", ours), found("cpu", masked), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_know_the_window() -> None:
+    tensors, ids = _tensors(12)
+
+    def second(device: str) -> list[Tensor]:
+        given = [each.to(device).requires_grad_() for each in tensors]
+        with sdpa_kernel(SDPBackend.MATH) if device == "cpu" else nullcontext():
+            output = document_attention(*given, ids.to(device), window=3)
+        first = torch.autograd.grad(output.sin().sum(), given, create_graph=True)
+        return [each.cpu() for each in torch.autograd.grad(sum(each.square().sum() for each in first), given)]
+
+    for ours, theirs in zip(second("tpu"), second("cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [1, 0, -3, 2.0])
+def test_a_window_that_is_none_is_refused(window: Any) -> None:
+    tensors, ids = _tensors(12)
+    with pytest.raises(ValueError, match="expected a window of 2 tokens or more"):
+        document_attention(*tensors, ids, window=window)

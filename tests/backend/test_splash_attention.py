@@ -111,6 +111,23 @@ def test_queries_from_a_place_that_is_data_on(place: int, batch: int) -> None:
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 
 
+@pytest.mark.parametrize("window", [2, 200, 513])
+def test_a_window(window: int) -> None:
+    query, key, value, grad = _arrays(2 * LENGTH, 1, 64)
+    ids = np.sort(np.random.default_rng(1).integers(0, 2, (1, 2 * LENGTH)), 1)
+    documents = jnp.broadcast_to(ids[:, None, None, :], (1, 1, window, 2 * LENGTH))
+    factor = jnp.float32(0.125)
+    output, sums = splash_attention.forward(query, key, value, documents, True, factor, interpret=True)
+    found = splash_attention.backward(
+        grad, query, key, value, documents, output, sums, True, factor, interpret=True
+    )
+    wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
+    exact, exact_sums = blocked_attention.forward(*wide[:3], documents, True, factor)
+    gradients = blocked_attention.backward(wide[3], *wide[:3], documents, exact, exact_sums, True, factor)
+    for ours, theirs in zip((output, *found), (exact, *gradients), strict=True):
+        assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
+
+
 def test_queries_that_look_nowhere_have_no_result_and_give_no_gradient() -> None:
     """As those of padding on the left do; whatever the gradients of their results are."""
     query, key, value, grad = _arrays(LENGTH, 1, 64)
@@ -147,6 +164,9 @@ def test_the_rule() -> None:
             assert not splash_attention.fits(*[_query(length)] * 3, None)
         assert splash_attention.fits(*[_query(4096)] * 3, ids)
         assert not splash_attention.fits(*[_query(4096)] * 3, mask)
+        window, at_place = (jax.ShapeDtypeStruct((1, 1, 512, n), "int64") for n in (4096, 2 * 4096 + 1))
+        assert splash_attention.fits(*[_query(4096)] * 3, window)
+        assert not splash_attention.fits(*[_query(4096)] * 3, at_place)
         assert not splash_attention.fits(*[_query(4096, "float32")] * 3, None)
         assert not splash_attention.fits(_query(1), *[_query(4096)] * 2, None)  # a token of generated text
     for platform in ("cpu", "cuda"):

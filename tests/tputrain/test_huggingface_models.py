@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tputrain.models import (
     LoraConfig,
     ModelConfig,
     add_lora,
+    huggingface,
     load_huggingface,
 )
 from tputrain.models.huggingface import build_huggingface, limits_said
@@ -76,15 +78,53 @@ def test_documents_in_a_sequence_do_not_see_each_other(directory):
         torch.testing.assert_close(packed[:, 4:], model(ids[:, 4:]), atol=1e-5, rtol=1e-4)
 
 
-def test_a_sequence_beyond_a_model_s_window_is_refused():
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "vocab_size": 50, "sliding_window": 6}
-    assert limits_said(sizes) == (6, 50)
-    assert limits_said(sizes | {"use_sliding_window": False}) == (None, 50)
-    model, ids = build_huggingface({"model_type": "mistral", **sizes}), torch.arange(7)[None]
-    assert model(ids[:, :6]).shape == (1, 6, 50)
+WINDOW = 6
+SIZES_WITH_WINDOW = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 50,
+    "pad_token_id": 0,
+    "sliding_window": WINDOW,
+}
+BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("mistral", {}),
+        ("phi3", {}),
+        ("qwen3", BOTH_KINDS | {"use_sliding_window": True}),
+        ("gemma3_text", BOTH_KINDS | {"head_dim": 8}),
+        ("gemma2", BOTH_KINDS | {"head_dim": 8}),
+        ("olmo3", BOTH_KINDS),
+    ],
+)
+def test_layers_with_a_window_see_so_many_tokens(kind: str, settings: dict[str, Any]) -> None:
+    config = {"model_type": kind, **SIZES_WITH_WINDOW, **settings}
+    model = build_huggingface(config).eval()
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), dtype=torch.float32
+    ).eval()
+    theirs.load_state_dict(model.state_dict())
+    ids = torch.randint(50, (2, 3 * WINDOW), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), theirs(ids, use_cache=False).logits)
+        assert limits_said(model.config.to_dict())[1] == 50
+
+
+def test_a_window_of_other_kinds_of_layers_is_refused_where_it_would_cut() -> None:
+    config = {"model_type": "qwen3", **SIZES_WITH_WINDOW, **BOTH_KINDS, "use_sliding_window": True}
+    model = build_huggingface(config)
+    model.config.layer_types = ["sliding_attention", "linear_attention"]
+    refusing, ids = huggingface._adapted(model, False), torch.arange(WINDOW + 1)[None]
     with pytest.raises(UserError, match="a sequence of 7: expected at most 6, its config's sliding_window"):
-        model(ids)
+        refusing(ids)
 
 
 def test_random_values_depend_on_the_seed_and_leave_the_generator_alone(directory):

@@ -135,12 +135,26 @@ def test_rows_that_see_nothing_are_numbers() -> None:
     assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize(("window", "expected"), [(100, "pairs"), (LENGTH, "documents")])
-def test_a_window_is_pairs_where_it_cuts(window: int, expected: str) -> None:
+@pytest.mark.parametrize("window", [40, LENGTH])
+def test_a_window_is_part_of_documents(window: int) -> None:
     def model() -> Any:
         return theirs("mistral", sliding_window=window)
 
-    assert masks_of(model, {"input_ids": tokens()} | {"position_ids": packed()["position_ids"]}) == {expected}
+    assert masks_of(model, {"input_ids": tokens(), "position_ids": packed()["position_ids"]}) == {"documents"}
+    padding = torch.ones(2, LENGTH, dtype=torch.int64)
+    padding[1, 250:] = 0
+    batch = {"input_ids": tokens(), "attention_mask": padding}
+    assert masks_of(model, batch, padding.bool()) == {"documents"}
+
+
+def test_layers_of_two_kinds_have_a_window_or_none() -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40}
+
+    def model() -> Any:
+        return build_huggingface({"model_type": "gemma3_text", **SIZES, **kinds}).train()
+
+    assert masks_of(model, {"input_ids": tokens()}) == {"documents", "nothing"}
+    assert masks_of(model, {"input_ids": tokens(), **packed()}) == {"documents"}
 
 
 def test_other_masks_and_other_attention_are_as_before() -> None:

@@ -8,6 +8,8 @@ A mask is one of three:
 - bool (B or 1, 1, S, T): each row says which columns it sees.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,11 +30,17 @@ def causal_mask(own: Tensor, every: Tensor, document_ids: Tensor | None) -> Tens
     return pairs(own, every, document_ids)
 
 
-def pairs(own: Tensor, every: Tensor, mask: Tensor | None) -> Tensor:
-    """A mask as the bool (B or 1, 1, S, T) that it stands for."""
+def pairs(own: Tensor, every: Tensor, mask: Tensor | None, window: int | None = None) -> Tensor:
+    """A mask as the bool (B or 1, 1, S, T) that it stands for.
+
+    `window`: how many tokens each one sees at most, itself included.
+    """
+    distances = (own[:, None] - every[None, :])[None]
     if mask is not None and mask.dtype == torch.bool:
-        return mask
-    allowed = (own[:, None] >= every[None, :])[None]
+        return mask if window is None else mask & (distances < window)[:, None]
+    allowed = distances >= 0
+    if window is not None:
+        allowed = allowed & (distances < window)
     if mask is not None:
         rows, columns = mask[:, : len(own)], mask[:, -len(every) :]
         allowed = allowed & (rows[:, :, None] == columns[:, None, :])
@@ -40,21 +48,29 @@ def pairs(own: Tensor, every: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The values (B, K, T, D), mixed for each of the queries (B, H, S, D): (B, H, S, D).
 
     G = H / K query heads in a row share a head of keys (B, K, T, D). Scores are divided by sqrt(D), or
-    multiplied by `scale`. Where ranks share a sequence, keys and values are this rank's part.
+    multiplied by `scale`. Where ranks share a sequence, keys and values are this rank's part, and there is no
+    `window`: how many tokens each one sees at most, itself included.
     """
     if mask is not None and mask.dtype == torch.bool:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
     if is_split():
         return attend_to_whole(query, key, value, mask, scale)
+    length = query.shape[2]
+    if mask is None and window is not None:
+        mask = torch.zeros(1, length, dtype=torch.int64, device=query.device)
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    length = query.shape[2]
-    if mask.shape[1] == length:
-        return devices.document_attention()(query, key, value, mask, scale=scale)
-    rows, columns = mask[:, :length], mask[:, length:]
-    return devices.document_attention()(query, key, value, rows, key_document_ids=columns, scale=scale)
+    options: dict[str, Any] = {"scale": scale, "window": window}
+    if mask.shape[1] > length:
+        mask, options["key_document_ids"] = mask[:, :length], mask[:, length:]
+    return devices.document_attention()(query, key, value, mask, **options)

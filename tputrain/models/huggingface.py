@@ -19,11 +19,13 @@ from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
 from tputrain.models.llama import next_token_loss
 from tputrain.models.recompute import kind_of, recomputed_call
-from tputrain.models.sequence import places
+from tputrain.models.sequence import is_split, places
 from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
 CONFIG = "config.json"
 INITS = ("weights", "random")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, as transformers' configurations name them."""
 
 
 def load_huggingface(
@@ -98,14 +100,10 @@ def limits(path: str) -> tuple[int | None, int | None]:
 
 
 def limits_said(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Positions and vocabulary where a model's configuration says them, in numbers. Positions end where a
-    sliding window would begin to cut (`_window`).
-    """
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    given = config.get("max_position_embeddings", config.get("n_positions")), window
-    positions = [number for number in given if isinstance(number, int)]
-    vocab_size = config.get("vocab_size")
-    return min(positions, default=None), vocab_size if isinstance(vocab_size, int) else None
+    """Positions and vocabulary where a model's configuration says them, in numbers."""
+    given = config.get("max_position_embeddings", config.get("n_positions")), config.get("vocab_size")
+    positions, vocab_size = (number if isinstance(number, int) else None for number in given)
+    return positions, vocab_size
 
 
 def _transformers() -> Any:
@@ -129,7 +127,7 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
     transformers_masks.register()
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
-    window = _window(model.config)
+    windows = _windows(model.config)
     head = _Head(model.get_output_embeddings())
     if activation_checkpointing:
         _recompute_layers(model, kind_of(activation_checkpointing))
@@ -141,16 +139,26 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
         document_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         own, every = places(input_ids.shape[1], input_ids.device)
-        if window is not None and len(every) > window:
-            raise UserError(
-                f"{type(model).__name__}: a sequence of {len(every)}: expected at most {window}, its "
-                "config's sliding_window; a mask with a window is not supported"
-            )
-        # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read. On the
-        # device nobody makes its pairs where attention needs no more than the documents.
         seen = causal_mask(own, every, document_ids)
-        mask = torch.where(pairs(own, every, seen), 0.0, -math.inf).to(model.dtype)
-        transformers_masks.attach_documents(mask, seen)
+        cuts = {
+            kind: window for kind, window in windows.items() if window is not None and window < len(every)
+        }
+        if cuts and (is_split() or not cuts.keys() <= {_FULL, _SLIDING}):
+            where = "parallel.context" if is_split() else f"layers of its kinds ({', '.join(cuts)})"
+            raise UserError(
+                f"{type(model).__name__}: a sequence of {len(every)}: expected at most {min(cuts.values())}, "
+                f"its config's sliding_window; a window is not supported with {where}"
+            )
+
+        def mask_of(window: int | None) -> Tensor:
+            # A mask of four dimensions is taken as it is: nothing is derived from values, nothing read. On
+            # the device nobody makes its pairs where attention needs no more than documents and window.
+            mask = torch.where(pairs(own, every, seen, window), 0.0, -math.inf).to(model.dtype)
+            transformers_masks.attach_documents(mask, seen, window)
+            return mask
+
+        masks = {kind: mask_of(cuts.get(kind)) for kind in (windows if cuts else [""])}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
         positions = own[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
         head.forget()  # of a call that failed behind it
@@ -204,11 +212,15 @@ class _Head:
         self._last = None
 
 
-def _window(config: Any) -> int | None:
-    """How far back some layers of a model look; None: all of them see the whole sequence."""
+def _windows(config: Any) -> dict[str, int | None]:
+    """How many tokens the layers of each kind see at most, a token itself included; None: the whole sequence.
+
+    A model whose layers are of several kinds takes a mask for each by these names.
+    """
     text = config.get_text_config()
-    uses = getattr(text, "use_sliding_window", True)
-    return getattr(text, "sliding_window", None) if uses else None
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    kinds = sorted(set(getattr(text, "layer_types", None) or [_SLIDING]))
+    return {kind: None if kind == _FULL else window for kind in kinds}
 
 
 def _recompute_layers(model: Any, kind: str) -> None:

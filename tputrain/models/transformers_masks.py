@@ -4,15 +4,15 @@ Models of transformers give attention a mask of pairs. We attach to that tensor 
 are. Where their attention `sdpa` gets such a tensor, it gives the documents to the device. Then nobody asks
 for the pairs, so the device does not compute them.
 
-Everything else has its mask of pairs as before: another attention, a mask that the model changes, a window,
-dropout, a cache of keys, torch.compile.
+Everything else has its mask of pairs as before: another attention, a mask that the model changes, dropout, a
+cache of keys, torch.compile.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,16 @@ _KNOWN: dict[str, set[str]] = {
 """Functions of transformers that masks are made of, and the variables of theirs that say with what."""
 
 
-def attach_documents(mask: Tensor, documents: Tensor | None) -> None:
-    """Say that `mask` (B or 1, 1, S, T) is causal within these documents, as `attend` takes them.
+class _Said(NamedTuple):
+    """What a mask is, as `attend` takes it."""
+
+    documents: Tensor | None
+    window: int | None
+
+
+def attach_documents(mask: Tensor, documents: Tensor | None, window: int | None = None) -> None:
+    """Say that `mask` (B or 1, 1, S, T) is causal within these documents and within this window, as `attend`
+    takes them.
 
     None: all tokens are of one document. Pairs are no documents: of them nothing is said. Neither under
     torch.compile, where nobody could see that the mask was written to since.
@@ -44,15 +52,16 @@ def attach_documents(mask: Tensor, documents: Tensor | None) -> None:
         and not torch.compiler.is_compiling()
         and not mask.is_inference()  # such a tensor has no version
     ):
-        setattr(mask, _DOCUMENTS, (documents, mask._version))
+        setattr(mask, _DOCUMENTS, (_Said(documents, window), mask._version))
 
 
-def _attached_documents(mask: Any) -> tuple[Tensor | None] | None:
+def _attached_documents(mask: Any) -> _Said | None:
     """Those of a mask that has them and was not written to since."""
     attached = getattr(mask, _DOCUMENTS, None)
     if attached is None or torch.compiler.is_compiling() or mask._version != attached[1]:
         return None
-    return (attached[0],)
+    said: _Said = attached[0]
+    return said
 
 
 def register() -> None:
@@ -86,10 +95,10 @@ def _attention_with_documents(attention: Callable[..., Any]) -> Callable[..., An
     def sdpa(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        attached = _attached_documents(attention_mask)
-        if attached is None or not _fits(query, key, value, attention_mask, **options):
+        said = _attached_documents(attention_mask)
+        if said is None or not _fits(query, key, value, attention_mask, **options):
             return attention(module, query, key, value, attention_mask, **options)
-        mixed = attend(query, key, value, attached[0], options.get("scaling"))
+        mixed = attend(query, key, value, said.documents, options.get("scaling"), said.window)
         return mixed.transpose(1, 2).contiguous(), None
 
     return sdpa
@@ -145,8 +154,8 @@ def _documents(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> tuple[Tensor | None] | None:
-    """The documents of a mask, as `attend` takes them. None: it is another mask."""
+) -> _Said | None:
+    """What a mask says. None: it is another one."""
     lengths_and_offsets = (q_length, kv_length, q_offset, kv_offset)
     if not all(isinstance(each, int) for each in lengths_and_offsets) or q_offset != 0 or kv_offset != 0:
         return None
@@ -156,19 +165,22 @@ def _documents(
         return None
     if not all(name in _KNOWN and _KNOWN[name] <= set(variables) for name, variables in said.items()):
         return None
-    if said.get("sliding_window_overlay", {"sliding_window": kv_length})["sliding_window"] < kv_length:
+    window = said.get("sliding_window_overlay", {}).get("sliding_window")
+    if window is not None and window >= kv_length:
+        window = None
+    if window is not None and window < 2:
         return None
     packed = said.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
     if (packed is None) != ("remap_positions_for_packed_sequence" not in said):
         return None  # by positions tokens are causal within a document only
     if attention_mask is None:
-        return (packed,)
+        return _Said(packed, window)
     if packed is not None or attention_mask.shape[1:] != (kv_length,):
         return None
     # All queries are of the document that is no padding: so they see what they did see. To transformers all
     # numbers but 0 are the same.
     of_keys = attention_mask.bool().long()
-    return (torch.cat([torch.ones_like(of_keys), of_keys], 1),)
+    return _Said(torch.cat([torch.ones_like(of_keys), of_keys], 1), window)
 
 
 def _parts(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -75,23 +75,26 @@ at::Tensor with_such_gradient(const at::Tensor& tensor) {
   return same;
 }
 
-// Where a query sees a key by a mask of integers (B or 1, 1, 1, N), which says of what document each is. N = S: the
+// Where a query sees a key by a mask of integers (B or 1, 1, W, N), which says of what document each is. N = S: the
 // queries are the keys. N = L + S: first come the queries. N = L + S + 1: the place of the first query among the keys
-// follows, which counts if the mask is causal, too.
+// follows, which counts if the mask is causal, too. So does W > 1: so many keys a query sees, its own place included.
 at::Tensor
-is_seen_by_documents(const at::Tensor& documents, const c10::SymInt& queries, const c10::SymInt& keys, bool is_causal) {
-  const auto size = documents.sym_size(-1);
-  if (size == keys) {
-    return documents.transpose(-2, -1) == documents;
-  }
-  const auto of_queries = documents.narrow_symint(-1, 0, queries), of_keys = documents.narrow_symint(-1, queries, keys);
-  const auto is_seen = of_queries.transpose(-2, -1) == of_keys;
-  if (!is_causal || size == queries + keys) {
+is_seen_by_documents(const at::Tensor& mask, const c10::SymInt& queries, const c10::SymInt& keys, bool is_causal) {
+  const auto size = mask.sym_size(-1), window = mask.sym_size(-2);
+  const auto documents = mask.narrow_symint(-2, 0, 1);
+  const auto of_queries = documents.narrow_symint(-1, 0, queries);
+  const auto of_keys = size == keys ? of_queries : documents.narrow_symint(-1, queries, keys);
+  auto is_seen = of_queries.transpose(-2, -1) == of_keys;
+  const bool has_place = size > queries + keys;
+  if (!is_causal || (!has_place && window == 1)) {
     return is_seen;
   }
-  const auto place = documents.narrow_symint(-1, queries + keys, 1);
-  const auto row = at::arange(queries, documents.options()).unsqueeze(-1);
-  return is_seen.logical_and(row + place >= at::arange(keys, documents.options()));
+  auto distance = at::arange(queries, mask.options()).unsqueeze(-1) - at::arange(keys, mask.options());
+  if (has_place) {
+    distance = distance + documents.narrow_symint(-1, queries + keys, 1);
+    is_seen = is_seen.logical_and(distance >= 0);
+  }
+  return window == 1 ? is_seen : is_seen.logical_and(distance < window);
 }
 
 // What the operation computes, made of others that have all derivatives. It scales the scores, where PyTorch's

@@ -120,13 +120,13 @@ class _Mask(NamedTuple):
     """Of queries and of keys, (B or 1, L) and (B or 1, S): a query looks at its own."""
     place: jax.Array | None
     """Of the first of these queries among the keys: none looks behind itself."""
+    window: int | None
+    """How many keys such a query sees, its own place included."""
     random: jax.Array | None
     """The key of their dropout."""
 
 
-def _mask(
-    bias: jax.Array | None, is_causal: bool, queries: int, keys: int, dropout: Dropout | None
-) -> _Mask:
+def _mask(bias: jax.Array | None, is_causal: bool, queries: int, keys: int, dropout: Dropout | None) -> _Mask:
     said = documents_of(bias, queries, keys)
     place = None if said is None else said.place
     if said is not None or bias is None:
@@ -137,6 +137,7 @@ def _mask(
         of_pairs,
         None if said is None else (said.queries, said.keys),
         (jnp.int32(0) if place is None else place.astype(jnp.int32)) if is_causal else None,
+        said.window if said is not None and is_causal else None,
         None if dropout is None else dropout.key,
     )
 
@@ -214,7 +215,7 @@ def _slice(tensor: jax.Array, first: jax.Array, rows: int, dim: int) -> jax.Arra
 
 def _part(mask: _Mask, first: jax.Array, rows: int) -> _Mask:
     """The mask of some of its queries."""
-    bias, documents, place, random = mask
+    bias, documents, place, window, random = mask
     if bias is not None and bias.shape[2] > 1:
         bias = _slice(bias, first, rows, 2)
     if documents is not None:
@@ -223,6 +224,7 @@ def _part(mask: _Mask, first: jax.Array, rows: int) -> _Mask:
         bias,
         documents,
         None if place is None else place + first,
+        window,
         None if random is None else jax.random.fold_in(random, first),
     )
 
@@ -233,7 +235,11 @@ def _scores(query: jax.Array, key: jax.Array, mask: _Mask, factor: jax.Array, dt
     scores = _product(query, _transposed(key), dtype, is_rounded=True) * factor
     if mask.place is not None:
         rows, columns = (jnp.arange(each.shape[2], dtype=jnp.int32) for each in (query, key))
-        scores = jnp.where(rows[:, None] + mask.place >= columns, scores, -jnp.inf)
+        distances = rows[:, None] + mask.place - columns
+        is_seen = distances >= 0
+        if mask.window is not None:
+            is_seen &= distances < mask.window
+        scores = jnp.where(is_seen, scores, -jnp.inf)
     if mask.documents is not None:
         of_queries, of_keys = mask.documents
         scores = jnp.where((of_queries[:, :, None] == of_keys[:, None, :])[:, None], scores, -jnp.inf)

@@ -76,7 +76,7 @@ def forward(
                 jnp.zeros((size, features), rows.dtype),
             )
             highest, total, mixed = lax.fori_loop(
-                jnp.int32(0), grid.end_of_keys(i), grid.where_seen(of_keys, head, i=i), nothing
+                grid.first_keys(i), grid.end_of_keys(i), grid.where_seen(of_keys, head, i=i), nothing
             )
             looks_nowhere = total == 0
             total = jnp.where(looks_nowhere, 1, total)
@@ -141,7 +141,7 @@ def backward(
             nothing = (grad_queries, jnp.zeros_like(key_rows), jnp.zeros_like(value_rows))
             grad_queries, *of_block = lax.fori_loop(
                 grid.first_queries(j),
-                jnp.int32(grid.num_query_blocks),
+                grid.end_of_queries(j),
                 grid.where_seen(of_queries, head, j=j),
                 nothing,
             )
@@ -192,7 +192,7 @@ class _Grid:
             of_queries = jnp.pad(documents.queries, ((0, 0), (0, -queries % query_size)))
             of_keys = jnp.pad(documents.keys, ((0, 0), (0, -keys % key_size)))
             place = None if documents.place is None else documents.place.astype(jnp.int32)
-            documents = Documents(of_queries, of_keys, place)
+            documents = Documents(of_queries, of_keys, place, documents.window)
         elif bias is not None:
             bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
             padding = [
@@ -249,6 +249,16 @@ class _Grid:
             return jnp.int32(0)
         return self.documents.place
 
+    @property
+    def window(self) -> int | None:
+        return self.documents.window if self.documents is not None and self.is_causal else None
+
+    def first_keys(self, i: jax.Array) -> jax.Array:
+        """The first block of keys that a query of block `i` sees."""
+        if self.window is None:
+            return jnp.int32(0)
+        return jnp.maximum(self.place + i * self.query_size - self.window + 1, 0) // self.key_size
+
     def end_of_keys(self, i: jax.Array) -> jax.Array:
         """The first block of keys that no query of block `i` sees, nor any later one."""
         if not self.is_causal:
@@ -261,6 +271,13 @@ class _Grid:
         if not self.is_causal:
             return jnp.int32(0)
         return jnp.maximum(j * self.key_size - self.place, 0) // self.query_size
+
+    def end_of_queries(self, j: jax.Array) -> jax.Array:
+        """The first block of queries that sees no key of block `j`, nor does any later one."""
+        if self.window is None:
+            return jnp.int32(self.num_query_blocks)
+        last = (j + 1) * self.key_size + self.window - 2 - self.place
+        return jnp.clip(last // self.query_size + 1, 0, self.num_query_blocks)
 
     def _bias(self, head: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """Of a block, (G or 1, rows or 1, columns or 1): where True is seen, or what is added."""
@@ -312,7 +329,11 @@ class _Grid:
         rows = i * self.query_size + jnp.arange(self.query_size, dtype=jnp.int32)[:, None]
         columns = j * self.key_size + jnp.arange(self.key_size, dtype=jnp.int32)
         if self.is_causal:
-            scores = jnp.where(self.place + rows >= columns, scores, -jnp.inf)
+            distances = self.place + rows - columns
+            is_seen = distances >= 0
+            if self.window is not None:
+                is_seen &= distances < self.window
+            scores = jnp.where(is_seen, scores, -jnp.inf)
         if self.num_keys % self.key_size:
             scores = jnp.where(columns < self.num_keys, scores, -jnp.inf)
         return scores.reshape(-1, self.key_size)

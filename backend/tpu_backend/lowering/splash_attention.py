@@ -37,7 +37,11 @@ def fits(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | N
     """Whether the kernels compute it."""
     shapes = query.shape, key.shape, value.shape
     dtypes = str(query.dtype), None if bias is None else str(bias.dtype)
-    return lowered_for() == "tpu" and is_kernel_on_tpu(*shapes, *dtypes)
+    if lowered_for() != "tpu" or not is_kernel_on_tpu(*shapes, *dtypes):
+        return False
+    # A window of queries whose place is data would be another mask than `_causal_from` writes.
+    has_window = bias is not None and bias.shape[2] > 1
+    return not (has_window and bias.shape[3] > query.shape[2] + key.shape[2])
 
 
 def forward(
@@ -136,9 +140,11 @@ def _noting_pairs(query: jax.Array, key: jax.Array, is_causal: bool, documents: 
     queries, keys = query.shape[2], key.shape[2]
     rows, columns = _block(queries), _block(keys)
     is_cut = is_causal and (documents is None or documents.place is None)
+    window = keys if documents is None or documents.window is None else documents.window
     pairs = 0
     for end in range(rows, queries + 1, rows):
-        pairs += rows * (min(keys, -(-end // columns) * columns) if is_cut else keys)
+        first = max(end - rows - window + 1, 0) // columns * columns
+        pairs += rows * (min(keys, -(-end // columns) * columns) - first if is_cut else keys)
     return set_xla_metadata(attention_pairs=str(query.shape[0] * query.shape[1] * pairs))
 
 
@@ -152,7 +158,8 @@ def _kernel(
 ) -> Any:
     kernels, _ = _library()
     place = documents.place if is_causal and documents is not None else None
-    mask = _mask(query.shape[1], query.shape[2], key.shape[2], is_causal and place is None)
+    window = None if documents is None else documents.window
+    mask = _mask(query.shape[1], query.shape[2], key.shape[2], is_causal and place is None, window)
     rows, columns = _block(query.shape[2]), _block(key.shape[2])
     sizes = kernels.BlockSizes(
         block_q=rows,
@@ -183,10 +190,16 @@ def _kernel(
 
 
 @cache
-def _mask(heads: int, queries: int, keys: int, is_causal: bool) -> Any:
+def _mask(heads: int, queries: int, keys: int, is_causal: bool, window: int | None) -> Any:
     _, masks = _library()
     shape = queries, keys
-    return masks.MultiHeadMask([masks.CausalMask(shape) if is_causal else masks.FullMask(shape)] * heads)
+    if not is_causal:
+        mask = masks.FullMask(shape)
+    elif window is None:
+        mask = masks.CausalMask(shape)
+    else:
+        mask = masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+    return masks.MultiHeadMask([mask] * heads)
 
 
 def _is_earlier(queries: jax.Array, keys: jax.Array) -> jax.Array:
