@@ -155,6 +155,7 @@ class Program:
             instruction.opcode.endswith("-start")
             or "async_collective" in computation
             or "async_collective_name" in instruction.text
+            or '"DEVICE_TYPE_SPARSECORE"' in instruction.text
         )
         operands = tuple(shape for name in instruction.operands for shape in self._shapes.get(name, ()))
         return Collective(

@@ -23,12 +23,9 @@ REASONS: dict[str, str] = {
     "argsort": _UNSTABLE,
     "nn.functional.linear_cross_entropy chunked": _ACCUMULATED,
     "nn.functional.linear_cross_entropy chunked_none": _ACCUMULATED,
-    "tensordot": "strides: in 16 bit PyTorch's meta kernel for an expanded factor is not like its CPU kernel",
     "svd": _ILL_CONDITIONED,
     "linalg.svd": _ILL_CONDITIONED,
-    "linalg.householder_product": _ILL_CONDITIONED,
     "SGD float16": _FORMS,
     "RAdam float16": _FORMS,
     "LBFGS complex64": _CHAOTIC,
-    "nn.MultiheadAttention": "for some tiny matrices MKL adds even and odd products apart, and without FMA",
 }

@@ -2,7 +2,7 @@
 
 Run as a process of its own: it loads libtpu.  Prints as JSON, for each chip, length and number of ranks that
 share a sequence, the bytes of temporary memory and the kinds of kernels in the program.
-The first chip has all lengths, the others the first one.
+The first chip has all lengths, and the last one with a window too; the others the first one.
 `python -m tests.tpu.long_attention 8192 16384` compiles these lengths instead.
 """
 
@@ -22,6 +22,7 @@ from tpu_backend.lowering.platforms import lowering_for
 
 HEADS, KEY_HEADS, FEATURES = 4, 2, 64
 LENGTHS = (2048, 4096)
+WINDOW = 1024
 NAME = "_scaled_dot_product_efficient_attention"
 
 
@@ -36,8 +37,11 @@ def gradients(
     return apply(TABLE[f"{NAME}_backward"], given, {}, (query, key, value, None))
 
 
-def compiled_for(chip: str, length: int, ranks: int) -> dict[str, Any]:
-    """What a rank compiles: its part of the queries over all keys, from a place on that is data."""
+def compiled_for(chip: str, length: int, ranks: int, window: int = 1) -> dict[str, Any]:
+    """What a rank compiles: its part of the queries over all keys, from a place on that is data.
+
+    `window`: how many keys a query sees; 1 is none.
+    """
     placed = target(chip).placement
     query, key, value, grad = (
         jax.ShapeDtypeStruct((1, heads, size, FEATURES), jnp.bfloat16, sharding=placed)
@@ -49,7 +53,7 @@ def compiled_for(chip: str, length: int, ranks: int) -> dict[str, Any]:
         )
     )
     num_ids = length if ranks == 1 else length // ranks + length + 1
-    ids = jax.ShapeDtypeStruct((1, 1, 1, num_ids), jnp.int64, sharding=placed)
+    ids = jax.ShapeDtypeStruct((1, 1, window, num_ids), jnp.int64, sharding=placed)
     with jax.enable_x64(True), lowering_for("tpu"):
         compiled = jax.jit(gradients).lower(query, key, value, ids, grad).compile()
     program = hlo.program(compiled.as_text())
@@ -59,6 +63,7 @@ def compiled_for(chip: str, length: int, ranks: int) -> dict[str, Any]:
         "chip": chip,
         "length": length,
         "ranks": ranks,
+        "window": window,
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         "kernels": {each.kind: each.pairs for each in kernels if each is not None},
     }
@@ -71,6 +76,7 @@ def main(lengths: tuple[int, ...]) -> None:
         for length in (lengths if place == 0 else lengths[:1])
         for ranks in (1, 2)
     ]
+    found.append(compiled_for(next(iter(TOPOLOGIES)), lengths[-1], ranks=1, window=WINDOW))
     json.dump(found, sys.stdout)
 
 

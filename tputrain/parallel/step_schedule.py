@@ -100,6 +100,10 @@ class _Walk:
             self._memory = max(self._memory, self._core) + seconds
             self._ends[instruction.name] = self._memory
             return
+        if opcode == "call-start":  # of another core: the SparseCore does collectives
+            for each in program.collectives_of(instruction.called):
+                self._ends[instruction.name] = self._send(each)
+            return
         if (collective := program.collective(instruction, computation)) is not None:
             end = self._send(collective)
             if stage == "start":
