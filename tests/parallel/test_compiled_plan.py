@@ -254,6 +254,36 @@ def test_a_schedule_adds_cycles_loops_and_what_is_waited_for() -> None:
     assert found.total == pytest.approx(sum(found.by_label.values()))
 
 
+SPARSECORE = """%called_computation.8 (g: f32[128,64], t: token[]) -> f32[32,64] {
+  %t = token[] parameter(1)
+  %g = f32[128,64]{1,0} parameter(0)
+  ROOT %reduce-scatter.1 = f32[32,64]{1,0} reduce-scatter(%g), channel_id=2, replica_groups={{0,1,2,3}}, \
+dimensions={0}, to_apply=%add, backend_config={"device_type":"DEVICE_TYPE_SPARSECORE"}
+}, execution_thread="sparsecore"
+
+ENTRY %main (g.1: f32[128,64]) -> f32[32,64] {
+  %g.1 = f32[128,64]{1,0} parameter(0)
+  %reduce-scatter.call-start = ((f32[128,64]{1,0}, token[]), f32[32,64]{1,0}) call-start(%g.1), \
+async_execution_thread="sparsecore", to_apply=%called_computation.8
+  %fusion.1 = f32[128,64]{1,0} fusion(%g.1), kind=kLoop, calls=%double, \
+backend_config={"estimated_cycles":"3500"}
+  ROOT %reduce-scatter.call-done = f32[32,64]{1,0} call-done(%reduce-scatter.call-start)
+}
+"""
+
+
+def test_collectives_of_the_sparsecore_go_on_beside_the_core() -> None:
+    found = schedule(hlo.program(SPARSECORE), Topology.parse("v6e:2x2"), lambda each: 5e-6)
+    ((collective, _),) = found.collectives
+    assert (collective.kind, collective.is_async, collective.num_bytes) == (
+        "reduce-scatter",
+        True,
+        4 * 128 * 64,
+    )
+    assert found.estimated == pytest.approx(3500 / 1.75e9)
+    assert found.waiting == pytest.approx(5e-6 - found.estimated)
+
+
 KERNELS = """ENTRY %main (q: bf16[12,2048,64]) -> bf16[12,2048,64] {
   %q = bf16[12,2048,64]{2,1,0} parameter(0)
   %splash_mha_dq_no_residuals.1 = (f32[1024,64]{1,0:T(8,128)}, bf16[12,2048,64]{2,1,0:T(8,128)(2,1)S(1)}) \

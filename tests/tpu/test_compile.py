@@ -74,9 +74,7 @@ def test_long_attention_compiles_to_kernels_whose_memory_grows_with_the_length()
         if each["ranks"] == 2:
             pairs = 4 * length**2 // 2  # of half of the queries at any place
         if each["window"] > 1:
-            pairs = (
-                4 * 1024**2 * (2 * blocks - 1)
-            )  # of its own block, and of the one before
+            pairs = 4 * 1024**2 * (2 * blocks - 1)  # of its own block, and of the one before
         assert each["kernels"] == {"fwd": pairs, "dq": pairs, "dkv": pairs}
         assert each["temporaries"] < 4 * length * 64 * 40  # a part of the scores: those have length**2 * 4
 
