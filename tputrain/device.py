@@ -167,17 +167,22 @@ def document_attention() -> Callable[..., torch.Tensor]:
 
 def attention_scores(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> int:
-    """How many scores of this attention a TPU has in memory at a time, at most, however heads are divided."""
-    from tpu_backend.attention import MOST_TOGETHER, is_kernel_on_tpu, rows_in_memory
+) -> int | None:
+    """How many scores of this attention a TPU has in memory at a time, at most, however many ranks share its
+    heads; 0 where it is a kernel. None: all of them.
+    """
+    from tpu_backend.attention import MOST_TOGETHER, block_of_scores, is_kernel_on_tpu
 
     shapes = query.shape, key.shape, value.shape
-    if is_kernel_on_tpu(*shapes, str(query.dtype), None if mask is None else str(mask.dtype)):
+    bias = None if mask is None else (mask.shape, str(mask.dtype))
+    if is_kernel_on_tpu(*shapes, str(query.dtype), bias):
         return 0
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
-    block = rows_in_memory(queries, keys, batch * heads) * keys * batch * heads
-    return min(max(block, MOST_TOGETHER), batch * heads * queries * keys)
+    sequences, rows = block_of_scores(batch, heads, queries, keys)
+    if (sequences, rows) == (batch, queries):
+        return None
+    return max(sequences * heads * rows * keys, MOST_TOGETHER)  # so many a rank of few heads has together
 
 
 def failure_of_peers(seconds: float) -> str | None:

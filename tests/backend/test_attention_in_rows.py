@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.backend.test_blocked_attention import MASKS
 from tpu_backend import attention
-from tpu_backend.attention import rows_in_memory
+from tpu_backend.attention import block_of_scores
 from tpu_backend.lowering import attention_in_rows
 
 SHAPES = ((2, 4, 300, 8), (2, 2, 333, 8), (2, 2, 333, 6))
@@ -72,26 +72,29 @@ def test_blocks_of_documents_are_as_all_together(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "rows"),
+    ("sizes", "block"),
     [
-        (512, 512, 4096, 512),  # short ones are together whatever the batch
-        (4096, 4096, 8, 4096),
-        (8192, 8192, 8, 256),
-        (8064, 8192, 8, 128),  # of 252, 256 and 128 rows the last ones divide it, and fill a matrix unit
-        (8200, 8192, 8, 256),  # nothing does: the last block is filled up
-        (2**20, 2**20, 64, 128),
+        ((64, 64, 512, 512), (64, 512)),  # short ones are together whatever the batch
+        ((2, 2, 4096, 4096), (2, 4096)),
+        ((4, 12, 2048, 2048), (4, 128)),
+        ((1, 8, 8192, 8192), (1, 256)),
+        (
+            (1, 8, 8064, 8192),
+            (1, 128),
+        ),  # of 252, 256 and 128 rows the last ones divide it, and fill a matrix unit
+        ((1, 8, 8200, 8192), (1, 256)),  # nothing does: the last block is filled up
+        ((64, 16, 2048, 2048), (1, 2048)),  # a sequence after another: each is small
+        ((8, 32, 4096, 4096), (1, 128)),
+        ((1, 64, 2**20, 2**20), (1, 128)),
     ],
 )
-def test_rows_in_memory(queries: int, keys: int, heads: int, rows: int) -> None:
-    assert rows_in_memory(queries, keys, heads) == rows
+def test_blocks(sizes: tuple[int, int, int, int], block: tuple[int, int]) -> None:
+    assert block_of_scores(*sizes) == block
 
 
-def test_memory_is_that_of_a_block() -> None:
-    def temporaries(length: int) -> int:
-        sizes = [jax.ShapeDtypeStruct((1, 8, length, 16), jnp.float32)] * 4
-        pairs = jax.ShapeDtypeStruct((1, 1, length, length), jnp.bool_)
-        compiled = jax.jit(_both, static_argnums=(5, 6)).lower(*sizes, pairs, False, False).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    scores = 8 * 8192**2 * 4
-    assert temporaries(8192) < scores / 8
+@pytest.mark.parametrize(("batch", "heads", "length"), [(1, 8, 8192), (32, 16, 2048)])
+def test_memory_is_that_of_a_block(batch: int, heads: int, length: int) -> None:
+    sizes = [jax.ShapeDtypeStruct((batch, heads, length, 8), jnp.float32)] * 4
+    pairs = jax.ShapeDtypeStruct((1, 1, length, length), jnp.bool_)
+    compiled = jax.jit(_both, static_argnums=(5, 6)).lower(*sizes, pairs, False, False).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < batch * heads * length**2 * 4 / 8

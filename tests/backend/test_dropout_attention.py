@@ -87,6 +87,14 @@ def test_blocks_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert (kept[:, :, :128] == kept[:, :, 128:]).float().mean() < 0.7  # by chance 0.58
 
 
+def test_sequences_one_after_the_other_are_dropped_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LENGTH_TOGETHER", "MOST_TOGETHER", "MOST_OF_BLOCK"):
+        monkeypatch.setattr(attention, name, 1)
+    output = F.scaled_dot_product_attention(*_given(100), dropout_p=P, enable_gqa=True)
+    kept = (output != 0).cpu()
+    assert (kept[0] == kept[1]).float().mean() < 0.7  # by chance 0.58
+
+
 def test_a_seed_drops_the_same_and_a_checkpoint_too() -> None:
     given = _given(40)
 
@@ -126,9 +134,10 @@ def test_all_may_be_dropped() -> None:
 
 def test_second_derivatives_are_refused_and_can_be_had() -> None:
     query, key, value = (each[:, :2] for each in _given(8))
-    output = F.scaled_dot_product_attention(query, key, value, dropout_p=P)
-    with pytest.raises(NotImplementedError, match=r"SDPBackend\.MATH"):
-        torch.autograd.grad(output.sin().sum(), query, create_graph=True)
+    for of in (torch.sin, torch.clone):  # the gradient of the result needs one itself, or not
+        output = F.scaled_dot_product_attention(query, key, value, dropout_p=P)
+        with pytest.raises(NotImplementedError, match=r"SDPBackend\.MATH"):
+            torch.autograd.grad(of(output).sum(), query, create_graph=True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         output = F.scaled_dot_product_attention(query, key, value, dropout_p=P)
     (gradient,) = torch.autograd.grad(output.sin().sum(), query, create_graph=True)
@@ -152,6 +161,8 @@ def test_a_graph_may_have_it() -> None:
     def attend(*tensors: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*tensors, dropout_p=P, enable_gqa=True)
 
-    output = attend(*given)
+    with Called() as called:
+        output = attend(*given)
+    assert not any("softmax" in name for name in called.names)
     assert (output != 0).float().mean().item() == pytest.approx(1 - P, abs=0.06)
     assert all(each.isfinite().all() for each in torch.autograd.grad(output.sum(), given))

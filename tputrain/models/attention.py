@@ -61,6 +61,10 @@ def attend(
     multiplied by `scale`. Where ranks share a sequence, keys and values are this rank's part, and there is no
     `window`: how many tokens each one sees at most, itself included.
     """
+    if window is not None and (is_split() or (mask is not None and mask.dtype == torch.bool)):
+        raise ValueError(
+            "attend: a window is for causal masks of a whole sequence, not for pairs or parts of it"
+        )
     if mask is not None and mask.dtype == torch.bool:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
     if is_split():

@@ -125,6 +125,11 @@ def _random(transformers: Any, config: Any, seed: int) -> Any:
 def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
     """`model` with the forward of this library's models."""
     transformers_masks.register()
+    if getattr(model.config.get_text_config(), "use_bidirectional_attention", False):
+        raise UserError(
+            f"{type(model).__name__}: its config has use_bidirectional_attention=True: expected a causal model, "
+            "whose tokens see the earlier ones alone"
+        )
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
     windows = _windows(model.config)
@@ -144,7 +149,7 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
             kind: window for kind, window in windows.items() if window is not None and window < len(every)
         }
         if cuts and (is_split() or not cuts.keys() <= {_FULL, _SLIDING}):
-            where = "parallel.context" if is_split() else f"layers of its kinds ({', '.join(cuts)})"
+            where = "parallel.context" if is_split() else "layers of its kinds"
             raise UserError(
                 f"{type(model).__name__}: a sequence of {len(every)}: expected at most {min(cuts.values())}, "
                 f"its config's sliding_window; a window is not supported with {where}"
@@ -220,6 +225,8 @@ def _windows(config: Any) -> dict[str, int | None]:
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     kinds = sorted(set(getattr(text, "layer_types", None) or [_SLIDING]))
+    if kinds == [_FULL] and window is not None:
+        return {"": window}  # some such models cut these layers, and some do not
     return {kind: None if kind == _FULL else window for kind in kinds}
 
 

@@ -49,6 +49,7 @@ def attach_documents(mask: Tensor, documents: Tensor | None, window: int | None 
     if (
         mask.device.type == "tpu"
         and (documents is None or documents.dtype != torch.bool)
+        and window != 1  # `document_attention` has no such window
         and not torch.compiler.is_compiling()
         and not mask.is_inference()  # such a tensor has no version
     ):
@@ -168,8 +169,6 @@ def _documents(
     window = said.get("sliding_window_overlay", {}).get("sliding_window")
     if window is not None and window >= kv_length:
         window = None
-    if window is not None and window < 2:
-        return None
     packed = said.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
     if (packed is None) != ("remap_positions_for_packed_sequence" not in said):
         return None  # by positions tokens are causal within a document only

@@ -302,12 +302,11 @@ class Recorder(TorchDispatchMode):
         scores = Product(size, length, features, keys, cut, False, query.element_size(), True, is_causal)
         mixed = Product(size, length, keys, value.shape[3], cut, False, query.element_size(), True, is_causal)
         mask = args[4 if is_backward else 3]
-        in_memory = size * length * keys
-        if "efficient" in name:
-            in_memory = devices.attention_scores(query, key, value, mask)
-        if in_memory:  # values like any other: float32, and as many again
+        most = devices.attention_scores(query, key, value, mask) if "efficient" in name else None
+        if most != 0:  # values like any other: float32, and as many again
             count = 3 if is_backward else 2
-            self._scratch.append((self._time, 4.0 * count * in_memory, is_cut))
+            in_memory, is_divided = (size * length * keys, is_cut) if most is None else (most, False)
+            self._scratch.append((self._time, 4.0 * count * in_memory, is_divided))
             self._count(4.0 * (2 * count + 1) * size * length * keys, is_cut)
         return [scores, scores, mixed, mixed, mixed] if is_backward else [scores, mixed]
 

@@ -9,11 +9,13 @@
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -54,9 +56,18 @@ bool is_subclass(const at::Tensor& tensor) {
   return tensor.key_set().has(c10::DispatchKey::Python);
 }
 
+bool is_dtensor(const at::Tensor& tensor) {
+  if (!is_subclass(tensor)) {
+    return false;
+  }
+  pybind11::gil_scoped_acquire gil;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
+  return std::string_view(Py_TYPE(object.ptr())->tp_name) == "DTensor";
+}
+
 // Whether dropout is part of the operation: PyTorch's composite refuses other numbers, and DTensor has no rule for it.
-bool is_dropped_here(const sdp::sdp_params& params) {
-  return params.dropout > 0 && params.dropout <= 1 && !is_subclass(params.query);
+bool has_own_dropout(const sdp::sdp_params& params) {
+  return params.dropout > 0 && params.dropout <= 1 && !is_dtensor(params.query);
 }
 
 // (B, H, L, E) in the memory order of (B, L, H, E): all heads of a position beside each other.
@@ -129,7 +140,8 @@ at::Tensor composite(
   return at::matmul(at::_safe_softmax(scores, -1), for_every_head(value)).to(query.scalar_type());
 }
 
-// Dropout has an operation of its own, of which a derivative of the derivative would need what was dropped.
+// Attention with dropout. It has no second derivative: that would need the dropped weights again. The schemas are those
+// of dropout_attention.py.
 struct DropoutAttention : torch::autograd::Function<DropoutAttention> {
   static at::Tensor forward(
       torch::autograd::AutogradContext* context,
@@ -177,8 +189,11 @@ struct DropoutAttention : torch::autograd::Function<DropoutAttention> {
                                    std::optional<double>)>();
     const auto saved = context->get_saved_variables();
     const auto &query = saved[0], &key = saved[1], &value = saved[2], &mask = saved[3];
+    const auto given = {grads[0], query, key, value};
+    const bool may_be_differentiated = at::GradMode::is_enabled() &&
+        std::any_of(given.begin(), given.end(), [](const at::Tensor& each) { return each.requires_grad(); });
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !at::GradMode::is_enabled() || !grads[0].requires_grad(),
+        !may_be_differentiated,
         "scaled_dot_product_attention with dropout has no second derivatives: differentiate without create_graph, or "
         "within torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)");
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -212,16 +227,16 @@ at::Tensor scaled_dot_product_attention(
     return at::native::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
   const auto given = {query, key, value, mask.value_or(at::Tensor())};
-  const bool is_differentiated_otherwise = std::any_of(
+  const bool needs_composite = std::any_of(
       given.begin(), given.end(), [](const at::Tensor& each) { return each.defined() && is_transformed(each); });
-  if (!has_fitting_dtypes(params) || (dropout != 0 && (is_differentiated_otherwise || !is_dropped_here(params)))) {
+  if (!has_fitting_dtypes(params) || (dropout != 0 && (needs_composite || !has_own_dropout(params)))) {
     return at::native::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
   if (dropout != 0) {
     return DropoutAttention::apply(query, key, value, mask, dropout, is_causal, scale);
   }
   at::Tensor output;
-  if (is_differentiated_otherwise) {
+  if (needs_composite) {
     output = composite(
         with_such_gradient(query), with_such_gradient(key), with_such_gradient(value), mask, is_causal, scale);
     const auto head = query.sym_stride(1), position = query.sym_stride(2);

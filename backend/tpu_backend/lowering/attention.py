@@ -1,8 +1,7 @@
 """Scaled dot-product attention: a softmax over all scores, and its gradients from the log of their sum.
 
-Three forms: kernels on a TPU (`splash_attention.py`), blocks of queries and keys on a CPU
-(`blocked_attention.py`), and for all else whole rows (`attention_in_rows.py`). None has the scores of a long
-sequence in memory together.
+There are three algorithms: kernels on a TPU (`splash_attention.py`), blocks of queries and keys on a CPU
+(`blocked_attention.py`), and for all else whole rows (`attention_in_rows.py`), in blocks if they are many.
 
 Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries,
 each for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both

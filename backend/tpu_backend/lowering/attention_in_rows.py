@@ -1,4 +1,4 @@
-"""Attention with the scores of whole rows in memory: of all queries, or of as many at a time as are a block.
+"""Attention by whole rows of scores: those of all queries at once, or of a block of queries after another.
 
 It serves every mask, bias and dtype on every platform. Sizes are those of `attention.py`. Operands are in
 float32, or wider; their values came from tensors of `dtype`.
@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpu_backend.attention import rows_in_memory
+from tpu_backend.attention import block_of_scores
 from tpu_backend.lowering.documents import documents_of
 from tpu_backend.lowering.matmul import batched_matmul, product_precision
 from tpu_backend.lowering.normalization import safe_softmax
 from tpu_backend.lowering.platforms import lowered_for
+from tpu_backend.lowering.random import coin
 from tpu_backend.lowering.registry import is_16_bit
 
 
@@ -34,13 +35,19 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Results (B, H, L, E) and log sums (B, H, L), -inf where a query looks nowhere."""
 
+    def of_sequence(i: jax.Array, bias: jax.Array | None, *tensors: jax.Array) -> tuple[jax.Array, ...]:
+        return forward(*tensors, bias, is_causal, factor, dtype, _dropout_of(dropout, i))
+
+    if _goes_by_sequence(query, key):
+        output, log_sums = _each_sequence(of_sequence, bias, query, key, value)
+        return output, log_sums
     mask = _mask(bias, is_causal, query.shape[2], key.shape[2], dropout)
 
     def of_rows(mask: _Mask, query: jax.Array) -> _Found:
         scores = _scores(query, key, mask, factor, dtype)
         weights = safe_softmax(scores, -1)
         if dropout is not None:
-            weights *= _kept(mask, dropout, weights)
+            weights *= _dropout_factors(mask, dropout, weights)
         return _Found([_product(weights, value, dtype), jax.nn.logsumexp(scores, -1)], [])
 
     output, log_sums = _in_blocks(of_rows, key, mask, (query, 0)).of_queries
@@ -65,6 +72,14 @@ def backward(
     more keys than these. Algorithm 2 of FlashAttention-2 (Dao 2023), on whole rows.
     """
 
+    def of_sequence(i: jax.Array, bias: jax.Array | None, *tensors: jax.Array) -> tuple[jax.Array, ...]:
+        own = _dropout_of(dropout, i)
+        return backward(*tensors[:4], bias, *tensors[4:], is_causal, factor, dtype, dropout=own)[:3]
+
+    if _goes_by_sequence(query, key) and not has_grad_bias:
+        given = grad_out, query, key, value, output, log_sums
+        grad_query, grad_key, grad_value = _each_sequence(of_sequence, bias, *given)
+        return grad_query, grad_key, grad_value, None
     mask = _mask(bias, is_causal, query.shape[2], key.shape[2], dropout)
 
     def of_rows(
@@ -77,8 +92,8 @@ def backward(
         grad_weights = _product(grad_out, _transposed(value), dtype)
         mixed = weights  # what the values were multiplied by
         if dropout is not None:
-            kept = _kept(mask, dropout, weights)
-            mixed, grad_weights = weights * kept, grad_weights * kept
+            factors = _dropout_factors(mask, dropout, weights)
+            mixed, grad_weights = weights * factors, grad_weights * factors
         expected = jnp.sum(grad_out * output, -1, keepdims=True)
         if is_16_bit(dtype) and lowered_for() != "tpu":  # there each further sum is a pass over all scores
             # So is `output`. Where these are all keys (to less than that rounding) the weights know better.
@@ -104,7 +119,7 @@ def backward(
 
 
 class Dropout(NamedTuple):
-    """Of weights, as they are multiplied with the values."""
+    """Which of the softmax's weights are 0, and how much the others make up for them."""
 
     probability: float
     key: jax.Array
@@ -119,7 +134,7 @@ class _Mask(NamedTuple):
     documents: tuple[jax.Array, jax.Array] | None
     """Of queries and of keys, (B or 1, L) and (B or 1, S): a query looks at its own."""
     place: jax.Array | None
-    """Of the first of these queries among the keys: none looks behind itself."""
+    """Of the first of these queries among the keys: a query sees no later key."""
     window: int | None
     """How many keys such a query sees, its own place included."""
     random: jax.Array | None
@@ -142,20 +157,50 @@ def _mask(bias: jax.Array | None, is_causal: bool, queries: int, keys: int, drop
     )
 
 
-def _kept(mask: _Mask, dropout: Dropout, weights: jax.Array) -> jax.Array:
-    """What weights of some queries are multiplied with: 0, or what makes up for it."""
+def _dropout_factors(mask: _Mask, dropout: Dropout, weights: jax.Array) -> jax.Array:
+    """What the weights of some queries are multiplied with: 0, or 1 / (1 - p)."""
     kept = 1 - dropout.probability
-    drawn = jax.random.bernoulli(mask.random, kept, weights.shape)
+    drawn = coin(mask.random, jnp.float32(kept), weights.shape)
     return drawn.astype(weights.dtype) / (kept or 1)
 
 
+def _dropout_of(dropout: Dropout | None, i: jax.Array) -> Dropout | None:
+    """That of one sequence."""
+    return None if dropout is None else dropout._replace(key=jax.random.fold_in(dropout.key, i))
+
+
+def _goes_by_sequence(query: jax.Array, key: jax.Array) -> bool:
+    batch, heads, queries, _ = query.shape
+    return block_of_scores(batch, heads, queries, key.shape[2])[0] < batch
+
+
+def _each_sequence(
+    function: Callable[..., tuple[jax.Array, ...]], bias: jax.Array | None, *tensors: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The results of a function of the number, the bias and the tensors of one sequence after another."""
+    is_shared = bias is None or bias.ndim < 4 or bias.shape[0] == 1
+
+    def of(i: jax.Array) -> tuple[jax.Array, ...]:
+        own = None if bias is None else bias if is_shared else _slice(bias, i, 1, 0)
+        return function(i, own, *(_slice(each, i, 1, 0) for each in tensors))
+
+    def add(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        parts = of(i)
+        return tuple(lax.dynamic_update_slice_in_dim(a, b, i, 0) for a, b in zip(found, parts, strict=True))
+
+    batch = tensors[0].shape[0]
+    like = jax.eval_shape(of, jnp.int32(0))
+    nothing = tuple(jnp.zeros((batch, *each.shape[1:]), each.dtype) for each in like)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(batch), add, nothing)
+
+
 class _Found(NamedTuple):
-    """By some queries."""
+    """Results for a block of queries."""
 
     of_queries: list[jax.Array]
-    """What is theirs, (B, H, L, ...)."""
+    """A row for each of them, (B, H, L, ...)."""
     of_keys: list[jax.Array]
-    """What is a sum over all queries."""
+    """What they add to sums over all queries."""
 
 
 def _in_blocks(
@@ -166,7 +211,7 @@ def _in_blocks(
     Each tensor is given with the number that a last block is filled up with.
     """
     batch, heads, queries = given[0][0].shape[:3]
-    rows = rows_in_memory(queries, key.shape[2], batch * heads)
+    _, rows = block_of_scores(batch, heads, queries, key.shape[2])
     if rows >= queries:
         return of_rows(mask, *(tensor for tensor, _ in given))
     count = math.ceil(queries / rows)
@@ -269,7 +314,7 @@ def _with_groups(tensor: jax.Array, num_heads: int) -> jax.Array:
 def _product(left: jax.Array, right: jax.Array, dtype: Any, is_rounded: bool = False) -> jax.Array:
     """Of each query head (B, H, M, C) with what its group shares (B, K, C, N): (B, H, M, N).
 
-    `is_rounded`: on a TPU the product is in memory in `dtype`, if that has 16 bits.
+    `is_rounded`: on a TPU the product is in memory in `dtype`, if that is bfloat16.
     """
     heads = right.shape[1]
     if lowered_for() == "tpu":
@@ -301,7 +346,8 @@ def _einsum(dims: str, left: jax.Array, right: jax.Array, dtype: Any, is_rounded
         left,
         right,
         precision=product_precision(left.dtype),
-        preferred_element_type=left.dtype if is_rounded else wide,
+        # float16 could not hold all scores.
+        preferred_element_type=left.dtype if is_rounded and left.dtype == jnp.bfloat16 else wide,
     )
     return product.astype(wide)
 

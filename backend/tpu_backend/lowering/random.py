@@ -101,19 +101,19 @@ def cauchy(_self, median=0.0, sigma=1.0, *, generator=None, key, out):
 
 @lowering("bernoulli.p", runtime=("p",))
 def bernoulli_p(_self, p, *, generator=None, key, out):
-    return _coin(key, jnp.asarray(p).astype(jnp.float32), out[0].shape)
+    return coin(key, jnp.asarray(p).astype(jnp.float32), out[0].shape)
 
 
 @lowering("bernoulli.Tensor")
 def bernoulli_tensor(_self, p, *, generator=None, key, out):
     _require_probabilities(p)
-    return _coin(key, p.astype(jnp.float32), out[0].shape)
+    return coin(key, p.astype(jnp.float32), out[0].shape)
 
 
 @lowering("bernoulli")
 def bernoulli(self, *, generator=None, key):
     _require_probabilities(self)
-    return _coin(key, self.astype(jnp.float32), self.shape)
+    return coin(key, self.astype(jnp.float32), self.shape)
 
 
 def _require_probabilities(p):
@@ -121,7 +121,8 @@ def _require_probabilities(p):
     require_all(within, RuntimeError, "Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
 
 
-def _coin(key, p, shape):
+def coin(key, p, shape):
+    """True with the probability `p`, float32."""
     return jax.random.uniform(key, shape, jnp.float32) < p
 
 
@@ -135,7 +136,7 @@ def random(self, *, generator=None, key, out):
     """Every non-negative value of an integer dtype; every integer up to which a float dtype is exact."""
     dtype = out[0].dtype
     if dtype == jnp.bool_:
-        return _coin(key, 0.5, self.shape)
+        return coin(key, 0.5, self.shape)
     if jnp.issubdtype(dtype, jnp.floating):
         return jax.random.randint(key, self.shape, 0, _EXACT_INTEGERS[dtype.name] + 1, jnp.int64)
     return _non_negative(key, self.shape, dtype)
@@ -241,7 +242,7 @@ def native_dropout(input, p, train, *, key):
         return input, jnp.ones(input.shape, bool)
     if p in (0, 1):
         return input * (1 - p), jnp.full(input.shape, p == 0)
-    mask = _coin(key, 1 - p, input.shape)
+    mask = coin(key, 1 - p, input.shape)
     return input * jnp.where(mask, jnp.asarray(1 / (1 - p), input.dtype), jnp.zeros((), input.dtype)), mask
 
 

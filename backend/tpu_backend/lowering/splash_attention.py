@@ -36,12 +36,8 @@ def _library() -> tuple[Any, Any]:
 def fits(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> bool:
     """Whether the kernels compute it."""
     shapes = query.shape, key.shape, value.shape
-    dtypes = str(query.dtype), None if bias is None else str(bias.dtype)
-    if lowered_for() != "tpu" or not is_kernel_on_tpu(*shapes, *dtypes):
-        return False
-    # A window of queries whose place is data would be another mask than `_causal_from` writes.
-    has_window = bias is not None and bias.shape[2] > 1
-    return not (has_window and bias.shape[3] > query.shape[2] + key.shape[2])
+    mask = None if bias is None else (bias.shape, str(bias.dtype))
+    return lowered_for() == "tpu" and is_kernel_on_tpu(*shapes, str(query.dtype), mask)
 
 
 def forward(
