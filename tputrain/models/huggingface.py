@@ -127,8 +127,8 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
     transformers_masks.register()
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", False):
         raise UserError(
-            f"{type(model).__name__}: its config has use_bidirectional_attention=True: expected a causal model, "
-            "whose tokens see the earlier ones alone"
+            f"{type(model).__name__}: its config has use_bidirectional_attention=True: expected a causal "
+            "model, whose tokens see the earlier ones alone"
         )
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
