@@ -36,7 +36,8 @@ def forward(
     """Results (B, H, L, E) and log sums (B, H, L), -inf where a query looks nowhere."""
 
     def of_sequence(i: jax.Array, bias: jax.Array | None, *tensors: jax.Array) -> tuple[jax.Array, ...]:
-        return forward(*tensors, bias, is_causal, factor, dtype, _dropout_of(dropout, i))
+        query, key, value = tensors
+        return forward(query, key, value, bias, is_causal, factor, dtype, _dropout_of(dropout, i))
 
     if _goes_by_sequence(query, key):
         output, log_sums = _each_sequence(of_sequence, bias, query, key, value)
@@ -73,12 +74,13 @@ def backward(
     """
 
     def of_sequence(i: jax.Array, bias: jax.Array | None, *tensors: jax.Array) -> tuple[jax.Array, ...]:
-        own = _dropout_of(dropout, i)
-        return backward(*tensors[:4], bias, *tensors[4:], is_causal, factor, dtype, dropout=own)[:3]
+        grad_out, query, key, value, output, log_sums = tensors
+        options = is_causal, factor, dtype, False, _dropout_of(dropout, i)
+        return backward(grad_out, query, key, value, bias, output, log_sums, *options)[:3]
 
     if _goes_by_sequence(query, key) and not has_grad_bias:
-        given = grad_out, query, key, value, output, log_sums
-        grad_query, grad_key, grad_value = _each_sequence(of_sequence, bias, *given)
+        tensors = grad_out, query, key, value, output, log_sums
+        grad_query, grad_key, grad_value = _each_sequence(of_sequence, bias, *tensors)
         return grad_query, grad_key, grad_value, None
     mask = _mask(bias, is_causal, query.shape[2], key.shape[2], dropout)
 
@@ -106,7 +108,7 @@ def backward(
             _sum_of_products(grad_scores, query, key.shape[1], dtype) * factor,
             _sum_of_products(mixed, grad_out, value.shape[1], dtype),
         ]
-        if has_grad_bias:
+        if mask.bias is not None and has_grad_bias:
             of_bias = _summed_to(grad_scores, mask.bias.shape)
             (of_queries if mask.bias.shape[2] > 1 else of_keys).append(of_bias)
         return _Found(of_queries, of_keys)
@@ -114,7 +116,9 @@ def backward(
     # Weights of what is filled up are exp(score - inf), which is 0.
     given = (grad_out, 0), (query, 0), (output, 0), (log_sums, jnp.inf)
     (grad_query, *of_bias), (grad_key, grad_value, *summed) = _in_blocks(of_rows, key, mask, *given)
-    grad_bias = (of_bias + summed)[0].reshape(bias.shape) if has_grad_bias else None
+    grad_bias = None
+    if bias is not None and has_grad_bias:
+        grad_bias = (of_bias + summed)[0].reshape(bias.shape)
     return grad_query, grad_key, grad_value, grad_bias
 
 
