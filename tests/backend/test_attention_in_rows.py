@@ -76,14 +76,14 @@ def test_blocks_of_documents_are_as_all_together(monkeypatch: pytest.MonkeyPatch
     [
         ((64, 64, 512, 512), (64, 512)),  # short ones are together whatever the batch
         ((2, 2, 4096, 4096), (2, 4096)),
-        ((4, 12, 2048, 2048), (4, 128)),
+        ((4, 12, 2048, 2048), (1, 512)),
         ((1, 8, 8192, 8192), (1, 256)),
         (
             (1, 8, 8064, 8192),
             (1, 128),
         ),  # of 252, 256 and 128 rows the last ones divide it, and fill a matrix unit
         ((1, 8, 8200, 8192), (1, 256)),  # nothing does: the last block is filled up
-        ((64, 16, 2048, 2048), (1, 2048)),  # a sequence after another: each is small
+        ((64, 2, 2048, 2048), (1, 2048)),  # a sequence after another: each is small
         ((8, 32, 4096, 4096), (1, 128)),
         ((1, 64, 2**20, 2**20), (1, 128)),
     ],
