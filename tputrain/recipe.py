@@ -71,7 +71,7 @@ class RecipeConfig(RunConfig):
             positions is None or length is None or length <= positions,
             "data.sequence_length",
             length,
-            f"at most model.max_position_embeddings={positions} (or the sliding window)",
+            f"at most {positions}, the positions of the model",
         )
         expect(
             trained is None or vocab_size is None or trained <= vocab_size,

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpu_backend import _C
 from tpu_backend.captured import reach
+from tpu_backend.distributed import agreement
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -64,18 +65,36 @@ class Region(reach.Wrapper, Generic[_P, _R]):
             self._settle_buckets()
         is_region = _C.get_mode() == _FUSED and _C.begin_region(index)
         self._kept = []
-        results = None
         executables = []
         try:
             returned = self._function(*args, **kwargs)
             results = self._results(args, kwargs, returned)
-        finally:
-            self._kept = None
-            torch.clear_autocast_cache()
+        except BaseException as error:
+            self._leave()
             if is_region:
-                executables = _C.end_region(index, results)
+                self._end_with(error, index)
+            raise
+        self._leave()
+        if is_region:
+            executables = _C.end_region(index, results)
         self.digests = tuple(executable.key for executable in executables)
         return returned
+
+    def _leave(self) -> None:
+        self._kept = None
+        torch.clear_autocast_cache()
+
+    def _end_with(self, error: BaseException, index: int) -> None:
+        """End the region as it is. What it has recorded with collectives is launched on no rank: the others
+        may not have raised, and would be waited for.
+        """
+        why = f"the region {self._name} raised {type(error).__name__}: nothing of this call has a value"
+        with agreement.launching_nothing(why):
+            try:
+                _C.end_region(index, None)
+            except RuntimeError as told:
+                if why not in str(told):
+                    raise
 
     def _settle_buckets(self) -> None:
         """DDP makes its buckets anew in the second step, and keeps them: before the region they are older."""

@@ -149,10 +149,10 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
             kind: window for kind, window in windows.items() if window is not None and window < len(every)
         }
         if cuts and (is_split() or not cuts.keys() <= {_FULL, _SLIDING}):
-            where = "parallel.context" if is_split() else "layers of its kinds"
+            why = "with parallel.context" if is_split() else "with layers of its kinds"
             raise UserError(
-                f"{type(model).__name__}: a sequence of {len(every)}: expected at most {min(cuts.values())}, "
-                f"its config's sliding_window; a window is not supported with {where}"
+                f"a {model.config.model_type} of transformers: a sequence of {len(every)}: expected at most "
+                f"{min(cuts.values())}, its config's sliding_window: {why} it must not cut"
             )
 
         def mask_of(window: int | None) -> Tensor:

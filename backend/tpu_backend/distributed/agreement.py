@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tpu_backend.distributed import peers
 from tpu_backend.distributed.absent import AbsentPeers
@@ -16,7 +17,8 @@ from tpu_backend.runtime.user_line import user_line
 _digests: dict[tuple[str, str, str], str] = {}  # by group, its last call, and a call that came next before
 _numbers: Counter[str] = Counter()  # of calls, by group
 _last: dict[str, str] = {}  # call, by group
-_COMPARE = "comparing what a region has recorded"
+_why_not: str | None = None  # a region's collectives are not to be launched
+_COMPARE = "a region whose operations or shapes are new to it"
 
 
 def call(group: str, text: str, seconds: float) -> int:
@@ -73,8 +75,23 @@ def launch(ranks: Sequence[int], digest: str, text: str, waits: bool) -> None:
         world.call(group, _numbers[group], digest)
 
 
+@contextmanager
+def launching_nothing(why: str) -> Iterator[None]:
+    """In here what a region has recorded with collectives is not launched: that raises RuntimeError, which
+    says why, and meets no other rank.
+    """
+    global _why_not
+    _why_not = why
+    try:
+        yield
+    finally:
+        _why_not = None
+
+
 def _world_and_group_of_regions(ranks: Sequence[int]) -> tuple[peers.Peers | AbsentPeers, str]:
     """The other ranks, and the group whose next call this is."""
+    if _why_not is not None:
+        raise RuntimeError(_why_not)
     assert peers.world is not None
     group = f"region:{','.join(map(str, ranks))}"
     _numbers[group] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ _RULE = "All ranks of a group must make the same calls in the same order"
 _PAUSE = 0.05  # seconds in which calls are gathered before they are told: nobody waits for them
 
 _FOR_EVER = 10.0**7  # seconds
+_LONG_WAIT = 60.0  # seconds, after which a wait for other ranks is told
 _ANSWER = 5.0  # seconds that the service has to answer
 _LAUNCHERS_LOOK = 0.3  # seconds; torchrun looks ten times a second at its processes
 
@@ -161,11 +163,19 @@ class Peers:
             self._wait_until_agreed(group, number, "waiting for the device", seconds)
 
     def _wait_until_agreed(self, group: str, number: int, what: str, seconds: float) -> None:
-        with self._changed:
-            is_over = self._changed.wait_for(
-                lambda: self._agreed.get(group, 0) >= number or self._failures or group in self._aborted,
-                seconds,
-            )
+        def wait(seconds: float) -> bool:
+            with self._changed:
+                is_over = self._changed.wait_for(
+                    lambda: self._agreed.get(group, 0) >= number or self._failures or group in self._aborted,
+                    seconds,
+                )
+            return bool(is_over)
+
+        is_over = wait(min(seconds, _LONG_WAIT))
+        if not is_over and seconds > _LONG_WAIT:
+            late = self.why_late(group, number, _LONG_WAIT)
+            print(f"tpu: {what}: {late}; waits until {seconds:.0f} s", file=sys.stderr, flush=True)
+            is_over = wait(seconds - _LONG_WAIT)
         self.raise_failure(group)
         if not is_over:
             self.has_raised = True

@@ -27,7 +27,23 @@ FAULTS = """
             x.tolist()
             time.sleep(0.05)
 
+    model = torch.nn.Linear(4, 4, device="tpu")
+
+    @torch.tpu.spmd
+    def step(number):
+        loss = model(x).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        if rank == 1 and kind == f"raises in step {number} of a region":
+            raise ValueError("my own mistake")
+        dist.all_reduce(loss)
+        return loss
+
     def fault():
+        if "of a region" in kind:
+            for number in range(400):
+                step(number)
         if kind == "raises" and rank == 1:
             raise ValueError("my own mistake")
         if kind == "index" and rank == 1:
@@ -75,6 +91,10 @@ FAULTS = """
 # By rank: what the last line of its standard error says, of the processes' numbers; None: nothing is asked.
 SAYINGS = {
     "raises": (r"rank 1 \(process {1} on .*\) failed: ValueError: my own mistake", "my own mistake"),
+    **dict.fromkeys(
+        ("raises in step 0 of a region", "raises in step 9 of a region"),
+        (r"rank 1 \(process {1} on .*\) failed: ValueError: my own mistake", "ValueError: my own mistake"),
+    ),
     "index": (r"rank 1 \(process {1} on .*\) failed: IndexError: index 7 is out", r"at <string>:\d+"),
     "shape": (
         r"different things: .*Float\[4\], sum\), first at <string>:\d+",
@@ -114,6 +134,22 @@ def test_a_fault_is_named_on_every_rank(kind: str):
         if kind != "swapped":  # found at exit
             assert float(each.stdout.split()[-1]) < TIMEOUT + 5
         assert each.seconds < 2 * TIMEOUT + 10
+
+
+def test_a_long_wait_is_told_before_it_ends() -> None:
+    script = """
+        from tpu_backend.distributed import peers
+
+        peers._LONG_WAIT = 2
+        time.sleep(5 * rank)
+        dist.all_reduce(torch.ones(4, device="tpu"))
+    """
+    waiting, late = run_ranks(script, 2)
+    assert (waiting.code, late.code) == (0, 0), waiting.stderr + late.stderr
+    assert re.search(
+        r"tpu: all_reduce.*: not done after 2 s: rank 1 has not called it; .*60 s", waiting.stderr
+    )
+    assert "not done" not in late.stderr
 
 
 def test_all_ranks_end_soon_and_leave_no_process():

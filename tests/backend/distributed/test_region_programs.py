@@ -298,7 +298,7 @@ DIFFERING = """
         ),
         (
             "start",
-            r"different things: .*comparing what a region has recorded: 4 operations, launched at .*, where "
+            r"different things: .*operations or shapes are new to it: 4 operations, launched at .*, where "
             r"aten::mul.Tensor, first at <string>:\d+.*, reads a slice from element 1 instead of 0: a start "
             r"that moves on some ranks alone must do so within the first 3 calls, or be a tensor",
         ),
