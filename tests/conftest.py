@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -24,6 +26,14 @@ def freeze_older_objects() -> None:
     """Imports and programs so far stay: without this every run of a Trainer collects among all of them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def handlers_of_signals_are_put_back() -> Iterator[None]:
+    """Else a test of another file, later in this process, would miss an interrupt."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def pytest_xdist_auto_num_workers() -> int:

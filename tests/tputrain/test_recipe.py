@@ -174,7 +174,7 @@ MISTAKES = [
     ),
     (
         "data: {sequence_length: 4096}\nbatch: {tokens: 32768}",
-        "data.sequence_length=4096: expected at most model.",
+        "data.sequence_length=4096: expected at most 1024, the positions of the model",
     ),
     ("data: {vocab_size: 5000}", "data.vocab_size=5000: expected at most model.vocab_size=4096"),
     ("model: {name: lama-5m}", "model.name=lama-5m: expected one of llama-5m, llama-20m, "),

@@ -76,7 +76,9 @@ class AgreedSignals(SignalWatch):
 
     def _what_follows(self) -> str:
         failure = devices.failure_of_peers(0.0)
-        return super()._what_follows() if failure is None else f"{failure}: leaving without saving"
+        if failure is None:
+            return super()._what_follows()
+        return f"the launcher ends this rank, since {failure}; what was saved stays"  # it sends the signal
 
     def _call_rescue(self, number: int) -> None:
         if (failure := devices.failure_of_peers(0.0)) is not None:

@@ -129,6 +129,7 @@ class _Form:
 _forms: dict[
     tuple[tuple[int, ...], tuple[str, ...]], _Form
 ] = {}  # by ranks and the names of their operations
+_operations: set[int] = set()  # by their numbers: those of all tapes that were compared
 
 
 def agree(description: dict[str, Any], compares: bool) -> Agreement:
@@ -213,6 +214,7 @@ class _Meeting:
             )
             _forms[self._target.ranks, tuple(names)] = form
         self._learn(form, [form.common(each) for each in sketches], len(set(results)) > 1)
+        _operations.update(entry.summary.number for entry in self._tape.entries)
         return self._agreement(form)
 
     def _learn(self, form: _Form, commons: list[Common], results_differ: bool) -> None:
@@ -257,8 +259,18 @@ class _Meeting:
         return Agreement(self._target, is_input, parts, interfaces, form, known, form.version)
 
     def _gather(self, told: str) -> list[str]:
-        text = f"{len(self._sketch.names)} operations, launched at {user_line()}{self._moved_start()}"
-        return agreement.gather(self._target.ranks, text, told)
+        text = f"{len(self._sketch.names)} operations, launched at {user_line()}"
+        return agreement.gather(
+            self._target.ranks, f"{text}{self._moved_start() or self._new_operation()}", told
+        )
+
+    def _new_operation(self) -> str:
+        """The first operation that was in no region before, in words for ranks that record what they know."""
+        for entry in self._tape.entries if _operations else ():
+            if entry.summary.number not in _operations:
+                line = first_line(entry.summary.number)
+                return f", the first new one is {entry.signature.described()}, first at {line}"
+        return ""
 
     def _moved_start(self) -> str:
         """Which slice starts elsewhere than the ranks have settled, in words for those that do not come to

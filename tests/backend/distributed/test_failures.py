@@ -30,8 +30,8 @@ FAULTS = """
     model = torch.nn.Linear(4, 4, device="tpu")
 
     @torch.tpu.spmd
-    def step(number):
-        loss = model(x).square().mean()
+    def step(number, given):
+        loss = model(given).square().mean()
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -43,7 +43,8 @@ FAULTS = """
     def fault():
         if "of a region" in kind:
             for number in range(400):
-                step(number)
+                is_other = kind == "shape of a region" and rank == 1 and number == 9
+                step(number, torch.ones(3 if is_other else 4, 4, device="tpu"))
         if kind == "raises" and rank == 1:
             raise ValueError("my own mistake")
         if kind == "index" and rank == 1:
@@ -94,6 +95,10 @@ SAYINGS = {
     **dict.fromkeys(
         ("raises in step 0 of a region", "raises in step 9 of a region"),
         (r"rank 1 \(process {1} on .*\) failed: ValueError: my own mistake", "ValueError: my own mistake"),
+    ),
+    "shape of a region": (
+        r"rank 1 calls a region .* are new to it: .*, the first new one is aten::.*\[3, 4\]",
+        r"rank 0 calls a region's program of \d+ operations",
     ),
     "index": (r"rank 1 \(process {1} on .*\) failed: IndexError: index 7 is out", r"at <string>:\d+"),
     "shape": (
