@@ -75,11 +75,13 @@ class SignalWatch:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop_listening()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-        self.received = self._rescue = None
+        try:
+            self._stop_listening()
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._before.clear()
+            self.received = self._rescue = None
 
     def wait_for(self, fetch: Callable[[], T]) -> T | None:
         """`fetch()`, or None where a signal came first: whatever it waits for is given up then.
