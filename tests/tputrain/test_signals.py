@@ -275,3 +275,17 @@ def test_a_rescue_is_called_once_the_grace_is_over_unless_it_is_withdrawn():
                 watch.rescue_by(None)
             os.kill(os.getpid(), signal.SIGTERM)
             assert called.wait(0.5 if is_withdrawn else 30) is not is_withdrawn
+
+
+def test_handlers_are_put_back_where_another_signal_breaks_the_end_off(monkeypatch):
+    """PyTorch raises in whatever line it comes by that a loader's worker was killed."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    watch = SignalWatch()
+
+    def killed() -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    with pytest.raises(RuntimeError, match="is killed"):
+        with watch:
+            monkeypatch.setattr(watch._listener, "join", killed)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
