@@ -111,38 +111,37 @@ def test_queries_from_a_place_that_is_data_on(place: int, batch: int) -> None:
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 
 
+def _ours_and_exact(
+    tensors: tuple[jax.Array, ...], documents: jax.Array, factor: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Results, log sums and gradients of the kernels, and of float32 blocks."""
+    *given, grad = tensors
+    output, sums = splash_attention.forward(*given, documents, True, factor, interpret=True)
+    found = splash_attention.backward(grad, *given, documents, output, sums, True, factor, interpret=True)
+    *wide, wide_grad = (each.astype(jnp.float32) for each in tensors)
+    exact, exact_sums = blocked_attention.forward(*wide, documents, True, factor)
+    gradients = blocked_attention.backward(wide_grad, *wide, documents, exact, exact_sums, True, factor)
+    return (output, sums, *found), (exact, exact_sums, *gradients)
+
+
 @pytest.mark.parametrize("window", [2, 200, 513])
 def test_a_window(window: int) -> None:
-    query, key, value, grad = _arrays(2 * LENGTH, 1, 64)
     ids = np.sort(np.random.default_rng(1).integers(0, 2, (1, 2 * LENGTH)), 1)
     documents = jnp.broadcast_to(ids[:, None, None, :], (1, 1, window, 2 * LENGTH))
-    factor = jnp.float32(0.125)
-    output, sums = splash_attention.forward(query, key, value, documents, True, factor, interpret=True)
-    found = splash_attention.backward(
-        grad, query, key, value, documents, output, sums, True, factor, interpret=True
-    )
-    wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
-    exact, exact_sums = blocked_attention.forward(*wide[:3], documents, True, factor)
-    gradients = blocked_attention.backward(wide[3], *wide[:3], documents, exact, exact_sums, True, factor)
-    for ours, theirs in zip((output, *found), (exact, *gradients), strict=True):
+    found, exact = _ours_and_exact(_arrays(2 * LENGTH, 1, 64), documents, jnp.float32(0.125))
+    for ours, theirs in zip(found, exact, strict=True):
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 
 
 def test_queries_that_look_nowhere_have_no_result_and_give_no_gradient() -> None:
     """As those of padding on the left do; whatever the gradients of their results are."""
-    query, key, value, grad = _arrays(LENGTH, 1, 64)
+    tensors = _arrays(LENGTH, 1, 64)
     said = np.ones((1, 2 * LENGTH), int)
     said[:, LENGTH : LENGTH + 300] = 0
     documents, factor = jnp.asarray(said)[:, None, None, :], jnp.float32(0.125)
-    output, sums = splash_attention.forward(query, key, value, documents, True, factor, interpret=True)
-    found = splash_attention.backward(
-        grad, query, key, value, documents, output, sums, True, factor, interpret=True
-    )
-    wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
-    exact, exact_sums = blocked_attention.forward(*wide[:3], documents, True, factor)
-    gradients = blocked_attention.backward(wide[3], *wide[:3], documents, exact, exact_sums, True, factor)
+    (output, sums, *found), (exact, exact_sums, *gradients) = _ours_and_exact(tensors, documents, factor)
     alone, _ = splash_attention.forward(
-        query, key, value, documents, True, factor, has_log_sums=False, interpret=True
+        *tensors[:3], documents, True, factor, has_log_sums=False, interpret=True
     )
     assert not output[:, :, :300].any()
     assert np.array_equal(alone, output)

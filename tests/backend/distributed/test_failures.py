@@ -141,6 +141,35 @@ def test_a_fault_is_named_on_every_rank(kind: str):
         assert each.seconds < 2 * TIMEOUT + 10
 
 
+def test_a_region_that_raises_has_no_values_and_can_be_called_again() -> None:
+    script = """
+        x, made = torch.ones(2, device="tpu"), []
+
+        @torch.tpu.spmd
+        def step(fails):
+            made.append(x + 1)
+            dist.all_reduce(x)
+            if fails:
+                raise KeyError("mine")
+            return x
+
+        assert step(False).tolist() == [2, 2]
+        try:
+            step(True)
+        except KeyError:
+            print("caught", flush=True)
+        for each in (x, made[-1]):
+            try:
+                print(each.tolist())
+            except RuntimeError as error:
+                print("has no value" in str(error) and "step raised KeyError" in str(error))
+        x.fill_(1)
+        assert step(False).tolist() == [2, 2]
+    """
+    for each in run_ranks(script, 2):
+        assert (each.code, each.stdout.split()) == (0, ["caught", "True", "True"]), each.stderr
+
+
 def test_a_long_wait_is_told_before_it_ends() -> None:
     script = """
         from tpu_backend.distributed import peers
