@@ -166,7 +166,7 @@ def document_attention() -> Callable[..., torch.Tensor]:
 
 
 def attention_scores(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, has_dropout: bool
 ) -> int | None:
     """How many scores of this attention a TPU has in memory at a time, at most, however many ranks share its
     heads; 0 where it is a kernel. None: all of them.
@@ -175,7 +175,7 @@ def attention_scores(
 
     shapes = query.shape, key.shape, value.shape
     bias = None if mask is None else (mask.shape, str(mask.dtype))
-    if is_kernel_on_tpu(*shapes, str(query.dtype), bias):
+    if not has_dropout and is_kernel_on_tpu(*shapes, str(query.dtype), bias):
         return 0
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]

@@ -74,12 +74,13 @@ def register() -> None:
             "uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only one of the two"
         )
     _find_extension()
-    from tpu_backend import _C, distributed, pickling, printing, torch_tpu
+    from tpu_backend import _C, distributed, dropout_attention, pickling, printing, torch_tpu
     from tpu_backend.compiled import dispatch
     from tpu_backend.torch_tpu import optimizer_steps
 
     backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
+    dropout_attention.register()  # tensors without values call it where the device is never used, as in a plan
     torch._register_device_module("tpu", torch_tpu)
     backend_registration.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_storage=True

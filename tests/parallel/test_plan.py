@@ -501,3 +501,23 @@ if __name__ == "__main__":
     for name, topology, rows, sequence in CASES:
         found = planned(name, topology, rows, sequence).as_json(num_candidates=4)
         golden_file(name, topology).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def test_dropout_in_attention_keeps_no_scores_and_counts_its_products() -> None:
+    class Attention(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.into, self.dropout = nn.Linear(64, 3 * 64), dropout
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.into(x).view(*x.shape[:2], 3, 1, 64).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+            return mixed.square().mean()
+
+    def batch(rows: int) -> torch.Tensor:
+        return torch.empty(rows, 4096, 64, device="meta")
+
+    without, with_dropout = (workload_of(Attention(p), batch, loss_fn=None) for p in (0.0, 0.1))
+    assert with_dropout.model_flops(1) == without.model_flops(1)
+    kept = [work.parts[0].kept.row for work in (without, with_dropout)]
+    assert kept[1] < 1.1 * kept[0]

@@ -31,7 +31,7 @@ _STORED = {
     *("rand", "randn", "rand_like", "randn_like", "randint", "uniform", "normal", "max_pool2d_with_indices"),
     *("upsample_nearest2d", "upsample_bilinear2d", "_fft_r2c", "_fft_c2c"),
 }
-_ATTENTION = "_scaled_dot_product"
+_ATTENTION = ("_scaled_dot_product", "tpu::dropout_attention")
 _IS_REDUCED = 4  # a result that is smaller than the largest input by this factor is one of a reduction
 
 
@@ -302,7 +302,9 @@ class Recorder(TorchDispatchMode):
         scores = Product(size, length, features, keys, cut, False, query.element_size(), True, is_causal)
         mixed = Product(size, length, keys, value.shape[3], cut, False, query.element_size(), True, is_causal)
         mask = args[4 if is_backward else 3]
-        most = devices.attention_scores(query, key, value, mask) if "efficient" in name else None
+        most, has_dropout = None, "dropout" in name
+        if has_dropout or "efficient" in name:
+            most = devices.attention_scores(query, key, value, mask, has_dropout)
         if most != 0:  # values like any other: float32, and as many again
             count = 3 if is_backward else 2
             in_memory, is_divided = (size * length * keys, is_cut) if most is None else (most, False)

@@ -16,7 +16,7 @@ from tpu_backend.collector import importing
 from tpu_backend.interrupts import keep_from_collector, keeps_interrupts
 
 with importing():
-    from tpu_backend import _C, composite, data_dependent, dropout_attention, environment, vocabulary_loss
+    from tpu_backend import _C, composite, data_dependent, environment, vocabulary_loss
     from tpu_backend.distributed import ending, operators, region_programs, start, waiting
     from tpu_backend.lowering import names, registry
     from tpu_backend.lowering.collectives import NAMESPACE
@@ -83,7 +83,6 @@ def initialize() -> None:
         shapes.register_meta_kernels()
         data_dependent.register()
         vocabulary_loss.register()
-        dropout_attention.register()
         operators.register()
         composite.register()
         transfer.spend_read_only_warning()
