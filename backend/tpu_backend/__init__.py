@@ -80,7 +80,7 @@ def register() -> None:
 
     backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
-    dropout_attention.register()  # tensors without values call it where the device is never used, as in a plan
+    dropout_attention.register()  # a plan calls it with tensors without values, and never uses the device
     torch._register_device_module("tpu", torch_tpu)
     backend_registration.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_storage=True
