@@ -13,6 +13,7 @@ from tputrain.announce import announced, say
 from tputrain.callbacks.sample_text import SampleText
 from tputrain.checkpoint.named_directory import model_directory
 from tputrain.data import Data, Tokenizer, check_vocabulary, load_tokenizer
+from tputrain.data.config import TextConfig
 from tputrain.device import find_device, open_device, use_executable_cache
 from tputrain.errors import UserError
 from tputrain.job_notes import notes
@@ -21,7 +22,9 @@ from tputrain.lr_sweep import SweepConfig
 from tputrain.models import add_lora, initialize, parameters_on_meta
 from tputrain.models.hf_llama import load_weights
 from tputrain.models.lora import initialize_lora
+from tputrain.parallel.cluster import hosts
 from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.resume import started_from
@@ -85,6 +88,23 @@ def load_recipe(recipe: str | Path, *overrides: str) -> Recipe:
     path = find_recipe(str(recipe))
     cfg = read_recipe(path, overrides)
     return Recipe(cfg if cfg.run_dir is not None else replace(cfg, run_dir=str(default_run_dir(path))))
+
+
+def check_before_ranks(cfg: RecipeConfig, goes_on: bool) -> None:
+    """Raise UserError for what ranks would find only once they have started: files that are not there, layers
+    that do not divide. `goes_on`: the run has a checkpoint, and what its model began with may be gone.
+    """
+    if not goes_on:
+        _check_model_path(cfg)
+    if isinstance(cfg.data, TextConfig):
+        cfg.data.files_behind()
+    if cfg.parallel.auto or cfg.model.is_built_whole(goes_on):
+        return
+    tensor = cfg.parallel.resolved(cfg.parallel.processes * hosts().size)["tensor"]
+    if tensor > 1:
+        with parameters_on_meta():
+            model = cfg.model.build_empty(cfg.seed)
+        matched_rules(model, cfg.parallel.plan, tensor)
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:

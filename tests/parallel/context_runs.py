@@ -59,7 +59,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Batches:
-    """By step four sequences. Of some steps the ends have no labels, or all of the first two."""
+    """By step four sequences. Of some steps the middle has no labels, a rank's part; or all of the first two."""
 
     def __init__(self, has_documents: bool):
         self.has_documents = has_documents
@@ -69,7 +69,7 @@ class Batches:
         ids = torch.randint(0, 30, (4, 9), generator=generator)
         labels = ids[:, 1:].clone()
         if step % 3 == 1:
-            labels[:, 4:] = IGNORED_LABEL
+            labels[:, 2:6] = IGNORED_LABEL
         if step % 3 == 2:
             labels[:2] = IGNORED_LABEL
         batch = {"input_ids": ids[:, :-1], "labels": labels}
@@ -92,10 +92,13 @@ def build(name: str) -> nn.Module:
             "vocab_size": 30,
             "hidden_size": 12,
             "intermediate_size": 16,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "head_dim": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 3,
         }
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tputrain import ExecutionConfig, ParallelConfig, RunConfig
@@ -25,29 +26,53 @@ import context_runs
 
 
 def test_a_part_without_labels_counts_nothing_and_is_run_all_the_same() -> None:
-    labels = torch.tensor([[1, 2, IGNORED_LABEL, IGNORED_LABEL]])
+    labels = torch.tensor([[1, IGNORED_LABEL, IGNORED_LABEL, 2]])
     batch = {"input_ids": torch.arange(4)[None], "labels": labels}
     parts = columns(batch, 2)
-    assert [each["position_ids"].tolist() for each in parts] == [[[0, 1]], [[2, 3]]]
+    assert [each["position_ids"].tolist() for each in parts] == [[[0, 3]], [[1, 2]]]
     nothing = [{**each, "labels": torch.full((1, 2), IGNORED_LABEL)} for each in parts]
     # Two ranks that share sequences with labels, and two whose sequences have none.
     for rank, labelled in ((0, [[1, 2]]), (2, [[1, 2]]), (3, [[0, IGNORED_LABEL]])):
         (taken,), (factor,) = counted([[*parts, *nothing]], [[2, 0, 0, 0]], rank, context=2)
         assert taken["labels"].tolist() == labelled
-        assert taken["input_ids"].tolist() == [[[0, 1]], [[2, 3]]][rank % 2]
+        assert taken["input_ids"].tolist() == [[[0, 3]], [[1, 2]]][rank % 2]
         assert factor == (4.0 if rank == 0 else 0.0)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_parts_are_put_together_in_the_order_of_the_sequence(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """And of causal attention each rank has as many pairs of tokens."""
+    ids = torch.arange(48).reshape(2, 24)
+    parts = columns({"input_ids": ids, "labels": ids}, size)
+    pieces = [part["input_ids"] for part in parts if part is not None]
+    monkeypatch.setattr(collectives, "all_gather_tensor", lambda part, dim, group: torch.cat(pieces, dim))
+    monkeypatch.setattr(collectives, "wait_tensor", lambda gathered: gathered)
+    pairs = set()
+    for rank, part in enumerate(parts):
+        assert part is not None
+        if size == 1:
+            continue
+        monkeypatch.setattr(sequence, "_split", SplitSequence(None, size, rank, torch.device("cpu")))
+        own, every = sequence.places(part["labels"].shape[1], torch.device("cpu"))
+        assert own.expand(2, -1).equal(part["position_ids"])
+        assert every.equal(torch.arange(24))
+        assert sequence.whole(part["input_ids"], 1).equal(ids)
+        pairs.add(int((own[:, None] >= every).sum()))
+    assert len(pairs) == (size > 1)
+
+
 def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
-    ids = torch.zeros(2, 6, dtype=torch.int64)
+    ids = torch.zeros(2, 12, dtype=torch.int64)
     for batch, message in (
-        ({"input_ids": ids, "labels": ids}, r"parallel.context=4: a sequence of 6 tokens does not divide"),
+        ({"input_ids": ids, "labels": ids}, r"parallel.context=4: a sequence of 12 tokens .* multiple of 8"),
         ([ids, ids], r"parallel.context=4: expected batches of text"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             columns(batch, 4)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"attention_mask in a batch has the shape \(2, 1, 6\)"):
+    with pytest.raises(UserError, match=r"attention_mask in a batch has the shape \(2, 1, 12\)"):
         columns({"input_ids": ids, "labels": ids, "attention_mask": ids[:, None]}, 2)
     world = cast(Any, SimpleNamespace(size=2, context_size=2, tensor_size=1))
     cfg = RunConfig(execution=ExecutionConfig(train="compile"), parallel=ParallelConfig(context=2))
@@ -76,20 +101,24 @@ class Masks(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("caller", ["documents", "causal", "function"])
-def test_attention_has_documents_and_a_place_instead_of_pairs(
+@pytest.mark.parametrize("caller", ["documents", "window", "causal", "function"])
+def test_attention_has_documents_and_places_instead_of_pairs(
     monkeypatch: pytest.MonkeyPatch, rank: int, caller: str
 ) -> None:
     """The values are those of this rank's rows of the whole sequence."""
     torch.manual_seed(0)
-    tensors = [torch.randn(2, heads, 6, 4) for heads in (4, 2, 2)]
-    ids = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]) if caller == "documents" else None
-    seen = torch.ones(6, 6, dtype=torch.bool).tril()
-    if ids is not None:
+    tensors = [torch.randn(2, heads, 8, 4) for heads in (4, 2, 2)]
+    ids = None
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()
+    if caller in ("documents", "window"):
+        ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1]])
         seen = (seen & (ids[:, :, None] == ids[:, None, :]))[:, None]
+    window = 3 if caller == "window" else None
+    if window is not None:
+        seen = seen.triu(1 - window)
     expected = F.scaled_dot_product_attention(*tensors, seen, enable_gqa=True)
 
-    own = slice(3 * rank, 3 * rank + 3)
+    own = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
     split = SplitSequence(None, 2, rank, torch.device("tpu"))
     wholes = iter([*([] if ids is None else [ids]), *tensors[1:]])
 
@@ -105,9 +134,9 @@ def test_attention_has_documents_and_a_place_instead_of_pairs(
             found = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
         else:
             of_own = None if ids is None else ids[:, own].to("tpu")
-            mask = attention.causal_mask(*sequence.places(3, torch.device("tpu")), of_own)
-            found = attention.attend(*parts, mask)
-    assert masks.dtypes == [torch.int64]
+            mask = attention.causal_mask(*sequence.places(4, torch.device("tpu")), of_own)
+            found = attention.attend(*parts, mask, window=window)
+    assert masks.dtypes == [torch.int64, torch.int64]
     torch.testing.assert_close(found.cpu(), expected[:, :, own])
 
 

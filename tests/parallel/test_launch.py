@@ -286,3 +286,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(directory: Path):
     assert run.said.count("tputrain: device=cpu: expected tpu with 2 processes") == 1, run.said
     assert "UserError" not in run.said
     assert "starting all ranks again" not in run.said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.files=none/*.txt"], "data.files='none/*.txt': no file matches"),
+        (["model.path=none"], "model.path=none: no such directory"),
+        (
+            ["parallel.processes=3", "parallel.shard=1", "parallel.tensor=-1", "batch.sequences=3"],
+            "parallel.tensor=3: model.layers.0.self_attn.q_proj has 2 heads of 8: expected",
+        ),
+    ],
+)
+def test_what_can_be_found_before_ranks_start_is(directory: Path, overrides: list[str], expected: str):
+    run = Run(directory, "refused", *overrides)
+    assert run.end() == 2, run.said
+    assert run.said.count(expected) == 1, run.said
+    assert "starting" not in run.said

@@ -39,7 +39,7 @@ def _there(workplace, monkeypatch):
 
 
 def test_a_run_is_where_it_is_said_to_be_and_says_what_comes_next(workplace, capsys):
-    assert main(["run", "tiny.yaml", "run_dir=runs/other", "trainer.steps=2"]) == 0
+    assert main(["run", "tiny.yaml", "run_dir=runs/thither", "trainer.steps=2", "run_dir=runs/other"]) == 0
     out = capsys.readouterr().out
     assert "batch: 128 tokens a step = 4 sequences x 16 tokens x 2 micro-batches" in out
     assert out.splitlines()[-3:] == [

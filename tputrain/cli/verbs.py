@@ -14,7 +14,7 @@ from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
-from tputrain.job import Recipe, build_evaluation, build_trained_model, load_recipe
+from tputrain.job import Recipe, build_evaluation, build_trained_model, check_before_ranks, load_recipe
 from tputrain.loop.position import Position, restore
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.launched import is_launched, launched_by
@@ -38,6 +38,7 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
         started = started_from(cfg) if goes_on and hosts().size == 1 else None
         if _says_finished(cfg, started, command, overrides):
             return 0
+        check_before_ranks(cfg, goes_on=started is not None)
         return _launch(cfg, ["run", recipe, *overrides])
     started = _world(cfg).first(lambda: started_from(cfg)) if goes_on else None
     return _train(cfg, started, command, overrides)
@@ -68,6 +69,7 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
         # Of several hosts one may have begun before another one looks: there the ranks find out, together.
         if hosts().size == 1 and _says_finished(cfg, checkpoint, command, overrides):
             return 0
+        check_before_ranks(cfg, goes_on=True)
         return _launch(cfg, ["resume", run_dir, *overrides])
     return _train(cfg, checkpoint, command, overrides)
 
@@ -105,7 +107,7 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
     try:
         trainer.fit()
     except Interrupted:
-        _say_what_next(cfg, trainer.step, command + "".join(f" {shlex.quote(text)}" for text in overrides))
+        _say_what_next(cfg, trainer.step, command + _typed(overrides))
         raise
     if (programs := describe_programs(trainer.device)) is not None:
         say(f"programs: {programs}")
@@ -130,9 +132,15 @@ def _says_finished(cfg: RecipeConfig, started: Path | None, command: str, overri
 def _longer(cfg: RecipeConfig, command: str, overrides: Sequence[str], steps: int) -> str:
     """The command for a run of `steps`; of one with a duration, for twice as long."""
     lengths = ("trainer.steps=", "trainer.duration=")
-    kept = "".join(f" {shlex.quote(text)}" for text in overrides if not text.startswith(lengths))
+    kept = [text for text in overrides if not text.startswith(lengths)]
     setting = f"trainer.steps={steps}" if cfg.trainer.duration is None else cfg.trainer.length.doubled
-    return f"{command}{kept} {shlex.quote(setting)}"
+    return f"{command}{_typed([*kept, setting])}"
+
+
+def _typed(overrides: Sequence[str]) -> str:
+    """Overrides as arguments for a shell; of a key that was given twice, what counted."""
+    last = {text.partition("=")[0]: text for text in overrides}
+    return "".join(f" {shlex.quote(text)}" for text in last.values())
 
 
 def validate(target: str, overrides: Sequence[str]) -> int:

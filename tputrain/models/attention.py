@@ -58,17 +58,15 @@ def attend(
     """The values (B, K, T, D), mixed for each of the queries (B, H, S, D): (B, H, S, D).
 
     G = H / K query heads in a row share a head of keys (B, K, T, D). Scores are divided by sqrt(D), or
-    multiplied by `scale`. Where ranks share a sequence, keys and values are this rank's part, and there is no
-    `window`: how many tokens each one sees at most, itself included.
+    multiplied by `scale`. Where ranks share a sequence, keys and values are this rank's part. `window`: how
+    many tokens each one sees at most, itself included; a mask of pairs has it in the pairs.
     """
-    if window is not None and (is_split() or (mask is not None and mask.dtype == torch.bool)):
-        raise ValueError(
-            "attend: a window is for causal masks of a whole sequence, not for pairs or parts of it"
-        )
     if mask is not None and mask.dtype == torch.bool:
+        if window is not None:
+            raise ValueError("attend: a window is for causal masks, not for pairs")
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
     if is_split():
-        return attend_to_whole(query, key, value, mask, scale)
+        return attend_to_whole(query, key, value, mask, scale, window)
     length = query.shape[2]
     if mask is None and window is not None:
         mask = torch.zeros(1, length, dtype=torch.int64, device=query.device)

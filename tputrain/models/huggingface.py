@@ -19,7 +19,7 @@ from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
 from tputrain.models.llama import next_token_loss
 from tputrain.models.recompute import kind_of, recomputed_call
-from tputrain.models.sequence import is_split, places
+from tputrain.models.sequence import places
 from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
 
 CONFIG = "config.json"
@@ -148,11 +148,10 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
         cuts = {
             kind: window for kind, window in windows.items() if window is not None and window < len(every)
         }
-        if cuts and (is_split() or not cuts.keys() <= {_FULL, _SLIDING}):
-            why = "with parallel.context" if is_split() else "with layers of its kinds"
+        if cuts and not cuts.keys() <= {_FULL, _SLIDING}:
             raise UserError(
                 f"a {model.config.model_type} of transformers: a sequence of {len(every)}: expected at most "
-                f"{min(cuts.values())}, its config's sliding_window: {why} it must not cut"
+                f"{min(cuts.values())}, its config's sliding_window: with layers of its kinds it must not cut"
             )
 
         def mask_of(window: int | None) -> Tensor:

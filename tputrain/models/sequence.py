@@ -1,6 +1,8 @@
 """A sequence of which each of several ranks has a part: attention is of the part's queries over all keys.
 
-A rank's place in the sequence is data on the device, so that all ranks run one program.
+A part is two stretches of equal length, one from the front of the sequence and one from its end: of 4 ranks
+the first one has stretches 0 and 7, the second one 1 and 6. So causal attention is equal work for all ranks.
+A rank's places in the sequence are data on the device, so that all ranks run one program.
 """
 
 from collections.abc import Iterator
@@ -16,13 +18,22 @@ from tputrain.errors import UserError
 
 
 class SplitSequence:
-    """The ranks that share a sequence, each a part of equal length, in their order."""
+    """The ranks that share a sequence, each a part of equal length, in the order of their first stretches."""
 
     def __init__(self, group: Any, size: int, rank: int, device: torch.device):
         self.group, self.size = group, size
         self.rank = torch.tensor(rank, device=device)
         self.num_gathered = 0
         """Tensors that attention has asked the whole of."""
+
+    def begins(self, length: int) -> list[Tensor]:
+        """Where this rank's two stretches of `length` tokens begin (int64, without dimensions)."""
+        return [number * length for number in stretches_of(self.rank, self.size)]
+
+
+def stretches_of(rank: Any, size: int) -> tuple[Any, Any]:
+    """Which of the `2 * size` stretches of a sequence a rank has, for an int or a tensor."""
+    return rank, 2 * size - 1 - rank
 
 
 _split: SplitSequence | None = None
@@ -35,44 +46,64 @@ def is_split() -> bool:
 
 def places(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of the tokens that this rank has (int64, (length,)), and of the whole sequence, their places in it."""
-    own = torch.arange(length, device=device)
     if _split is None:
+        own = torch.arange(length, device=device)
         return own, own
-    return own + _split.rank * length, torch.arange(length * _split.size, device=device)
+    stretch = torch.arange(length // 2, device=device)
+    own = torch.cat([begin + stretch for begin in _split.begins(length // 2)])
+    return own, torch.arange(length * _split.size, device=device)
 
 
 def whole(part: Tensor, dim: int) -> Tensor:
-    """What the ranks that share a sequence have together, along `dim`. Gradients flow back to each part."""
+    """What the ranks that share a sequence have together, along `dim` (from 0), in the order of the sequence.
+    Gradients flow back to each part.
+    """
     if _split is None:
         return part
     from torch.distributed import _functional_collectives as collectives
 
     _split.num_gathered += 1
     gather = collectives.all_gather_tensor_autograd if part.requires_grad else collectives.all_gather_tensor
-    return collectives.wait_tensor(gather(part.contiguous(), dim, _split.group))
+    gathered = collectives.wait_tensor(gather(part.contiguous(), dim, _split.group))
+    from_front, from_end = gathered.unflatten(dim, (_split.size, 2, -1)).unbind(dim + 1)
+    return torch.cat([from_front, from_end.flip(dim)], dim).flatten(dim, dim + 1)
 
 
 def attend_to_whole(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention of this rank's queries (B, H, S, D) to the keys and values (B, K, S, D) of all ranks.
 
     `documents` (B, S + T): those of this rank's tokens, then of the whole sequence's. None: all are of one.
-    No pairs of tokens are in memory where the device has a kernel; the place of this rank's queries is data.
+    `window`: how many tokens each one sees at most, itself included. No pairs of tokens are in memory where
+    the device has a kernel; the places of this rank's queries are data.
     """
     assert _split is not None, "expected a sequence that ranks share"
     length, key, value = query.shape[2], whole(key, 2), whole(value, 2)
     if documents is None:
         documents = torch.zeros(1, length + key.shape[2], dtype=torch.int64, device=query.device)
-    return devices.document_attention()(
-        query,
-        key,
-        value,
-        documents[:, :length],
-        key_document_ids=documents[:, length:],
-        place=_split.rank * length,
-        scale=scale,
-    )
+    attend = devices.document_attention()
+    mixed = [
+        attend(
+            queries,
+            key,
+            value,
+            own,
+            key_document_ids=documents[:, length:],
+            place=begin,
+            scale=scale,
+            window=window,
+        )
+        for queries, own, begin in zip(
+            query.chunk(2, 2), documents[:, :length].chunk(2, 1), _split.begins(length // 2), strict=True
+        )
+    ]
+    return torch.cat(mixed, 2)
 
 
 @contextmanager

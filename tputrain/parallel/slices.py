@@ -1,6 +1,6 @@
 """The part of a batch that each rank takes: rows, in the order of the ranks, equally many on each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from tputrain import batches as batch_of
 from tputrain.batches import Batch
 from tputrain.errors import UserError
+from tputrain.models.sequence import stretches_of
 
 
 def slices(batch: Batch, count: int) -> list[Batch]:
@@ -43,7 +44,8 @@ def rounds(batch: Batch, count: int) -> list[list[Batch | None]]:
 
 
 def columns(batch: Batch | None, count: int) -> list[Batch | None]:
-    """`count` parts of equal length of the sequences in a batch of text on the host, in order.
+    """`count` parts of equal length of the sequences in a batch of text on the host, in order of the ranks:
+    two stretches each (`tputrain.models.sequence`).
 
     Each says the places of its tokens as `position_ids`, unless the batch does. Raises UserError for another
     batch, and where a sequence does not divide. None: there is no batch, and so no part.
@@ -57,10 +59,10 @@ def columns(batch: Batch | None, count: int) -> list[Batch | None]:
             "(sequences, tokens)"
         )
     length = labels.shape[1]
-    if length % count:
+    if length % (2 * count):
         raise UserError(
             f"parallel.context={count}: a sequence of {length} tokens does not divide: expected a multiple "
-            f"of {count} (data.sequence_length in a recipe)"
+            f"of {2 * count}, as each rank has two stretches (data.sequence_length in a recipe)"
         )
     batch = {"position_ids": torch.arange(length).expand(labels.shape)} | dict(batch)
     for name, value in batch.items():
@@ -69,14 +71,14 @@ def columns(batch: Batch | None, count: int) -> list[Batch | None]:
                 f"parallel.context={count}: {name} in a batch has the shape {tuple(value.shape)}: expected "
                 f"that of labels, {tuple(labels.shape)}, of which each rank takes a part"
             )
-    return [_columns(batch, first, first + length // count) for first in range(0, length, length // count)]
+    return [_stretches(batch, stretches_of(rank, count), length // (2 * count)) for rank in range(count)]
 
 
-def _columns(batch: Mapping[str, Any], first: int, last: int) -> Batch:
-    return {
-        name: value[:, first:last].contiguous() if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+def _stretches(batch: Mapping[str, Any], numbers: Sequence[int], length: int) -> Batch:
+    def part(value: Tensor) -> Tensor:
+        return torch.cat([value[:, number * length : (number + 1) * length] for number in numbers], 1)
+
+    return {name: part(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _consecutive(batch: Batch, first: int, length: int, count: int, samples: int) -> list[Batch]:
