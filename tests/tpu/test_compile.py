@@ -99,6 +99,15 @@ def test_common_lowerings_compile_for_every_chip():
 
 
 @needs_compiler
+def test_functions_of_wide_and_complex_numbers_compile_for_every_chip():
+    """The compiler refuses some operations for float64, and aborts at some for complex128."""
+    names = ("exp", "exp2", "sqrt", "rsqrt", "sigmoid", "log", "pow")
+    calls = collect(1, 1, lambda name: name in names, [torch.float64, torch.complex64])
+    assert len(calls) > 12
+    assert [row for row in compile_calls(calls, list(TOPOLOGIES)) if row.is_surprise()] == []
+
+
+@needs_compiler
 @pytest.mark.sweep
 def test_every_lowering_compiles_or_says_that_it_does_not():
     assert [row for row in compile_calls(collect(1, 2), list(TOPOLOGIES)) if row.is_surprise()] == []

@@ -72,7 +72,9 @@ def exp(self):
     has_angle = jnp.isfinite(self.imag)
     result = jnp.exp(self)
     result = jnp.where(~has_angle & (self.real == -jnp.inf), 0, result)
-    return jnp.where(~has_angle & (self.real == jnp.inf), complex(math.inf, math.nan), result)
+    # A number of Python's would be complex128 first, at which a TPU's compiler aborts.
+    long = lax.complex(*(jnp.asarray(each, self.real.dtype) for each in (math.inf, math.nan)))
+    return jnp.where(~has_angle & (self.real == jnp.inf), long, result)
 
 
 def exp2(self):

@@ -94,7 +94,14 @@ def opaque(x: Any) -> Any:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
     bits = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, bits.nexp, bits.nmant)
+
+    def as_precise(x: jax.Array) -> jax.Array:
+        return lax.reduce_precision(x, bits.nexp, bits.nmant)
+
+    if bits.bits < 64:
+        return as_precise(x)
+    # A TPU's compiler, which makes pairs of float32 of such numbers, does not know this operation for them.
+    return lax.platform_dependent(x, tpu=lax.optimization_barrier, default=as_precise)
 
 
 def product(x: Any, y: Any) -> Any:
