@@ -145,7 +145,7 @@ def _check(
 
 
 LEAST_LENGTH = 1024
-"""Queries and keys of the kernels on a TPU, at least. Shorter attention has its scores in memory."""
+"""Keys of the kernels on a TPU, at least. Shorter attention has its scores in memory."""
 BLOCKS = (1024, 512)
 """Sizes of a kernel's blocks of queries, and of keys, the best first. One of them divides a length."""
 
@@ -160,17 +160,13 @@ def is_kernel_on_tpu(
     """Whether attention of these shapes has no scores in memory on a TPU: that of long sequences in bfloat16,
     which no mask of pairs limits. `bias`: shape and dtype of a mask; integers are documents.
     """
-    lengths = query[2], key[2]
-    if bias is not None:
-        shape, kind = bias
-        has_window_from_a_place = shape[-2] > 1 and shape[-1] > sum(lengths)  # a mask that nobody writes
-        if "int" not in kind or has_window_from_a_place:
-            return False
+    if bias is not None and "int" not in bias[1]:
+        return False
     return (
         dtype.endswith("bfloat16")
         and tuple(key) == tuple(value)
-        and min(lengths) >= LEAST_LENGTH
-        and all(length % BLOCKS[-1] == 0 for length in lengths)
+        and key[2] >= LEAST_LENGTH
+        and all(length % BLOCKS[-1] == 0 for length in (query[2], key[2]))
     )
 
 

@@ -86,9 +86,14 @@ def test_gradients_of_a_part_of_the_keys_use_the_log_sums_of_all() -> None:
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize(("place", "batch"), [(0, 1), (128, 2), (384, 1), (512, 2)])
-def test_queries_from_a_place_that_is_data_on(place: int, batch: int) -> None:
-    """As ranks that share a sequence have them. Some keys are of no document of the queries."""
+@pytest.mark.parametrize(
+    ("place", "batch", "window"),
+    [(0, 1, 1), (128, 2, 1), (512, 2, 1), (0, 1, 2), (384, 1, 100), (512, 1, 513)],
+)
+def test_queries_from_a_place_that_is_data_on(place: int, batch: int, window: int) -> None:
+    """As ranks that share a sequence have them. Some keys are of no document of the queries. A window of 1 is
+    none.
+    """
     query, _, _, grad = _arrays(LENGTH, batch, 64)
     _, key, value, _ = _arrays(2 * LENGTH, batch, 64)
     ids = np.sort(np.random.default_rng(1).integers(0, 5, (batch, 2 * LENGTH)), 1)
@@ -103,7 +108,7 @@ def test_queries_from_a_place_that_is_data_on(place: int, batch: int) -> None:
             grad, query, key, value, said, output, sums, True, factor, interpret=True
         )
 
-    documents = jnp.asarray(said)[:, None, None, :]
+    documents = jnp.broadcast_to(said[:, None, None, :], (batch, 1, window, said.shape[1]))
     wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
     exact, exact_sums = blocked_attention.forward(*wide[:3], documents, True, factor)
     gradients = blocked_attention.backward(wide[3], *wide[:3], documents, exact, exact_sums, True, factor)
@@ -165,7 +170,8 @@ def test_the_rule() -> None:
         assert not splash_attention.fits(*[_query(4096)] * 3, mask)
         window, at_place = (jax.ShapeDtypeStruct((1, 1, 512, n), "int64") for n in (4096, 2 * 4096 + 1))
         assert splash_attention.fits(*[_query(4096)] * 3, window)
-        assert not splash_attention.fits(*[_query(4096)] * 3, at_place)
+        assert splash_attention.fits(*[_query(4096)] * 3, at_place)
+        assert splash_attention.fits(_query(512), *[_query(4096)] * 2, at_place)  # half of a rank's part
         assert not splash_attention.fits(*[_query(4096, "float32")] * 3, None)
         assert not splash_attention.fits(_query(1), *[_query(4096)] * 2, None)  # a token of generated text
     for platform in ("cpu", "cuda"):

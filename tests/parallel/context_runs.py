@@ -59,7 +59,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Batches:
-    """By step four sequences. Of some steps the middle has no labels, a rank's part; or all of the first two."""
+    """By step four sequences. Of some steps a rank's part has no labels, or all of the first two."""
 
     def __init__(self, has_documents: bool):
         self.has_documents = has_documents

@@ -179,9 +179,9 @@ def _kernel(
         return kernel
     by_query, by_key = (
         kernel.fwd_mask_info._replace(**said)
-        for said in _causal_from(place.astype(jnp.int32), query.shape[2], key.shape[2])
+        for said in _causal_from(place.astype(jnp.int32), query.shape[2], key.shape[2], window)
     )
-    kernel.kwargs["mask_function"] = _is_earlier
+    kernel.kwargs["mask_function"] = _seen_within(window)
     return kernels.SplashAttentionKernel(by_query, by_query, by_key, **kernel.kwargs)
 
 
@@ -198,11 +198,20 @@ def _mask(heads: int, queries: int, keys: int, is_causal: bool, window: int | No
     return masks.MultiHeadMask([mask] * heads)
 
 
-def _is_earlier(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    return queries >= keys
+@cache
+def _seen_within(window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Which keys queries see, both by their places."""
+
+    def is_seen(queries: jax.Array, keys: jax.Array) -> jax.Array:
+        is_earlier = queries >= keys
+        return is_earlier if window is None else is_earlier & (queries - keys < window)
+
+    return is_seen
 
 
-def _causal_from(place: jax.Array, queries: int, keys: int) -> tuple[dict[str, jax.Array], ...]:
+def _causal_from(
+    place: jax.Array, queries: int, keys: int, window: int | None
+) -> tuple[dict[str, jax.Array], ...]:
     """A causal mask in the library's words, of queries whose first one has a place that is data.
 
     For kernels that go over the keys of each block of queries, and for the one that goes over the queries of
@@ -212,16 +221,21 @@ def _causal_from(place: jax.Array, queries: int, keys: int) -> tuple[dict[str, j
     row, column = (
         jnp.arange(length // block, dtype=jnp.int32) for length, block in ((queries, rows), (keys, columns))
     )
-    place = jnp.maximum(place, 0)
-    last = (place + (row[:, None] + 1) * rows - 1) // columns  # block of keys that these queries see
-    first = jnp.maximum(column * columns - place, 0) // rows  # block of queries that see these keys
+    row, place = row[:, None], jnp.maximum(place, 0)
+    last = (place + (row + 1) * rows - 1) // columns  # block of keys that these queries see
+    first_row = jnp.maximum(column * columns - place, 0) // rows  # block of queries that see these keys
+    last_row = jnp.full_like(column, queries // rows - 1)
+    first = jnp.zeros_like(row)
+    if window is not None:
+        first = jnp.maximum(place + row * rows - window + 1, 0) // columns
+        last_row = jnp.minimum(((column + 1) * columns + window - 2 - place) // rows, last_row)
     # What is not computed is not fetched: the block before it stays, or the one after it comes early.
     fetched = (
-        jnp.minimum(column, last),
-        jnp.minimum(jnp.maximum(row[:, None], first), queries // rows - 1),
+        jnp.clip(column, jnp.minimum(first, keys // columns - 1), last),
+        jnp.clip(row, jnp.minimum(first_row, queries // rows - 1), jnp.maximum(last_row, 0)),
     )
     same = {
-        "block_mask": (column <= last).astype(jnp.int32)[None],
+        "block_mask": ((first <= column) & (column <= last)).astype(jnp.int32)[None],
         "q_sequence": place + jnp.arange(queries, dtype=jnp.int32),
     }
     return tuple({"data_next": each[None], **same} for each in fetched)
