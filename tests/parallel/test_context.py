@@ -47,7 +47,7 @@ def test_parts_are_put_together_in_the_order_of_the_sequence(
     ids = torch.arange(48).reshape(2, 24)
     parts = columns({"input_ids": ids, "labels": ids}, size)
     pieces = [part["input_ids"] for part in parts if part is not None]
-    monkeypatch.setattr(collectives, "all_gather_tensor", lambda part, dim, group: torch.cat(pieces, dim))
+    monkeypatch.setattr(collectives, "all_gather_single", lambda part, dim, group: torch.cat(pieces, dim))
     monkeypatch.setattr(collectives, "wait_tensor", lambda gathered: gathered)
     pairs = set()
     for rank, part in enumerate(parts):

@@ -63,10 +63,9 @@ def whole(part: Tensor, dim: int) -> Tensor:
     from torch.distributed import _functional_collectives as collectives
 
     _split.num_gathered += 1
-    gather = collectives.all_gather_tensor_autograd if part.requires_grad else collectives.all_gather_tensor
-    gathered = collectives.wait_tensor(gather(part.contiguous(), dim, _split.group))
-    from_front, from_end = gathered.unflatten(dim, (_split.size, 2, -1)).unbind(dim + 1)
-    return torch.cat([from_front, from_end.flip(dim)], dim).flatten(dim, dim + 1)
+    gathered = collectives.wait_tensor(collectives.all_gather_single(part.contiguous(), 0, _split.group))
+    stretches = [each for own in gathered.chunk(_split.size) for each in own.chunk(2, dim)]
+    return torch.cat([*stretches[::2], *reversed(stretches[1::2])], dim)
 
 
 def attend_to_whole(

@@ -35,8 +35,8 @@ def apply_plan(
     # layout of their parameters.
     # Ranks that share sequences divide the weights among them, too, as those that have other samples do.
     if "context" in (mesh.mesh_dim_names or ()):
-        mesh["shard", "context"]._flatten("shard_and_context")
-        data = mesh["replicate", "shard_and_context"]
+        together = mesh["shard", "context"]._flatten("shard_and_context")
+        data = DeviceMesh._concatenate([mesh["replicate"], together])
     else:
         data = mesh["replicate", "shard"]
     dims = placements(model, placement, data.size(1))
