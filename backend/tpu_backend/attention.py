@@ -31,10 +31,10 @@ def document_attention(
 ) -> Tensor:
     """`scaled_dot_product_attention` of tokens that see themselves and the earlier ones of their document.
 
-    `query` is (B, H, L, E), `key` and `value` are (B, K, S, E), where K divides H: H / K heads in a row share
-    keys. All are of one dtype of floats; under autocast they are cast as there. `document_ids` (B or 1, L)
-    are integers, of which a TPU looks at the lowest 32 bits. The result is (B, H, L, E). `scale`: of the
-    scores, 1 / sqrt(E) unless given.
+    `query` is (B, H, L, E), `key` is (B, K, S, E) and `value` (B, K, S, F), where K divides H: H / K heads in
+    a row share keys. All are of one dtype of floats; under autocast they are cast as there. `document_ids`
+    (B or 1, L) are integers, of which a TPU looks at the lowest 32 bits. The result is (B, H, L, F). `scale`:
+    of the scores, 1 / sqrt(E) unless given.
 
     `key_document_ids` (B or 1, S): the documents of the keys, where they differ from those of the queries.
     A token that nobody may see has a document of its own there, as padding has. `place`: an integer tensor
@@ -101,7 +101,7 @@ def _check(
     shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value, *ids))
     fits = (
         query.dim() == key.dim() == 4
-        and key.shape == value.shape
+        and key.shape[:3] == value.shape[:3]
         and query.shape[0] == key.shape[0]
         and query.shape[3] == key.shape[3]
         and key.shape[1] > 0
@@ -115,7 +115,7 @@ def _check(
     )
     if not fits:
         raise ValueError(
-            "document_attention: expected (B, H, L, E), (B, K, S, E), (B, K, S, E) and (B, L), where K "
+            "document_attention: expected (B, H, L, E), (B, K, S, E), (B, K, S, F) and (B, L), where K "
             "divides H; and where S is not L, key_document_ids (B, S) and place; "
             f"got {shapes}{'' if place is None else ' and a place'}"
         )
@@ -164,7 +164,7 @@ def is_kernel_on_tpu(
         return False
     return (
         dtype.endswith("bfloat16")
-        and tuple(key) == tuple(value)
+        and tuple(key)[:3] == tuple(value)[:3]
         and key[2] >= LEAST_LENGTH
         and all(length % BLOCKS[-1] == 0 for length in (query[2], key[2]))
     )

@@ -129,11 +129,14 @@ class _Called(torch.utils._python_dispatch.TorchDispatchMode):
     [{"is_causal": True}, {"attn_mask": torch.ones(5, 5).tril().bool()}, {"attn_mask": torch.randn(5, 5)}],
     ids=["causal", "mask", "bias"],
 )
-def test_is_one_operation_and_one_backward(options):
+@pytest.mark.parametrize("features", [4, 2])  # of values: latent attention has fewer
+def test_is_one_operation_and_one_backward(options, features):
     given = {k: v.to("tpu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     query = _heads_inside().to("tpu").requires_grad_()
+    value = torch.randn(*query.shape[:-1], features, device="tpu")
     with _Called() as called:
-        output = F.scaled_dot_product_attention(query, query, query, **given)
+        output = F.scaled_dot_product_attention(query, query, value, **given)
+    assert output.shape == value.shape
     assert [name for name in called.names if name != "detach"] == ["_scaled_dot_product_efficient_attention"]
     with _Called() as called:
         output.backward(torch.ones_like(output))

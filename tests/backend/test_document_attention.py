@@ -18,9 +18,12 @@ from tpu_backend import document_attention
 
 
 def _tensors(length: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    """Query, key and value of two sequences with grouped heads, and documents: not sorted, and one of -1."""
+    """Query, key and value of two sequences with grouped heads, and documents: not sorted, and one of -1.
+
+    Values have fewer features, as in latent attention.
+    """
     torch.manual_seed(0)
-    sizes = ((2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 16))
+    sizes = ((2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 12))
     ids = torch.randint(-1, 3, (2, length))
     return [torch.randn(size, dtype=dtype) for size in sizes], ids
 

@@ -16,12 +16,12 @@ from tpu_backend.lowering.registry import TABLE, apply
 LENGTH = 512
 
 
-def _arrays(length: int, batch: int, features: int) -> list[jax.Array]:
-    """Query, key, value and the gradient of the results."""
+def _arrays(length: int, batch: int, features: int, of_values: int = 0) -> list[jax.Array]:
+    """Query, key, value and the gradient of the results. Values have as many features unless it is said."""
     random = np.random.default_rng(0)
+    sizes = zip((4, 2, 2, 4), (features, features, of_values or features, of_values or features))
     return [
-        jnp.asarray(random.normal(size=(batch, heads, length, features)), jnp.bfloat16)
-        for heads in (4, 2, 2, 4)
+        jnp.asarray(random.normal(size=(batch, heads, length, size)), jnp.bfloat16) for heads, size in sizes
     ]
 
 
@@ -34,13 +34,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("is_causal", "has_documents", "batch", "features"),
-    [(True, True, 2, 64), (True, False, 1, 128), (False, True, 1, 128), (False, False, 2, 64)],
+    [
+        (True, True, 2, (64,)),
+        (True, False, 1, (192, 128)),  # as latent attention has them
+        (False, True, 1, (128,)),
+        (False, False, 2, (64, 96)),
+    ],
 )
 def test_values_and_gradients_are_those_of_all_scores(
-    is_causal: bool, has_documents: bool, batch: int, features: int
+    is_causal: bool, has_documents: bool, batch: int, features: tuple[int, ...]
 ) -> None:
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        query, key, value, grad = _arrays(LENGTH, batch, features)
+        query, key, value, grad = _arrays(LENGTH, batch, *features)
         ids = jnp.asarray(np.random.default_rng(1).integers(0, 5, (batch, LENGTH)))
         documents = jnp.sort(ids, 1)[:, None, None, :] if has_documents else None
         factor = jnp.float32(0.3)
@@ -155,8 +160,8 @@ def test_queries_that_look_nowhere_have_no_result_and_give_no_gradient() -> None
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 
 
-def _query(length: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((1, 2, length, 64), dtype)
+def _query(length: int, dtype: str = "bfloat16", size: int = 64) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, 2, length, size), dtype)
 
 
 def test_the_rule() -> None:
@@ -164,6 +169,7 @@ def test_the_rule() -> None:
     with lowering_for("tpu"):
         for length in (1024, 2560, 4096, 32_768):
             assert splash_attention.fits(*[_query(length)] * 3, None)
+        assert splash_attention.fits(*[_query(4096, size=192)] * 2, _query(4096), None)
         for length in (512, 2049, 4000):  # short, or in no whole blocks
             assert not splash_attention.fits(*[_query(length)] * 3, None)
         assert splash_attention.fits(*[_query(4096)] * 3, ids)

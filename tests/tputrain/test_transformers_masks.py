@@ -32,6 +32,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
     "mistral": SIZES | {"sliding_window": 512},
     "gpt2": GPT2 | NO_DROPOUT,
+    "deepseek_v3": SIZES
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+    },
 }
 
 

@@ -168,7 +168,7 @@ def _has_kernel(
     return (
         query.device.type == "tpu"
         and query.dim() == key.dim() == 4
-        and key.shape == value.shape
+        and key.shape[:3] == value.shape[:3]
         and query.shape[0] == key.shape[0]
         and query.shape[2:] == key.shape[2:]
         and (query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % key.shape[1] == 0))

@@ -123,7 +123,7 @@ def _fits(
         and position_bias is None
         and softcap is None
         and not output_attentions
-        and key.shape == value.shape
+        and key.shape[:3] == value.shape[:3]
         and query.shape[0] == key.shape[0]
         and query.shape[2:] == key.shape[2:]
         and query.shape[1] % key.shape[1] == 0

@@ -22,7 +22,8 @@
 namespace tpu {
 namespace {
 
-// Whether the CPU has its fused kernel for it, dropout aside (use_flash_attention_cpp in PyTorch's sdp_utils_cpp.cpp).
+// Whether the CPU has its fused kernel for it (use_flash_attention_cpp in PyTorch's sdp_utils_cpp.cpp), dropout aside,
+// and values of another size than keys, as latent attention has them.
 bool is_fused_on_cpu(const sdp::sdp_params& params) {
   constexpr bool debug = false; // tells nobody why not
   const auto &query = params.query, &key = params.key, &value = params.value;
@@ -32,8 +33,8 @@ bool is_fused_on_cpu(const sdp::sdp_params& params) {
       sdp::check_batch_size_and_num_heads_dense</*supports_gqa=*/true, /*requires_same_num_heads=*/false>(
              params, debug) &&
       sdp::check_attn_mask_shape(params, debug) && query.sym_size(3) == key.sym_size(3) &&
-      query.sym_size(3) == value.sym_size(3) && sdp::check_nonzero_sequence_lengths_dense(params, debug) &&
-      query.sym_stride(3) == 1 && key.sym_stride(3) == 1 && value.sym_stride(3) == 1;
+      sdp::check_nonzero_sequence_lengths_dense(params, debug) && query.sym_stride(3) == 1 && key.sym_stride(3) == 1 &&
+      value.sym_stride(3) == 1;
 }
 
 // Dtypes that do not go together are refused by PyTorch's composite.

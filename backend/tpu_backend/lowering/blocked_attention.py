@@ -46,7 +46,7 @@ def forward(
     is_causal: bool,
     factor: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results (B, H, L, E) and log sums (B, H, L), -inf where a query looks nowhere."""
+    """Results (B, H, L, F) and log sums (B, H, L), -inf where a query looks nowhere."""
     grid = _Grid.of(query, key, bias, is_causal)
     queries = grid.query_blocks(query * factor)
     keys, values = grid.keys(key), grid.keys(value)
@@ -86,11 +86,14 @@ def forward(
 
     def step(head: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         head = jnp.asarray(head, jnp.int32)
-        output, log_sums = of_head(head, state[0][head], keys[head], values[head])
+        rows = (state[0] if takes_their_place else queries)[head]
+        output, log_sums = of_head(head, rows, keys[head], values[head])
         return state[0].at[head].set(output), state[1].at[head].set(log_sums)
 
     # Results take the place of queries: XLA would keep zeros for the results of every layer from the start.
-    nothing = queries, jnp.zeros(queries.shape[:-1], queries.dtype)
+    takes_their_place = features == query.shape[3]
+    results = queries if takes_their_place else jnp.zeros((*queries.shape[:-1], features), queries.dtype)
+    nothing = results, jnp.zeros(queries.shape[:-1], queries.dtype)
     output, log_sums = lax.fori_loop(jnp.int32(0), jnp.int32(grid.num_heads), step, nothing)
     return grid.whole(output), grid.whole(log_sums)
 
