@@ -24,6 +24,7 @@ from tputrain.models.hf_llama import load_weights
 from tputrain.models.lora import initialize_lora
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.slices import check_length
 from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig, read_recipe
@@ -92,19 +93,23 @@ def load_recipe(recipe: str | Path, *overrides: str) -> Recipe:
 
 def check_before_ranks(cfg: RecipeConfig, goes_on: bool) -> None:
     """Raise UserError for what ranks would find only once they have started: files that are not there, layers
-    that do not divide. `goes_on`: the run has a checkpoint, and what its model began with may be gone.
+    or sequences that do not divide.
+
+    `goes_on`: the run has a checkpoint, and what its model began with may be gone.
     """
     if not goes_on:
         _check_model_path(cfg)
     if isinstance(cfg.data, TextConfig):
         cfg.data.files_behind()
-    if cfg.parallel.auto or cfg.model.is_built_whole(goes_on):
+    if cfg.parallel.auto:
         return
-    tensor = cfg.parallel.resolved(cfg.parallel.processes * hosts().size)["tensor"]
-    if tensor > 1:
+    degrees = cfg.parallel.resolved(cfg.parallel.processes * hosts().size)
+    if cfg.data.sequence_length is not None:
+        check_length(cfg.data.sequence_length, degrees["context"])
+    if degrees["tensor"] > 1 and not cfg.model.is_built_whole(goes_on):
         with parameters_on_meta():
             model = cfg.model.build_empty(cfg.seed)
-        matched_rules(model, cfg.parallel.plan, tensor)
+        matched_rules(model, cfg.parallel.plan, degrees["tensor"])
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:

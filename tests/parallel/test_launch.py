@@ -294,6 +294,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(directory: Path):
         (["data.files=none/*.txt"], "data.files='none/*.txt': no file matches"),
         (["model.path=none"], "model.path=none: no such directory"),
         (
+            ["parallel.shard=1", "parallel.context=2", "data.sequence_length=10", "batch.tokens=80"],
+            "parallel.context=2: a sequence of 10 tokens does not divide: expected a multiple of 4",
+        ),
+        (
             ["parallel.processes=3", "parallel.shard=1", "parallel.tensor=-1"],
             "parallel.tensor=3: model.layers.0.self_attn.q_proj has 2 heads of 8: expected",
         ),

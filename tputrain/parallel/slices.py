@@ -59,11 +59,7 @@ def columns(batch: Batch | None, count: int) -> list[Batch | None]:
             "(sequences, tokens)"
         )
     length = labels.shape[1]
-    if length % (2 * count):
-        raise UserError(
-            f"parallel.context={count}: a sequence of {length} tokens does not divide: expected a multiple "
-            f"of {2 * count}, as each rank has two stretches (data.sequence_length in a recipe)"
-        )
+    check_length(length, count)
     batch = {"position_ids": torch.arange(length).expand(labels.shape)} | dict(batch)
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.shape != labels.shape:
@@ -72,6 +68,15 @@ def columns(batch: Batch | None, count: int) -> list[Batch | None]:
                 f"that of labels, {tuple(labels.shape)}, of which each rank takes a part"
             )
     return [_stretches(batch, stretches_of(rank, count), length // (2 * count)) for rank in range(count)]
+
+
+def check_length(length: int, count: int) -> None:
+    """Raise UserError where a sequence of `length` tokens has no two stretches for each of `count` ranks."""
+    if length % (2 * count) and count > 1:
+        raise UserError(
+            f"parallel.context={count}: a sequence of {length} tokens does not divide: expected a multiple "
+            f"of {2 * count}, as each rank has two stretches (data.sequence_length in a recipe)"
+        )
 
 
 def _stretches(batch: Mapping[str, Any], numbers: Sequence[int], length: int) -> Batch:
