@@ -91,24 +91,25 @@ def load_recipe(recipe: str | Path, *overrides: str) -> Recipe:
     return Recipe(cfg if cfg.run_dir is not None else replace(cfg, run_dir=str(default_run_dir(path))))
 
 
-def check_before_ranks(cfg: RecipeConfig, goes_on: bool) -> None:
-    """Raise UserError for what ranks would find only once they have started: files that are not there, layers
-    or sequences that do not divide.
+def check_before_ranks(cfg: RecipeConfig, checkpoint: Path | None) -> None:
+    """Raise UserError for some of what ranks would find only once they have started: text files that are not
+    there, layers or sequences that do not divide.
 
-    `goes_on`: the run has a checkpoint, and what its model began with may be gone.
+    `checkpoint`: what the run goes on from. What its model began with need not be there any more.
     """
-    if not goes_on:
+    if checkpoint is None:
         _check_model_path(cfg)
     if isinstance(cfg.data, TextConfig):
         cfg.data.files_behind()
     if cfg.parallel.auto:
         return
     degrees = cfg.parallel.resolved(cfg.parallel.processes * hosts().size)
-    if cfg.data.sequence_length is not None:
-        check_length(cfg.data.sequence_length, degrees["context"])
-    if degrees["tensor"] > 1 and not cfg.model.is_built_whole(goes_on):
+    for length in cfg.data.lengths:
+        check_length(length, degrees["context"])
+    if degrees["tensor"] > 1 and not cfg.model.is_built_whole(goes_on=checkpoint is not None):
         with parameters_on_meta():
-            model = cfg.model.build_empty(cfg.seed)
+            empty = checkpoint is None
+            model = cfg.model.build_empty(cfg.seed) if empty else _build_shape(cfg, checkpoint)
         matched_rules(model, cfg.parallel.plan, degrees["tensor"])
 
 

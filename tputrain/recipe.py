@@ -20,6 +20,7 @@ from tputrain.data import DataConfig
 from tputrain.errors import UserError
 from tputrain.kinds import Family, foreign
 from tputrain.models import LoraConfig, ModelConfig
+from tputrain.parallel.cluster import hosts
 from tputrain.recipe_keys import unknown_key
 from tputrain.recipe_layers import (
     COMMAND_LINE,
@@ -49,7 +50,7 @@ class RecipeConfig(RunConfig):
         self._check_what_is_read()
         self.batch.micro_batches(self.data.sequence_length)
         if self.parallel.processes > 1 and not self.parallel.auto:
-            self.batch.check_divides(self.parallel.data_ranks(self.parallel.processes))
+            self.batch.check_divides(self.parallel.data_ranks(self.parallel.processes * hosts().size))
         expect(
             self.trust_code or not self.model.runs_code,
             "model.name",

@@ -26,7 +26,7 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](\S*) \{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _SOURCES = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _KERNEL = re.compile(r"_(fwd|dq|dkv)(?:_|$)")
-_ATTENTION_PAIRS = re.compile(r'attention_pairs="(\d+)"')
+_ATTENTION = re.compile(r'attention="(\d+) (\d+) (\d+)"')
 # JAX writes what it tells a profiler of a Pallas kernel over three lines.
 _KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")
 
@@ -60,13 +60,18 @@ class AttentionKernel:
     kind: str  # fwd, dq, dkv
     pairs: int
     """Of a query and a key in its blocks, over all heads and sequences."""
-    features: int
-    """Of a head."""
+    of_keys: int
+    """Features of a head's queries and keys."""
+    of_values: int
+    """Features of its values."""
 
     @property
-    def flops(self) -> int:
-        """Of its matrix products; scores that are computed again count again."""
-        return {"fwd": 2, "dq": 3, "dkv": 4}[self.kind] * 2 * self.pairs * self.features
+    def products(self) -> tuple[int, ...]:
+        """The features of its matrix products; scores that are computed again count again."""
+        keys, values = self.of_keys, self.of_values
+        return {"fwd": (keys, values), "dq": (keys, values, keys), "dkv": (keys, values, values, keys)}[
+            self.kind
+        ]
 
 
 @dataclass(frozen=True)
@@ -98,11 +103,10 @@ class Instruction:
     @cached_property
     def attention_kernel(self) -> AttentionKernel | None:
         """The attention that it computes, if it is a kernel of ours."""
-        pairs, kind = _ATTENTION_PAIRS.search(self.text), _KERNEL.search(self.name)
-        if not self.is_pallas_kernel or pairs is None or kind is None:
+        work, kind = _ATTENTION.search(self.text), _KERNEL.search(self.name)
+        if not self.is_pallas_kernel or work is None or kind is None:
             return None
-        features = next(dims[-1] for dtype, dims in self.results if dtype == "bf16")
-        return AttentionKernel(kind[1], int(pairs[1]), features)
+        return AttentionKernel(kind[1], *map(int, work.groups()))
 
     @cached_property
     def op_name(self) -> str:

@@ -93,12 +93,10 @@ def test_gradients_of_a_part_of_the_keys_use_the_log_sums_of_all() -> None:
 
 @pytest.mark.parametrize(
     ("place", "batch", "window"),
-    [(0, 1, 1), (128, 2, 1), (512, 2, 1), (0, 1, 2), (384, 1, 100), (512, 1, 513)],
+    [(0, 1, None), (128, 2, None), (512, 2, None), (0, 1, 2), (384, 1, 100), (512, 1, 513)],
 )
-def test_queries_from_a_place_that_is_data_on(place: int, batch: int, window: int) -> None:
-    """As ranks that share a sequence have them. Some keys are of no document of the queries. A window of 1 is
-    none.
-    """
+def test_queries_from_a_place_that_is_data_on(place: int, batch: int, window: int | None) -> None:
+    """As ranks that share a sequence have them. Some keys are of no document of the queries."""
     query, _, _, grad = _arrays(LENGTH, batch, 64)
     _, key, value, _ = _arrays(2 * LENGTH, batch, 64)
     ids = np.sort(np.random.default_rng(1).integers(0, 5, (batch, 2 * LENGTH)), 1)
@@ -113,7 +111,7 @@ def test_queries_from_a_place_that_is_data_on(place: int, batch: int, window: in
             grad, query, key, value, said, output, sums, True, factor, interpret=True
         )
 
-    documents = jnp.broadcast_to(said[:, None, None, :], (batch, 1, window, said.shape[1]))
+    documents = jnp.broadcast_to(said[:, None, None, :], (batch, 1, window or 1, said.shape[1]))
     wide = [each.astype(jnp.float32) for each in (query, key, value, grad)]
     exact, exact_sums = blocked_attention.forward(*wide[:3], documents, True, factor)
     gradients = blocked_attention.backward(wide[3], *wide[:3], documents, exact, exact_sums, True, factor)

@@ -288,7 +288,7 @@ KERNELS = """ENTRY %main (q: bf16[12,2048,64]) -> bf16[12,2048,64] {
   %q = bf16[12,2048,64]{2,1,0} parameter(0)
   %splash_mha_dq_no_residuals.1 = (f32[1024,64]{1,0:T(8,128)}, bf16[12,2048,64]{2,1,0:T(8,128)(2,1)S(1)}) \
 custom-call(%q, %q, /*index=2*/%q), custom_call_target="tpu_custom_call", \
-frontend_attributes={attention_pairs="25000000",kernel_metadata={
+frontend_attributes={attention="25000000 64 64",kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 1024}"
 }}, metadata={op_name="jit(run)/backward model/dq/pallas_call"}
   %theirs = bf16[12,2048,64]{2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
@@ -301,15 +301,15 @@ frontend_attributes={attention_pairs="25000000",kernel_metadata={
 def test_a_kernel_counts_its_products_and_another_its_bytes() -> None:
     program, topology = hlo.program(KERNELS), Topology.parse("v6e:1x1")
     _, kernel, theirs, nothing, _ = program.computations["main"]
-    assert kernel.attention_kernel == hlo.AttentionKernel("dq", 25_000_000, 64)
-    assert kernel.attention_kernel.flops == 3 * 2 * 25_000_000 * 64
+    assert kernel.attention_kernel == hlo.AttentionKernel("dq", 25_000_000, 64, 64)
+    assert hlo.AttentionKernel("dkv", 1, 192, 128).products == (192, 128, 128, 192)
     assert kernel.op_name == "jit(run)/backward model/dq/pallas_call"
     assert theirs.is_pallas_kernel
     assert theirs.attention_kernel is None
     assert not nothing.is_pallas_kernel
     found = schedule(program, topology, lambda _: 0.0)
     # A head of 64 fills a quarter of the matrix unit of a v6e.
-    seconds = kernel.attention_kernel.flops / (topology.peak_flops / 4 * 0.78)
+    seconds = 3 * 2 * 25_000_000 * 64 / (topology.peak_flops / 4 * 0.78)
     moved = 2 * 12 * 2048 * 64 * 2 / topology.hbm_bandwidth
     assert found.unestimated == found.total == pytest.approx(seconds + moved)
     assert found.by_operation["backward model", "pallas_call"] == pytest.approx(seconds)

@@ -2,8 +2,8 @@
 
     python -m tests.tpu.compile_models [--chip v6e] [NAME ...]
 
-Needs the package libtpu and no chip. Exit code 1 where the compiler takes a program of some model not. Each
-model has a process of its own, since the compiler may end it.
+Needs the package libtpu and no chip. Exit code 1 if the compiler refuses a program. Each model has a process
+of its own, since the compiler may end it.
 """
 
 from __future__ import annotations

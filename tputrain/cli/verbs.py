@@ -38,7 +38,8 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
         started = started_from(cfg) if goes_on and hosts().size == 1 else None
         if _says_finished(cfg, started, command, overrides):
             return 0
-        check_before_ranks(cfg, goes_on=started is not None)
+        if hosts().size == 1:  # of several the ranks find out, together
+            check_before_ranks(cfg, started)
         return _launch(cfg, ["run", recipe, *overrides])
     started = _world(cfg).first(lambda: started_from(cfg)) if goes_on else None
     return _train(cfg, started, command, overrides)
@@ -69,7 +70,8 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
         # Of several hosts one may have begun before another one looks: there the ranks find out, together.
         if hosts().size == 1 and _says_finished(cfg, checkpoint, command, overrides):
             return 0
-        check_before_ranks(cfg, goes_on=True)
+        if hosts().size == 1:
+            check_before_ranks(cfg, checkpoint)
         return _launch(cfg, ["resume", run_dir, *overrides])
     return _train(cfg, checkpoint, command, overrides)
 
@@ -107,7 +109,7 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
     try:
         trainer.fit()
     except Interrupted:
-        _say_what_next(cfg, trainer.step, command + _typed(overrides))
+        _say_what_next(cfg, trainer.step, command + _as_arguments(overrides))
         raise
     if (programs := describe_programs(trainer.device)) is not None:
         say(f"programs: {programs}")
@@ -134,13 +136,18 @@ def _longer(cfg: RecipeConfig, command: str, overrides: Sequence[str], steps: in
     lengths = ("trainer.steps=", "trainer.duration=")
     kept = [text for text in overrides if not text.startswith(lengths)]
     setting = f"trainer.steps={steps}" if cfg.trainer.duration is None else cfg.trainer.length.doubled
-    return f"{command}{_typed([*kept, setting])}"
+    return f"{command}{_as_arguments([*kept, setting])}"
 
 
-def _typed(overrides: Sequence[str]) -> str:
-    """Overrides as arguments for a shell; of a key that was given twice, what counted."""
-    last = {text.partition("=")[0]: text for text in overrides}
-    return "".join(f" {shlex.quote(text)}" for text in last.values())
+def _as_arguments(overrides: Sequence[str]) -> str:
+    """Overrides for a shell, without those that a later one of the same key replaces."""
+    kept: list[str] = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if not value.startswith("{"):  # a mapping is merged into what was there
+            kept = [each for each in kept if each.partition("=")[0] != key]
+        kept.append(text)
+    return "".join(f" {shlex.quote(text)}" for text in kept)
 
 
 def validate(target: str, overrides: Sequence[str]) -> int:

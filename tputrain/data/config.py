@@ -94,6 +94,11 @@ class DataConfig(Family, group="data", by="source"):
         return None
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens that the sequences of a batch may have; none where there are no tokens."""
+        return []
+
+    @property
     def trained_vocab_size(self) -> int | None:
         """Entries of the tokenizer that is trained on the text; None where none is."""
         return None
@@ -161,6 +166,11 @@ class TextConfig(DataConfig):
             self.buckets,
             f"1 to data.sequence_length={self.sequence_length}",
         )
+
+    @property
+    def lengths(self) -> list[int]:
+        buckets = self.buckets if self.layout == "padded" else 1
+        return [-(-self.sequence_length * number // buckets) for number in range(1, buckets + 1)]
 
     @property
     def format(self) -> str:

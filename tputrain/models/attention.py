@@ -55,7 +55,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The values (B, K, T, D), mixed for each of the queries (B, H, S, D): (B, H, S, D).
+    """The values (B, K, T, E), mixed for each of the queries (B, H, S, D): (B, H, S, E).
 
     G = H / K query heads in a row share a head of keys (B, K, T, D). Scores are divided by sqrt(D), or
     multiplied by `scale`. Where ranks share a sequence, keys and values are this rank's part. `window`: how

@@ -1,7 +1,8 @@
 """A sequence of which each of several ranks has a part: attention is of the part's queries over all keys.
 
 A part is two stretches of equal length, one from the front of the sequence and one from its end: of 4 ranks
-the first one has stretches 0 and 7, the second one 1 and 6. So causal attention is equal work for all ranks.
+the first one has stretches 0 and 7, the second one 1 and 6. So causal attention is equal work for all ranks
+(zigzag; in PyTorch head-tail load balancing).
 A rank's places in the sequence are data on the device, so that all ranks run one program.
 """
 
@@ -26,9 +27,19 @@ class SplitSequence:
         self.num_gathered = 0
         """Tensors that attention has asked the whole of."""
 
-    def begins(self, length: int) -> list[Tensor]:
-        """Where this rank's two stretches of `length` tokens begin (int64, without dimensions)."""
-        return [number * length for number in stretches_of(self.rank, self.size)]
+    def starts(self, length: int) -> list[Tensor]:
+        """Where the two stretches of this rank's `length` tokens start (int64, without dimensions)."""
+        return [number * half_of(length) for number in stretches_of(self.rank, self.size)]
+
+
+def half_of(length: int) -> int:
+    """Tokens of each stretch of a rank's part. Raises UserError where they are not equally many."""
+    if length % 2:
+        raise UserError(
+            f"parallel.context: a model has {length} tokens of a rank's part of a sequence: expected an even "
+            "number, as the part is two stretches of equal length"
+        )
+    return length // 2
 
 
 def stretches_of(rank: Any, size: int) -> tuple[Any, Any]:
@@ -49,8 +60,8 @@ def places(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     if _split is None:
         own = torch.arange(length, device=device)
         return own, own
-    stretch = torch.arange(length // 2, device=device)
-    own = torch.cat([begin + stretch for begin in _split.begins(length // 2)])
+    stretch = torch.arange(half_of(length), device=device)
+    own = torch.cat([start + stretch for start in _split.starts(length)])
     return own, torch.arange(length * _split.size, device=device)
 
 
@@ -63,6 +74,7 @@ def whole(part: Tensor, dim: int) -> Tensor:
     from torch.distributed import _functional_collectives as collectives
 
     _split.num_gathered += 1
+    half_of(part.shape[dim])
     gathered = collectives.wait_tensor(collectives.all_gather_single(part.contiguous(), 0, _split.group))
     stretches = [each for own in gathered.chunk(_split.size) for each in own.chunk(2, dim)]
     return torch.cat([*stretches[::2], *reversed(stretches[1::2])], dim)
@@ -76,7 +88,8 @@ def attend_to_whole(
     scale: float | None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries (B, H, S, D) to the keys and values (B, K, S, D) of all ranks.
+    """Causal attention of this rank's queries (B, H, S, D) to the keys (B, K, S, D) and values (B, K, S, E)
+    of all ranks.
 
     `documents` (B, S + T): those of this rank's tokens, then of the whole sequence's. None: all are of one.
     `window`: how many tokens each one sees at most, itself included. No pairs of tokens are in memory where
@@ -94,12 +107,12 @@ def attend_to_whole(
             value,
             own,
             key_document_ids=documents[:, length:],
-            place=begin,
+            place=start,
             scale=scale,
             window=window,
         )
-        for queries, own, begin in zip(
-            query.chunk(2, 2), documents[:, :length].chunk(2, 1), _split.begins(length // 2), strict=True
+        for queries, own, start in zip(
+            query.chunk(2, 2), documents[:, :length].chunk(2, 1), _split.starts(length), strict=True
         )
     ]
     return torch.cat(mixed, 2)

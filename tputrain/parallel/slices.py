@@ -75,7 +75,8 @@ def check_length(length: int, count: int) -> None:
     if length % (2 * count) and count > 1:
         raise UserError(
             f"parallel.context={count}: a sequence of {length} tokens does not divide: expected a multiple "
-            f"of {2 * count}, as each rank has two stretches (data.sequence_length in a recipe)"
+            f"of {2 * count}, as each rank has two stretches (data.sequence_length in a recipe; padded "
+            "batches have data.buckets lengths up to that)"
         )
 
 

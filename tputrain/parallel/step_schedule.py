@@ -144,8 +144,9 @@ class _Walk:
         kernel, chip = instruction.attention_kernel, self._topology.chip
         if kernel is None:
             return moved
-        peak = chip.peak_flops * min(1.0, kernel.features / chip.mxu)
-        return max(moved, kernel.flops / (peak * ATTENTION_SHARES[kernel.kind]))
+        # Fewer features than the matrix unit is wide take as long as so many.
+        flops = 2 * kernel.pairs * sum(max(features, chip.mxu) for features in kernel.products)
+        return max(moved, flops / (chip.peak_flops * ATTENTION_SHARES[kernel.kind]))
 
     def _send(self, collective: Any) -> float:
         """Begin a collective; when it ends. The links take one after the other."""

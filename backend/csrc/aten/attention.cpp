@@ -32,7 +32,7 @@ bool is_fused_on_cpu(const sdp::sdp_params& params) {
       sdp::check_tensor_shapes(params, debug) &&
       sdp::check_batch_size_and_num_heads_dense</*supports_gqa=*/true, /*requires_same_num_heads=*/false>(
              params, debug) &&
-      sdp::check_attn_mask_shape(params, debug) && query.sym_size(3) == key.sym_size(3) &&
+      sdp::check_attn_mask_shape(params, debug) && query.sym_size(3) == key.sym_size(3) && query.sym_size(3) > 0 &&
       sdp::check_nonzero_sequence_lengths_dense(params, debug) && query.sym_stride(3) == 1 && key.sym_stride(3) == 1 &&
       value.sym_stride(3) == 1;
 }

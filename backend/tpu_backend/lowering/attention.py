@@ -45,7 +45,7 @@ def _attention_on_tpu(
 def attention(
     query, keys, values, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):  # fmt: skip
-    """Results (B, H, L, E), log sums (B, H, L), which are -inf where a query looks nowhere, and a state of
+    """Results (B, H, L, F), log sums (B, H, L), which are -inf where a query looks nowhere, and a state of
     dropout that is none."""
     dtype = query.dtype
     query, keys, values = (each.astype(opmath(each.dtype)) for each in (query, keys, values))
@@ -105,7 +105,7 @@ def attention_backward(
 
 @lowering("tpu::dropout_attention", runtime=("scale",))
 def dropout_attention(query, keys, values, attn_bias, dropout_p, is_causal, scale, *, key):
-    """Results (B, H, L, E), log sums (B, H, L), and the two words of the key that decides what is dropped."""
+    """Results (B, H, L, F), log sums (B, H, L), and the two words of the key that decides what is dropped."""
     dtype = query.dtype
     query, keys, values = (each.astype(opmath(each.dtype)) for each in (query, keys, values))
     found = attention_in_rows.forward(

@@ -73,8 +73,8 @@ def exp(self):
     result = jnp.exp(self)
     result = jnp.where(~has_angle & (self.real == -jnp.inf), 0, result)
     # A number of Python's would be complex128 first, at which a TPU's compiler aborts.
-    long = lax.complex(*(jnp.asarray(each, self.real.dtype) for each in (math.inf, math.nan)))
-    return jnp.where(~has_angle & (self.real == jnp.inf), long, result)
+    infinite = lax.complex(*(jnp.asarray(each, self.real.dtype) for each in (math.inf, math.nan)))
+    return jnp.where(~has_angle & (self.real == jnp.inf), infinite, result)
 
 
 def exp2(self):

@@ -50,7 +50,7 @@ def forward(
     has_log_sums: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results (B, H, L, E) and float32 log sums (B, H, L), or (B, H, 0) without.
+    """Results (B, H, L, F) and float32 log sums (B, H, L), or (B, H, 0) without.
 
     They are 0 and -inf of a query that looks nowhere.
     """
@@ -62,7 +62,7 @@ def forward(
     said = documents_of(documents, query.shape[2], key.shape[2])
     may_look_nowhere = said is not None and said.keys is not said.queries
     needs_log_sums = has_log_sums or may_look_nowhere
-    with jax.enable_x64(False), _noting_pairs(query, key, is_causal, said):
+    with jax.enable_x64(False), _noting_work(query, key, value, is_causal, said):
         kernel = _kernel(query, key, is_causal, said, needs_log_sums, interpret)
         output, log_sums = _of_sequences(of_sequence, said, _scaled(query, factor), key, value)
         if may_look_nowhere:
@@ -95,7 +95,7 @@ def backward(
         return kernels._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)[3:6]
 
     said = documents_of(documents, query.shape[2], key.shape[2])
-    with jax.enable_x64(False), _noting_pairs(query, key, is_causal, said):
+    with jax.enable_x64(False), _noting_work(query, key, value, is_causal, said):
         kernel = _kernel(query, key, is_causal, said, True, interpret)
         # Weights are exp(score - log sum): those of a query that looks nowhere become 0.
         log_sums = jnp.where(log_sums == -jnp.inf, jnp.inf, log_sums)
@@ -129,19 +129,29 @@ def _block(length: int) -> int:
     return next(size for size in BLOCKS if length % size == 0)
 
 
-def _noting_pairs(query: jax.Array, key: jax.Array, is_causal: bool, documents: Documents | None) -> Any:
+def _noting_work(
+    query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool, documents: Documents | None
+) -> Any:
     """Kernels made in here say in the compiled program how many pairs of a query and a key their blocks have,
-    over all heads and sequences (`tpu_backend.hlo.AttentionKernel`). Queries whose place is data: at most.
+    over all heads and sequences, and the features of keys and values (`tpu_backend.hlo.AttentionKernel`). Of
+    queries whose place is data: on average over all places.
     """
     queries, keys = query.shape[2], key.shape[2]
     rows, columns = _block(queries), _block(keys)
-    is_cut = is_causal and (documents is None or documents.place is None)
+    has_place = documents is not None and documents.place is not None
     window = keys if documents is None or documents.window is None else documents.window
     pairs = 0
     for end in range(rows, queries + 1, rows):
-        first = max(end - rows - window + 1, 0) // columns * columns
-        pairs += rows * (min(keys, -(-end // columns) * columns) - first if is_cut else keys)
-    return set_xla_metadata(attention_pairs=str(query.shape[0] * query.shape[1] * pairs))
+        if not is_causal:
+            seen = keys
+        elif has_place:
+            seen = min(keys // 2, -(-(window + rows) // columns) * columns)
+        else:
+            first = max(end - rows - window + 1, 0) // columns * columns
+            seen = min(keys, -(-end // columns) * columns) - first
+        pairs += rows * seen
+    pairs *= query.shape[0] * query.shape[1]
+    return set_xla_metadata(attention=f"{pairs} {key.shape[3]} {value.shape[3]}")
 
 
 def _kernel(
