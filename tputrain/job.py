@@ -108,8 +108,7 @@ def check_before_ranks(cfg: RecipeConfig, checkpoint: Path | None) -> None:
         check_length(length, degrees["context"])
     if degrees["tensor"] > 1 and not cfg.model.is_built_whole(goes_on=checkpoint is not None):
         with parameters_on_meta():
-            empty = checkpoint is None
-            model = cfg.model.build_empty(cfg.seed) if empty else _build_shape(cfg, checkpoint)
+            model = cfg.model.build_empty(cfg.seed) if checkpoint is None else _build_shape(cfg, checkpoint)
         matched_rules(model, cfg.parallel.plan, degrees["tensor"])
 
 
