@@ -7,11 +7,12 @@ import hashlib
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from tputrain import ParallelConfig, RunConfig
+from tputrain import OptimConfig, ParallelConfig, RunConfig
 from tputrain.device import of_slices
 from tputrain.errors import UserError
 from tputrain.execution import ExecutionConfig
@@ -48,6 +49,10 @@ def record(rank: int) -> dict[str, object]:
         model = Llama(CONFIG)
     step = abstract_step(model, cfg, batch(8))
     text = slices.lower_for(TOPOLOGY, step.segment).as_text()
+    # Masters and the optimizer's state are there before the first step, so the second one is no other.
+    with parameters_on_meta():
+        rounded = Llama(CONFIG)
+    masters = abstract_step(rounded, replace(cfg, optim=OptimConfig(master_weights=True)), batch(8))
     refusal = None
     try:
         abstract_step(Reading(), cfg, [torch.zeros(8, 8), torch.zeros(8, 8)], torch.nn.functional.mse_loss)
@@ -60,6 +65,7 @@ def record(rank: int) -> dict[str, object]:
         "backend": torch.distributed.get_backend(),
         "parameters": len(list(model.parameters())),
         "donated": len(step.segment["donated"]),
+        "masters": [masters.num_segments, len(masters.segment["donated"])],
         "labels": Counter(step.segment["labels"]),
         "refusal": refusal,
     }

@@ -70,6 +70,7 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     assert first["segments"] == 1
     # Each parameter and AdamW's two moments are replaced in place, with activation checkpointing too.
     assert first["donated"] == 3 * first["parameters"]
+    assert first["masters"] == [1, 4 * first["parameters"]]
     labels = first["labels"]
     for layer in ("self_attn.q_proj", "mlp.up_proj"):
         for walk in ("forward", "again", "backward"):

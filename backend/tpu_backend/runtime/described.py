@@ -5,6 +5,7 @@ Their values have shapes and dtypes, and no memory. Reading one raises.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,9 @@ class Slice:
         self._marks.append((_num_recorded(), label))
 
     def add(self, segment: dict[str, Any]) -> None:
-        """Note a segment that was cut just now, with the names of its entries."""
+        """Note a segment that was cut just now, with the names of its entries. One that is recorded again is
+        noted again.
+        """
         if self._marks:
             count = len(segment["circumstances"])
             segment["labels"] = list(_labels(self._marks, _num_recorded() - count, count))
@@ -59,6 +62,7 @@ here: Slice | None = None
 
 
 NO_VALUE = "has no value here"
+_numbers = itertools.count()
 
 
 class NoArray:
@@ -89,6 +93,7 @@ class NoArray:
 class Described:
     """What the stream takes for a loaded program; its results are `NoArray`s. See `compiler.Executable`."""
 
+    segment: dict[str, Any]
     results: tuple[tuple[tuple[int, ...], np.dtype], ...]
     key: str
     handlers: tuple[()] = ()
@@ -97,6 +102,8 @@ class Described:
     source: str = "memory"
 
     def execute(self, arrays: list[Any], with_tokens: bool) -> Described:
+        assert here is not None
+        here.add(dict(self.segment))
         return self
 
     def consume_with_handlers(self, handlers: Any) -> list[NoArray]:
@@ -107,9 +114,7 @@ class Described:
 
 
 def describe(description: dict[str, Any]) -> Described:
-    """Note a segment instead of compiling it."""
-    assert here is not None
-    here.add(description)
+    """What stands for the program of a segment, and notes it where it would be launched."""
     layouts = Tape.of(description).layouts
     results = tuple((layouts[local][1], stored_dtype(layouts[local][0])) for local in description["outputs"])
-    return Described(results, key=f"segment {len(here.segments)}")
+    return Described(description, results, key=f"segment {next(_numbers)}")
