@@ -237,6 +237,14 @@ def _reduce_scatter(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | No
     return Packed(parts, (self.dims[0] // len(ranks),))
 
 
+def _all_reduce(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | None:
+    """Of FSDP2's replicas, which are one rank where there are none: behind each reduce-scatter."""
+    if not isinstance(self, Packed) or (len(ranks) > 1 and _joins_collectives()):
+        return None
+    function = registry.TABLE["tpu_collective::all_reduce"].function
+    return self.map(lambda part: function(part, reduce, ranks))
+
+
 def _divisible(part: jax.Array, count: int) -> jax.Array:
     """With a first dim that can be divided: as few dims as must be are joined."""
     dims = list(part.shape)
@@ -254,5 +262,6 @@ _RULES: dict[str, Callable[..., Packed | None]] = {
     "tpu::copy": _copy,
     "cat": _cat,
     "tpu_collective::all_gather": _all_gather,
+    "tpu_collective::all_reduce": _all_reduce,
     "tpu_collective::reduce_scatter": _reduce_scatter,
 }
