@@ -9,9 +9,11 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
+import jax
 import torch
 from torch import Tensor, nn
 
+from tpu_backend.runtime.packed import Packed
 from tputrain import OptimConfig, ParallelConfig, RunConfig
 from tputrain.device import of_slices
 from tputrain.errors import UserError
@@ -41,6 +43,20 @@ def batch(rows: int) -> dict[str, Tensor]:
     return {name: one.expand(rows, 64) for name in ("input_ids", "labels", "position_ids", "document_ids")}
 
 
+def count_joined() -> list[int]:
+    """The parts of each flat buffer of FSDP2 that a program makes whole, a relayout on a TPU."""
+    joined: list[int] = []
+    whole = Packed.whole
+
+    def counted(self: Packed) -> jax.Array:
+        if len(self.parts) > 1:
+            joined.append(len(self.parts))
+        return whole(self)
+
+    Packed.whole = counted  # type: ignore[method-assign]
+    return joined
+
+
 def record(rank: int) -> dict[str, object]:
     slices = of_slices()
     slices.start(TOPOLOGY, rank)
@@ -48,7 +64,9 @@ def record(rank: int) -> dict[str, object]:
     with parameters_on_meta():
         model = Llama(CONFIG)
     step = abstract_step(model, cfg, batch(8))
+    counted = count_joined()
     text = slices.lower_for(TOPOLOGY, step.segment).as_text()
+    joined = [*counted]
     # Masters and the optimizer's state are there before the first step, so the second one is no other.
     with parameters_on_meta():
         rounded = Llama(CONFIG)
@@ -61,6 +79,7 @@ def record(rank: int) -> dict[str, object]:
     return {
         "digest": hashlib.sha256(text.encode()).hexdigest(),
         "segments": step.num_segments,
+        "joined": joined,
         "world_size": torch.distributed.get_world_size(),
         "backend": torch.distributed.get_backend(),
         "parameters": len(list(model.parameters())),

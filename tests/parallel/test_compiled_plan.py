@@ -68,6 +68,7 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     assert (first["world_size"], first["backend"]) == (4, "tpu")
     assert first["digest"] == last["digest"]
     assert first["segments"] == 1
+    assert first["joined"] == []
     # Each parameter and AdamW's two moments are replaced in place, with activation checkpointing too.
     assert first["donated"] == 3 * first["parameters"]
     assert first["masters"] == [1, 4 * first["parameters"]]
