@@ -95,15 +95,18 @@ def check_before_ranks(cfg: RecipeConfig, checkpoint: Path | None) -> None:
     """Raise UserError for some of what ranks would find only once they have started: text files that are not
     there, layers or sequences that do not divide.
 
-    `checkpoint`: what the run goes on from. What its model began with need not be there any more.
+    `checkpoint`: what the run goes on from. What its model began with need not be there any more. On several
+    hosts nothing is looked at: their ranks find out together.
     """
+    if hosts().size > 1:
+        return
     if checkpoint is None:
         _check_model_path(cfg)
     if isinstance(cfg.data, TextConfig):
         cfg.data.files_behind()
     if cfg.parallel.auto:
         return
-    degrees = cfg.parallel.resolved(cfg.parallel.processes * hosts().size)
+    degrees = cfg.parallel.resolved(cfg.parallel.processes)
     for length in cfg.data.lengths:
         check_length(length, degrees["context"])
     if degrees["tensor"] > 1 and not cfg.model.is_built_whole(goes_on=checkpoint is not None):

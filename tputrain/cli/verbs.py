@@ -38,8 +38,7 @@ def run(recipe: str, overrides: Sequence[str]) -> int:
         started = started_from(cfg) if goes_on and hosts().size == 1 else None
         if _says_finished(cfg, started, command, overrides):
             return 0
-        if hosts().size == 1:  # of several the ranks find out, together
-            check_before_ranks(cfg, started)
+        check_before_ranks(cfg, started)
         return _launch(cfg, ["run", recipe, *overrides])
     started = _world(cfg).first(lambda: started_from(cfg)) if goes_on else None
     return _train(cfg, started, command, overrides)
@@ -70,8 +69,7 @@ def resume(run_dir: str, overrides: Sequence[str]) -> int:
         # Of several hosts one may have begun before another one looks: there the ranks find out, together.
         if hosts().size == 1 and _says_finished(cfg, checkpoint, command, overrides):
             return 0
-        if hosts().size == 1:
-            check_before_ranks(cfg, checkpoint)
+        check_before_ranks(cfg, checkpoint)
         return _launch(cfg, ["resume", run_dir, *overrides])
     return _train(cfg, checkpoint, command, overrides)
 

@@ -67,6 +67,11 @@ class BuildContext:
     """The fingerprint of the data that the run was started with, if it goes on."""
 
 
+def bucket_lengths(longest: int, buckets: int) -> list[int]:
+    """The lengths of padded batches, evenly up to the longest."""
+    return [-(-longest * number // buckets) for number in range(1, buckets + 1)]
+
+
 @dataclass(frozen=True)
 class DataConfig(Family, group="data", by="source"):
     """Where the data comes from, and how much of it is held out. Nothing here depends on the seed."""
@@ -169,8 +174,7 @@ class TextConfig(DataConfig):
 
     @property
     def lengths(self) -> list[int]:
-        buckets = self.buckets if self.layout == "padded" else 1
-        return [-(-self.sequence_length * number // buckets) for number in range(1, buckets + 1)]
+        return bucket_lengths(self.sequence_length, self.buckets if self.layout == "padded" else 1)
 
     @property
     def format(self) -> str:

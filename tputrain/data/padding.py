@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tputrain.batches import IGNORED_LABEL, PADDING
-from tputrain.data.config import DataError
+from tputrain.data.config import DataError, bucket_lengths
 from tputrain.data.mapped_array import MappedArray
 from tputrain.data.pieces import cut_documents
 from tputrain.data.shuffled import Batch, epoch_order
@@ -38,7 +38,7 @@ class PaddedSequences:
         buckets: int,
     ):
         self.sequence_length = sequence_length
-        self.lengths = -(-sequence_length * np.arange(1, buckets + 1) // buckets)
+        self.lengths = np.array(bucket_lengths(sequence_length, buckets))
         self.num_tokens, self.num_documents = len(tokens), len(offsets) - 1
         self._tokens, self._learned = np.asarray(tokens), learned
         self._padding_id, self._seed = padding_id, seed
