@@ -1,5 +1,7 @@
 """A linear layer with its cross-entropy: the values and gradients of both, without all of the logits."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -130,23 +132,36 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+def lowered(tokens: int, classes: int, features: int) -> jax.stages.Lowered:
+    def loss(hidden, weight, target):
+        return lowering.linear_cross_entropy(hidden, weight, target, None, None, -100, (True, True, False))
+
+    sizes = [((tokens, features), jnp.float32), ((classes, features), jnp.float32), ((tokens,), jnp.int64)]
+    with jax.enable_x64(True):
+        return jax.jit(loss).lower(*(jax.ShapeDtypeStruct(*each) for each in sizes))
+
+
 def test_memory_does_not_hold_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering, "BLOCK_BYTES", 2**20)
     tokens, classes, features = 8192, 4096, 16
 
     def temporaries(tokens: int) -> int:
-        def loss(hidden, weight, target):
-            return lowering.linear_cross_entropy(
-                hidden, weight, target, None, None, -100, (True, True, False)
-            )
-
-        sizes = [
-            ((tokens, features), jnp.float32),
-            ((classes, features), jnp.float32),
-            ((tokens,), jnp.int32),
-        ]
-        compiled = jax.jit(loss).lower(*(jax.ShapeDtypeStruct(*each) for each in sizes)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return lowered(tokens, classes, features).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(tokens) < tokens * classes * 4 / 16  # whole logits take 128 MiB
     assert temporaries(2 * tokens) - temporaries(tokens) < 4 * tokens * features * 4
+
+
+def test_blocks_are_counted_in_32_bits() -> None:
+    # A TPU's compiler does not know the turns of a loop that counts in 64, and no prediction counts them.
+    text = lowered(64, CLASSES, FEATURES).as_text()
+    (condition,) = re.findall(r"cond \{(.*?)\} do", text, re.DOTALL)
+    assert "compare LT" in condition
+    assert "tensor<i64>" not in condition
+
+
+def test_a_block_has_as_many_tokens_as_there_are_features() -> None:
+    # Each block reads all weights, and all sums for their gradient.
+    assert "dot_general" in (text := lowered(64, CLASSES, 64).as_text())
+    assert "while" not in text
+    assert lowered(64, CLASSES, 32).as_text().count("while") == 1

@@ -72,6 +72,14 @@ def test_embedding_is_one_gather_and_its_gradient_one_scatter() -> None:
     assert "select" not in operations(backward)
 
 
+def test_a_16_bit_gradient_of_an_embedding_needs_no_table_of_float32() -> None:
+    rows = shaped(8, 128, 64, dtype=jnp.bfloat16)
+    args = [rows, shaped(8, 128, dtype="int64"), 4096, -1, False]
+    program = text("embedding_dense_backward", args, (4096, 64), jnp.bfloat16)
+    assert "4096x64xbf16" in program
+    assert "4096x64xf32" not in program
+
+
 def test_nll_loss_backward_is_a_select_over_the_logits() -> None:
     args = [shaped(), shaped(1024, 4096), shaped(1024, dtype="int64"), None, 1, -100, shaped()]
     program = text("nll_loss_backward", args, (1024, 4096))

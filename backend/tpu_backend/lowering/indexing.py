@@ -17,7 +17,7 @@ from jax import lax
 from tpu_backend.lowering.bounds import require_fits, require_in_range
 from tpu_backend.lowering.data_dependent import true_positions
 from tpu_backend.lowering.dims import at_least_1d, wrap_dim
-from tpu_backend.lowering.registry import NotLoweredError, lowering, opmath
+from tpu_backend.lowering.registry import NotLoweredError, is_16_bit, lowering, opmath
 
 _IN_BOUNDS = (
     lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -64,16 +64,35 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
     return _read(weight, _positions(indices, weight.shape[0], may_be_negative=False))
 
 
-@lowering("embedding_dense_backward", promote="opmath")
+@lowering("embedding_dense_backward")
 def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
-    indices = _positions(indices, num_weights, may_be_negative=False)
-    width = grad_output.shape[-1]
+    dtype, width = grad_output.dtype, grad_output.shape[-1]
+    places = _positions(indices, num_weights, may_be_negative=False).reshape(-1)
+    rows = grad_output.reshape(-1, width).astype(opmath(dtype))
     if scale_grad_by_freq:
-        counts = _write(jnp.zeros(num_weights, grad_output.dtype), indices)("add", 1)
-        grad_output = grad_output / _read(counts, indices)[..., None]
+        counts = _write(jnp.zeros(num_weights, rows.dtype), places)("add", 1)
+        rows = rows / _read(counts, places)[:, None]
     if padding_idx >= 0:
-        grad_output = jnp.where((indices == padding_idx)[..., None], 0, grad_output)
-    return _write(jnp.zeros((num_weights, width), grad_output.dtype), indices)("add", grad_output)
+        rows = jnp.where((places == padding_idx)[:, None], 0, rows)
+    hints = {}
+    if is_16_bit(dtype):
+        places, rows = _summed_by_place(places, rows, num_weights)
+        hints = {"indices_are_sorted": True, "unique_indices": True}
+    # Added, not set: XLA adds the rows to what the gradient is added to, and there are no zeros.
+    return _write(jnp.zeros((num_weights, width), dtype), places)("add", rows.astype(dtype), **hints)
+
+
+def _summed_by_place(places, rows, end):
+    """The places in order, each once, with the sums of their rows; what is left over is from `end` on.
+
+    So float32 sums need a row a token, and not one a weight.
+    """
+    numbers = lax.iota(places.dtype, places.shape[0])
+    places, order = lax.sort((places, numbers), num_keys=1, is_stable=True)
+    is_next = jnp.concatenate([jnp.zeros_like(places[:1]), (places[1:] != places[:-1]).astype(places.dtype)])
+    of_place = jnp.cumsum(is_next, dtype=places.dtype)
+    sums = _write(jnp.zeros_like(rows), of_place)("add", rows[order], indices_are_sorted=True)
+    return _write(end + numbers, of_place)("set", places, indices_are_sorted=True), sums
 
 
 @lowering("embedding_renorm", promote="opmath")
