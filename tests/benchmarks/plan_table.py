@@ -27,6 +27,7 @@ from tputrain.config import RunConfig, TrainerConfig
 from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.cost_model import CostModel
 from tputrain.parallel.memory_model import Precision, memory
@@ -50,7 +51,9 @@ class Row:
     layers: int | None = None
     """None: the model's own number."""
     weights: str = "float32"
-    """The dtype of parameters and of the optimizer's state. Products are in bfloat16 always."""
+    """The dtype of the optimizer's state, and of the weights that it steps. All else is in bfloat16: ours has
+    bfloat16 copies of float32 weights (`optim.master_weights`), JAX converts them in each step.
+    """
 
     @property
     def config(self) -> LlamaConfig:
@@ -71,14 +74,15 @@ ROWS = {
 }
 
 
-def ours(row: Row) -> dict[str, float]:
+def ours(row: Row, under_autocast: bool = False) -> dict[str, float]:
     """Our Trainer's step. In a process of its own: it stands for a rank of the slice."""
     topology = Topology.parse(row.topology)
     start_slice(topology)
     layout = jax_slice.layout_of(row.topology)
     cfg = RunConfig(
         trainer=TrainerConfig(accumulate=1),
-        execution=ExecutionConfig(autocast="bfloat16" if row.weights == "float32" else None),
+        optim=AdamWConfig(master_weights=row.weights == "float32" and not under_autocast),
+        execution=ExecutionConfig(autocast="bfloat16" if under_autocast else None),
         parallel=ParallelConfig(shard=topology.num_devices),
     )
 
@@ -93,6 +97,11 @@ def ours(row: Row) -> dict[str, float]:
         "temporaries": found.temporaries,
         "seconds": found.seconds,
     }
+
+
+def autocast(row: Row) -> dict[str, float]:
+    """The same of float32 weights under autocast: what is between products is in float32, too."""
+    return ours(row, under_autocast=True)
 
 
 def _batch(row: Row, rows: int) -> dict[str, Tensor]:
@@ -131,6 +140,7 @@ def planned(row: Row) -> dict[str, float]:
     """What the models say, without a compiler; and the FLOPs of a chip in a step."""
     topology = Topology.parse(row.topology)
     work, rung = _workload(row), "layers" if row.recomputes else "none"
+    precision = Precision.of(AdamWConfig(master_weights=row.weights == "float32"))
     size = memory(
         work,
         shards=topology.num_devices,
@@ -138,9 +148,9 @@ def planned(row: Row) -> dict[str, float]:
         rows=row.rows,
         rung=rung,
         is_accumulated=False,
-        precision=Precision(),
+        precision=precision,
     )
-    seconds = CostModel(work, topology, Precision()).seconds(
+    seconds = CostModel(work, topology, precision).seconds(
         jax_slice.layout_of(row.topology), row.rows, 1, rung
     )
     return {"memory": size.total, "seconds": seconds.total, "flops": work.model_flops(row.rows)}
@@ -153,16 +163,25 @@ def _workload(row: Row) -> Workload:
 
     with torch.device("meta"):
         model = Llama(replace(row.config, activation_checkpointing=False)).to(getattr(torch, row.weights))
-    autocast = "bfloat16" if row.weights == "float32" else None
-    return workload_of(model, batch, name=row.model, autocast=autocast)
+    return workload_of(model, batch, name=row.model, has_masters=row.weights == "float32")
 
 
-SIDES = {"ours": ours, "jax": by_hand, "jax-kernels": with_kernels, "jax-unrolled": unrolled}
+SIDES = {
+    "ours": ours,
+    "ours-autocast": autocast,
+    "jax": by_hand,
+    "jax-kernels": with_kernels,
+    "jax-unrolled": unrolled,
+}
 
 
 def sides(row: Row) -> list[str]:
     is_one = Topology.parse(row.topology).num_devices == 1
-    return [each for each in SIDES if each != "jax-unrolled" or (is_one and not row.recomputes)]
+    is_there = {
+        "jax-unrolled": is_one and not row.recomputes,
+        "ours-autocast": row.weights == "float32",
+    }
+    return [each for each in SIDES if is_there.get(each, True)]
 
 
 def compiled(name: str, side: str) -> dict[str, float] | str:
@@ -197,8 +216,10 @@ def table(names: list[str]) -> list[str]:
                 f"{each['arguments'] / GIB:.2f} | {each['temporaries'] / GIB:.2f} | "
                 f"{each['seconds'] * 1e3:.4g} | {plan['flops'] / each['seconds'] / peak:.1%} |"
             )
-        mine = found.pop("ours")
-        others = [each for each in found.values() if not isinstance(each, str)]
+        mine = found["ours"]
+        others = [
+            each for side, each in found.items() if side.startswith("jax") and not isinstance(each, str)
+        ]
         if not isinstance(mine, str) and others:
             size = _memory(mine) / min(map(_memory, others))
             seconds = mine["seconds"] / min(each["seconds"] for each in others)

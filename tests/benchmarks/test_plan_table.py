@@ -12,6 +12,7 @@ def test_our_step_is_compared_with_the_better_of_the_jax_steps(
 ) -> None:
     figures = {
         "ours": (1, 3, 0.012),
+        "ours-autocast": (1, 1, 0.001),
         "jax": (1, 1, 0.020),
         "jax-kernels": (1, 2, 0.015),
         "jax-unrolled": (1, 4, 0.010),
@@ -30,4 +31,4 @@ def test_our_step_is_compared_with_the_better_of_the_jax_steps(
     assert "| one-chip | ours / JAX | | | memory 2.000 | | 1.200 | |" in lines
     assert "| 1b-v5e | ours | the compiler needs 20.0 GiB | | | | | |" in lines
     assert not any("1b-v5e | ours / JAX" in line or "1b-v5e | jax-unrolled" in line for line in lines)
-    assert len(lines) == 2 + 6 + 4
+    assert len(lines) == 2 + 6 + 5

@@ -218,6 +218,21 @@ def test_a_model_that_reads_values_is_refused_in_one_line() -> None:
         workload_of(Reads(4, 4), lambda rows: torch.empty(rows, 4))
 
 
+def test_with_master_weights_a_plan_computes_in_bfloat16() -> None:
+    config = replace(LLAMA_CONFIGS["llama-5m"], num_hidden_layers=2)
+    rounded = llama(config)
+    for each in rounded.parameters():
+        each.data = each.data.bfloat16()
+    assert workload_of(llama(config), text(32), has_masters=True) == workload_of(rounded, text(32))
+    recipe = find_recipe("llama")
+    plain, masters = (
+        task_of(read_recipe(recipe, [f"optim.master_weights={has}"]), Topology.parse("v6e:2x2"))
+        for has in ("false", "true")
+    )
+    assert masters.precision.optimizer == plain.precision.optimizer + 4
+    assert {each.parameters.itemsize for each in masters.workload.parts} == {2}
+
+
 # -- layouts and choices
 
 

@@ -132,6 +132,7 @@ def _workload(cfg: RecipeConfig) -> Workload:
         name=cfg.model.described,
         autocast=cfg.execution.autocast,
         plan=cfg.parallel.plan,
+        has_masters=cfg.optim.master_weights,
     )
 
 

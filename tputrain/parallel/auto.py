@@ -86,6 +86,7 @@ def _division(
             loss_fn=loss_fn,
             autocast=cfg.execution.autocast,
             plan=cfg.parallel.plan,
+            has_masters=cfg.optim.master_weights,
         )
     if cfg.execution.train == "compile":  # which cuts no layers
         workload = replace(workload, tensor_degrees=(1,))

@@ -35,8 +35,9 @@ class Precision:
 
     @classmethod
     def of(cls, optimizer: OptimConfig) -> "Precision":
-        """With an optimizer of this library, and maybe an average of the parameters."""
-        return cls(optimizer.state_bytes + (4.0 if optimizer.ema_decay is not None else 0.0))
+        """With an optimizer of this library, and maybe an average or float32 copies of the parameters."""
+        num_copies = (optimizer.ema_decay is not None) + optimizer.master_weights
+        return cls(optimizer.state_bytes + 4.0 * num_copies)
 
 
 @dataclass(frozen=True)

@@ -165,13 +165,16 @@ def workload_of(
     loss_fn: LossFunction | None = None,
     autocast: str | None = None,
     plan: Mapping[str, Any] | None = None,
+    has_masters: bool = False,
 ) -> Workload:
     """Run `model` (parameters anywhere, best on meta) on `batch(rows)`, tensors of any device.
+
+    `has_masters`: its float32 parameters are bfloat16 in the step (`optim.master_weights`).
 
     Raises UserError for a model that cannot be run without values.
     """
     tensor = _TensorPlan.of(model, plan or {})
-    settings = _Settings(model, loss_fn, autocast, tensor)
+    settings = _Settings(model, loss_fn, autocast, tensor, has_masters)
     few, many = (_runs(settings, batch, rows) for rows in ROWS)
     if [run.key for run in few] != [run.key for run in many]:
         raise UserError(
@@ -251,6 +254,7 @@ class _Settings:
     loss_fn: LossFunction | None
     autocast: str | None
     tensor: _TensorPlan
+    has_masters: bool
 
 
 @dataclass
@@ -343,7 +347,7 @@ class _Tracer:
             sizes[kind] += parameter.numel()
             sizes[f"trained_{kind}"] += parameter.numel() * parameter.requires_grad
         largest = max((each.numel() for each in owned.values()), default=0)
-        itemsize = max((each.element_size() for each in owned.values()), default=4)
+        itemsize = max((self._fake(each).element_size() for each in owned.values()), default=4)
         linears = [
             (name, each.in_features, each.out_features)
             for name, each in modules
@@ -403,7 +407,10 @@ class _Tracer:
             return value
         found = self._fakes.get(id(value))
         if found is None:
-            found = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_DEVICE)
+            dtype = value.dtype
+            if self._settings.has_masters and isinstance(value, nn.Parameter) and dtype is torch.float32:
+                dtype = torch.bfloat16
+            found = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_DEVICE)
             found.requires_grad_(value.requires_grad)
             self._fakes[id(value)] = found
         return found
