@@ -9,7 +9,7 @@ TPU logits of 16-bit numbers are rounded, as those of `linear` are: a block of t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,8 @@ def linear_cross_entropy(
     weights = is_counted.astype(dtype) if token_weight is None else jnp.where(is_counted, token_weight, 0)
     given = self, jnp.where(is_counted, target, 0).astype(jnp.int32), weights.astype(dtype)
 
-    def of_block(*block: jax.Array) -> tuple[_Sums, jax.Array | None]:
-        return _block(*block, linear_weight, linear_bias, wanted)
+    def of_block(hidden: jax.Array, target: jax.Array, weights: jax.Array) -> tuple[_Sums, jax.Array | None]:
+        return _block(hidden, target, weights, linear_weight, linear_bias, wanted)
 
     size = min(tokens, _tokens_of_block(self.dtype, *linear_weight.shape))
     if size == tokens:
@@ -63,10 +63,10 @@ def linear_cross_entropy(
     size = math.ceil(tokens / count)
     padded = [jnp.pad(each, ((0, -tokens % size), *[(0, 0)] * (each.ndim - 1))) for each in given]
 
-    def add(i: jax.Array, found: tuple[_Sums, jax.Array | None]) -> tuple[_Sums, jax.Array | None]:
+    def add(i: jax.Array, found: tuple[_Sums, Any]) -> tuple[_Sums, Any]:
         sums, grad_hidden = found
         more, part = of_block(*(lax.dynamic_slice_in_dim(each, i * size, size) for each in padded))
-        if grad_hidden is not None:
+        if part is not None:
             grad_hidden = lax.dynamic_update_slice_in_dim(grad_hidden, part, i * size, 0)
         return jax.tree.map(jnp.add, sums, more), grad_hidden
 
