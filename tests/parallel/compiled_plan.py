@@ -18,7 +18,7 @@ from tputrain import OptimConfig, ParallelConfig, RunConfig
 from tputrain.device import of_slices
 from tputrain.errors import UserError
 from tputrain.execution import ExecutionConfig
-from tputrain.models import parameters_on_meta
+from tputrain.models import parameters_on_meta, vocabulary_loss
 from tputrain.models.llama import Llama, LlamaConfig
 from tputrain.planning.abstract_step import abstract_step
 
@@ -60,6 +60,7 @@ def count_joined() -> list[int]:
 def record(rank: int) -> dict[str, object]:
     slices = of_slices()
     slices.start(TOPOLOGY, rank)
+    vocabulary_loss.MANY_LOGITS = 0  # as if they were many
     cfg = RunConfig(parallel=ParallelConfig(shard=-1), execution=ExecutionConfig(autocast="bfloat16"))
     with parameters_on_meta():
         model = Llama(CONFIG)

@@ -76,6 +76,7 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     for layer in ("self_attn.q_proj", "mlp.up_proj"):
         for walk in ("forward", "again", "backward"):
             assert labels[f"{walk} model.layers.*.{layer}"] > 0
+    assert "forward lm_head" not in labels  # the head and the loss are one operation, as in a run
     assert all(labels[name] > 0 for name in ONCE)
     assert first["refusal"].startswith("Reading: cannot be compiled without running it")
     assert "compiled_plan.py:" in first["refusal"]

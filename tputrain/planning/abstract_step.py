@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from tputrain import device as devices
@@ -111,7 +112,7 @@ class _Labels:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self._model, self._optimizer = model, optimizer
+        self._optimizer = optimizer
         self._names = {id(each): _without_numbers(name) for name, each in model.named_modules()}
         self._open: list[str] = []
         self._marked = ""
@@ -119,12 +120,13 @@ class _Labels:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """In here they are made."""
-        handles: list[Any] = []
-        for module in self._model.modules():
-            handles.append(module.register_forward_pre_hook(self._before, prepend=True))
-            handles.append(module.register_forward_hook(self._after, always_call=True))
-        handles.append(self._optimizer.register_step_pre_hook(lambda *_: self._mark(OPTIMIZER)))
+        """In here they are made. Hooks of all modules together: a head with hooks of its own makes all its
+        logits, which it does not without a plan."""
+        handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+            self._optimizer.register_step_pre_hook(lambda *_: self._mark(OPTIMIZER)),
+        ]
         try:
             yield
         finally:
@@ -132,6 +134,8 @@ class _Labels:
                 handle.remove()
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
+        if id(module) not in self._names:
+            return
         # A pass inside the backward pass computes again what was not kept.
         is_again = torch._C._current_graph_task_id() >= 0
         label = f"{'again' if is_again else 'forward'} {self._names[id(module)]}".strip()
@@ -139,6 +143,8 @@ class _Labels:
         self._mark(label)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if id(module) not in self._names:
+            return
         self._open.pop()
         self._mark(self._open[-1] if self._open else LOSS)
         name = f"backward {self._names[id(module)]}".strip()
