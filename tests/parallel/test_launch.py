@@ -293,6 +293,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(directory: Path):
     [
         (["data.files=none/*.txt"], "data.files='none/*.txt': no file matches"),
         (["model.path=none"], "model.path=none: no such directory"),
+        (["data.source=saved", "data.name=none"], "data.name='none': no such directory"),
         (
             ["parallel.shard=1", "parallel.context=2", "data.sequence_length=10", "batch.tokens=80"],
             "parallel.context=2: a sequence of 10 tokens does not divide: expected a multiple of 4",

@@ -131,6 +131,8 @@ class SavedRowsConfig(_Read, names=("saved",)):
         return "data.name", repr(self.name)
 
     def files_behind(self) -> list[Path]:
+        if self.source == "saved" and not self.path.is_dir():
+            raise self._no_directory()
         return sorted(path for path in self.path.rglob("*") if path.is_file())
 
     def load(self, held_out: bool) -> Any:
