@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tpu_backend import views
 from tpu_backend.lowering import registry
@@ -179,7 +182,7 @@ def _is_contiguous(geometry: views.Geometry) -> bool:
 
 def apply(entry: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Packed | None:
     """The result of an entry that works on the parts; None where it does not."""
-    rule = _RULES.get(entry.name)
+    rule = RULES.get(entry.name)
     output = entry.outputs[0]
     if rule is None or len(entry.outputs) != 1 or output.skip or output.computed is None:
         return None
@@ -223,7 +226,7 @@ def _all_gather(self: Any, ranks: Sequence[int]) -> Packed | None:
     if not isinstance(self, Packed) or self.rows != 1 or len(self.dims) != 1 or _joins_collectives():
         return None
     gather = registry.TABLE["tpu_collective::all_gather"].function
-    parts = tuple(gather(part, ranks) for part in self.parts)
+    parts = tuple(gather(part, ranks) for part in _after_scatters(self.parts))
     return Packed(parts, (len(ranks) * self.dims[0],), len(ranks))
 
 
@@ -234,6 +237,7 @@ def _reduce_scatter(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | No
         return None
     scatter = registry.TABLE["tpu_collective::reduce_scatter"].function
     parts = tuple(scatter(_divisible(part, len(ranks)), reduce, ranks) for part in self.parts)
+    _order.scattered.append(parts)
     return Packed(parts, (self.dims[0] // len(ranks),))
 
 
@@ -243,6 +247,37 @@ def _all_reduce(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | None:
         return None
     function = registry.TABLE["tpu_collective::all_reduce"].function
     return self.map(lambda part: function(part, reduce, ranks))
+
+
+class _Order(threading.local):
+    """Of collectives in the program that this thread traces."""
+
+    def __init__(self) -> None:
+        self.scattered: list[tuple[jax.Array, ...]] = []
+
+
+_order = _Order()
+
+
+@contextmanager
+def one_scatter_on_its_way() -> Iterator[None]:
+    """In here a gather comes after all scatters before it but the last one, as FSDP2 has it.
+
+    XLA puts a scatter that it makes an all-reduce of at the end of the program, and until then the gradients
+    of all layers are whole.
+    """
+    outer, _order.scattered = _order.scattered, []
+    try:
+        yield
+    finally:
+        _order.scattered = outer
+
+
+def _after_scatters(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The parts, which are there once the scatter before the last one has ended."""
+    if lowered_for() != "tpu" or len(_order.scattered) < 2:
+        return parts
+    return lax.optimization_barrier((parts, _order.scattered[-2]))[0]
 
 
 def _divisible(part: jax.Array, count: int) -> jax.Array:
@@ -258,7 +293,7 @@ def _joins_collectives() -> bool:
     return lowered_for() == "cpu"
 
 
-_RULES: dict[str, Callable[..., Packed | None]] = {
+RULES: dict[str, Callable[..., Packed | None]] = {
     "tpu::copy": _copy,
     "cat": _cat,
     "tpu_collective::all_gather": _all_gather,
