@@ -78,6 +78,8 @@ def test_a_16_bit_gradient_of_an_embedding_needs_no_table_of_float32() -> None:
     program = text("embedding_dense_backward", args, (4096, 64), jnp.bfloat16)
     assert "4096x64xbf16" in program
     assert "4096x64xf32" not in program
+    few = text("embedding_dense_backward", [rows, args[1], 2, -1, False], (2, 64), jnp.bfloat16)
+    assert "sort" not in operations(few)  # a table of a few rows is the smaller one
 
 
 def test_nll_loss_backward_is_a_select_over_the_logits() -> None:

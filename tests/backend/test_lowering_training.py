@@ -194,3 +194,14 @@ def test_group_norms_statistics_are_of_the_parameters_dtype() -> None:
 
 def test_the_median_of_nothing_is_nan() -> None:
     assert torch.ones(0, device="tpu").median().isnan()
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 3])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_a_16_bit_gradient_of_an_embedding_is_summed_in_float32(padding_idx: int, by_frequency: bool) -> None:
+    tokens = torch.tensor([3, 9, 3, 0, 9, 9])
+    gradient = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rest = 50, padding_idx, by_frequency
+    found = torch.ops.aten.embedding_dense_backward(gradient.to("tpu"), tokens.to("tpu"), *rest).cpu()
+    expected = torch.ops.aten.embedding_dense_backward(gradient.float(), tokens, *rest).bfloat16()
+    assert torch.equal(found, expected)

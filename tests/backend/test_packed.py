@@ -1,6 +1,7 @@
 """Flat buffers in parts: the order of the collectives that work on them."""
 
 import jax
+import jax.extend as jex
 import jax.numpy as jnp
 import pytest
 
@@ -11,8 +12,8 @@ from tpu_backend.runtime import packed
 RANKS = (0, 1)
 
 
-def programs_gathers(platform: str, num_scatters: int) -> list[str]:
-    """What a gather behind so many scatters is made of, as its program says."""
+def program(platform: str, num_scatters: int) -> jex.core.Jaxpr:
+    """So many scatters, and a gather."""
 
     def step(gradients: list[jax.Array], weight: jax.Array) -> list[jax.Array]:
         scattered = [
@@ -23,19 +24,23 @@ def programs_gathers(platform: str, num_scatters: int) -> list[str]:
         return [*(each.whole() for each in scattered), gathered.whole()]
 
     given = [jnp.zeros((4, 4))] * num_scatters, jnp.zeros((2, 4))
-    with axis_of(RANKS), lowering_for(platform), packed.one_scatter_on_its_way():
-        return [each.primitive.name for each in jax.make_jaxpr(step)(*given).eqns]
+    with axis_of(RANKS), lowering_for(platform), packed.ordered_scatters():
+        return jax.make_jaxpr(step)(*given).jaxpr
 
 
-@pytest.mark.parametrize(("num_scatters", "expected"), [(0, 0), (1, 0), (2, 1), (3, 1)])
-def test_on_a_tpu_a_gather_comes_after_the_scatters_before_the_last_one(
-    num_scatters: int, expected: int
-) -> None:
+@pytest.mark.parametrize("num_scatters", [0, 1, 2, 3])
+def test_on_a_tpu_a_gather_comes_after_the_scatters_before_the_last_one(num_scatters: int) -> None:
     # XLA puts what it makes an all-reduce of at the program's end: until then all gradients are whole.
-    operations = programs_gathers("tpu", num_scatters)
-    assert operations.count("reduce_scatter") == num_scatters
-    assert operations.count("optimization_barrier") == expected
+    equations = program("tpu", num_scatters).eqns
+    scattered = [each.outvars[0] for each in equations if each.primitive.name == "reduce_scatter"]
+    assert len(scattered) == num_scatters
+    barriers = [each for each in equations if each.primitive.name == "optimization_barrier"]
+    assert [each.invars[1:] for each in barriers] == ([scattered[:-1]] if num_scatters > 1 else [])
+    (gather,) = (each for each in equations if each.primitive.name == "all_gather")
+    assert [each.outvars[0] in gather.invars for each in barriers] == [True] * len(barriers)
 
 
 def test_elsewhere_a_gather_waits_for_nothing() -> None:
-    assert "optimization_barrier" not in programs_gathers("cuda", 3)
+    operations = [each.primitive.name for each in program("cuda", 3).eqns]
+    assert "reduce_scatter" in operations
+    assert "optimization_barrier" not in operations

@@ -100,7 +100,7 @@ def ours(row: Row, under_autocast: bool = False) -> dict[str, float]:
 
 
 def autocast(row: Row) -> dict[str, float]:
-    """The same of float32 weights under autocast: what is between products is in float32, too."""
+    """Ours with float32 weights under autocast: what is between products is in float32, too."""
     return ours(row, under_autocast=True)
 
 

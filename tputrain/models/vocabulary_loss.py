@@ -9,7 +9,7 @@ from tputrain import device as devices
 from tputrain.batches import IGNORED_LABEL
 
 MANY_LOGITS = 2**24
-"""From here on a model's logits are not made whole: 64 MiB of float32, which is one block of the device's."""
+"""From here on a model's logits are not made whole: 64 MiB of float32."""
 
 
 def linear_cross_entropy(

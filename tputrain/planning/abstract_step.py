@@ -120,8 +120,11 @@ class _Labels:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """In here they are made. Hooks of all modules together: a head with hooks of its own makes all its
-        logits, which it does not without a plan."""
+        """Labels are made in this context.
+
+        The hooks are those of all modules: with a hook of its own a head would make all its logits, and the
+        plan's program would not be the run's.
+        """
         handles = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),

@@ -74,24 +74,26 @@ def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, sca
         rows = rows / _read(counts, places)[:, None]
     if padding_idx >= 0:
         rows = jnp.where((places == padding_idx)[:, None], 0, rows)
-    hints = {}
-    if is_16_bit(dtype):
-        places, rows = _summed_by_place(places, rows, num_weights)
-        hints = {"indices_are_sorted": True, "unique_indices": True}
-    # Added, not set: XLA adds the rows to what the gradient is added to, and there are no zeros.
-    return _write(jnp.zeros((num_weights, width), dtype), places)("add", rows.astype(dtype), **hints)
+    if not is_16_bit(dtype) or places.shape[0] >= num_weights:
+        return _write(jnp.zeros((num_weights, width), rows.dtype), places)("add", rows)
+    places, rows = _summed_by_place(places, rows, num_weights)
+    # `add`, not `set`: XLA then adds the rows to what the gradient is added to, and makes no table of zeros.
+    return _write(jnp.zeros((num_weights, width), dtype), places)(
+        "add", rows.astype(dtype), indices_are_sorted=True, unique_indices=True
+    )
 
 
 def _summed_by_place(places, rows, end):
-    """The places in order, each once, with the sums of their rows; what is left over is from `end` on.
+    """Sort the places and sum the rows of equal ones: float32 sums take a row a token, and not one a weight.
 
-    So float32 sums need a row a token, and not one a weight.
+    Slots that are not used, and places out of range, are at `end` and behind it: a write drops them.
     """
     numbers = lax.iota(places.dtype, places.shape[0])
+    places = jnp.where((places < 0) | (places >= end), end, places)
     places, order = lax.sort((places, numbers), num_keys=1, is_stable=True)
     is_next = jnp.concatenate([jnp.zeros_like(places[:1]), (places[1:] != places[:-1]).astype(places.dtype)])
     of_place = jnp.cumsum(is_next, dtype=places.dtype)
-    sums = _write(jnp.zeros_like(rows), of_place)("add", rows[order], indices_are_sorted=True)
+    sums = _write(jnp.zeros_like(rows), of_place)("add", _read(rows, order), indices_are_sorted=True)
     return _write(end + numbers, of_place)("set", places, indices_are_sorted=True), sums
 
 

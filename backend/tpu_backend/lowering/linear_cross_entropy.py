@@ -21,9 +21,9 @@ from tpu_backend.lowering.platforms import lowered_for
 from tpu_backend.lowering.registry import is_16_bit, lowering, opmath
 
 BLOCK_BYTES = 2**26
-"""Of a block's logits, where `_tokens_of_block` wants no more: half of a v6e's VMEM. With 32,000 classes the
-loss of 4,096 tokens and its gradients take 2.2 ms there by the compiler, in blocks of 1,024; in 512, of
-float32 logits, 2.8 ms.
+"""A block's logits take so many, unless `_tokens_of_block` wants more: half of a v6e's VMEM. With 32,000
+classes the loss of 4,096 tokens and its gradients take 2.2 ms there by the compiler, in blocks of 1,024; in
+512, of float32 logits, 2.8 ms.
 """
 BLOCK_BYTES_ON_CPU = 2**24
 """There three arrays of a block's size are in memory."""
@@ -55,7 +55,7 @@ def linear_cross_entropy(
     def of_block(hidden: jax.Array, target: jax.Array, weights: jax.Array) -> tuple[_Sums, jax.Array | None]:
         return _block(hidden, target, weights, linear_weight, linear_bias, wanted)
 
-    size = min(tokens, _tokens_of_block(self.dtype, *linear_weight.shape))
+    size = min(tokens, _tokens_of_block(self.dtype, *linear_weight.shape, has_sums=wanted[1]))
     if size == tokens:
         sums, grad_hidden = of_block(*given)
         return sums.loss, sums.weights, grad_hidden, sums.grad_weight, sums.grad_bias
@@ -83,8 +83,9 @@ def linear_cross_entropy(
     return sums.loss, sums.weights, grad_hidden, sums.grad_weight, sums.grad_bias
 
 
-def _tokens_of_block(dtype: jnp.dtype, classes: int, features: int) -> int:
-    """As many as BLOCK_BYTES allow; on an accelerator as many as there are features at least.
+def _tokens_of_block(dtype: jnp.dtype, classes: int, features: int, has_sums: bool) -> int:
+    """As many as BLOCK_BYTES allow; on a TPU as many as there are features at least, where the weight's
+    gradient is asked for.
 
     A block reads all weights, and reads and writes the sums for their gradient: with so many tokens a TPU's
     products take longer than that, and the block's logits less memory than the sums. Of 128,256 classes and
@@ -92,9 +93,9 @@ def _tokens_of_block(dtype: jnp.dtype, classes: int, features: int) -> int:
     """
     if lowered_for() in (None, "cpu"):
         return max(1, min(BLOCK_BYTES, BLOCK_BYTES_ON_CPU) // (classes * jnp.dtype(opmath(dtype)).itemsize))
-    is_rounded = lowered_for() == "tpu" and is_16_bit(dtype)
-    itemsize = jnp.dtype(dtype if is_rounded else opmath(dtype)).itemsize
-    return max(features, BLOCK_BYTES // (classes * itemsize))
+    is_on_tpu = lowered_for() == "tpu"
+    itemsize = jnp.dtype(dtype if is_on_tpu and is_16_bit(dtype) else opmath(dtype)).itemsize
+    return max(features if is_on_tpu and has_sums else 1, BLOCK_BYTES // (classes * itemsize))
 
 
 def _block(

@@ -237,7 +237,8 @@ def _reduce_scatter(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | No
         return None
     scatter = registry.TABLE["tpu_collective::reduce_scatter"].function
     parts = tuple(scatter(_divisible(part, len(ranks)), reduce, ranks) for part in self.parts)
-    _order.scattered.append(parts)
+    if _in_order.scattered is not None:
+        _in_order.scattered.append(parts)
     return Packed(parts, (self.dims[0] // len(ranks),))
 
 
@@ -249,35 +250,38 @@ def _all_reduce(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | None:
     return self.map(lambda part: function(part, reduce, ranks))
 
 
-class _Order(threading.local):
-    """Of collectives in the program that this thread traces."""
+class _InOrder(threading.local):
+    """The scatters of the program that this thread traces inside of `ordered_scatters`."""
 
-    def __init__(self) -> None:
-        self.scattered: list[tuple[jax.Array, ...]] = []
+    scattered: list[tuple[jax.Array, ...]] | None = None
 
 
-_order = _Order()
+_in_order = _InOrder()
 
 
 @contextmanager
-def one_scatter_on_its_way() -> Iterator[None]:
-    """In here a gather comes after all scatters before it but the last one, as FSDP2 has it.
+def ordered_scatters() -> Iterator[None]:
+    """In this context a gather on a TPU runs after the scatters before it, except for the last one, as in
+    FSDP2.
 
-    XLA puts a scatter that it makes an all-reduce of at the end of the program, and until then the gradients
-    of all layers are whole.
+    XLA puts a scatter that it makes an all-reduce of at the end of the program. Until then the gradients of
+    all layers would be whole.
     """
-    outer, _order.scattered = _order.scattered, []
+    outer, _in_order.scattered = _in_order.scattered, []
     try:
         yield
     finally:
-        _order.scattered = outer
+        _in_order.scattered = outer
 
 
 def _after_scatters(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The parts, which are there once the scatter before the last one has ended."""
-    if lowered_for() != "tpu" or len(_order.scattered) < 2:
+    """What is to be gathered, as a value that depends on those scatters."""
+    scattered = _in_order.scattered
+    if lowered_for() != "tpu" or not scattered or len(scattered) < 2:
         return parts
-    return lax.optimization_barrier((parts, _order.scattered[-2]))[0]
+    parts, _ = lax.optimization_barrier((parts, tuple(scattered[:-1])))
+    del scattered[:-2]  # a later gather need not name them again
+    return parts
 
 
 def _divisible(part: jax.Array, count: int) -> jax.Array:
