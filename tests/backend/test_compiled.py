@@ -281,7 +281,13 @@ def test_compiled_autograd():
 def test_who_waits_long_is_told_what_for(monkeypatch, capsys):
     monkeypatch.setattr(compiling, "_PATIENCE", 0.0)
     monkeypatch.setattr(compiling, "_INTERVAL", 0.01)
-    compiled(lambda x: x.sin().cos())(torch.ones(4, 7, device="tpu")).cpu()
+
+    def many(x: Tensor) -> Tensor:
+        for size in range(2, 10):  # each has loops of its own: together they take XLA many intervals
+            x = x.sin().cumsum(0).repeat(2, 1)[:size].softmax(0)
+        return x
+
+    compiled(many)(torch.ones(4, 7, device="tpu")).cpu()
     said = capsys.readouterr().err
     assert re.search(
         r"tpu: still compiling a graph of torch.compile of \d+ operations, for \d+ s\n(.*\n)*tpu: compiled",

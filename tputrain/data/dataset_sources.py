@@ -131,15 +131,13 @@ class SavedRowsConfig(_Read, names=("saved",)):
         return "data.name", repr(self.name)
 
     def files_behind(self) -> list[Path]:
-        if self.source == "saved" and not self.path.is_dir():
-            raise self._no_directory()
+        self._expect_directory()
         return sorted(path for path in self.path.rglob("*") if path.is_file())
 
     def load(self, held_out: bool) -> Any:
         import datasets
 
-        if not self.path.is_dir():
-            raise self._no_directory()
+        self._expect_directory()
         dataset = datasets.load_from_disk(str(self.path))
         if isinstance(dataset, datasets.DatasetDict):
             key = "validation_split" if held_out else "split"
@@ -151,10 +149,11 @@ class SavedRowsConfig(_Read, names=("saved",)):
             )
         return dataset.to_iterable_dataset() if self.streaming else dataset
 
-    def _no_directory(self) -> DataError:
-        hint = nearest_path(str(self.name))
-        suggestion = f"; did you mean {hint}?" if hint else ""
-        return DataError(f"data.name={self.name!r}: no such directory{suggestion}")
+    def _expect_directory(self) -> None:
+        if not self.path.is_dir():
+            hint = nearest_path(str(self.name))
+            suggestion = f"; did you mean {hint}?" if hint else ""
+            raise DataError(f"data.name={self.name!r}: no such directory{suggestion}")
 
     def choices(self) -> list[Any]:
         return [*super().choices(), None, self.split, self.validation_split]
@@ -180,12 +179,15 @@ class HubRowsConfig(SavedRowsConfig, names=("hub",)):
     def load(self, held_out: bool) -> Any:
         import datasets
 
+        self._expect_directory()
         name, split = str(self.name), self.validation_split if held_out else self.split
         is_here = Path(name).is_dir()
-        if not is_here and is_path(name):
-            raise self._no_directory()
         with nullcontext() if is_here else asking_hub(f"data.name={name} ({split})"):
             return datasets.load_dataset(name, self.subset, split=split, streaming=self.streaming)
+
+    def _expect_directory(self) -> None:
+        if is_path(str(self.name)):  # else it is on the hub
+            super()._expect_directory()
 
     def choices(self) -> list[Any]:
         return [*RowsConfig.choices(self), self.subset, self.split, self.validation_split]
