@@ -13,6 +13,7 @@ _QUICK = (
     "test_blocked_attention",
     "test_capture",
     "test_capture_reach",
+    "test_capture_told",
     "test_compile_causes",
     "test_compile_control_flow",
     "test_compile_flex_attention",
