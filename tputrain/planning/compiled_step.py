@@ -121,12 +121,16 @@ def why_not(topology: Topology) -> str | None:
     return None
 
 
-def compile_step(subject: Subject) -> CompiledStep:
+def compile_step(subject: Subject, is_whole: bool = False) -> CompiledStep:
     """Record and compile it. In a process that stands for a rank of the slice (`start_slice`).
+
+    `is_whole`: all layers are compiled, however many there are.
 
     Raises UserError where it cannot be recorded, DoesNotFitError where it is too large.
     """
     depths = _depths(subject.make_model())
+    if is_whole:
+        depths = replace(depths, compiled=(depths.wanted,))
     found, said, record_seconds, compile_seconds = [], [], 0.0, 0.0
     notes: dict[str, None] = {}  # in order
     for depth in depths.compiled:
