@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_backend.runtime.packed import Packed
+from tpu_backend.runtime.signature import entries
 from tputrain import OptimConfig, ParallelConfig, RunConfig
 from tputrain.device import of_slices
 from tputrain.errors import UserError
@@ -77,6 +78,7 @@ def record(rank: int) -> dict[str, object]:
         abstract_step(Reading(), cfg, [torch.zeros(8, 8), torch.zeros(8, 8)], torch.nn.functional.mse_loss)
     except UserError as error:
         refusal = str(error)
+    operations = [entry for entry, _, _ in entries(step.segment["tape"])]
     return {
         "digest": hashlib.sha256(text.encode()).hexdigest(),
         "segments": step.num_segments,
@@ -87,6 +89,10 @@ def record(rank: int) -> dict[str, object]:
         "donated": len(step.segment["donated"]),
         "masters": [masters.num_segments, len(masters.segment["donated"])],
         "labels": Counter(step.segment["labels"]),
+        "losses": sum(entry.name == "tpu::linear_cross_entropy" for entry in operations),
+        "scattered": [
+            entry.outputs[0].sizes[0] for entry in operations if entry.name.endswith("::reduce_scatter")
+        ],
         "refusal": refusal,
     }
 

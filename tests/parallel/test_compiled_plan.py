@@ -76,7 +76,12 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     for layer in ("self_attn.q_proj", "mlp.up_proj"):
         for walk in ("forward", "again", "backward"):
             assert labels[f"{walk} model.layers.*.{layer}"] > 0
-    assert "forward lm_head" not in labels  # the head and the loss are one operation, as in a run
+    # The head and the loss are one operation, as in a run. Its gradient is the first that is divided.
+    assert first["losses"] == 1
+    head, *layers, embeddings = first["scattered"]
+    assert head == 512 * 128 // 4
+    assert len(layers) == 2
+    assert embeddings > head
     assert all(labels[name] > 0 for name in ONCE)
     assert first["refusal"].startswith("Reading: cannot be compiled without running it")
     assert "compiled_plan.py:" in first["refusal"]

@@ -17,10 +17,9 @@ from tputrain.errors import UserError
 from tputrain.hub import asking_hub, is_path
 from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
-from tputrain.models.llama import next_token_loss
 from tputrain.models.recompute import kind_of, recomputed_call
 from tputrain.models.sequence import places
-from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
+from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, next_token_loss, pays
 
 CONFIG = "config.json"
 INITS = ("weights", "random")

@@ -19,13 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tputrain.batches import IGNORED_LABEL
 from tputrain.errors import UserError
 from tputrain.models.attention import attend, causal_mask
 from tputrain.models.kv_cache import KeyValueCache, LayerCache
 from tputrain.models.recompute import kind_of, recomputed
 from tputrain.models.sequence import places
-from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, pays
+from tputrain.models.vocabulary_loss import VocabularyHead, next_token_loss, vocabulary_loss
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,9 @@ class Llama(nn.Module):
         self.config = config
         self.model = Decoder(config)
         # Tied embeddings are one parameter used twice, not two names for it: nothing to keep tied later.
-        self.lm_head = None if config.tie_word_embeddings else _linear(config.hidden_size, config.vocab_size)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = VocabularyHead(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
         self,
@@ -182,8 +183,11 @@ class Llama(nn.Module):
         sequences.
         """
         hidden = self.model(input_ids, position_ids, document_ids, cache)
-        if labels is not None and not self.gives_logits_with_loss and self._needs_no_logits(hidden):
-            return linear_cross_entropy(hidden, self.output_weight, labels)
+        if labels is not None and not self.gives_logits_with_loss:
+            if self.lm_head is None:
+                return vocabulary_loss(hidden, self.output_weight, labels)
+            if isinstance(self.lm_head, VocabularyHead) and not self.lm_head.is_heard:
+                return self.lm_head(hidden, labels)
         logits = F.linear(hidden, self.output_weight) if self.lm_head is None else self.lm_head(hidden)
         if labels is None:
             return logits
@@ -193,9 +197,6 @@ class Llama(nn.Module):
     def new_cache(self, length: int) -> KeyValueCache:
         """What text of up to `length` tokens is written with, a token at a time."""
         return KeyValueCache(length, self.config.num_hidden_layers)
-
-    def _needs_no_logits(self, hidden: Tensor) -> bool:
-        return (self.lm_head is None or is_plain(self.lm_head)) and pays(hidden, self.output_weight)
 
     @property
     def tp_plan(self) -> dict[str, str]:
@@ -259,11 +260,6 @@ class Llama(nn.Module):
         directory = Path(directory)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (directory / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
-
-
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The float32 mean cross-entropy, in nats, of logits (B, S, V) over the labels (B, S) that count."""
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
 
 
 class Decoder(nn.Module):

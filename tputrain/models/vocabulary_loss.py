@@ -59,6 +59,39 @@ def linear_cross_entropy(
     return total / weights.sum() if reduction == "mean" else total
 
 
+class VocabularyHead(nn.Linear):
+    """A linear head over a vocabulary: logits (B, S, V), or with labels (B, S) their `vocabulary_loss`.
+
+    The loss is made in its forward pass, so that it can be a unit of FSDP2. In the unit of the whole model
+    its gradient, one of the largest, would be whole to the end of the backward pass.
+    """
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(input)
+        return vocabulary_loss(input, self.weight, labels, self.bias)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody listens for its logits: there are hooks besides those of FSDP2."""
+        own = int(hasattr(self, "unshard"))  # FSDP2's method; to import its class takes a second
+        return len(self._forward_hooks) > own or len(self._forward_pre_hooks) > own
+
+
+def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The float32 mean cross-entropy, in nats, of a head (V, E) and hidden states (B, S, E) over the labels
+    (B, S) that count. Its logits are whole where that takes little memory.
+    """
+    if pays(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
+    return next_token_loss(F.linear(hidden, weight, bias), labels)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same of logits (B, S, V)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
 def is_plain(head: nn.Module) -> bool:
     """Whether a head only multiplies, and nobody listens: `linear_cross_entropy` may take its place."""
     return type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)

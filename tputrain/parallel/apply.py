@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from tputrain.models.vocabulary_loss import VocabularyHead
 from tputrain.parallel.blocks import blocks
 from tputrain.parallel.placement import placements
 
@@ -40,7 +41,8 @@ def apply_plan(
     else:
         data = mesh["replicate", "shard"]
     dims = placements(model, placement, data.size(1))
-    for block in blocks(model):
+    heads = [each for each in model.children() if isinstance(each, VocabularyHead)]
+    for block in (*blocks(model), *heads):
         fully_shard(block, mesh=data, shard_placement_fn=dims)
     # Resharded after the forward pass, too: outside of a pass the parameters are always the sharded ones.
     fully_shard(model, mesh=data, reshard_after_forward=True, shard_placement_fn=dims)

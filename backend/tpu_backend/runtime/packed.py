@@ -261,11 +261,11 @@ _in_order = _InOrder()
 
 @contextmanager
 def ordered_scatters() -> Iterator[None]:
-    """In this context a gather on a TPU runs after the scatters before it, except for the last one, as in
-    FSDP2.
+    """In this context a gather on a TPU runs after the scatters before it.
 
-    XLA puts a scatter that it makes an all-reduce of at the end of the program. Until then the gradients of
-    all layers would be whole.
+    XLA would put products of weights' gradients, and scatters that it makes all-reduces of, at the end of the
+    program, as long as there is memory. Until then what they are made of, and the gradients of all layers,
+    would be in memory.
     """
     outer, _in_order.scattered = _in_order.scattered, []
     try:
@@ -277,10 +277,10 @@ def ordered_scatters() -> Iterator[None]:
 def _after_scatters(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """What is to be gathered, as a value that depends on those scatters."""
     scattered = _in_order.scattered
-    if lowered_for() != "tpu" or not scattered or len(scattered) < 2:
+    if lowered_for() != "tpu" or not scattered:
         return parts
-    parts, _ = lax.optimization_barrier((parts, tuple(scattered[:-1])))
-    del scattered[:-2]  # a later gather need not name them again
+    parts, _ = lax.optimization_barrier((parts, tuple(scattered)))
+    del scattered[:-1]  # a later gather need not name them again
     return parts
 
 
