@@ -167,6 +167,8 @@ def chips(topology: str) -> tuple[Any, ...]:
         arguments["num_slices"] = int(slices)
     if set(name.partition(":")[2]) == {"1", "x"}:
         arguments["chips_per_host_bounds"] = (1, 1, 1)  # else a host has four at least
+    if name.startswith("v4:"):
+        arguments["chip_config_name"] = "megacore"  # as a run has it: both cores of a chip are one device
     try:
         return tuple(topologies.get_topology_desc(platform="tpu", **arguments).devices)
     except jax.errors.JaxRuntimeError as error:

@@ -26,6 +26,11 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](\S*) \{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _SOURCES = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _KERNEL = re.compile(r"_(fwd|dq|dkv)(?:_|$)")
+# What the runtime of several slices is asked for goes to the host, and comes from there.
+_BETWEEN_SLICES = re.compile(
+    r'_xla_host_transfer_rendezvous="([^"]+)".*_xla_megascale_target="\{([\d,]+)\}.*'
+    r'_xla_megascale_transfer_type="(\w+)"'
+)
 _ATTENTION = re.compile(r'attention="(\d+) (\d+) (\d+)"')
 # JAX writes what it tells a profiler of a Pallas kernel over three lines.
 _KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")
@@ -46,6 +51,8 @@ class Collective:
     """The first of the groups of devices that do it, by their places in the program's mesh."""
     chain: str | None = None
     """What its parts have in common where fusions carry its steps."""
+    num_slices: int = 1
+    """More than one: the network between slices carries it, for each chip by itself."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +79,16 @@ class AttentionKernel:
         return {"fwd": (keys, values), "dq": (keys, values, keys), "dkv": (keys, values, values, keys)}[
             self.kind
         ]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One end of what the network between slices carries for a chip: a `send`, or the `recv` of a result."""
+
+    rendezvous: str
+    """The same at both ends."""
+    kind: str  # as those of collectives
+    num_slices: int
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,14 @@ class Instruction:
         if not self.is_pallas_kernel or work is None or kind is None:
             return None
         return AttentionKernel(kind[1], *map(int, work.groups()))
+
+    @cached_property
+    def transfer(self) -> Transfer | None:
+        """Which end of a transfer between slices it is, if it is one."""
+        found = _BETWEEN_SLICES.search(self.text) if self.opcode in ("send", "recv") else None
+        if found is None:
+            return None
+        return Transfer(found[1], found[3].lower().replace("_", "-"), len(found[2].split(",")))
 
     @cached_property
     def op_name(self) -> str:
@@ -149,6 +174,9 @@ class Program:
 
     def collective(self, instruction: Instruction, computation: str) -> Collective | None:
         """What it does with other devices, if it does."""
+        if instruction.opcode == "send" and (transfer := instruction.transfer) is not None:
+            sent = instruction.results[:1]
+            return Collective(transfer.kind, sent, True, computation, sent, num_slices=transfer.num_slices)
         kind, _, start = instruction.opcode.partition("-start")
         if kind not in _KINDS or start:
             return None

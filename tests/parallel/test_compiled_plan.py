@@ -292,6 +292,38 @@ def test_collectives_of_the_sparsecore_go_on_beside_the_core() -> None:
     assert found.waiting == pytest.approx(5e-6 - found.estimated)
 
 
+_NETWORK = """channel_id=1, is_host_transfer=true, frontend_attributes={\
+_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.4_0",\
+_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}"""
+TWO_SLICES = f"""ENTRY %main (g: f32[128,64]) -> f32[128,64] {{
+  %g = f32[128,64]{{1,0}} parameter(0)
+  %begin = token[] after-all()
+  %send = (f32[128,64]{{1,0}}, u32[], token[]) send(%g, %begin), {_NETWORK}
+  %recv = (f32[128,64]{{1,0}}, u32[], token[]) recv(%begin), {_NETWORK}
+  %fusion.1 = f32[128,64]{{1,0}} fusion(%g), kind=kLoop, calls=%double, \
+backend_config={{"estimated_cycles":"3500"}}
+  %send-done = token[] send-done(%send), channel_id=1, is_host_transfer=true
+  %recv-done = (f32[128,64]{{1,0}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %sum = f32[128,64]{{1,0}} get-tuple-element(%recv-done), index=0
+}}
+"""
+
+
+def test_what_the_network_between_slices_carries_is_waited_for() -> None:
+    topology = Topology.parse("2x v6e:2x2")
+    layout = Layout(topology, ((1, 1, 2, 1), (1, 1, 2, 1)))
+    groups = compiled_step._Groups(layout, [])
+    found = schedule(hlo.program(TWO_SLICES), topology, groups.seconds)
+    ((collective, seconds),) = found.collectives
+    assert (collective.kind, collective.num_slices) == ("all-reduce", 2)
+    assert collective.num_bytes == 4 * 128 * 64
+    # Each slice sends half of the sum, and receives the other half; then the other way.
+    assert seconds == pytest.approx(4 * 128 * 64 / topology.dcn_bandwidth)
+    assert found.estimated == pytest.approx(3500 / 1.75e9)
+    assert found.waiting == pytest.approx(seconds - found.estimated)
+
+
 KERNELS = """ENTRY %main (q: bf16[12,2048,64]) -> bf16[12,2048,64] {
   %q = bf16[12,2048,64]{2,1,0} parameter(0)
   %splash_mha_dq_no_residuals.1 = (f32[1024,64]{1,0:T(8,128)}, bf16[12,2048,64]{2,1,0:T(8,128)(2,1)S(1)}) \

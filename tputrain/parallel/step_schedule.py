@@ -66,14 +66,17 @@ def schedule(program: Any, topology: Topology, collective_seconds: Seconds) -> S
 
 
 class _Walk:
-    """Three clocks: of the core, of the links to other chips, and of copies within the memory."""
+    """Four clocks: of the core, of the links to other chips, of the network between slices, and of copies
+    within the memory.
+    """
 
     def __init__(self, program: Any, topology: Topology, collective_seconds: Seconds):
         self._program, self._topology, self._seconds_of = program, topology, collective_seconds
         self.found = Schedule()
-        self._core = self._links = self._memory = 0.0
+        self._core = self._links = self._network = self._memory = 0.0
         self._ends: dict[str, float] = {}  # of what was begun, by the name of what began it
         self._chains: dict[str, float] = {}
+        self._transfers: dict[str, float] = {}  # between slices: by their names
 
     def run(self, computation: str) -> None:
         for instruction in self._program.computations[computation]:
@@ -89,6 +92,14 @@ class _Walk:
                 trips = 1
             for _ in range(trips):
                 self.run(instruction.called)
+            return
+        if (transfer := instruction.transfer) is not None:
+            if opcode == "send":
+                self._transfers[transfer.rendezvous] = self._send(
+                    program.collective(instruction, computation)
+                )
+            else:
+                self._ends[instruction.name] = self._transfers[transfer.rendezvous]
             return
         kind, _, stage = opcode.rpartition("-")
         if stage == "done" and instruction.operands and instruction.operands[0] in self._ends:
@@ -149,9 +160,12 @@ class _Walk:
         return max(moved, flops / (chip.peak_flops * ATTENTION_SHARES[kernel.kind]))
 
     def _send(self, collective: Any) -> float:
-        """Begin a collective; when it ends. The links take one after the other."""
+        """Begin a collective; when it ends. The links take one after the other, as does the network."""
         seconds = self._seconds_of(collective)
         self.found.collectives.append((collective, seconds))
+        if collective.num_slices > 1:
+            self._network = max(self._network, self._core) + seconds
+            return self._network
         self._links = max(self._links, self._core) + seconds
         return self._links
 

@@ -33,7 +33,8 @@ BAND = 0.15
 """Of predicted seconds: what a predictor of this kind came to on public steps. Not measured for this one."""
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NOT_DESCRIBED = ("v4", "cpu")
+BETWEEN_SLICES = "replicate, between slices"
+"""Only replicas go over the network between slices."""
 
 Figures = defaultdict[tuple[str, ...], float]
 """Numbers by kind and name, all of which are on a straight line over the depth."""
@@ -98,6 +99,7 @@ class CollectiveSum:
 
     kind: str
     axes: str
+    """BETWEEN_SLICES where the network carries it."""
     count: float
     num_bytes: float
     seconds: float
@@ -116,8 +118,8 @@ def why_not(topology: Topology) -> str | None:
     """Why nothing can be compiled for it here; None: it can."""
     if devices.of_slices().compiler_version() is None:
         return "libtpu, its compiler, is not installed: pip install 'tputrain[tpu]' (Linux on x86-64)"
-    if topology.chip.name in _NOT_DESCRIBED:
-        return f"libtpu describes no {topology.chip.name} as this library uses it"
+    if topology.chip.name == "cpu":
+        return "libtpu compiles for TPUs alone"
     return None
 
 
@@ -284,6 +286,8 @@ def _figures(compiled: Any, layout: Layout, times: float) -> tuple[Figures, tupl
     found["flops",] = times * (compiled.cost_analysis() or {}).get("flops", 0.0)
     for collective, seconds in scheduled.collectives:
         axes = " x ".join(groups.axes(collective.group)) or "none"
+        if collective.num_slices > 1:
+            axes = BETWEEN_SLICES
         found["collective", collective.kind, axes, "count"] += times
         found["collective", collective.kind, axes, "bytes"] += times * collective.num_bytes
         found["collective", collective.kind, axes, "seconds"] += times * seconds
@@ -331,13 +335,16 @@ class _Groups:
         return Group(stretches, len(slices))
 
     def seconds(self, collective: Any) -> float:
-        group, num_bytes = self.on_torus(collective.group), collective.num_bytes
-        topology = self._layout.topology
+        topology, num_bytes = self._layout.topology, collective.num_bytes
+        ways = 2 if collective.kind == "all-reduce" else 1
+        if collective.num_slices > 1:
+            share = (collective.num_slices - 1) / collective.num_slices
+            return ways * share * num_bytes / topology.dcn_bandwidth
+        group = self.on_torus(collective.group)
         if collective.kind == "collective-permute":
             return num_bytes / topology.axes[0].bandwidth + group.latency
         if collective.kind == "all-to-all":  # a quarter of a gather of as many bytes (scaling book)
             return group.gather_seconds(num_bytes * group.size) / 4
-        ways = 2 if collective.kind == "all-reduce" else 1
         seconds = ways * group.gather_seconds(num_bytes)
         if group.slices > 1:
             share = (group.slices - 1) / group.slices
