@@ -108,8 +108,6 @@ def test_functions_of_wide_and_complex_numbers_compile_for_every_chip():
 
 
 @needs_compiler
-@pytest.mark.sweep
-@needs_compiler
 def test_both_cores_of_a_v4_are_one_device():
     # As a run has them; libtpu's default without a TPU is a device each.
     counted = "from tpu_backend import ahead_of_time; print(len(ahead_of_time.chips('v4:2x2x1')))"
@@ -124,6 +122,8 @@ def test_both_cores_of_a_v4_are_one_device():
     assert done.stdout.split() == ["4"]
 
 
+@needs_compiler
+@pytest.mark.sweep
 def test_every_lowering_compiles_or_says_that_it_does_not():
     assert [row for row in compile_calls(collect(1, 2), list(TOPOLOGIES)) if row.is_surprise()] == []
 
