@@ -20,10 +20,20 @@ from tputrain.device import of_slices
 from tputrain.errors import UserError
 from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta, vocabulary_loss
+from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import Llama, LlamaConfig
-from tputrain.planning.abstract_step import abstract_step
+from tputrain.planning.abstract_step import AbstractStep, abstract_step
 
 CONFIG = LlamaConfig(512, 128, 256, 2, 2, 1, 64, 64, tie_word_embeddings=False, activation_checkpointing=True)
+THEIRS = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
 TOPOLOGY = "v5e:2x2"
 
 
@@ -58,6 +68,17 @@ def count_joined() -> list[int]:
     return joined
 
 
+def num_losses(step: AbstractStep) -> int:
+    """Of a head over a vocabulary, which makes no logits."""
+    return sum(entry.name == "tpu::linear_cross_entropy" for entry, _, _ in entries(step.segment["tape"]))
+
+
+def scattered(step: AbstractStep) -> list[int]:
+    """Elements that a rank keeps of each reduce-scatter, in order."""
+    operations = (entry for entry, _, _ in entries(step.segment["tape"]))
+    return [each.outputs[0].sizes[0] for each in operations if each.name.endswith("::reduce_scatter")]
+
+
 def record(rank: int) -> dict[str, object]:
     slices = of_slices()
     slices.start(TOPOLOGY, rank)
@@ -78,7 +99,7 @@ def record(rank: int) -> dict[str, object]:
         abstract_step(Reading(), cfg, [torch.zeros(8, 8), torch.zeros(8, 8)], torch.nn.functional.mse_loss)
     except UserError as error:
         refusal = str(error)
-    operations = [entry for entry, _, _ in entries(step.segment["tape"])]
+    theirs = abstract_step(build_huggingface({"model_type": "llama", **THEIRS}), cfg, batch(8))
     return {
         "digest": hashlib.sha256(text.encode()).hexdigest(),
         "segments": step.num_segments,
@@ -89,10 +110,8 @@ def record(rank: int) -> dict[str, object]:
         "donated": len(step.segment["donated"]),
         "masters": [masters.num_segments, len(masters.segment["donated"])],
         "labels": Counter(step.segment["labels"]),
-        "losses": sum(entry.name == "tpu::linear_cross_entropy" for entry in operations),
-        "scattered": [
-            entry.outputs[0].sizes[0] for entry in operations if entry.name.endswith("::reduce_scatter")
-        ],
+        "losses": [num_losses(each) for each in (step, theirs)],
+        "scattered": [scattered(each) for each in (step, theirs)],
         "refusal": refusal,
     }
 

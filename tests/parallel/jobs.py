@@ -39,8 +39,8 @@ class Job:
 
     name: str
     model: str = "small"
-    """small, recomputing, recomputing-but-products, without-logits: of `small_run`; llama, lora, qwen3: of
-    `tensor_models`; or of `context_runs`."""
+    """small, recomputing, recomputing-but-products, without-logits: of `small_run`; llama, lora, qwen3,
+    untied-qwen3: of `tensor_models`, also "llama without logits"; or of `context_runs`."""
     source: str = ""
     """The run from whose middle it goes on."""
     sequences: int = 4
@@ -164,7 +164,10 @@ def build(name: str) -> Any:
         "recomputing-but-products": partial(small_run.recomputing, "products"),
         "without-logits": small_run.without_logits,
     }
-    return of_small[name]() if name in of_small else tensor_models.build(name)
+    if name in of_small:
+        return of_small[name]()
+    model = tensor_models.build(name.removesuffix(" without logits"))
+    return small_run.without_logits(model) if name.endswith(" without logits") else model
 
 
 def _check_refuses_other_models(sequence: Any) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from tputrain import Callback, RunConfig, Trainer, TrainerConfig
 from tputrain.batches import IGNORED_LABEL
 from tputrain.checkpoint.store import CheckpointConfig
 from tputrain.loggers.config import LogConfig
-from tputrain.models import initialize
+from tputrain.models import initialize, vocabulary_loss
 from tputrain.models.llama import Llama, LlamaConfig
 from tputrain.optim.config import OptimConfig
 from tputrain.optim.schedule import ScheduleConfig
@@ -40,17 +41,18 @@ def recomputing(kind: str) -> Llama:
     return model
 
 
-class WithoutLogits(Llama):
-    """Whose logits are not made, few as they are."""
+def without_logits(model: nn.Module | None = None) -> nn.Module:
+    """The same, or another model, by `linear_cross_entropy`, few as its logits are."""
+    if model is None:
+        model = Llama(SHAPE)
+        initialize(model, 0)
+    forward = model.forward
 
-    def _needs_no_logits(self, hidden: torch.Tensor) -> bool:
-        return True
+    def forward_without(*given: Any, **named: Any) -> Any:
+        with patch.object(vocabulary_loss, "MANY_LOGITS", 0):
+            return forward(*given, **named)
 
-
-def without_logits() -> Llama:
-    """The same, by `linear_cross_entropy`."""
-    model = WithoutLogits(SHAPE)
-    initialize(model, 0)
+    model.forward = forward_without  # type: ignore[method-assign]
     return model
 
 

@@ -39,7 +39,7 @@ def build(name: str) -> nn.Module:
         if name == "lora":  # of a width that two ranks do not divide
             add_lora(model, LoraConfig(rank=3, match=["*_proj", "lm_head"]), seed=1)
         return model
-    # Tied embeddings, and norms of queries and keys, which are whole on ranks that have a part of the heads.
+    # Norms of queries and keys, which are whole on ranks that have a part of the heads.
     return build_huggingface(
         {
             "model_type": "qwen3",
@@ -50,6 +50,6 @@ def build(name: str) -> nn.Module:
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 6,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": name != "untied-qwen3",
         }
     )

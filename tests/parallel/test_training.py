@@ -30,6 +30,10 @@ TWO_RANKS = [
     Job("recomputed", "recomputing", parallel={"shard": 2}),
     Job("products-kept", "recomputing-but-products", parallel={"shard": 2}),
     Job("without-logits", "without-logits", parallel={"shard": 2}),
+    *(
+        Job(f"head-{name}", f"{name} without logits", sequences=8, parallel={"shard": 2})
+        for name in ("llama", "untied-qwen3")
+    ),
     Job("auto", parallel={"shard": 2}, is_auto=True),
     Job("bucket", parallel={"shard": 2}, is_in_bucket=True),
     Job("again-bucket", source="bucket", parallel={"shard": 2}, is_in_bucket=True),
@@ -138,6 +142,14 @@ def test_on_a_mounted_bucket_ranks_write_the_same_checkpoints(runs: Path, said: 
 def test_ranks_save_together_when_the_clock_of_one_says_so(runs: Path):
     saved = {each.name for each in (runs / "by-time" / "checkpoints").iterdir()}
     assert saved == {"step-2", "step-3"}  # the last one at the end
+
+
+@pytest.mark.usefixtures("said")
+def test_a_head_that_makes_the_loss_is_a_unit_of_its_own_and_trains_as_in_one_process(runs: Path):
+    for name in ("llama", "untied-qwen3"):
+        alone = f"alone-{name}"
+        small_run.train(runs / alone, "cpu", tensor_models.build(name), 1, 8)
+        assert_alike(runs, alone, f"head-{name}")
 
 
 def test_ranks_that_share_layers_train_as_one_process_and_their_checkpoints_go_on_at_any_number(

@@ -9,7 +9,7 @@ from torch import nn
 from tests.tputrain.test_llama import tiny
 from tputrain import linear_cross_entropy
 from tputrain.cli.plan import task_of
-from tputrain.models import huggingface, vocabulary_loss
+from tputrain.models import vocabulary_loss
 from tputrain.models.huggingface import build_huggingface
 from tputrain.parallel.topology import Topology
 from tputrain.recipe import read_recipe
@@ -35,8 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         return linear_cross_entropy(input, *others, **options)
 
     monkeypatch.setattr(vocabulary_loss, "MANY_LOGITS", 0)
-    for module in (vocabulary_loss, huggingface):
-        monkeypatch.setattr(module, "linear_cross_entropy", noted)
+    monkeypatch.setattr(vocabulary_loss, "linear_cross_entropy", noted)
     return made
 
 

@@ -19,7 +19,7 @@ from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
 from tputrain.models.recompute import kind_of, recomputed_call
 from tputrain.models.sequence import places
-from tputrain.models.vocabulary_loss import is_plain, linear_cross_entropy, next_token_loss, pays
+from tputrain.models.vocabulary_loss import VocabularyHead, next_token_loss, pays
 
 CONFIG = "config.json"
 INITS = ("weights", "random")
@@ -171,7 +171,7 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
             return logits
         if made is not None and not model.gives_logits_with_loss and pays(made.hidden, made.weight):
             # Nobody wants the logits: what was recorded of them is not run.
-            return linear_cross_entropy(made.hidden, made.weight, labels, linear_bias=made.bias)
+            return head.module(made.hidden, labels)
         loss = next_token_loss(logits, labels)
         return {"loss": loss, "logits": logits} if model.gives_logits_with_loss else loss
 
@@ -184,21 +184,22 @@ class _Made(NamedTuple):
 
     hidden: Tensor
     weight: Tensor
-    bias: Tensor | None
 
 
 class _Head:
     """Watches a model's head. Where the model gives its results as they are, the loss can be had without."""
 
     def __init__(self, head: nn.Module | None):
+        self.module: Any = None
         self._last: tuple[Tensor, _Made] | None = None
-        self._head = head if head is not None and is_plain(head) else None
-        if self._head is not None:
-            self._head.register_forward_hook(self._note)
+        if type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks):
+            head.__class__ = VocabularyHead
+            head.register_forward_hook(self._note)
+            self.module = head
 
     def _note(self, head: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not torch.compiler.is_compiling():
-            self._last = output, _Made(inputs[0], head.weight, head.bias)
+        if len(inputs) == 1 and not torch.compiler.is_compiling():
+            self._last = output, _Made(inputs[0], head.weight)
 
     def made(self, logits: Tensor) -> _Made | None:
         """What these were made of, if they are the results of its last call, which is forgotten.
@@ -206,7 +207,7 @@ class _Head:
         None where somebody else listens to the head too.
         """
         last, self._last = self._last, None
-        if self._head is None or len(self._head._forward_hooks) > 1 or self._head._forward_pre_hooks:
+        if self.module is None or self.module.num_listeners > 1:
             return None
         return last[1] if last is not None and last[0] is logits else None
 

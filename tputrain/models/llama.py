@@ -186,7 +186,7 @@ class Llama(nn.Module):
         if labels is not None and not self.gives_logits_with_loss:
             if self.lm_head is None:
                 return vocabulary_loss(hidden, self.output_weight, labels)
-            if isinstance(self.lm_head, VocabularyHead) and not self.lm_head.is_heard:
+            if isinstance(self.lm_head, VocabularyHead) and not self.lm_head.num_listeners:
                 return self.lm_head(hidden, labels)
         logits = F.linear(hidden, self.output_weight) if self.lm_head is None else self.lm_head(hidden)
         if labels is None:

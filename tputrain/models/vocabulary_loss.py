@@ -72,10 +72,10 @@ class VocabularyHead(nn.Linear):
         return vocabulary_loss(input, self.weight, labels, self.bias)
 
     @property
-    def is_heard(self) -> bool:
-        """Whether somebody listens for its logits: there are hooks besides those of FSDP2."""
+    def num_listeners(self) -> int:
+        """Hooks besides those of FSDP2: somebody wants its logits."""
         own = int(hasattr(self, "unshard"))  # FSDP2's method; to import its class takes a second
-        return len(self._forward_hooks) > own or len(self._forward_pre_hooks) > own
+        return max(len(self._forward_hooks), len(self._forward_pre_hooks)) - own
 
 
 def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,11 +90,6 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The same of logits (B, S, V)."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
-
-
-def is_plain(head: nn.Module) -> bool:
-    """Whether a head only multiplies, and nobody listens: `linear_cross_entropy` may take its place."""
-    return type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
 
 
 def pays(hidden: Tensor, weight: Tensor) -> bool:

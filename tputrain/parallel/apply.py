@@ -1,5 +1,6 @@
 """How a model is laid out over ranks. It knows no model by name."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,8 +42,15 @@ def apply_plan(
     else:
         data = mesh["replicate", "shard"]
     dims = placements(model, placement, data.size(1))
-    heads = [each for each in model.children() if isinstance(each, VocabularyHead)]
+    heads = _heads(model)
     for block in (*blocks(model), *heads):
         fully_shard(block, mesh=data, shard_placement_fn=dims)
     # Resharded after the forward pass, too: outside of a pass the parameters are always the sharded ones.
     fully_shard(model, mesh=data, reshard_after_forward=True, shard_placement_fn=dims)
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """Those that make the loss, with weights that nobody else has."""
+    used = Counter(id(each.weight) for each in model.modules() if isinstance(each, nn.Linear | nn.Embedding))
+    found = [each for each in model.modules() if isinstance(each, VocabularyHead)]
+    return [each for each in found if used[id(each.weight)] == 1]
