@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from tests.tpu.chips import compiler_is_installed
 from tputrain.batches import Batch
 from tputrain.cli.plan import subject_of, task_of
 from tputrain.config import RunConfig, TrainerConfig
-from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
 from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Candidate, Task
@@ -66,7 +66,7 @@ class Tower(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(num_ids, width)
         sizes = [num_features * width, *[hidden] * depth]
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in zip(sizes, sizes[1:]))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
         self.out = nn.Linear(hidden, out)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -115,15 +115,15 @@ def vit_batch() -> dict[str, Tensor]:
 
 
 def of_module(make: Callable[[], nn.Module], example: Callable[[], Batch], rows: int) -> Planned:
-    """`rows`: of a step. float32 weights under autocast; no layers are computed again."""
-    optim, execution = AdamWConfig(), ExecutionConfig(autocast="bfloat16")
+    """`rows`: of a step. Computed in bfloat16 from float32 masters; no layers are computed again."""
+    optim = AdamWConfig(master_weights=True)
 
     def model() -> nn.Module:
         with parameters_on_meta():
             return make()
 
     def task(topology: Topology) -> Task:
-        workload = workload_of(model(), batch_like(example()), autocast=execution.autocast)
+        workload = workload_of(model(), batch_like(example()), has_masters=True)
         return Task(workload, topology, rows, precision=Precision.of(optim), rungs=("none",))
 
     def subject(candidate: Candidate) -> Subject:
@@ -131,7 +131,6 @@ def of_module(make: Callable[[], nn.Module], example: Callable[[], Batch], rows:
         cfg = RunConfig(
             trainer=TrainerConfig(accumulate=candidate.micro_batches),
             optim=optim,
-            execution=execution,
             parallel=ParallelConfig(**degrees),
         )
         micro_rows = candidate.rows * degrees["replicate"] * degrees["shard"]
@@ -143,7 +142,7 @@ def of_module(make: Callable[[], nn.Module], example: Callable[[], Batch], rows:
 
 MODELS: dict[str, Callable[[], Planned]] = {
     "two-towers": lambda: of_module(TwoTowers, towers_batch, 65_536),
-    "vit": lambda: of_module(vit, vit_batch, 1024),
+    "vit": lambda: of_module(vit, vit_batch, 512),
     "qwen3": lambda: of_recipe("qwen3"),
     "experts": lambda: of_recipe("experts"),
 }
@@ -202,7 +201,7 @@ def row(name: str, found: dict[str, Any]) -> str:
 def in_a_process(name: str, topology: str) -> dict[str, Any] | str:
     """What `judged` gives, or in a line why it gives nothing."""
     command = [sys.executable, "-m", "tests.tpu.plan_models", "--alone", "--topology", topology, name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["no word"])[-1]
     return json.loads(done.stdout.splitlines()[-1])

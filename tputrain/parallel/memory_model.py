@@ -83,10 +83,10 @@ def memory(
     precision: Precision,
 ) -> Memory:
     """Of a device with `rows` rows of a micro-batch. `shards`: devices that share parameters and state."""
-    *layers, rest = workload.parts
-    parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in workload.parts)
-    trained = sum(each.count * each.parameters.trained(tensor) for each in workload.parts)
-    gradients = sum(each.count * each.parameters.trained(tensor) * _itemsize(each) for each in workload.parts)
+    *layers, rest = parts = workload.parts_among(tensor)
+    parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in parts)
+    trained = sum(each.count * each.parameters.trained(tensor) for each in parts)
+    gradients = sum(each.count * each.parameters.trained(tensor) * _itemsize(each) for each in parts)
     all_kept = sum(each.count * _kept(each, rung).at(rows, tensor) for each in layers)
     held_by_host = 0.0
     if rung == "offload":
@@ -104,13 +104,16 @@ def memory(
             count, trained = count * share, trained * share
         return count * itemsize * times + trained * _itemsize(part)
 
+    logits = min(rest.logits.at(rows, tensor), rest.most_logits)
+    of_loss = max(rest.forward_peak.at(rows, tensor) + logits, rest.backward_peak.at(rows, tensor))
     of_rest = rest.parameters.trained(tensor) * _itemsize(rest) / shards
     moments = [
-        ("loss", 0.0, all_kept, rest.backward_peak.at(rows, tensor), whole(rest, 1)),
+        ("loss", 0.0, all_kept, of_loss, whole(rest, 1)),
         ("update", gradients / shards, 0.0, 0.0, 0.0),
     ]
+    held = rest.held.at(rows, tensor)
     for each in layers:
-        own = each.backward_peak.at(rows, tensor)
+        own = each.backward_peak.at(rows, tensor) + held
         if rung == "none":
             own -= each.kept.at(rows, tensor)
         gathered = whole(each, _GATHERED)
