@@ -9,7 +9,7 @@ A compiler that sees a whole step writes few of its values to memory. So a value
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from typing import Any
@@ -34,6 +34,9 @@ _STORED = {
 }
 _VOCABULARY_LOSS = "tpu::linear_cross_entropy"
 _ATTENTION = ("_scaled_dot_product", "tpu::dropout_attention")
+_LANES = 128
+"""Of a TPU's vectors. A kernel of attention writes each query's log sum into all of them, and the compiler
+was seen to keep them as they are."""
 _IS_REDUCED = 4  # a result that is smaller than the largest input by this factor is one of a reduction
 
 
@@ -61,6 +64,8 @@ class Product:
     is_attention: bool = False
     """Part of one attention operation: its scores need not be in memory."""
     is_causal: bool = False
+    is_kernel: bool = False
+    """Of attention whose scores are never in memory."""
 
     @property
     def flops(self) -> int:
@@ -267,6 +272,8 @@ class Recorder(TorchDispatchMode):
             if not value.is_stored:
                 for other in read:
                     value.sources |= other.as_sources()
+            if products and products[0].is_kernel and each.dtype is torch.float32 and each.dim() == 3:
+                value.num_bytes *= _LANES  # log sums
             fresh.append((value, is_reduced))
         for value in read:
             value.is_read |= bool(fresh) or func._schema.is_mutable
@@ -335,12 +342,14 @@ class Recorder(TorchDispatchMode):
         is_cut = any(self._value(each).is_cut for each in (query, key, value))
         is_causal = any(each is True for each in args)
         cut, size, keys = Cut.BATCH if is_cut else Cut.NOT, batch * heads, key.shape[2]
-        scores = Product(size, length, features, keys, cut, False, query.element_size(), True, is_causal)
-        mixed = Product(size, length, keys, value.shape[3], cut, False, query.element_size(), True, is_causal)
         mask = args[4 if is_backward else 3]
         most, has_dropout = None, "dropout" in name
         if has_dropout or "efficient" in name:
             most = devices.attention_scores(query, key, value, mask, has_dropout)
+        scores = Product(
+            size, length, features, keys, cut, False, query.element_size(), True, is_causal, most == 0
+        )
+        mixed = replace(scores, k=keys, n=value.shape[3])
         if most != 0:  # values like any other: float32, and as many again
             count = 3 if is_backward else 2
             in_memory, is_divided = (size * length * keys, is_cut) if most is None else (most, False)
