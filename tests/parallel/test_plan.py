@@ -247,6 +247,9 @@ def test_layers_of_transformers_attend_as_in_a_run() -> None:
     assert [work.product.is_causal for work in layer.forward if work.product.is_attention] == [True, True]
     scores = 4 * 2048**2 * 4
     assert layer.forward_peak.at(1, 1) < scores / 4  # a kernel's are never in memory
+    # Its log sums are, in all lanes; and what it reads, behind the norms of queries and keys.
+    log_sums, read = 4 * 2048 * 4 * 128, 2 * 2048 * (4 + 2) * 64
+    assert layer.kept.at(1, 1) >= layer.products_kept.at(1, 1) + log_sums + read
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

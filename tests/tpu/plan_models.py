@@ -27,6 +27,7 @@ from tputrain.batches import Batch
 from tputrain.cli.plan import subject_of, task_of
 from tputrain.config import RunConfig, TrainerConfig
 from tputrain.models import parameters_on_meta
+from tputrain.models.vit import Vit, VitConfig
 from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import ParallelConfig
@@ -93,21 +94,27 @@ def towers_batch() -> dict[str, Tensor]:
     return {name: torch.zeros(2, n, dtype=torch.int64) for name, n in (("user", 32), ("item", 16))}
 
 
+VIT_G = {
+    "hidden_size": 1408,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 14,
+}
+"""ViT-g/14 (Zhai et al. 2022), a billion parameters."""
+
+
 def vit() -> nn.Module:
-    """ViT-g/14 (Zhai et al. 2022) of transformers, a billion parameters."""
+    """Ours: 256 patches, and no biases."""
+    return Vit(VitConfig(num_channels=3, num_classes=1000, **VIT_G))
+
+
+def vit_of_transformers() -> nn.Module:
+    """257 tokens, since it has one for the class; biases everywhere."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=1408,
-            intermediate_size=6144,
-            num_hidden_layers=40,
-            num_attention_heads=16,
-            image_size=224,
-            patch_size=14,
-            num_labels=1000,
-        )
-    )
+    return ViTForImageClassification(ViTConfig(num_labels=1000, **VIT_G))
 
 
 def vit_batch() -> dict[str, Tensor]:
@@ -143,6 +150,7 @@ def of_module(make: Callable[[], nn.Module], example: Callable[[], Batch], rows:
 MODELS: dict[str, Callable[[], Planned]] = {
     "two-towers": lambda: of_module(TwoTowers, towers_batch, 65_536),
     "vit": lambda: of_module(vit, vit_batch, 512),
+    "vit-transformers": lambda: of_module(vit_of_transformers, vit_batch, 512),
     "qwen3": lambda: of_recipe("qwen3"),
     "experts": lambda: of_recipe("experts"),
 }

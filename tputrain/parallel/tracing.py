@@ -134,6 +134,7 @@ class _Value:
         self.is_gradient = False  # of a parameter: it leaves at once
         self.is_product = False  # of a product with a parameter
         self.is_read = False
+        self.is_of_kernel = False  # a kernel reads it, and can compute nothing by itself
         self.is_dropped = False  # nobody reads it: a device that records a step never computes it
         self.written: dict[bool, int] = {}  # in the forward (False) and backward pass: when first
         self.sources: set[_Value] = set()
@@ -277,6 +278,7 @@ class Recorder(TorchDispatchMode):
             fresh.append((value, is_reduced))
         for value in read:
             value.is_read |= bool(fresh) or func._schema.is_mutable
+            value.is_of_kernel |= bool(products) and products[0].is_kernel
         if not fresh:
             return
         if products:
@@ -460,11 +462,12 @@ def _kept(alive: list[_Value]) -> set[_Value]:
     """What has to stay so that all of `alive` is there, or can be computed, in the backward pass.
 
     A fused value is computed again if all that it comes from stays anyway; else it stays itself, in its own
-    dtype, as the TPU's compiler was seen to do (the float32 softmax of bfloat16 scores).
+    dtype, as the TPU's compiler was seen to do (the float32 softmax of bfloat16 scores). What a kernel reads
+    stays, too.
     """
-    chosen = {value for value in alive if value.is_stored}
+    chosen = {value for value in alive if value.is_stored or value.is_of_kernel}
     for place, value in enumerate(alive):
-        if value.is_stored or value.is_constant:
+        if value in chosen or value.is_constant:
             continue
         if all(source.is_external or source in chosen for source in value.sources):
             continue
