@@ -65,7 +65,10 @@ class Product:
     """Part of one attention operation: its scores need not be in memory."""
     is_causal: bool = False
     is_kernel: bool = False
-    """Of attention whose scores are never in memory."""
+    """An operation of its own on a TPU, which nothing is fused into: attention whose scores are never in
+    memory, products of groups."""
+    is_whole: bool = False
+    """Of attention whose scores are in memory all together."""
 
     @property
     def flops(self) -> int:
@@ -258,6 +261,7 @@ class Recorder(TorchDispatchMode):
         if products:
             (self.trace.backward if self._is_backward else self.trace.forward).extend(products)
             is_cut = products[0].cut not in (Cut.NOT, Cut.K)
+        is_kernel = bool(products) and products[0].is_kernel
         is_stored = bool(products) or name in _STORED
         largest = max(map(_bytes, inputs), default=0)
         fresh = []
@@ -273,12 +277,12 @@ class Recorder(TorchDispatchMode):
             if not value.is_stored:
                 for other in read:
                     value.sources |= other.as_sources()
-            if products and products[0].is_kernel and each.dtype is torch.float32 and each.dim() == 3:
-                value.num_bytes *= _LANES  # log sums
+            if products and products[0].is_attention and each.dtype is torch.float32 and each.dim() == 3:
+                value.num_bytes = self._beside_log_sums(products[0], value.num_bytes)
             fresh.append((value, is_reduced))
         for value in read:
             value.is_read |= bool(fresh) or func._schema.is_mutable
-            value.is_of_kernel |= bool(products) and products[0].is_kernel
+            value.is_of_kernel |= is_kernel
         if not fresh:
             return
         if products:
@@ -308,9 +312,12 @@ class Recorder(TorchDispatchMode):
                 cut = Cut.M if a.is_cut else Cut.N if b.is_cut else Cut.NOT
             has_parameter = self._is_of_parameter(a) or self._is_of_parameter(b)
             n = right.shape[-1]
-            if name == _GROUPED and not left.dim() == right.dim() == 3:
+            is_kernel = name == _GROUPED and not left.dim() == right.dim() == 3
+            if is_kernel:
                 batch = []  # groups, which share the rows, the columns or what is summed over
-            return [Product(prod(batch), m, k, n, cut, has_parameter, left.element_size())]
+            return [
+                Product(prod(batch), m, k, n, cut, has_parameter, left.element_size(), is_kernel=is_kernel)
+            ]
         if name in _CONVOLUTIONS:
             return self._convolution(name, args, outputs)
         if name.startswith(_ATTENTION):
@@ -349,7 +356,9 @@ class Recorder(TorchDispatchMode):
         if has_dropout or "efficient" in name:
             most = devices.attention_scores(query, key, value, mask, has_dropout)
         scores = Product(
-            size, length, features, keys, cut, False, query.element_size(), True, is_causal, most == 0
+            *(size, length, features, keys, cut, False, query.element_size(), True, is_causal),
+            is_kernel=most == 0,
+            is_whole=most is None,
         )
         mixed = replace(scores, k=keys, n=value.shape[3])
         if most != 0:  # values like any other: float32, and as many again
@@ -358,6 +367,17 @@ class Recorder(TorchDispatchMode):
             self._scratch.append((self._time, 4.0 * count * in_memory, is_divided))
             self._count(4.0 * (2 * count + 1) * size * length * keys, is_cut)
         return [scores, scores, mixed, mixed, mixed] if is_backward else [scores, mixed]
+
+    @staticmethod
+    def _beside_log_sums(scores: Product, num_bytes: int) -> int:
+        """Bytes that attention keeps for its backward pass beside what it reads and its results.
+
+        Scores that are in memory together are computed once: the compiler takes the softmax of the forward
+        pass for that of the backward pass.
+        """
+        if scores.is_kernel:
+            return num_bytes * _LANES
+        return num_bytes + scores.batch * scores.m * scores.n * scores.itemsize * scores.is_whole
 
     def _vocabulary_loss(self, args: tuple[Any, ...]) -> list[Product]:
         """Logits, and the gradients that are asked for: the forward pass computes them, too."""
