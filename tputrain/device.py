@@ -158,6 +158,17 @@ def linear_cross_entropy() -> Callable[..., torch.Tensor]:
     return linear_cross_entropy
 
 
+def logits_of_loss(hidden: torch.Tensor, weight: torch.Tensor, has_gradient: bool) -> int:
+    """How many logits of `linear_cross_entropy` a TPU has in memory at a time, at most.
+
+    `has_gradient`: of the weight.
+    """
+    from tpu_backend.lowering.linear_cross_entropy import tokens_of_block_on_tpu
+
+    classes, features = weight.shape
+    return classes * tokens_of_block_on_tpu(hidden.element_size(), classes, features, has_gradient)
+
+
 def document_attention() -> Callable[..., torch.Tensor]:
     """The tpu device's, which makes no mask of documents."""
     from tpu_backend import document_attention
@@ -210,9 +221,11 @@ def region(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer
 
 def use_meta_kernels() -> None:
     """Have tensors without values get the shapes that the tpu device gives; the device need not be opened."""
+    from tpu_backend import vocabulary_loss
     from tpu_backend.runtime.shapes import register_meta_kernels
 
     register_meta_kernels()
+    vocabulary_loss.register()
 
 
 def of_slices() -> Any:

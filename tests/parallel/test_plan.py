@@ -21,6 +21,7 @@ from tputrain.cli.plan import task_of
 from tputrain.errors import UserError
 from tputrain.metrics.flops import count_flops
 from tputrain.models import add_lora
+from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.layout import Layout, layouts, mesh_of
@@ -197,6 +198,78 @@ def test_attention_of_grouped_queries_is_planned_before_the_device_is_opened() -
     found = workload_of(Attends(64, 64), lambda rows: torch.empty(rows, 32, 64))
     products = found.parts[-1].forward
     assert sum(work.product.is_attention for work in products) == 2
+    assert found.parts[-1].kept.row >= 4 * 4 * 32 * 32  # short sequences have their scores in memory
+
+
+def test_products_of_experts_count() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(64, 4)
+            self.weight = nn.Parameter(torch.empty(4, 64, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            _, order = self.gate(rows).argmax(1).sort()
+            ends = torch.full((4,), len(order) // 4, dtype=torch.int32, device=x.device).cumsum(0).int()
+            return F.grouped_mm(rows[order], self.weight, offs=ends).square().mean()
+
+    found = workload_of(Experts(), lambda rows: torch.empty(rows, 16, 64))
+    gate, experts = 2 * 16 * 64 * 4, 2 * 16 * 64 * 32  # x needs no gradient
+    assert found.model_flops(5) == 5 * (gate + 2 * experts)
+    assert found.parts[-1].products_kept.row >= 4 * 16 * 32
+
+
+def test_rows_that_are_compared_with_rows_count_by_pairs() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.left(x) @ self.right(x).T
+            return F.cross_entropy(scores, torch.arange(len(scores), device=x.device))
+
+    model = Pairs()
+    found = workload_of(model, lambda rows: torch.empty(rows, 8))
+    assert found.model_flops(4096) == count_flops(model, torch.empty(4096, 8))
+    rest = found.parts[-1]
+    scores = 4 * 4096**2
+    assert 2 * scores <= rest.backward_peak.at(4096, 1) < 5 * scores
+
+
+def test_layers_of_transformers_attend_as_in_a_run() -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "qwen3", "vocab_size": 64, "max_position_embeddings": 2048, **sizes, **heads}
+    with torch.device("meta"):
+        model = build_huggingface(config)
+    layer = workload_of(model, text(2048), has_masters=True).parts[0]
+    assert [work.product.is_causal for work in layer.forward if work.product.is_attention] == [True, True]
+    scores = 4 * 2048**2 * 4
+    assert layer.forward_peak.at(1, 1) < scores / 4  # a kernel's are never in memory
+    # Its log sums are, in all lanes; and what it reads, behind the norms of queries and keys.
+    log_sums, read = 4 * 2048 * 4 * 128, 2 * 2048 * (4 + 2) * 64
+    assert layer.kept.at(1, 1) >= layer.products_kept.at(1, 1) + log_sums + read
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_loss_of_blocks_has_the_logits_of_one_and_the_gradient_of_its_weight(is_tied: bool) -> None:
+    classes, width = 50_000, 64
+    config = LlamaConfig(classes, width, 96, 2, 4, 2, 16, 4096, tie_word_embeddings=is_tied)
+    found = workload_of(llama(config), text(4096))
+    rest = found.parts_among(1)[-1]
+    logits, weight = 4 * 4096 * classes, 4 * classes * width
+    assert rest.logits.at(2, 1) == 2 * logits
+    assert weight <= rest.backward_peak.at(2, 1) < weight + logits / 8
+    assert rest.most_logits <= 2**26
+    # A tied weight's gradient waits for that of the embedding, while layers go backward.
+    assert rest.held.at(2, 1) == pytest.approx(weight if is_tied else 0, abs=1000)
+    if not is_tied:
+        whole = found.parts_among(2)[-1]  # the head is cut
+        assert whole.logits.at(2, 1) == 0
+        assert whole.backward_peak.at(2, 1) > 2 * logits
+    assert found.model_flops(5) == count_flops(llama(config), text(4096)(5))
 
 
 def test_tensor_parallelism_divides_what_its_plan_cuts() -> None:

@@ -101,6 +101,28 @@ def test_products_that_are_kept_are_computed_once(device):
     assert counted.times == {"addmm": 2, "tanh": 2}
 
 
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_products_of_experts_that_are_kept_are_computed_once(device):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 16, 16))
+
+        def forward(self, x):
+            ends = torch.tensor([3, 8], dtype=torch.int32, device=x.device)
+            return torch.nn.functional.grouped_mm(x, self.weight, offs=ends).tanh()
+
+    counted = Counted()
+    with counted:
+        output = recomputed(
+            Experts().to(device), torch.ones(8, 16, requires_grad=True, device=device), kind="products"
+        )
+        num_forward = dict(counted.times)
+        output.sum().backward()
+    assert num_forward == {"_grouped_mm": 1, "tanh": 1}
+    assert counted.times == {"_grouped_mm": 3, "tanh": 2}  # and two gradients
+
+
 class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +130,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if name in ("addmm", "tanh"):
+        if name in ("addmm", "tanh", "_grouped_mm"):
             self.times[name] = self.times.get(name, 0) + 1
         return function(*args, **(kwargs or {}))
 

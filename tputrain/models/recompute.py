@@ -21,7 +21,11 @@ LAYERS, PRODUCTS = "layers", "products"
 SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS}
 """By kind: how `model.activation_checkpointing` says it."""
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,  # of experts
+)
 
 
 def read_setting(setting: bool | str | None) -> bool | str | None:

@@ -32,7 +32,7 @@ _KNOWN: dict[str, set[str]] = {
 """Functions of transformers that masks are made of, and the variables of theirs that say with what."""
 
 
-class _Said(NamedTuple):
+class Said(NamedTuple):
     """What a mask is, as `attend` takes it."""
 
     documents: Tensor | None
@@ -53,15 +53,15 @@ def attach_documents(mask: Tensor, documents: Tensor | None, window: int | None 
         and not torch.compiler.is_compiling()
         and not mask.is_inference()  # such a tensor has no version
     ):
-        setattr(mask, _DOCUMENTS, (_Said(documents, window), mask._version))
+        setattr(mask, _DOCUMENTS, (Said(documents, window), mask._version))
 
 
-def _attached_documents(mask: Any) -> _Said | None:
-    """Those of a mask that has them and was not written to since."""
+def attached_documents(mask: Any) -> Said | None:
+    """Those that were attached to a mask, if it was not written to since."""
     attached = getattr(mask, _DOCUMENTS, None)
     if attached is None or torch.compiler.is_compiling() or mask._version != attached[1]:
         return None
-    said: _Said = attached[0]
+    said: Said = attached[0]
     return said
 
 
@@ -96,7 +96,7 @@ def _attention_with_documents(attention: Callable[..., Any]) -> Callable[..., An
     def sdpa(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        said = _attached_documents(attention_mask)
+        said = attached_documents(attention_mask)
         if said is None or not _fits(query, key, value, attention_mask, **options):
             return attention(module, query, key, value, attention_mask, **options)
         mixed = attend(query, key, value, said.documents, options.get("scaling"), said.window)
@@ -155,7 +155,7 @@ def _documents(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> _Said | None:
+) -> Said | None:
     """What a mask says. None: it is another one."""
     lengths_and_offsets = (q_length, kv_length, q_offset, kv_offset)
     if not all(isinstance(each, int) for each in lengths_and_offsets) or q_offset != 0 or kv_offset != 0:
@@ -173,13 +173,13 @@ def _documents(
     if (packed is None) != ("remap_positions_for_packed_sequence" not in said):
         return None  # by positions tokens are causal within a document only
     if attention_mask is None:
-        return _Said(packed, window)
+        return Said(packed, window)
     if packed is not None or attention_mask.shape[1:] != (kv_length,):
         return None
     # All queries are of the document that is no padding: so they see what they did see. To transformers all
     # numbers but 0 are the same.
     of_keys = attention_mask.bool().long()
-    return _Said(torch.cat([torch.ones_like(of_keys), of_keys], 1), window)
+    return Said(torch.cat([torch.ones_like(of_keys), of_keys], 1), window)
 
 
 def _parts(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -95,9 +95,9 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def pays(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the logits of these are better not made whole.
 
-    DTensors' are made by rules of their own, and a plan counts the products of whole ones.
+    DTensors' are made by rules of their own. A plan traces fewer rows than a run has: it takes all for many.
     """
     is_own = not (hasattr(hidden, "device_mesh") or hasattr(weight, "device_mesh"))
-    is_own &= not isinstance(hidden, FakeTensor)
     is_large = hidden.numel() // hidden.shape[-1] * weight.shape[0] > MANY_LOGITS
+    is_large |= isinstance(hidden, FakeTensor)
     return hidden.device.type == "tpu" and is_own and is_large

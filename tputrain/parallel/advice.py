@@ -114,7 +114,8 @@ def _has(work: Work, inputs: int, outputs: int) -> bool:
     """Whether it is a product of that matrix: forward, or one of its two in the backward pass."""
     product = work.product
     sizes = {"m": product.m, "k": product.k, "n": product.n}
-    sizes.pop(work.scales, None)
+    for name in work.scales:
+        sizes.pop(name, None)
     return product.batch == 1 and sorted(sizes.values()) == sorted((inputs, outputs))
 
 

@@ -120,7 +120,8 @@ def _with_rows(workload: Workload, share: float) -> Workload:
         }
         return replace(part, **amounts)
 
-    return replace(workload, parts=tuple(map(shorter, workload.parts)))
+    whole_rest = workload.whole_rest and shorter(workload.whole_rest)
+    return replace(workload, parts=tuple(map(shorter, workload.parts)), whole_rest=whole_rest)
 
 
 def _with_layers(task: Task, share: float) -> Task:

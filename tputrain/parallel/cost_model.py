@@ -98,7 +98,7 @@ class CostModel:
         products = attention = traffic = recomputed = collectives = waiting = offloaded = 0.0
         shard = layout.groups["shard"].joined(layout.groups["context"])
         replicate = layout.groups["replicate"]
-        for index, part in enumerate(self._workload.parts):
+        for index, part in enumerate(self._workload.parts_among(tensor)):
             found, count = parts[index], part.count
             is_layer = index < len(self._workload.parts) - 1
             products += count * found.products
@@ -140,7 +140,7 @@ class CostModel:
         tensor = layout.degrees["tensor"]
         shards = layout.groups["shard"].size * layout.groups["context"].size
         gathered = scattered = reduced = 0.0
-        for part in self._workload.parts:
+        for part in self._workload.parts_among(tensor):
             gathered += part.count * part.parameters.count(tensor) * self._gathered(part) * 2
             scattered += part.count * part.parameters.trained(tensor) * part.parameters.itemsize
             reduced += part.count * (
@@ -164,7 +164,8 @@ class CostModel:
     def _parts(self, rows: float, tensor: int) -> "dict[int, _PartSeconds]":
         found = self._known.get((rows, tensor))
         if found is None:
-            found = {index: self._part(part, rows, tensor) for index, part in enumerate(self._workload.parts)}
+            parts = enumerate(self._workload.parts_among(tensor))
+            found = {index: self._part(part, rows, tensor) for index, part in parts}
             self._known[rows, tensor] = found
         return found
 

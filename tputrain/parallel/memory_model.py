@@ -3,7 +3,7 @@
 Arguments are there for the whole run: parameters, the optimizer's state, and gradients where micro-batches
 add up. Temporaries are what is in memory at the step's worst moment, which is one of three:
 
-- loss: everything kept for the backward pass, the logits, and the output layer gathered;
+- loss: everything kept for the backward pass, the logits, and the output layer gathered (and a layer ahead);
 - layer: everything kept, one layer's own values and gradients, two layers gathered (one ahead);
 - update: all gradients.
 """
@@ -83,18 +83,18 @@ def memory(
     precision: Precision,
 ) -> Memory:
     """Of a device with `rows` rows of a micro-batch. `shards`: devices that share parameters and state."""
-    *layers, rest = workload.parts
-    parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in workload.parts)
-    trained = sum(each.count * each.parameters.trained(tensor) for each in workload.parts)
-    gradients = sum(each.count * each.parameters.trained(tensor) * _itemsize(each) for each in workload.parts)
+    *layers, rest = parts = workload.parts_among(tensor)
+    parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in parts)
+    trained = sum(each.count * each.parameters.trained(tensor) for each in parts)
+    gradients = sum(each.count * each.parameters.trained(tensor) * _itemsize(each) for each in parts)
     all_kept = sum(each.count * _kept(each, rung).at(rows, tensor) for each in layers)
     held_by_host = 0.0
     if rung == "offload":
         held_by_host = all_kept
         all_kept = max((_ON_DEVICE * each.input.at(rows, tensor) for each in layers), default=0.0)
 
-    def whole(part: Part, times: int) -> float:
-        """Gathered parameters, and the gradients of one such part."""
+    def whole(part: Part, times: int, is_trained: bool = True) -> float:
+        """Gathered parameters, and (`is_trained`) the gradients of one such part."""
         if shards == 1:
             return 0.0
         itemsize = precision.gathered or _itemsize(part)
@@ -102,15 +102,19 @@ def memory(
         if part is rest:  # an embedding and an output layer are not used at the same time
             share = part.parameters.largest / max(part.parameters.whole + part.parameters.cut, 1)
             count, trained = count * share, trained * share
-        return count * itemsize * times + trained * _itemsize(part)
+        return count * itemsize * times + is_trained * trained * _itemsize(part)
 
+    ahead = max((whole(each, 1, is_trained=False) for each in layers), default=0.0)
+    logits = min(rest.logits.at(rows, tensor), rest.most_logits)
+    of_loss = max(rest.forward_peak.at(rows, tensor) + logits, rest.backward_peak.at(rows, tensor))
     of_rest = rest.parameters.trained(tensor) * _itemsize(rest) / shards
     moments = [
-        ("loss", 0.0, all_kept, rest.backward_peak.at(rows, tensor), whole(rest, 1)),
+        ("loss", 0.0, all_kept, of_loss, whole(rest, 1) + ahead),
         ("update", gradients / shards, 0.0, 0.0, 0.0),
     ]
+    held = rest.held.at(rows, tensor)
     for each in layers:
-        own = each.backward_peak.at(rows, tensor)
+        own = each.backward_peak.at(rows, tensor) + held
         if rung == "none":
             own -= each.kept.at(rows, tensor)
         gathered = whole(each, _GATHERED)

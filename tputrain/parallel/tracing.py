@@ -9,7 +9,7 @@ A compiler that sees a whole step writes few of its values to memory. So a value
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from typing import Any
@@ -23,7 +23,8 @@ from tputrain import device as devices
 
 aten = torch.ops.aten
 
-_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # and the place of the first factor
+_GROUPED = "_grouped_mm"  # of experts: each group of rows by a matrix of its own
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, _GROUPED: 0}  # and the place of the first factor
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _STORED = {
     *("embedding", "embedding_dense_backward", "index", "index_put", "index_select", "index_add", "gather"),
@@ -31,7 +32,11 @@ _STORED = {
     *("rand", "randn", "rand_like", "randn_like", "randint", "uniform", "normal", "max_pool2d_with_indices"),
     *("upsample_nearest2d", "upsample_bilinear2d", "_fft_r2c", "_fft_c2c"),
 }
+_VOCABULARY_LOSS = "tpu::linear_cross_entropy"
 _ATTENTION = ("_scaled_dot_product", "tpu::dropout_attention")
+_LANES = 128
+"""Of a TPU's vectors. A kernel of attention writes each query's log sum into all of them, and the compiler
+was seen to keep them as they are."""
 _IS_REDUCED = 4  # a result that is smaller than the largest input by this factor is one of a reduction
 
 
@@ -59,6 +64,11 @@ class Product:
     is_attention: bool = False
     """Part of one attention operation: its scores need not be in memory."""
     is_causal: bool = False
+    is_kernel: bool = False
+    """An operation of its own on a TPU, which nothing is fused into: attention whose scores are never in
+    memory, products of groups."""
+    is_whole: bool = False
+    """Of attention whose scores are in memory all together."""
 
     @property
     def flops(self) -> int:
@@ -101,6 +111,12 @@ class Trace:
     forward_peak: Bytes = field(default_factory=Bytes)
     backward_peak: Bytes = field(default_factory=Bytes)
     """The most that is in memory at a time, `kept` included; without inputs and gradients of parameters."""
+    held: Bytes = field(default_factory=Bytes)
+    """Gradients of parameters with several uses (tied ones), which wait for the last while layers are run."""
+    logits: Bytes = field(default_factory=Bytes)
+    """Of a loss that makes them in blocks. They are in none of the peaks."""
+    most_logits: float = 0.0
+    """Bytes of a block of them, at most."""
     forward_reductions: list[int] = field(default_factory=list)
     """Bytes of each all-reduce among tensor ranks."""
     backward_reductions: list[int] = field(default_factory=list)
@@ -118,8 +134,11 @@ class _Value:
         self.is_external = False
         self.is_parameter = False
         self.is_constant = True  # made of nothing but parameters and constants
-        self.is_product = False  # of a product with a parameter
         self.is_gradient = False  # of a parameter: it leaves at once
+        self.is_product = False  # of a product with a parameter
+        self.is_read = False
+        self.is_of_kernel = False  # a kernel reads it, and can compute nothing by itself
+        self.is_dropped = False  # nobody reads it: a device that records a step never computes it
         self.written: dict[bool, int] = {}  # in the forward (False) and backward pass: when first
         self.sources: set[_Value] = set()
 
@@ -141,6 +160,8 @@ class Recorder(TorchDispatchMode):
         self._is_backward = False
         self._scratch: list[tuple[int, float, bool]] = []  # at a time: bytes of a moment
         self._reduced: set[int] = set()
+        self._layers_at: list[int] = []
+        self._made: list[tuple[list[Product], list[_Value]]] = []
 
     # -- what the caller says
 
@@ -166,6 +187,10 @@ class Recorder(TorchDispatchMode):
             self._reduced.add(key)
             self.trace.backward_reductions.append(_bytes(tensor))
 
+    def layer_passed(self) -> None:
+        """Here the backward pass runs a layer that is a part of its own."""
+        self._layers_at.append(self._time)
+
     def run(
         self,
         forward: Callable[[], Any],
@@ -181,10 +206,13 @@ class Recorder(TorchDispatchMode):
             for value in output_values:
                 self._write(value)
             boundary = self._time
+            self._drop_unread(output_values)
             kept = [
                 value
                 for value in self._all
-                if value.gone_at is None and not value.is_external and value not in output_values
+                if value.gone_at is None
+                and not (value.is_external or value.is_dropped)
+                and value not in output_values
             ]
             self._is_backward = True
             wanted = [each for each in (*inputs, *parameters) if each.requires_grad]
@@ -202,6 +230,15 @@ class Recorder(TorchDispatchMode):
                             value.is_gradient |= value.made_at > boundary
         self._work_out(kept, boundary)
         return outputs
+
+    def _drop_unread(self, outputs: Sequence[_Value]) -> None:
+        """Forget products of the forward pass whose results nobody asked for."""
+        for products, values in self._made:
+            if not any(value.is_read or value in outputs for value in values):
+                for value in values:
+                    value.is_dropped = True
+                for product in products:
+                    self.trace.forward.remove(product)
 
     # -- recording
 
@@ -224,6 +261,7 @@ class Recorder(TorchDispatchMode):
         if products:
             (self.trace.backward if self._is_backward else self.trace.forward).extend(products)
             is_cut = products[0].cut not in (Cut.NOT, Cut.K)
+        is_kernel = bool(products) and products[0].is_kernel
         is_stored = bool(products) or name in _STORED
         largest = max(map(_bytes, inputs), default=0)
         fresh = []
@@ -239,9 +277,16 @@ class Recorder(TorchDispatchMode):
             if not value.is_stored:
                 for other in read:
                     value.sources |= other.as_sources()
+            if products and products[0].is_attention and each.dtype is torch.float32 and each.dim() == 3:
+                value.num_bytes = self._beside_log_sums(products[0], value.num_bytes)
             fresh.append((value, is_reduced))
+        for value in read:
+            value.is_read |= bool(fresh) or func._schema.is_mutable
+            value.is_of_kernel |= is_kernel
         if not fresh:
             return
+        if products:
+            self._made.append((products, [value for value, _ in fresh]))
         if is_stored:
             for value in read:
                 self._write(value)
@@ -267,11 +312,18 @@ class Recorder(TorchDispatchMode):
                 cut = Cut.M if a.is_cut else Cut.N if b.is_cut else Cut.NOT
             has_parameter = self._is_of_parameter(a) or self._is_of_parameter(b)
             n = right.shape[-1]
-            return [Product(prod(batch), m, k, n, cut, has_parameter, left.element_size())]
+            is_kernel = name == _GROUPED and not left.dim() == right.dim() == 3
+            if is_kernel:
+                batch = []  # groups, which share the rows, the columns or what is summed over
+            return [
+                Product(prod(batch), m, k, n, cut, has_parameter, left.element_size(), is_kernel=is_kernel)
+            ]
         if name in _CONVOLUTIONS:
             return self._convolution(name, args, outputs)
         if name.startswith(_ATTENTION):
             return self._attention(name, args)
+        if name == _VOCABULARY_LOSS:
+            return self._vocabulary_loss(args)
         return []
 
     def _is_of_parameter(self, value: _Value) -> bool:
@@ -299,18 +351,46 @@ class Recorder(TorchDispatchMode):
         is_cut = any(self._value(each).is_cut for each in (query, key, value))
         is_causal = any(each is True for each in args)
         cut, size, keys = Cut.BATCH if is_cut else Cut.NOT, batch * heads, key.shape[2]
-        scores = Product(size, length, features, keys, cut, False, query.element_size(), True, is_causal)
-        mixed = Product(size, length, keys, value.shape[3], cut, False, query.element_size(), True, is_causal)
         mask = args[4 if is_backward else 3]
         most, has_dropout = None, "dropout" in name
         if has_dropout or "efficient" in name:
             most = devices.attention_scores(query, key, value, mask, has_dropout)
+        scores = Product(
+            *(size, length, features, keys, cut, False, query.element_size(), True, is_causal),
+            is_kernel=most == 0,
+            is_whole=most is None,
+        )
+        mixed = replace(scores, k=keys, n=value.shape[3])
         if most != 0:  # values like any other: float32, and as many again
             count = 3 if is_backward else 2
             in_memory, is_divided = (size * length * keys, is_cut) if most is None else (most, False)
             self._scratch.append((self._time, 4.0 * count * in_memory, is_divided))
             self._count(4.0 * (2 * count + 1) * size * length * keys, is_cut)
         return [scores, scores, mixed, mixed, mixed] if is_backward else [scores, mixed]
+
+    @staticmethod
+    def _beside_log_sums(scores: Product, num_bytes: int) -> int:
+        """Bytes that attention keeps for its backward pass beside what it reads and its results.
+
+        Scores that are in memory together are computed once: the compiler takes the softmax of the forward
+        pass for that of the backward pass.
+        """
+        if scores.is_kernel:
+            return num_bytes * _LANES
+        return num_bytes + scores.batch * scores.m * scores.n * scores.itemsize * scores.is_whole
+
+    def _vocabulary_loss(self, args: tuple[Any, ...]) -> list[Product]:
+        """Logits, and the gradients that are asked for: the forward pass computes them, too."""
+        hidden, weight, wanted = args[0], args[1], args[6]
+        (tokens, features), classes, itemsize = hidden.shape, weight.shape[0], hidden.element_size()
+        self.trace.logits.add(itemsize * tokens * classes, False)
+        self.trace.most_logits += itemsize * devices.logits_of_loss(hidden, weight, wanted[1])
+        products = [Product(1, tokens, features, classes, has_parameter=True, itemsize=itemsize)]
+        if wanted[0]:
+            products.append(Product(1, tokens, classes, features, has_parameter=True, itemsize=itemsize))
+        if wanted[1]:
+            products.append(Product(1, classes, tokens, features, itemsize=itemsize))
+        return products
 
     def _write(self, value: _Value) -> None:
         """A product reads this value: it is in memory from here on."""
@@ -354,8 +434,10 @@ class Recorder(TorchDispatchMode):
         for value in chosen:
             self.trace.kept.add(value.num_bytes, value.is_cut)
         for value in self._all:
-            if value.is_product and value.made_at <= boundary:
+            if value.is_product and value.made_at <= boundary and not value.is_dropped:
                 self.trace.products_kept.add(value.num_bytes, value.is_cut)
+        for value in self._waiting(boundary):
+            self.trace.held.add(value.num_bytes, value.is_cut)
         changes: list[tuple[int, float, bool]] = []
 
         def occupy(value: _Value, first: int, last: int) -> None:
@@ -364,7 +446,7 @@ class Recorder(TorchDispatchMode):
 
         end = self._time + 1
         for value in self._all:
-            if value.is_external or value.is_gradient:
+            if value.is_external or value.is_gradient or value.is_dropped:
                 continue
             gone = end if value.gone_at is None else value.gone_at
             if value in chosen:
@@ -381,16 +463,31 @@ class Recorder(TorchDispatchMode):
         self.trace.forward_peak = _peak(changes, 0, boundary)
         self.trace.backward_peak = _peak(changes, boundary, end)
 
+    def _waiting(self, boundary: int) -> set[_Value]:
+        """What the backward pass made before all layers and reads behind them.
+
+        A fused value is computed where it is read: its sources wait.
+        """
+        if not self._layers_at:
+            return set()
+        first, last = self._layers_at[0], self._layers_at[-1]
+        found: set[_Value] = set()
+        for value in self._all:
+            if boundary < value.made_at <= first and value.gone_at is not None and value.gone_at > last:
+                found |= {each for each in value.as_sources() if not each.is_external}
+        return found
+
 
 def _kept(alive: list[_Value]) -> set[_Value]:
     """What has to stay so that all of `alive` is there, or can be computed, in the backward pass.
 
     A fused value is computed again if all that it comes from stays anyway; else it stays itself, in its own
-    dtype, as the TPU's compiler was seen to do (the float32 softmax of bfloat16 scores).
+    dtype, as the TPU's compiler was seen to do (the float32 softmax of bfloat16 scores). What a kernel reads
+    stays, too.
     """
-    chosen = {value for value in alive if value.is_stored}
+    chosen = {value for value in alive if value.is_stored or value.is_of_kernel}
     for place, value in enumerate(alive):
-        if value.is_stored or value.is_constant:
+        if value in chosen or value.is_constant:
             continue
         if all(source.is_external or source in chosen for source in value.sources):
             continue

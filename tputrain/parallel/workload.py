@@ -4,9 +4,9 @@ A part is a repeated layer (the elements of a ModuleList that are alike count as
 the rest. It is run on tensors without values, for two sizes of batch: all else follows on a straight line.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +20,15 @@ from tputrain import device as devices
 from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction, loss_of
+from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
 from tputrain.parallel.blocks import blocks, signature
 from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
+SQUARE_ROWS = (1024, 1536, 2048)
+"""Of the three runs of a model that compares rows with rows, so many that what grows with their square is
+part of the peaks."""
 _DEVICE = torch.device("tpu", 0)  # of tensors without values: PyTorch treats them as those of a run
 
 
@@ -36,9 +40,12 @@ class Amount:
     fixed_cut: float = 0.0
     row: float = 0.0
     row_cut: float = 0.0
+    square: float = 0.0
+    """Of each pair of rows: the scores of a loss that compares them."""
 
     def at(self, rows: float, tensor: int) -> float:
-        return self.fixed + self.fixed_cut / tensor + rows * (self.row + self.row_cut / tensor)
+        line = self.fixed + self.fixed_cut / tensor + rows * (self.row + self.row_cut / tensor)
+        return line + rows**2 * self.square
 
     def plus(self, other: "Amount") -> "Amount":
         return Amount(
@@ -46,15 +53,21 @@ class Amount:
             self.fixed_cut + other.fixed_cut,
             self.row + other.row,
             self.row_cut + other.row_cut,
+            self.square + other.square,
         )
 
     @classmethod
-    def through(cls, few: Bytes, many: Bytes) -> "Amount":
-        """The line through what was found with ROWS."""
-        span = ROWS[1] - ROWS[0]
-        row, row_cut = (many.whole - few.whole) / span, (many.cut - few.cut) / span
-        fixed, fixed_cut = few.whole - ROWS[0] * row, few.cut - ROWS[0] * row_cut
-        return cls(max(fixed, 0.0), max(fixed_cut, 0.0), row, row_cut)
+    def through(cls, rows: Sequence[int], found: Sequence[Bytes]) -> "Amount":
+        """The line through what was found with two numbers of rows, the parabola with three."""
+        (first, second), (few, many) = rows[:2], found[:2]
+        span = second - first
+        square = 0.0
+        if len(rows) > 2:  # as far apart
+            square = max(0.0, (found[2].total - 2 * many.total + few.total) / (2 * span**2))
+        row = (many.whole - few.whole) / span - square * (first + second)
+        row_cut = (many.cut - few.cut) / span
+        fixed, fixed_cut = few.whole - first * row - first**2 * square, few.cut - first * row_cut
+        return cls(max(fixed, 0.0), max(fixed_cut, 0.0), row, row_cut, square)
 
 
 @dataclass(frozen=True)
@@ -63,8 +76,9 @@ class Work:
 
     product: Product
     count: int
-    scales: str
-    """The dimension that is as many times larger with more rows: batch, m, k, n, or none."""
+    scales: tuple[str, ...]
+    """The dimensions that are as many times larger with more rows, of batch, m, k, n. Two where rows are
+    compared with rows."""
 
     def sizes(self, rows: float, tensor: int) -> tuple[float, float, float, float]:
         """batch, m, k, n on a device."""
@@ -75,15 +89,15 @@ class Work:
             "k": product.k,
             "n": product.n,
         }
-        if self.scales:
-            found[self.scales] *= rows
+        for name in self.scales:
+            found[name] *= rows
         if product.cut is not Cut.NOT:
             found[product.cut.value] /= tensor
         return found["batch"], found["m"], found["k"], found["n"]
 
     def flops(self, rows: float) -> float:
         """Of all devices that share the rows."""
-        return self.product.flops * self.count * (rows if self.scales else 1)
+        return self.product.flops * self.count * rows ** len(self.scales)
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,10 @@ class Part:
     products_kept: Amount
     forward_peak: Amount
     backward_peak: Amount
+    held: Amount
+    """While layers go backward."""
+    logits: Amount
+    most_logits: float
     forward_reductions: Amount
     """Bytes that are all-reduced among tensor ranks."""
     backward_reductions: Amount
@@ -141,6 +159,15 @@ class Workload:
     tensor_degrees: tuple[int, ...]
     """Degrees that divide the layers; (1,) without a plan for cutting them."""
     why_not_tensor: str = ""
+    whole_rest: Part | None = None
+    """The rest without tensor parallelism, where that changes what it does: a head that is cut makes all of
+    its logits, one that is not may make the loss of blocks."""
+
+    def parts_among(self, tensor: int) -> tuple[Part, ...]:
+        """Layers, and last the rest, as so many tensor ranks run them."""
+        if tensor > 1 or self.whole_rest is None:
+            return self.parts
+        return (*self.parts[:-1], self.whole_rest)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -175,12 +202,15 @@ def workload_of(
     """
     tensor = _TensorPlan.of(model, plan or {})
     settings = _Settings(model, loss_fn, autocast, tensor, has_masters)
-    few, many = (_runs(settings, batch, rows) for rows in ROWS)
-    if [run.key for run in few] != [run.key for run in many]:
-        raise UserError(
-            f"{_title(model)}: cannot be planned: it runs other layers for other sizes of a batch"
-        )
-    parts = tuple(_part(model, one, other) for one, other in zip(few, many, strict=True))
+    sizes: tuple[int, ...] = ROWS
+    parts = _parts(settings, batch, sizes)
+    if any(len(work.scales) > 1 for part in parts for work in (*part.forward, *part.backward)):
+        sizes = SQUARE_ROWS
+        parts = _parts(settings, batch, sizes)
+    whole_rest = None
+    if tensor.cuts_rest(model):
+        undivided = replace(settings, tensor=_TensorPlan({}, (1,)))
+        (whole_rest,) = _parts(undivided, batch, sizes, only_rest=True)
     example = batch(ROWS[0])
     return Workload(
         name or type(model).__name__,
@@ -188,6 +218,7 @@ def workload_of(
         example["input_ids"].shape[1] if batch_of.is_text(example) else None,
         tensor.degrees,
         tensor.why_not,
+        whole_rest,
     )
 
 
@@ -233,6 +264,11 @@ class _TensorPlan:
             degrees.append(degree)
         return cls({name: rule for name, (_, rule) in rules.items()}, tuple(degrees), reason)
 
+    def cuts_rest(self, model: nn.Module) -> bool:
+        """Whether it cuts modules that are in no layer."""
+        in_layers = {id(each) for block in blocks(model) for each in block.modules()}
+        return any(id(model.get_submodule(name)) not in in_layers for name in self.rules)
+
     def cut_parameters(self, model: nn.Module) -> set[int]:
         """Identities of the parameters that are cut."""
         found = set()
@@ -274,27 +310,33 @@ class _StandIn(torch.autograd.Function):
     """In place of a layer that was run already: outputs and gradients of the right shapes."""
 
     @staticmethod
-    def forward(ctx: Any, made: Callable[[], list[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, made: Callable[[], list[Tensor]], passed: Callable[[], None], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.passed = passed
         ctx.shapes = [(each.shape, each.dtype) if each.is_floating_point() else None for each in inputs]
         return tuple(made())
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        ctx.passed()
         gradients = [
             None if each is None else torch.empty(each[0], dtype=each[1], device=_DEVICE)
             for each in ctx.shapes
         ]
-        return (None, *gradients)
+        return (None, None, *gradients)
 
 
-def _runs(settings: _Settings, batch: Callable[[int], Batch], rows: int) -> list[_Run]:
-    """The layers of the model, and last the rest of it."""
+def _runs(
+    settings: _Settings, batch: Callable[[int], Batch], rows: int, only_rest: bool = False
+) -> list[_Run]:
+    """The layers of the model (unless `only_rest`), and last the rest of it."""
     model = settings.model
     devices.use_meta_kernels()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode:
-            return _Tracer(settings, mode).runs(batch(rows))
+            return _Tracer(settings, mode).runs(batch(rows), only_rest)
     except UserError:
         raise
     except Exception as error:
@@ -315,7 +357,7 @@ class _Tracer:
         self._calls: dict[Any, _Call] = {}
         self._order: list[_Call] = []
 
-    def runs(self, batch: Batch) -> list[_Run]:
+    def runs(self, batch: Batch, only_rest: bool) -> list[_Run]:
         model = self._settings.model
         recorder = Recorder()
         parameters = self._external(recorder, model, skip=True)
@@ -331,7 +373,8 @@ class _Tracer:
             recorder.run(forward, [], parameters)
         inside = {id(each) for block in blocks(model) for each in block.modules()}
         rest = self._run("rest", "the rest", 1, model, recorder.trace, Bytes(), inside)
-        return [*(self._run_layer(call) for call in self._order), rest]
+        layers = [] if only_rest else [self._run_layer(call) for call in self._order]
+        return [*layers, rest]
 
     def _run(
         self, key: Any, name: str, count: int, module: nn.Module, trace: Trace, held: Bytes, without: set[int]
@@ -363,9 +406,10 @@ class _Tracer:
         inputs, held = [], Bytes()
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, _Form):
-                tensor = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=_DEVICE)
+                tensor = leaf.new()
                 leaves[index] = tensor.requires_grad_(leaf.requires_grad)
-                recorder.external(tensor)
+                for each in _tensors((tensor, leaf.said)):
+                    recorder.external(each)
                 if leaf.requires_grad:
                     inputs.append(tensor)
                     held.add(tensor.numel() * tensor.element_size(), False)
@@ -460,7 +504,7 @@ class _Tracer:
 
                 if any(form.requires_grad for form in call.outputs):  # by its parameters
                     inputs.append(torch.empty((), device=_DEVICE, requires_grad=True))
-                tensors = list(_StandIn.apply(make, *inputs))
+                tensors = list(_StandIn.apply(make, recorder.layer_passed, *inputs))
                 for tensor in tensors:
                     recorder.external(tensor)
             finally:
@@ -536,15 +580,21 @@ class _Form:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    said: Said | None = field(default=None, compare=False)
+    """Of a mask: attention that knows this asks for no pairs."""
 
     @classmethod
     def of(cls, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return cls(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
+        said = attached_documents(value)
+        return cls(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad, said)
 
     def new(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_DEVICE)
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_DEVICE)
+        if self.said is not None:
+            attach_documents(tensor, *self.said)
+        return tensor
 
 
 class _Call:
@@ -568,28 +618,44 @@ def _title(model: nn.Module) -> str:
 # -- from two runs to a part -------------------------------------------------------------------------------
 
 
-def _part(model: nn.Module, few: _Run, many: _Run) -> Part:
-    one, other = few.trace, many.trace
+def _parts(
+    settings: _Settings, batch: Callable[[int], Batch], sizes: Sequence[int], only_rest: bool = False
+) -> tuple[Part, ...]:
+    runs = [_runs(settings, batch, rows, only_rest) for rows in sizes]
+    if any([run.key for run in each] != [run.key for run in runs[0]] for each in runs):
+        raise UserError(
+            f"{_title(settings.model)}: cannot be planned: it runs other layers for other sizes of a batch"
+        )
+    return tuple(_part(settings.model, sizes, found) for found in zip(*runs, strict=True))
+
+
+def _part(model: nn.Module, sizes: Sequence[int], runs: Sequence[_Run]) -> Part:
+    """From runs with so many rows each."""
+    traces = [run.trace for run in runs]
 
     def line(name: str) -> Amount:
-        return Amount.through(getattr(one, name), getattr(other, name))
+        return Amount.through(sizes, [getattr(each, name) for each in traces])
 
     def summed(name: str) -> Amount:
-        return Amount.through(Bytes(sum(getattr(one, name))), Bytes(sum(getattr(other, name))))
+        return Amount.through(sizes, [Bytes(sum(getattr(each, name))) for each in traces])
 
+    few, one = runs[0], traces[0]
     return Part(
         name=few.name,
         count=few.count,
         parameters=few.parameters,
-        forward=_works(model, one.forward, other.forward),
-        backward=_works(model, one.backward, other.backward),
+        forward=_works(model, sizes, [each.forward for each in traces]),
+        backward=_works(model, sizes, [each.backward for each in traces]),
         forward_traffic=line("forward_traffic"),
         backward_traffic=line("backward_traffic"),
-        input=Amount.through(few.input, many.input),
+        input=Amount.through(sizes, [run.input for run in runs]),
         kept=line("kept"),
         products_kept=line("products_kept"),
         forward_peak=line("forward_peak"),
         backward_peak=line("backward_peak"),
+        held=line("held"),
+        logits=line("logits"),
+        most_logits=one.most_logits,
         forward_reductions=summed("forward_reductions"),
         backward_reductions=summed("backward_reductions"),
         num_reductions=len(one.forward_reductions) + len(one.backward_reductions),
@@ -597,16 +663,17 @@ def _part(model: nn.Module, few: _Run, many: _Run) -> Part:
     )
 
 
-def _works(model: nn.Module, few: list[Product], many: list[Product]) -> tuple[Work, ...]:
-    if len(few) != len(many):
+def _works(model: nn.Module, sizes: Sequence[int], found: Sequence[list[Product]]) -> tuple[Work, ...]:
+    if len({len(each) for each in found}) > 1:
         raise UserError(f"{_title(model)}: cannot be planned: other sizes of a batch do other operations")
-    counts: dict[tuple[Product, str], int] = {}
-    for one, other in zip(few, many, strict=True):
-        scales = ""
-        for name in ("m", "batch", "k", "n"):
-            if getattr(one, name) * ROWS[1] == getattr(other, name) * ROWS[0] != 0:
-                scales = name
-                one = replace(one, **{name: getattr(one, name) // ROWS[0]})
-                break
-        counts[one, scales] = counts.get((one, scales), 0) + 1
+    few, many = sizes[:2]
+    counts: dict[tuple[Product, tuple[str, ...]], int] = {}
+    for one, other in zip(*found[:2], strict=True):
+        scales = tuple(
+            name
+            for name in ("m", "batch", "k", "n")
+            if getattr(one, name) * many == getattr(other, name) * few != 0
+        )
+        key = replace(one, **{name: getattr(one, name) // few for name in scales}), scales
+        counts[key] = counts.get(key, 0) + 1
     return tuple(Work(product, count, scales) for (product, scales), count in counts.items())
