@@ -7,7 +7,7 @@ import pytest
 
 from tpu_backend.lowering.collectives import axis_of
 from tpu_backend.lowering.platforms import lowering_for
-from tpu_backend.runtime import packed
+from tpu_backend.runtime import gathers, packed
 
 RANKS = (0, 1)
 
@@ -24,7 +24,7 @@ def program(platform: str, num_scatters: int) -> jex.core.Jaxpr:
         return [*(each.whole() for each in scattered), gathered.whole()]
 
     given = [jnp.zeros((4, 4))] * num_scatters, jnp.zeros((2, 4))
-    with axis_of(RANKS), lowering_for(platform), packed.ordered_scatters():
+    with axis_of(RANKS), lowering_for(platform), gathers.in_order():
         return jax.make_jaxpr(step)(*given).jaxpr
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tpu_backend import views
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.platforms import lowered_for
+from tpu_backend.runtime import gathers
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype
 from tpu_backend.runtime.signature import Signature
 
@@ -148,6 +146,8 @@ def zeros(dims: Sequence[int], dtype: Any) -> Value:
 
 def read(base: Value, geometry: views.Geometry | None, offset: jax.Array | None) -> Value:
     """The value of a view, see `views.read`; packed where the base is, or where the view only flattens it."""
+    if isinstance(base, Packed):
+        base = base.map(gathers.newest)
     if geometry is None:
         return base
     if offset is None:
@@ -194,7 +194,7 @@ def apply(entry: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Pack
     if views.memory_order(output.sizes, output.strides) != tuple(range(len(output.sizes))):
         return None
     computed, stored = output.computed.dtype, lowered_dtype(output.dtype)
-    made = made.map(lambda part: registry.converted(registry.converted(part, computed), stored))
+    made = made.map(lambda part: gathers.converted(part, computed, stored))
     return made if output.partial else replace(made, dims=output.layout_dims)
 
 
@@ -225,9 +225,7 @@ def _cat(tensors: Any, dim: int = 0) -> Packed | None:
 def _all_gather(self: Any, ranks: Sequence[int]) -> Packed | None:
     if not isinstance(self, Packed) or self.rows != 1 or len(self.dims) != 1 or _joins_collectives():
         return None
-    gather = registry.TABLE["tpu_collective::all_gather"].function
-    parts = tuple(gather(part, ranks) for part in _after_scatters(self.parts))
-    return Packed(parts, (len(ranks) * self.dims[0],), len(ranks))
+    return Packed(gathers.gathered(self.parts, ranks), (len(ranks) * self.dims[0],), len(ranks))
 
 
 def _reduce_scatter(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | None:
@@ -237,8 +235,7 @@ def _reduce_scatter(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | No
         return None
     scatter = registry.TABLE["tpu_collective::reduce_scatter"].function
     parts = tuple(scatter(_divisible(part, len(ranks)), reduce, ranks) for part in self.parts)
-    if _in_order.scattered is not None:
-        _in_order.scattered.append(parts)
+    gathers.note_scattered(parts)
     return Packed(parts, (self.dims[0] // len(ranks),))
 
 
@@ -248,40 +245,6 @@ def _all_reduce(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | None:
         return None
     function = registry.TABLE["tpu_collective::all_reduce"].function
     return self.map(lambda part: function(part, reduce, ranks))
-
-
-class _InOrder(threading.local):
-    """The scatters of the program that this thread traces inside of `ordered_scatters`."""
-
-    scattered: list[tuple[jax.Array, ...]] | None = None
-
-
-_in_order = _InOrder()
-
-
-@contextmanager
-def ordered_scatters() -> Iterator[None]:
-    """In this context a gather on a TPU runs after the scatters before it.
-
-    XLA would put products of weights' gradients, and scatters that it makes all-reduces of, at the end of the
-    program, as long as there is memory. Until then what they are made of, and the gradients of all layers,
-    would be in memory.
-    """
-    outer, _in_order.scattered = _in_order.scattered, []
-    try:
-        yield
-    finally:
-        _in_order.scattered = outer
-
-
-def _after_scatters(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """What is to be gathered, as a value that depends on those scatters."""
-    scattered = _in_order.scattered
-    if lowered_for() != "tpu" or not scattered:
-        return parts
-    parts, _ = lax.optimization_barrier((parts, tuple(scattered)))
-    del scattered[:-1]  # a later gather need not name them again
-    return parts
 
 
 def _divisible(part: jax.Array, count: int) -> jax.Array:

@@ -24,7 +24,7 @@ from tpu_backend.lowering.collectives import axis_of
 from tpu_backend.lowering.few_numbers import finds_few
 from tpu_backend.lowering.settings import recorded_settings
 from tpu_backend.reinterpret import reinterpret
-from tpu_backend.runtime import known_forms, packed
+from tpu_backend.runtime import gathers, known_forms, packed
 from tpu_backend.runtime.dtypes import TORCH_DTYPES, lowered_dtype, stored_dtype
 from tpu_backend.runtime.known_forms import Answer
 from tpu_backend.runtime.lists import list_length, with_unlike_elements
@@ -394,7 +394,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
         numbers = Numbers(floats, doubles, integers, offsets)
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
-        with collect_bounds_checks() as collected, packed.ordered_scatters():
+        with collect_bounds_checks() as collected, gathers.in_order():
             for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
                 label = jax.named_scope(labels[collected.entry]) if labels else nullcontext()
                 with recorded_settings(precision), label:
