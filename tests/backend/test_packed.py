@@ -44,3 +44,39 @@ def test_elsewhere_a_gather_waits_for_nothing() -> None:
     operations = [each.primitive.name for each in program("cuda", 3).eqns]
     assert "reduce_scatter" in operations
     assert "optimization_barrier" not in operations
+
+
+def comes_from(jaxpr: jex.core.Jaxpr, result: int) -> list[str]:
+    """The operations that a result was made by, the last one first, along their first operands."""
+    made = {each.outvars[0]: each for each in jaxpr.eqns}
+    names, variable = [], jaxpr.outvars[result]
+    while variable in made:
+        names.append(made[variable].primitive.name)
+        variable = made[variable].invars[0]
+    return names
+
+
+def test_under_autocast_weights_are_gathered_in_its_dtype_and_again_for_the_backward_pass() -> None:
+    # Autograd keeps what the forward pass has converted; whole, it would be in memory until then.
+    wide, narrow = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+    def step(weight: jax.Array, gradient: jax.Array) -> list[jax.Array]:
+        def gathered() -> packed.Packed:
+            return packed.RULES["tpu_collective::all_gather"](packed.Packed((weight,), (8,)), RANKS)
+
+        kept = gathered().map(lambda part: gathers.converted(part, wide, narrow))
+        forward = packed.read(kept, None, None)
+        packed.RULES["tpu_collective::reduce_scatter"](packed.Packed((gradient,), (16,)), "sum", RANKS)
+        gathered()
+        backward = packed.read(kept, None, None)
+        return [*forward.parts, *backward.parts]
+
+    found = {}
+    for platform in ("tpu", "cuda"):
+        with axis_of(RANKS), lowering_for(platform), gathers.in_order():
+            found[platform] = jax.make_jaxpr(step)(jnp.zeros((2, 4)), jnp.zeros((4, 4))).jaxpr
+    in_autocasts_dtype = ["all_gather", "convert_element_type"]
+    assert comes_from(found["tpu"], 0) == in_autocasts_dtype
+    assert comes_from(found["tpu"], 1) == [*in_autocasts_dtype, "optimization_barrier"]
+    for result in range(2):  # elsewhere what is kept is kept
+        assert comes_from(found["cuda"], result) == in_autocasts_dtype[::-1]
