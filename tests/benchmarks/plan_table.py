@@ -30,7 +30,7 @@ from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.cost_model import CostModel
-from tputrain.parallel.memory_model import Precision, memory
+from tputrain.parallel.memory_model import Memory, Precision, memory
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_step import Subject, compile_step, start_slice
@@ -94,7 +94,10 @@ def ours(row: Row, under_autocast: bool = False, is_whole: bool = False) -> dict
         with parameters_on_meta():
             return Llama(row.config).to(getattr(torch, row.weights))
 
-    subject = Subject(model, cfg, _batch(row, row.rows * topology.num_devices), layout)
+    batch = _batch(row, row.rows * topology.num_devices)
+    subject = Subject(
+        model, cfg, batch, layout, temporaries_of=lambda share: _modelled(row, share).temporaries
+    )
     found = compile_step(subject, is_whole)
     return {
         "compile_seconds": found.compile_seconds,
@@ -149,21 +152,31 @@ def unrolled(row: Row) -> dict[str, float]:
 def planned(row: Row) -> dict[str, float]:
     """What the models say, without a compiler; and the FLOPs of a chip in a step."""
     topology = Topology.parse(row.topology)
-    work, rung = _workload(row), "layers" if row.recomputes else "none"
+    work, rung = _workload(row), _rung(row)
     precision = Precision.of(AdamWConfig(master_weights=row.weights == "float32"))
-    size = memory(
-        work,
-        shards=topology.num_devices,
-        tensor=1,
-        rows=row.rows,
-        rung=rung,
-        is_accumulated=False,
-        precision=precision,
-    )
+    size = _modelled(row)
     seconds = CostModel(work, topology, precision).seconds(
         jax_slice.layout_of(row.topology), row.rows, 1, rung
     )
     return {"memory": size.total, "seconds": seconds.total, "flops": work.model_flops(row.rows)}
+
+
+def _rung(row: Row) -> str:
+    return "layers" if row.recomputes else "none"
+
+
+def _modelled(row: Row, share: float = 1) -> Memory:
+    """By the planner's model, of so much of the layers."""
+    layers = int(share * row.config.num_hidden_layers)
+    return memory(
+        _workload(replace(row, layers=layers)),
+        shards=Topology.parse(row.topology).num_devices,
+        tensor=1,
+        rows=row.rows,
+        rung=_rung(row),
+        is_accumulated=False,
+        precision=Precision.of(AdamWConfig(master_weights=row.weights == "float32")),
+    )
 
 
 def _workload(row: Row) -> Workload:

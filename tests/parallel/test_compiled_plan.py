@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tpu_backend.runtime.described import NoArray
 from tpu_backend.runtime.transfer import copy
 from tputrain import device as devices
 from tputrain.cli import main
+from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.parallel.layout import Group, Layout, Stretch
 from tputrain.parallel.step_schedule import schedule
@@ -443,6 +446,26 @@ def test_layers_that_are_alike_are_compiled_twice(kinds: tuple[int, ...], compil
     assert list(depths.compiled) == compiled
     shorten(model, depths.compiled[0])
     assert len(model.layers) == compiled[0][0]
+
+
+@pytest.mark.parametrize(("temporaries_of", "temporaries"), [(None, 5 - 7), (lambda share: 32 * share, 33)])
+def test_figures_go_on_on_a_line_and_temporaries_as_the_model_says(
+    temporaries_of: Any, temporaries: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {4: (8, 5), 8: (16, 4)}  # arguments, temporaries
+
+    def compiled(subject: Any, depths: Any, depth: tuple[int, ...]) -> compiled_step._One:
+        arguments, own = measured[depth[0]]
+        figures: compiled_step.Figures = defaultdict(float)
+        figures |= {("arguments",): arguments, ("temporaries",): own}
+        return compiled_step._One(figures, (), 1.0, 1.0)
+
+    monkeypatch.setattr(compiled_step, "_compiled", compiled)
+    layout = Layout(Topology.parse(TOPOLOGY), ((1, 1, 2, 1), (1, 1, 2, 1)))
+    make = partial(Deep, *(1,) * 32)
+    subject = compiled_step.Subject(make, RunConfig(), {}, layout, temporaries_of=temporaries_of)
+    found = compiled_step.compile_step(subject)
+    assert (found.arguments, found.temporaries) == (64, temporaries)
 
 
 def test_what_the_compiler_says_of_memory_is_read() -> None:

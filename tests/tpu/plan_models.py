@@ -13,7 +13,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tputrain.config import RunConfig, TrainerConfig
 from tputrain.models import parameters_on_meta
 from tputrain.models.vit import Vit, VitConfig
 from tputrain.optim.config import AdamWConfig
-from tputrain.parallel.candidate import Candidate, Task
+from tputrain.parallel.candidate import Candidate, Task, temporaries_of
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import make_plan, refuse
@@ -171,7 +172,8 @@ def judged(name: str, topology: Topology, compiles: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": task.workload.num_parameters, **chosen.as_json()}
     found |= {"planned_gib": chosen.memory.total / GIB, "planned_seconds": chosen.seconds.total}
     if compiles:
-        step = compile_step(planned.subject(chosen))
+        modelled = partial(temporaries_of, task, chosen)
+        step = compile_step(replace(planned.subject(chosen), temporaries_of=modelled))
         flops = task.workload.model_flops(task.rows) / topology.num_devices
         found |= {"compiled_gib": step.memory / GIB, "compiled_seconds": step.seconds}
         found |= {"arguments_gib": step.arguments / GIB, "compile_seconds": step.compile_seconds}

@@ -52,7 +52,7 @@ def plan(
     best: Judged | None = None
     change: str | None = None
     if compiles and missing is None and made.chosen is not None:
-        judge = judge_by(partial(subject_of, cfg))
+        judge = judge_by(partial(subject_of, cfg), made.task)
         judged = [judge(made.chosen)] if search is None else searched(made, judge, search)
         best = winner(made, judged)
         missing, change = best.problem, change_that_fits(made, judge, best)

@@ -1,7 +1,7 @@
 """Candidates of a plan: every way to run a task, and what the models of memory and time say of each."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tputrain.models.recompute import override
@@ -112,6 +112,33 @@ def candidates(task: Task) -> Iterator[Candidate]:
             yield _with_most_rows(task, costs, layout, rung, data_ranks)
 
 
+def with_layers(task: Task, share: float) -> Task:
+    """With so much of the layers, at least one of each kind."""
+    *layers, rest = task.workload.parts
+    fewer = [replace(each, count=max(1, int(share * each.count))) for each in layers]
+    return replace(task, workload=replace(task.workload, parts=(*fewer, rest)))
+
+
+def temporaries_of(task: Task, candidate: Candidate, share: float) -> float:
+    """Bytes of a candidate with so much of the layers."""
+    is_accumulated = candidate.micro_batches > 1
+    layout, rung, rows = candidate.layout, candidate.rung, candidate.rows
+    return _memory(with_layers(task, share), layout, rung, rows, is_accumulated).temporaries
+
+
+def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bool) -> Memory:
+    context = layout.degrees["context"]
+    return memory(
+        task.workload,
+        shards=layout.groups["shard"].size * context,
+        tensor=layout.degrees["tensor"],
+        rows=rows / context,
+        rung=rung,
+        is_accumulated=is_accumulated,
+        precision=task.precision,
+    )
+
+
 def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, data_ranks: int) -> Candidate:
     """With the largest micro-batch that fits: fewer of them gather parameters less often."""
     all_rows = task.rows // data_ranks
@@ -121,15 +148,7 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
         choices = [task.micro_rows // data_ranks]
     context, most = layout.degrees["context"], task.most
     for rows in choices:
-        found = memory(
-            task.workload,
-            shards=layout.groups["shard"].size * context,
-            tensor=layout.degrees["tensor"],
-            rows=rows / context,
-            rung=rung,
-            is_accumulated=rows != all_rows,
-            precision=task.precision,
-        )
+        found = _memory(task, layout, rung, rows, is_accumulated=rows != all_rows)
         if found.total <= most and found.host <= task.topology.host_memory:
             break
     micro_batches = all_rows // rows

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from tputrain.models.recompute import override
-from tputrain.parallel.candidate import Candidate, Task, best, candidates
+from tputrain.parallel.candidate import Candidate, Task, best, candidates, with_layers
 from tputrain.parallel.topology import CHIPS, Chip, Topology, shapes
 from tputrain.parallel.workload import Amount, Part, Workload
 
@@ -104,7 +104,7 @@ def _smaller_task(task: Task) -> Iterator[str]:
             yield f"data.sequence_length={sequence // times} in place of {sequence}"
             return
     count = sum(each.count for each in workload.parts[:-1])
-    fitting = bisect_left(range(1, count), True, key=lambda each: not _fits(_with_layers(task, each / count)))
+    fitting = bisect_left(range(1, count), True, key=lambda each: not _fits(with_layers(task, each / count)))
     if fitting > 1:
         yield f"a model of {fitting} layers in place of {count}"
 
@@ -122,9 +122,3 @@ def _with_rows(workload: Workload, share: float) -> Workload:
 
     whole_rest = workload.whole_rest and shorter(workload.whole_rest)
     return replace(workload, parts=tuple(map(shorter, workload.parts)), whole_rest=whole_rest)
-
-
-def _with_layers(task: Task, share: float) -> Task:
-    *layers, rest = task.workload.parts
-    fewer = [replace(each, count=max(1, int(share * each.count))) for each in layers]
-    return replace(task, workload=replace(task.workload, parts=(*fewer, rest)))

@@ -2,7 +2,9 @@
 
 Compile time must not grow with depth. Layers that are alike are compiled twice, with few of them and with a
 few more; every figure goes on from there on a straight line, to the depth of the model. What is done once a
-micro-batch is compiled for two at most, and counted as often as it is done.
+micro-batch is compiled for two at most, and counted as often as it is done. Temporaries alone are not on that
+line: the worst moment of a few layers is another than that of many, and gaps between buffers are a matter of
+chance. They grow from there on as the planner's model says.
 """
 
 import re
@@ -52,6 +54,8 @@ class Subject:
     """A micro-batch of all ranks."""
     layout: Layout
     loss_fn: LossFunction | None = None
+    temporaries_of: Callable[[float], float] | None = None
+    """Bytes that a model gives for so much of the layers. None: they go on along the line, too."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,12 @@ def compile_step(subject: Subject, is_whole: bool = False) -> CompiledStep:
         times = (depths.wanted[number] - few) / (more - few)
         for key in {*found[0], *figures_of_more}:
             figures[key] += times * (figures_of_more[key] - found[0][key])
+    if (modelled := subject.temporaries_of) is not None:
+        shares = [sum(each) / max(1, sum(depths.wanted)) for each in depths.compiled]
+        figures["temporaries",] = max(
+            one["temporaries",] + modelled(1) - modelled(share)
+            for one, share in zip(found, shares, strict=True)
+        )
     return _step(figures, tuple(said), tuple(notes), record_seconds, compile_seconds)
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
 
 from tputrain.announce import say
 from tputrain.errors import UserError
-from tputrain.parallel.candidate import Candidate
+from tputrain.parallel.candidate import Candidate, Task, temporaries_of
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.topology import GIB
 from tputrain.planning.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
@@ -40,12 +41,13 @@ class Judged:
 Judge = Callable[[Candidate], Judged]
 
 
-def judge_by(subject_of: Callable[[Candidate], Subject]) -> Judge:
+def judge_by(subject_of: Callable[[Candidate], Subject], task: Task) -> Judge:
     """Candidates as the compiler sees them. In a process that stands for a rank (`start_slice`)."""
 
     def judge(candidate: Candidate) -> Judged:
+        modelled = partial(temporaries_of, task, candidate)
         try:
-            step = compile_step(subject_of(candidate))
+            step = compile_step(replace(subject_of(candidate), temporaries_of=modelled))
         except DoesNotFitError as error:
             return Judged(candidate, None, str(error), error.used)
         return Judged(candidate, step, None, step.memory)
