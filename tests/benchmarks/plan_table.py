@@ -153,7 +153,7 @@ def planned(row: Row) -> dict[str, float]:
     """What the models say, without a compiler; and the FLOPs of a chip in a step."""
     topology = Topology.parse(row.topology)
     work, rung = _workload(row), _rung(row)
-    precision = Precision.of(AdamWConfig(master_weights=row.weights == "float32"))
+    precision = Precision.of(AdamWConfig(master_weights=row.weights == "float32"), None)
     size = _modelled(row)
     seconds = CostModel(work, topology, precision).seconds(
         jax_slice.layout_of(row.topology), row.rows, 1, rung
@@ -175,7 +175,7 @@ def _modelled(row: Row, share: float = 1) -> Memory:
         rows=row.rows,
         rung=_rung(row),
         is_accumulated=False,
-        precision=Precision.of(AdamWConfig(master_weights=row.weights == "float32")),
+        precision=Precision.of(AdamWConfig(master_weights=row.weights == "float32"), None),
     )
 
 

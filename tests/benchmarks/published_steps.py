@@ -36,7 +36,7 @@ STEPS = (
     Step("llama-405b", "v5p:8x8x8", 2, "layers", 131.474),
     Step("llama-70b", "tpu7x:4x4x4", 2, "layers", 12.20),
 )
-PRECISION = Precision(optimizer=8.0, gathered=2.0)
+PRECISION = Precision(optimizer=8.0, gathered=2.0, scattered=2.0)
 
 
 def workload(name: str, sequence: int) -> Workload:

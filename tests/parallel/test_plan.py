@@ -23,8 +23,10 @@ from tputrain.metrics.flops import count_flops
 from tputrain.models import add_lora
 from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.layout import Layout, layouts, mesh_of
+from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines, picture
 from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
@@ -73,7 +75,8 @@ def workload(name: str, sequence: int) -> Workload:
 
 
 def planned(name: str, topology: str, rows: int, sequence: int) -> Plan:
-    return make_plan(Task(workload(name, sequence), Topology.parse(topology), rows))
+    precision = Precision.of(AdamWConfig(), "bfloat16")
+    return make_plan(Task(workload(name, sequence), Topology.parse(topology), rows, precision=precision))
 
 
 def golden_file(name: str, topology: str) -> Path:

@@ -132,7 +132,7 @@ def of_module(make: Callable[[], nn.Module], example: Callable[[], Batch], rows:
 
     def task(topology: Topology) -> Task:
         workload = workload_of(model(), batch_like(example()), has_masters=True)
-        return Task(workload, topology, rows, precision=Precision.of(optim), rungs=("none",))
+        return Task(workload, topology, rows, precision=Precision.of(optim, None), rungs=("none",))
 
     def subject(candidate: Candidate) -> Subject:
         degrees = candidate.layout.degrees

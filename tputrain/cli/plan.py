@@ -112,7 +112,7 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         topology,
         rows,
         micro_rows=samples,
-        precision=Precision.of(cfg.optim),
+        precision=Precision.of(cfg.optim, cfg.execution.autocast),
         rungs=RUNGS if asked is None else (asked,),
         built_rungs=BUILT_RUNGS if cfg.model.can_recompute else ("none",),
     )

@@ -97,7 +97,7 @@ def _division(
             chips.topology,
             rows * cfg.trainer.accumulate,
             micro_rows=rows,
-            precision=Precision.of(cfg.optim),
+            precision=Precision.of(cfg.optim, cfg.execution.autocast),
             rungs=(rung,),
             shards_alone=chips.topology.chip.name == "cpu",
         )

@@ -234,7 +234,8 @@ class CostModel:
     def _fsdp(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
         """Parameters are gathered for the forward and the backward pass, gradients scattered."""
         gathered = part.parameters.count(tensor) * self._gathered(part)
-        gradients = part.parameters.trained(tensor) * self._gathered(part)
+        itemsize = self._precision.scattered or part.parameters.itemsize
+        gradients = part.parameters.trained(tensor) * itemsize
         seconds = 2 * shard.gather_seconds(gathered) + shard.gather_seconds(gradients)
         return seconds + 2 * replicate.gather_seconds(gradients / shard.size)
 

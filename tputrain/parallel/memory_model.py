@@ -32,12 +32,17 @@ class Precision:
     """Of all state of the optimizer: two float32 moments for AdamW."""
     gathered: float | None = None
     """Of a parameter on its way to those that compute with it. None: as it is stored."""
+    scattered: float | None = None
+    """Of a gradient on its way. None: as its parameter is stored."""
 
     @classmethod
-    def of(cls, optimizer: OptimConfig) -> "Precision":
-        """With an optimizer of this library, and maybe an average or float32 copies of the parameters."""
+    def of(cls, optimizer: OptimConfig, autocast: str | None) -> "Precision":
+        """With an optimizer of this library, and maybe an average or float32 copies of the parameters.
+
+        Under autocast a TPU gathers in its dtype, of 16 bits.
+        """
         num_copies = (optimizer.ema_decay is not None) + optimizer.master_weights
-        return cls(optimizer.state_bytes + 4.0 * num_copies)
+        return cls(optimizer.state_bytes + 4.0 * num_copies, None if autocast is None else 2.0)
 
 
 @dataclass(frozen=True)
