@@ -220,7 +220,9 @@ def region(function: Callable[..., Any], modules: Sequence[nn.Module], optimizer
 
 
 def use_meta_kernels() -> None:
-    """Have tensors without values get the shapes that the tpu device gives; the device need not be opened."""
+    """Have tensors without values get the shapes that the tpu device gives, and its loss over a vocabulary
+    run on them; the device need not be opened.
+    """
     from tpu_backend import vocabulary_loss
     from tpu_backend.runtime.shapes import register_meta_kernels
 

@@ -26,7 +26,7 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](\S*) \{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _SOURCES = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _KERNEL = re.compile(r"_(fwd|dq|dkv)(?:_|$)")
-# What the runtime of several slices is asked for goes to the host, and comes from there.
+# Traffic between slices is a `send` to the host and a `recv` from it, with these attributes.
 _BETWEEN_SLICES = re.compile(
     r'_xla_host_transfer_rendezvous="([^"]+)".*_xla_megascale_target="\{([\d,]+)\}.*'
     r'_xla_megascale_transfer_type="(\w+)"'
@@ -52,7 +52,7 @@ class Collective:
     chain: str | None = None
     """What its parts have in common where fusions carry its steps."""
     num_slices: int = 1
-    """More than one: the network between slices carries it, for each chip by itself."""
+    """More than one: the network between slices carries it. Bytes are those of a chip."""
 
     @property
     def num_bytes(self) -> int:

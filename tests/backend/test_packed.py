@@ -24,7 +24,7 @@ def program(platform: str, num_scatters: int) -> jex.core.Jaxpr:
         return [*(each.whole() for each in scattered), gathered.whole()]
 
     given = [jnp.zeros((4, 4))] * num_scatters, jnp.zeros((2, 4))
-    with axis_of(RANKS), lowering_for(platform), gathers.in_order():
+    with axis_of(RANKS), lowering_for(platform), gathers.traced_program():
         return jax.make_jaxpr(step)(*given).jaxpr
 
 
@@ -72,7 +72,7 @@ def test_under_autocast_a_tpu_gathers_in_its_dtype_and_again_for_the_backward_pa
         backward = packed.read(kept, None, None)
         return [*forward.parts, *backward.parts]
 
-    with axis_of(RANKS), lowering_for(platform), gathers.in_order():
+    with axis_of(RANKS), lowering_for(platform), gathers.traced_program():
         jaxpr = jax.make_jaxpr(step)(jnp.zeros((2, 4)), jnp.zeros((4, 4))).jaxpr
     forward, backward = (comes_from(jaxpr, result) for result in range(2))
     if platform == "tpu":
@@ -80,3 +80,21 @@ def test_under_autocast_a_tpu_gathers_in_its_dtype_and_again_for_the_backward_pa
         assert backward == [*forward, "optimization_barrier"]
     else:
         assert forward == backward == ["convert_element_type", "all_gather"]
+
+
+def test_what_one_group_gathered_is_not_taken_for_what_another_gathers() -> None:
+    def step(weight: jax.Array) -> tuple[jax.Array, ...]:
+        def gathered(ranks: tuple[int, ...]) -> packed.Packed:
+            return packed.RULES["tpu_collective::all_gather"](packed.Packed((weight,), (8,)), ranks)
+
+        kept = gathered(RANKS).map(
+            lambda part: gathers.converted(part, jnp.dtype("float32"), jnp.dtype("bfloat16"))
+        )
+        gathered((0, 2))
+        return packed.read(kept, None, None).parts
+
+    with axis_of(RANKS), lowering_for("tpu"), gathers.traced_program():
+        jaxpr = jax.make_jaxpr(step)(jnp.zeros((2, 4))).jaxpr
+    narrow = [each for each in jaxpr.eqns if each.primitive.name == "convert_element_type"]
+    assert len(narrow) == 1  # that of the first group
+    assert comes_from(jaxpr, 0) == ["all_gather", "convert_element_type"]

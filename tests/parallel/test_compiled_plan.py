@@ -313,11 +313,16 @@ backend_config={{"estimated_cycles":"3500"}}
 """
 
 
-def test_what_the_network_between_slices_carries_is_waited_for() -> None:
+@pytest.mark.parametrize("is_received_first", [False, True])
+def test_what_the_network_between_slices_carries_is_waited_for(is_received_first: bool) -> None:
     topology = Topology.parse("2x v6e:2x2")
     layout = Layout(topology, ((1, 1, 2, 1), (1, 1, 2, 1)))
     groups = compiled_step._Groups(layout, [])
-    found = schedule(hlo.program(TWO_SLICES), topology, groups.seconds)
+    lines = TWO_SLICES.splitlines(keepends=True)
+    if is_received_first:
+        lines[3:5] = lines[4:2:-1]
+        assert "%recv" in lines[3]
+    found = schedule(hlo.program("".join(lines)), topology, groups.seconds)
     ((collective, seconds),) = found.collectives
     assert (collective.kind, collective.num_slices) == ("all-reduce", 2)
     assert collective.num_bytes == 4 * 128 * 64

@@ -174,7 +174,9 @@ def judged(name: str, topology: Topology, compiles: bool) -> dict[str, Any]:
     if compiles:
         modelled = partial(temporaries_of, task, chosen)
         step = compile_step(replace(planned.subject(chosen), temporaries_of=modelled))
-        flops = task.workload.model_flops(task.rows) / topology.num_devices
+        degrees = chosen.layout.degrees
+        ranks = degrees["replicate"] * degrees["shard"] * chosen.micro_batches
+        flops = ranks * task.workload.model_flops(chosen.rows) / topology.num_devices
         found |= {"compiled_gib": step.memory / GIB, "compiled_seconds": step.seconds}
         found |= {"arguments_gib": step.arguments / GIB, "compile_seconds": step.compile_seconds}
         found |= {"compiled_mfu": flops / step.seconds / topology.peak_flops, "depths": step.depths}

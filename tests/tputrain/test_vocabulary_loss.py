@@ -77,6 +77,13 @@ def test_a_head_that_does_more_makes_the_logits(calls: list[torch.Size]) -> None
     assert calls == []
 
 
+def test_a_plain_head_in_its_place_makes_the_loss(calls: list[torch.Size]) -> None:
+    model = tiny(tie_word_embeddings=False)
+    model.lm_head = nn.Linear(model.lm_head.in_features, 96, bias=False)
+    model.to("tpu")(**batch("tpu")).backward()
+    assert len(calls) == 1
+
+
 def test_few_logits_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = torch.empty(2, 8, 4, device="tpu"), torch.empty(96, 4, device="tpu")
     assert not vocabulary_loss.pays(hidden, weight)
@@ -108,12 +115,19 @@ def test_it_is_one_function_on_every_device(reduction: str, is_weighted: bool) -
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 @pytest.mark.parametrize("name", ["untied", "transformers"])
-def test_a_head_that_somebody_listens_to_makes_its_logits(name: str, calls: list[torch.Size]) -> None:
+def test_a_head_that_somebody_listens_to_makes_its_logits(
+    name: str, kind: str, calls: list[torch.Size]
+) -> None:
     model = MODELS[name]().to("tpu")
     head = model.get_output_embeddings() if name == "transformers" else model.lm_head
     seen = []
-    head.register_forward_hook(lambda module, given, output: seen.append(tuple(output.shape)))
+
+    def hook(module: nn.Module, *given: object) -> None:
+        seen.append(given)
+
+    getattr(head, f"register_{kind}")(hook)
     model(**batch("tpu")).backward()
     assert calls == []
     assert len(seen) == 1

@@ -19,7 +19,7 @@ from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
 from tputrain.models.recompute import kind_of, recomputed_call
 from tputrain.models.sequence import places
-from tputrain.models.vocabulary_loss import VocabularyHead, next_token_loss, pays
+from tputrain.models.vocabulary_loss import VocabularyHead, loss_of_head, next_token_loss, pays
 
 CONFIG = "config.json"
 INITS = ("weights", "random")
@@ -170,8 +170,9 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
         if labels is None:
             return logits
         if made is not None and not model.gives_logits_with_loss and pays(made.hidden, made.weight):
-            # Nobody wants the logits: what was recorded of them is not run.
-            return head.module(made.hidden, labels)
+            loss = loss_of_head(head.module, made.hidden, labels, num_own_hooks=1)
+            if loss is not None:
+                return loss  # nobody wants the logits: what was recorded of them is not run
         loss = next_token_loss(logits, labels)
         return {"loss": loss, "logits": logits} if model.gives_logits_with_loss else loss
 
@@ -202,13 +203,8 @@ class _Head:
             self._last = output, _Made(inputs[0], head.weight)
 
     def made(self, logits: Tensor) -> _Made | None:
-        """What these were made of, if they are the results of its last call, which is forgotten.
-
-        None where somebody else listens to the head too.
-        """
+        """What these were made of, if they are the results of its last call, which is forgotten."""
         last, self._last = self._last, None
-        if self.module is None or self.module.num_listeners > 1:
-            return None
         return last[1] if last is not None and last[0] is logits else None
 
     def forget(self) -> None:

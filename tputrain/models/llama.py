@@ -24,7 +24,7 @@ from tputrain.models.attention import attend, causal_mask
 from tputrain.models.kv_cache import KeyValueCache, LayerCache
 from tputrain.models.recompute import kind_of, recomputed
 from tputrain.models.sequence import places
-from tputrain.models.vocabulary_loss import VocabularyHead, next_token_loss, vocabulary_loss
+from tputrain.models.vocabulary_loss import VocabularyHead, loss_of_head, next_token_loss, vocabulary_loss
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class Llama(nn.Module):
         if labels is not None and not self.gives_logits_with_loss:
             if self.lm_head is None:
                 return vocabulary_loss(hidden, self.output_weight, labels)
-            if isinstance(self.lm_head, VocabularyHead) and not self.lm_head.num_listeners:
-                return self.lm_head(hidden, labels)
+            if (loss := loss_of_head(self.lm_head, hidden, labels)) is not None:
+                return loss
         logits = F.linear(hidden, self.output_weight) if self.lm_head is None else self.lm_head(hidden)
         if labels is None:
             return logits

@@ -62,8 +62,8 @@ def linear_cross_entropy(
 class VocabularyHead(nn.Linear):
     """A linear head over a vocabulary: logits (B, S, V), or with labels (B, S) their `vocabulary_loss`.
 
-    The loss is made in its forward pass, so that it can be a unit of FSDP2. In the unit of the whole model
-    its gradient, one of the largest, would be whole to the end of the backward pass.
+    It makes the loss in its forward pass, so that FSDP2 can divide it as a unit. In the unit of the whole
+    model its gradient, one of the largest, would be whole to the end of the backward pass.
     """
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -71,11 +71,19 @@ class VocabularyHead(nn.Linear):
             return super().forward(input)
         return vocabulary_loss(input, self.weight, labels, self.bias)
 
-    @property
-    def num_listeners(self) -> int:
-        """Hooks besides those of FSDP2: somebody wants its logits."""
-        own = int(hasattr(self, "unshard"))  # FSDP2's method; to import its class takes a second
-        return max(len(self._forward_hooks), len(self._forward_pre_hooks)) - own
+
+def loss_of_head(head: nn.Module, hidden: Tensor, labels: Tensor, num_own_hooks: int = 0) -> Tensor | None:
+    """The `vocabulary_loss` of a head that only multiplies. None: it does more, or somebody has a hook on it
+    and wants its logits. `num_own_hooks`: forward hooks of the caller.
+    """
+    of_fsdp = int(hasattr(head, "unshard"))  # its method; to import its class takes a second
+    is_heard = len(head._forward_hooks) > of_fsdp + num_own_hooks or len(head._forward_pre_hooks) > of_fsdp
+    if is_heard or head._backward_hooks or head._backward_pre_hooks:
+        return None
+    if isinstance(head, VocabularyHead):
+        loss: Tensor = head(hidden, labels)
+        return loss
+    return vocabulary_loss(hidden, head.weight, labels, head.bias) if type(head) is nn.Linear else None
 
 
 def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,7 +96,7 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same of logits (B, S, V)."""
+    """The float32 mean cross-entropy, in nats, of logits (B, S, V) over the labels (B, S) that count."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
 
 

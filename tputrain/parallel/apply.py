@@ -50,7 +50,8 @@ def apply_plan(
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """Those that make the loss, with weights that nobody else has."""
-    used = Counter(id(each.weight) for each in model.modules() if isinstance(each, nn.Linear | nn.Embedding))
-    found = [each for each in model.modules() if isinstance(each, VocabularyHead)]
-    return [each for each in found if used[id(each.weight)] == 1]
+    """Those outside of blocks that make the loss, with weights that nobody else has."""
+    uses = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    inside = {id(model), *(id(each) for block in blocks(model) for each in block.modules())}
+    found = (each for each in model.modules() if isinstance(each, VocabularyHead) and id(each) not in inside)
+    return [each for each in found if all(uses[id(own)] == 1 for own in each.parameters())]

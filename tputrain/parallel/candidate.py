@@ -115,7 +115,7 @@ def candidates(task: Task) -> Iterator[Candidate]:
 def with_layers(task: Task, share: float) -> Task:
     """With so much of the layers, at least one of each kind."""
     *layers, rest = task.workload.parts
-    fewer = [replace(each, count=max(1, int(share * each.count))) for each in layers]
+    fewer = [replace(each, count=max(1, round(share * each.count))) for each in layers]
     return replace(task, workload=replace(task.workload, parts=(*fewer, rest)))
 
 
@@ -159,7 +159,8 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
         reason = f"{found.host / GIB:.0f} of {task.topology.host_memory / GIB:.0f} GiB of the host's memory"
         return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
     seconds = costs.seconds(layout, rows / context, micro_batches, rung)
-    flops = task.workload.model_flops(task.rows)
+    data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
+    flops = data_ranks * micro_batches * task.workload.model_flops(rows)  # no rank sees the rows of others
     mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
     missing = []
     if rung not in task.built_rungs:

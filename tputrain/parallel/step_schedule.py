@@ -76,7 +76,8 @@ class _Walk:
         self._core = self._links = self._network = self._memory = 0.0
         self._ends: dict[str, float] = {}  # of what was begun, by the name of what began it
         self._chains: dict[str, float] = {}
-        self._transfers: dict[str, float] = {}  # between slices: by their names
+        self._transfers: dict[str, float] = {}  # between slices: when they end, by their names
+        self._received: dict[str, str] = {}  # the transfer of each recv
 
     def run(self, computation: str) -> None:
         for instruction in self._program.computations[computation]:
@@ -99,7 +100,10 @@ class _Walk:
                     program.collective(instruction, computation)
                 )
             else:
-                self._ends[instruction.name] = self._transfers[transfer.rendezvous]
+                self._received[instruction.name] = transfer.rendezvous
+            return
+        if opcode == "recv-done" and instruction.operands[0] in self._received:
+            self._wait(instruction, self._transfers[self._received[instruction.operands[0]]], False)
             return
         kind, _, stage = opcode.rpartition("-")
         if stage == "done" and instruction.operands and instruction.operands[0] in self._ends:

@@ -234,7 +234,9 @@ class Recorder(TorchDispatchMode):
     def _drop_unread(self, outputs: Sequence[_Value]) -> None:
         """Forget products of the forward pass whose results nobody asked for."""
         for products, values in self._made:
-            if not any(value.is_read or value in outputs for value in values):
+            # What is still there the backward pass may read: a loss that has made its gradients.
+            is_gone = all(value.gone_at is not None for value in values)
+            if is_gone and not any(value.is_read or value in outputs for value in values):
                 for value in values:
                     value.is_dropped = True
                 for product in products:

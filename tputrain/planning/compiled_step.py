@@ -2,9 +2,9 @@
 
 Compile time must not grow with depth. Layers that are alike are compiled twice, with few of them and with a
 few more; every figure goes on from there on a straight line, to the depth of the model. What is done once a
-micro-batch is compiled for two at most, and counted as often as it is done. Temporaries alone are not on that
-line: the worst moment of a few layers is another than that of many, and gaps between buffers are a matter of
-chance. They grow from there on as the planner's model says.
+micro-batch is compiled for two at most, and counted as often as it is done. Temporaries do not grow on such
+a line: the peak can move to another place in the step, and gaps between buffers vary. They grow as the
+planner's model says.
 """
 
 import re
@@ -55,7 +55,7 @@ class Subject:
     layout: Layout
     loss_fn: LossFunction | None = None
     temporaries_of: Callable[[float], float] | None = None
-    """Bytes that a model gives for so much of the layers. None: they go on along the line, too."""
+    """Bytes by a model, for so much of the layers (all lists together). None: on the line, too."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def why_not(topology: Topology) -> str | None:
     if devices.of_slices().compiler_version() is None:
         return "libtpu, its compiler, is not installed: pip install 'tputrain[tpu]' (Linux on x86-64)"
     if topology.chip.name == "cpu":
-        return "libtpu compiles for TPUs alone"
+        return f"topology {topology.name}: libtpu compiles only for TPUs; give one such as v5e:4x4"
     return None
 
 
@@ -348,6 +348,8 @@ class _Groups:
         topology, num_bytes = self._layout.topology, collective.num_bytes
         ways = 2 if collective.kind == "all-reduce" else 1
         if collective.num_slices > 1:
+            # Bytes are those that a chip gives. Of a gather, all others get all of them.
+            ways = collective.num_slices if collective.kind == "all-gather" else ways
             share = (collective.num_slices - 1) / collective.num_slices
             return ways * share * num_bytes / topology.dcn_bandwidth
         group = self.on_torus(collective.group)

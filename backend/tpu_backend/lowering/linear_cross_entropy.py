@@ -101,7 +101,7 @@ def _tokens_of_block(dtype: jnp.dtype, classes: int, features: int, has_sums: bo
 
 
 def tokens_of_block_on_tpu(itemsize: int, classes: int, features: int, has_sums: bool) -> int:
-    """The same on a TPU; `itemsize`: of a logit."""
+    """Tokens of a block on a TPU; `itemsize`: of a logit."""
     return max(features if has_sums else 1, BLOCK_BYTES // (classes * itemsize))
 
 

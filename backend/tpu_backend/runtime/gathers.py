@@ -1,6 +1,7 @@
 """Gathers of FSDP2 on a TPU: when they run, and in which dtype.
 
-What is here holds for the program that a thread traces inside of `in_order`. Elsewhere a gather is a gather.
+These rules hold while a program for a TPU is traced inside of `traced_program`. Elsewhere gathers are left as
+they are.
 """
 
 from __future__ import annotations
@@ -24,48 +25,53 @@ Dtypes = tuple[jnp.dtype, jnp.dtype]
 
 @dataclass(frozen=True)
 class _Gather:
-    """One of a rank's shard."""
+    """An all-gather of one shard."""
 
     shard: jax.Array
     """As the program has it: the same in all gathers of it."""
-    given: jax.Array
-    """The shard, as a value that depends on what runs before."""
-    ranks: Sequence[int]
-    made: jax.Array
-    converted: dict[Dtypes, jax.Array] = field(default_factory=dict)
+    ordered_shard: jax.Array
+    """The same as a value that depends on what runs before."""
+    ranks: tuple[int, ...]
+    result: jax.Array
+    narrow: dict[Dtypes, jax.Array] = field(default_factory=dict)
 
-    def to(self, dtypes: Dtypes) -> jax.Array:
-        """What it made in other dtypes. The shard is converted: there is less to gather."""
-        if dtypes not in self.converted:
-            self.converted[dtypes] = _all_gather(_converted(self.given, dtypes), self.ranks)
-        return self.converted[dtypes]
+    @property
+    def key(self) -> tuple[int, tuple[int, ...]]:
+        """Gathers with equal keys have equal results."""
+        return id(self.shard), self.ranks
+
+    def in_dtypes(self, dtypes: Dtypes) -> jax.Array:
+        """Its result in narrower ones. The shard is converted: there is less to gather."""
+        if dtypes not in self.narrow:
+            self.narrow[dtypes] = _all_gather(_converted(self.ordered_shard, dtypes), self.ranks)
+        return self.narrow[dtypes]
 
 
 @dataclass
 class _Program:
-    """What was traced of it. Arrays are known by their `id`, and held, so that no other gets it."""
+    """Its gathers and scatters so far. Arrays are known by their `id`, and held, so that no other gets it."""
 
     scattered: list[tuple[jax.Array, ...]] = field(default_factory=list)
     gathers: dict[int, _Gather] = field(default_factory=dict)
-    """By what they made."""
-    conversions: defaultdict[int, list[tuple[jax.Array, Dtypes]]] = field(
-        default_factory=lambda: defaultdict(list)
+    """By their results."""
+    conversions: defaultdict[tuple[int, tuple[int, ...]], dict[int, tuple[jax.Array, Dtypes]]] = field(
+        default_factory=lambda: defaultdict(dict)
     )
-    """By shard: what its gathers were converted to."""
+    """By the key of gathers: what their results were converted to."""
     newest: dict[int, jax.Array] = field(default_factory=dict)
-    """By what an earlier gather was converted to."""
+    """Of converted results of earlier gathers: the same values from the newest one."""
 
 
 _traced: ContextVar[_Program | None] = ContextVar("program that is traced", default=None)
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
-    """In this context a gather on a TPU runs after the scatters before it.
+def traced_program() -> Iterator[None]:
+    """A program is traced in this context. On a TPU each of its gathers runs after the scatters before it.
 
-    XLA would put products of weights' gradients, and scatters that it makes all-reduces of, at the end of the
-    program, as long as there is memory. Until then what they are made of, and the gradients of all layers,
-    would be in memory.
+    XLA would put products that give weights' gradients, and scatters that it makes all-reduces of, at the end
+    of the program, as long as there is memory. Until then the gradients of all layers, or the activations
+    that they need, would stay in memory.
     """
     before = _traced.set(_Program() if lowered_for() == "tpu" else None)
     try:
@@ -83,38 +89,40 @@ def note_scattered(parts: tuple[jax.Array, ...]) -> None:
 def gathered(shards: tuple[jax.Array, ...], ranks: Sequence[int]) -> tuple[jax.Array, ...]:
     """Each shard, gathered along its first dim.
 
-    FSDP2 gathers a layer's weights again for its backward pass. Under autocast that pass reads what the
-    forward pass converted them to, which would be whole in memory meanwhile: from here on it reads the new
-    gather, converted.
+    FSDP2 gathers a layer's weights again for its backward pass. Under autocast that pass reads the converted
+    weights of the forward pass, which would stay in memory meanwhile, whole. Reads of those give the new
+    gather's from here on.
     """
     program = _traced.get()
     if program is None:
         return tuple(_all_gather(each, ranks) for each in shards)
-    made = []
-    for shard, given in zip(shards, _after_scatters(shards, program.scattered), strict=True):
-        gather = _Gather(shard, given, ranks, _all_gather(given, ranks))
-        program.gathers[id(gather.made)] = gather
-        for older, dtypes in program.conversions[id(shard)]:
-            program.newest[id(older)] = gather.to(dtypes)
-        made.append(gather.made)
-    return tuple(made)
+    results = []
+    for shard, ordered in zip(shards, _after_scatters(shards, program.scattered), strict=True):
+        gather = _Gather(shard, ordered, tuple(ranks), _all_gather(ordered, ranks))
+        program.gathers[id(gather.result)] = gather
+        for older, (_, dtypes) in program.conversions[gather.key].items():
+            program.newest[older] = gather.in_dtypes(dtypes)
+        results.append(gather.result)
+    return tuple(results)
 
 
 def converted(value: jax.Array, computed: jnp.dtype, stored: jnp.dtype) -> jax.Array:
-    """A copy's result."""
+    """`value` in another dtype. The result of a gather is converted before it, if that makes it less."""
     program, dtypes = _traced.get(), (computed, stored)
     gather = None if program is None else program.gathers.get(id(value))
     if program is None or gather is None or stored.itemsize >= value.dtype.itemsize:
         return _converted(value, dtypes)
-    made = gather.to(dtypes)
-    program.conversions[id(gather.shard)].append((made, dtypes))
-    return made
+    result = gather.in_dtypes(dtypes)
+    program.conversions[gather.key][id(result)] = result, dtypes
+    return result
 
 
-def newest(value: jax.Array) -> jax.Array:
-    """The same values, from the last gather."""
+def renewed(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The same values, from the newest gathers."""
     program = _traced.get()
-    return value if program is None else program.newest.get(id(value), value)
+    if program is None or not program.newest:
+        return parts
+    return tuple(program.newest.get(id(part), part) for part in parts)
 
 
 def _converted(value: jax.Array, dtypes: Dtypes) -> jax.Array:
@@ -124,8 +132,8 @@ def _converted(value: jax.Array, dtypes: Dtypes) -> jax.Array:
 
 
 def _all_gather(shard: jax.Array, ranks: Sequence[int]) -> jax.Array:
-    made: jax.Array = registry.TABLE["tpu_collective::all_gather"].function(shard, ranks)
-    return made
+    result: jax.Array = registry.TABLE["tpu_collective::all_gather"].function(shard, ranks)
+    return result
 
 
 def _after_scatters(

@@ -146,8 +146,8 @@ def zeros(dims: Sequence[int], dtype: Any) -> Value:
 
 def read(base: Value, geometry: views.Geometry | None, offset: jax.Array | None) -> Value:
     """The value of a view, see `views.read`; packed where the base is, or where the view only flattens it."""
-    if isinstance(base, Packed):
-        base = base.map(gathers.newest)
+    if isinstance(base, Packed) and (parts := gathers.renewed(base.parts)) is not base.parts:
+        base = replace(base, parts=parts)
     if geometry is None:
         return base
     if offset is None:

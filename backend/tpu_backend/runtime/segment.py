@@ -394,7 +394,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
         numbers = Numbers(floats, doubles, integers, offsets)
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
-        with collect_bounds_checks() as collected, gathers.in_order():
+        with collect_bounds_checks() as collected, gathers.traced_program():
             for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
                 label = jax.named_scope(labels[collected.entry]) if labels else nullcontext()
                 with recorded_settings(precision), label:
