@@ -473,8 +473,15 @@ def test_figures_go_on_on_a_line_and_temporaries_as_the_model_says(
     assert (found.arguments, found.temporaries) == (64, temporaries)
 
 
-def test_what_the_compiler_says_of_memory_is_read() -> None:
-    text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded",
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (20.50G) "
+        "exceeds available HBM (15.75G).",
+    ],
+)
+def test_what_the_compiler_says_of_memory_is_read(text: str) -> None:
     found = compiled_step._refusal(RuntimeError(text), "4 of 32 layers")
     assert isinstance(found, DoesNotFitError)
     assert found.used == 20.5 * 2**30

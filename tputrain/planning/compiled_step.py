@@ -33,7 +33,8 @@ FEW, MORE = 4, 8
 so many layers costs the compiler not much more than one with two."""
 BAND = 0.15
 """Of predicted seconds: what a predictor of this kind came to on public steps. Not measured for this one."""
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+# libtpu says it in two ways. Both numbers are of arguments and temporaries together.
+_OUT_OF_MEMORY = re.compile(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 BETWEEN_SLICES = "replicate, between slices"
 """Only replicas go over the network between slices."""
