@@ -477,8 +477,8 @@ def test_figures_go_on_on_a_line_and_temporaries_as_the_model_says(
     "text",
     [
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded",
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (20.50G) "
-        "exceeds available HBM (15.75G).",
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+        "(20.50G) exceeds available HBM (15.75G).",
     ],
 )
 def test_what_the_compiler_says_of_memory_is_read(text: str) -> None:
