@@ -4,17 +4,19 @@ import json
 import os
 import pickle
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
 from tests.tputrain.tiny_run import finish_a_run
-from tputrain.checkpoint.dcp_files import DcpFiles
+from tputrain.checkpoint.dcp_files import DcpFiles, _OnlyTensors
 from tputrain.cli import main
 from tputrain.errors import UserError
 from tputrain.models.hf_llama import load_weights, model_config_of
@@ -115,6 +117,25 @@ def test_any_region_is_read_of_what_ranks_saved(tmp_path: Path):
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("broken-into",)
+
+
+class ByName:
+    """An attribute, as Python 3.11.2 pickles a member of an enum."""
+
+    def __init__(self, kind: object, name: str):
+        self.given = kind, name
+
+    def __reduce__(self):
+        return getattr, self.given
+
+
+def test_members_of_an_enum_are_read_as_older_pythons_write_them():
+    kind = metadata._MEM_FORMAT_ENCODING
+    written = pickle.dumps(ByName(kind, "TORCH_CHANNELS_LAST"))
+    assert _OnlyTensors(BytesIO(written)).load() is kind.TORCH_CHANNELS_LAST
+    for other in (ByName(kind, "__class__"), ByName(metadata.Metadata, "__init__")):
+        with pytest.raises(UserError, match="which is no part of a description of tensors"):
+            _OnlyTensors(BytesIO(pickle.dumps(other))).load()
 
 
 def test_an_index_that_would_run_code_is_refused(exported: Path):

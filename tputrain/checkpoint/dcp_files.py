@@ -126,9 +126,18 @@ class _OnlyTensors(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if module.partition(".")[0] == "pathlib":
             return _joined  # where the directory was when it was written; nobody asks
         raise UserError(f"it names {module}.{name}, which is no part of a description of tensors")
+
+
+def _memory_format(kind: Any, name: Any) -> dcp._MEM_FORMAT_ENCODING:
+    """As Python 3.11.2 pickles members of an enum: by `getattr`. No other attribute is given."""
+    if kind is not dcp._MEM_FORMAT_ENCODING or name not in kind.__members__:
+        raise UserError(f"it asks for {name!r} of {kind!r}, which is no part of a description of tensors")
+    return dcp._MEM_FORMAT_ENCODING[name]
 
 
 def _read_index(path: Path) -> dcp.Metadata:
