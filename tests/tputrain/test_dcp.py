@@ -91,6 +91,7 @@ SAVE = """
     dims = {"rows": 0, "columns": 1}
     state = {name: distribute_tensor(values, mesh, [Shard(dim)]) for name, dim in dims.items()}
     dcp.save({"model": state, "other": {"rows": torch.zeros(2)}}, checkpoint_id=os.environ["OUT"])
+    dist.barrier()
     dist.destroy_process_group()
 """
 PROLOGUE = """
