@@ -28,9 +28,10 @@ from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.optim.config import AdamWConfig
+from tputrain.parallel.candidate import Candidate, Task, memory_of
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.cost_model import CostModel
-from tputrain.parallel.memory_model import Memory, Precision, memory
+from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_step import Subject, compile_step, start_slice
@@ -94,9 +95,13 @@ def ours(row: Row, under_autocast: bool = False, is_whole: bool = False) -> dict
         with parameters_on_meta():
             return Llama(row.config).to(getattr(torch, row.weights))
 
-    batch = _batch(row, row.rows * topology.num_devices)
+    task, candidate = _plan(row)
     subject = Subject(
-        model, cfg, batch, layout, temporaries_of=lambda share: _modelled(row, share).temporaries
+        model,
+        cfg,
+        _batch(row, row.rows * topology.num_devices),
+        layout,
+        temporaries_of=lambda share: memory_of(task, candidate, share).temporaries,
     )
     found = compile_step(subject, is_whole)
     return {
@@ -151,32 +156,21 @@ def unrolled(row: Row) -> dict[str, float]:
 
 def planned(row: Row) -> dict[str, float]:
     """What the models say, without a compiler; and the FLOPs of a chip in a step."""
+    task, candidate = _plan(row)
+    size = memory_of(task, candidate)
+    seconds = CostModel(task.workload, task.topology, task.precision).seconds(
+        candidate.layout, row.rows, 1, candidate.rung
+    )
+    return {"memory": size.total, "seconds": seconds.total, "flops": task.workload.model_flops(row.rows)}
+
+
+def _plan(row: Row) -> tuple[Task, Candidate]:
+    """The row as the planner has it."""
     topology = Topology.parse(row.topology)
-    work, rung = _workload(row), _rung(row)
     precision = Precision.of(AdamWConfig(master_weights=row.weights == "float32"), None)
-    size = _modelled(row)
-    seconds = CostModel(work, topology, precision).seconds(
-        jax_slice.layout_of(row.topology), row.rows, 1, rung
-    )
-    return {"memory": size.total, "seconds": seconds.total, "flops": work.model_flops(row.rows)}
-
-
-def _rung(row: Row) -> str:
-    return "layers" if row.recomputes else "none"
-
-
-def _modelled(row: Row, share: float = 1) -> Memory:
-    """By the planner's model, of so much of the layers."""
-    layers = int(share * row.config.num_hidden_layers)
-    return memory(
-        _workload(replace(row, layers=layers)),
-        shards=Topology.parse(row.topology).num_devices,
-        tensor=1,
-        rows=row.rows,
-        rung=_rung(row),
-        is_accumulated=False,
-        precision=Precision.of(AdamWConfig(master_weights=row.weights == "float32"), None),
-    )
+    task = Task(_workload(row), topology, row.rows * topology.num_devices, precision=precision)
+    rung = "layers" if row.recomputes else "none"
+    return task, Candidate(jax_slice.layout_of(row.topology), rung, row.rows, 1, "chosen", "")
 
 
 def _workload(row: Row) -> Workload:

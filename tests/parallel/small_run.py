@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from torch import nn
@@ -42,17 +42,20 @@ def recomputing(kind: str) -> Llama:
 
 
 def without_logits(model: nn.Module | None = None) -> nn.Module:
-    """The same, or another model, by `linear_cross_entropy`, few as its logits are."""
+    """The same, or another model, whose loss is made without logits, few as they are. It asserts that."""
     if model is None:
         model = Llama(SHAPE)
         initialize(model, 0)
     forward = model.forward
 
     def forward_without(*given: Any, **named: Any) -> Any:
-        with patch.object(vocabulary_loss, "MANY_LOGITS", 0):
-            return forward(*given, **named)
+        made = Mock(wraps=vocabulary_loss.linear_cross_entropy)
+        with patch.multiple(vocabulary_loss, MANY_LOGITS=0, linear_cross_entropy=made):
+            found = forward(*given, **named)
+        assert made.call_count == (not model.gives_logits_with_loss)
+        return found
 
-    model.forward = forward_without  # type: ignore[method-assign]
+    model.forward = forward_without  # type: ignore[method-assign]  # of this model alone
     return model
 
 

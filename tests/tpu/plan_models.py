@@ -13,8 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,14 @@ from tputrain.config import RunConfig, TrainerConfig
 from tputrain.models import parameters_on_meta
 from tputrain.models.vit import Vit, VitConfig
 from tputrain.optim.config import AdamWConfig
-from tputrain.parallel.candidate import Candidate, Task, temporaries_of
+from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import batch_like, workload_of
-from tputrain.planning.compiled_step import Subject, compile_step, start_slice
+from tputrain.planning.compiled_step import Subject, start_slice
+from tputrain.planning.judged import judge_by
 from tputrain.recipe import read_recipe
 
 RECIPES = Path(__file__).parent / "planned"
@@ -172,8 +172,10 @@ def judged(name: str, topology: Topology, compiles: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": task.workload.num_parameters, **chosen.as_json()}
     found |= {"planned_gib": chosen.memory.total / GIB, "planned_seconds": chosen.seconds.total}
     if compiles:
-        modelled = partial(temporaries_of, task, chosen)
-        step = compile_step(replace(planned.subject(chosen), temporaries_of=modelled))
+        by_compiler = judge_by(planned.subject, task)(chosen)
+        step = by_compiler.step
+        if step is None:
+            raise RuntimeError(by_compiler.problem)
         degrees = chosen.layout.degrees
         ranks = degrees["replicate"] * degrees["shard"] * chosen.micro_batches
         flops = ranks * task.workload.model_flops(chosen.rows) / topology.num_devices

@@ -193,7 +193,7 @@ class _Head:
     def __init__(self, head: nn.Module | None):
         self.module: Any = None
         self._last: tuple[Tensor, _Made] | None = None
-        if type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks):
+        if type(head) is nn.Linear:
             head.__class__ = VocabularyHead
             head.register_forward_hook(self._note)
             self.module = head

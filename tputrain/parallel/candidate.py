@@ -119,11 +119,11 @@ def with_layers(task: Task, share: float) -> Task:
     return replace(task, workload=replace(task.workload, parts=(*fewer, rest)))
 
 
-def temporaries_of(task: Task, candidate: Candidate, share: float) -> float:
-    """Bytes of a candidate with so much of the layers."""
+def memory_of(task: Task, candidate: Candidate, share: float = 1.0) -> Memory:
+    """What the model says of a candidate, with so much of the layers."""
     is_accumulated = candidate.micro_batches > 1
     layout, rung, rows = candidate.layout, candidate.rung, candidate.rows
-    return _memory(with_layers(task, share), layout, rung, rows, is_accumulated).temporaries
+    return _memory(with_layers(task, share), layout, rung, rows, is_accumulated)
 
 
 def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bool) -> Memory:
@@ -159,7 +159,6 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
         reason = f"{found.host / GIB:.0f} of {task.topology.host_memory / GIB:.0f} GiB of the host's memory"
         return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
     seconds = costs.seconds(layout, rows / context, micro_batches, rung)
-    data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
     flops = data_ranks * micro_batches * task.workload.model_flops(rows)  # no rank sees the rows of others
     mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
     missing = []
