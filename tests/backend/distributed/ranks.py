@@ -27,8 +27,13 @@ PROLOGUE = """
     import torch.distributed as dist
     from datetime import timedelta
 
-    seconds = float(os.environ.get("GROUP_TIMEOUT", "60"))
-    dist.init_process_group(os.environ.get("GROUP_BACKEND") or None, timeout=timedelta(seconds=seconds))
+    timeout, of_group = timedelta(seconds=float(os.environ.get("GROUP_TIMEOUT", "60"))), {}
+    if timeout.seconds < 60:  # of collectives alone: on a busy machine ranks start many seconds apart
+        number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, number == 0)
+        store.set_timeout(timeout)
+        of_group = {"store": store, "rank": number, "world_size": size}
+    dist.init_process_group(os.environ.get("GROUP_BACKEND") or None, timeout=timeout, **of_group)
     rank, world = dist.get_rank(), dist.get_world_size()
     assert world == int(os.environ["WORLD_SIZE"])
     assert dist.group.WORLD._get_backend(torch.device("tpu")).name() == "tpu"
