@@ -121,6 +121,18 @@ def _kept_after(*arrays: Any) -> tuple[Any, ...]:
     return tuple(lax.select_n(is_never, each, jnp.zeros_like(each)) for each in arrays)
 
 
+def held_by_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values. On a TPU they are in the host's memory from here on until they are used."""
+    return _through_host()(tensor) if tensor.device.type == "tpu" else tensor
+
+
+def computed_together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same values. Nothing computed from one of them begins before all are there, whatever the compiler
+    does with barriers: XLA:TPU removes those behind transfers from the host.
+    """
+    return _kept_together()(*tensors) if tensors[0].device.type == "tpu" else tensors
+
+
 @cache
 def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
     from jax import lax
@@ -135,6 +147,31 @@ def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
         return lax.platform_dependent(*arrays, cpu=_kept_after, default=barrier)
 
     return jax_op(kept_apart, name="optimization_barrier")
+
+
+@cache
+def _through_host() -> Callable[..., torch.Tensor]:
+    import jax
+    from jax import lax
+
+    from tpu_backend import jax_op
+
+    def there_and_back(array: Any) -> Any:
+        # The copy back is put off until its result is used, as long as the device's memory needs it.
+        of_host = jax.device_put(array, jax.memory.Space.Host)
+        return jax.device_put(of_host, jax.memory.Space.Device)
+
+    def through(array: Any) -> Any:
+        return lax.platform_dependent(array, tpu=there_and_back, default=lambda array: array)
+
+    return jax_op(through, name="held_by_host")
+
+
+@cache
+def _kept_together() -> Callable[..., tuple[torch.Tensor, ...]]:
+    from tpu_backend import jax_op
+
+    return jax_op(_kept_after, name="computed_together")
 
 
 @cache

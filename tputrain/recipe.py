@@ -20,6 +20,7 @@ from tputrain.data import DataConfig
 from tputrain.errors import UserError
 from tputrain.kinds import Family, foreign
 from tputrain.models import LoraConfig, ModelConfig
+from tputrain.models.recompute import OFFLOAD
 from tputrain.parallel.cluster import hosts
 from tputrain.recipe_keys import unknown_key
 from tputrain.recipe_layers import (
@@ -62,6 +63,12 @@ class RecipeConfig(RunConfig):
             "trainer.metrics",
             "next_token_accuracy",
             "accuracy: in a recipe the labels are the next tokens already",
+        )
+        expect(
+            self.model.recomputes != OFFLOAD or self.execution.train != "compile",
+            "model.activation_checkpointing",
+            OFFLOAD,
+            "layers with execution.train=compile: torch.compile keeps inputs of layers on the device",
         )
         self.check_limits(*self.model.limits())
 

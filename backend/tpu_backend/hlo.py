@@ -17,6 +17,7 @@ _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MOST_CYCLES = 2**50
+_OF_HOST = "S(5)"  # a memory space
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -105,6 +106,8 @@ class Instruction:
     """What stands behind its operands."""
     constant: str = ""
     """Its value, as it is written."""
+    is_of_host: bool = False
+    """Whether one of its results is in the host's memory: a `copy-start` has what it copies among them."""
 
     @cached_property
     def cycles(self) -> int | None:
@@ -230,6 +233,7 @@ def program(text: str) -> Program:
                     None if called is None else called[1],
                     rest,
                     operands if opcode == "constant" else "",
+                    _OF_HOST in results,
                 )
             )
     return Program(entry, computations)

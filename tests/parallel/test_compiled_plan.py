@@ -265,6 +265,25 @@ def test_a_schedule_adds_cycles_loops_and_what_is_waited_for() -> None:
     assert found.total == pytest.approx(sum(found.by_label.values()))
 
 
+OF_HOST = """ENTRY %main (x: f32[262144]) -> f32[262144] {
+  %x = f32[262144]{0} parameter(0)
+  %copy-start.1 = (f32[262144]{0:S(5)}, f32[262144]{0}, u32[]{:S(2)}) copy-start(%x)
+  %fusion.1 = f32[128]{0} fusion(%x), kind=kLoop, calls=%double, backend_config={"estimated_cycles":"15000"}
+  %copy-done.1 = f32[262144]{0:S(5)} copy-done(%copy-start.1)
+  %copy-start.2 = (f32[262144]{0}, f32[262144]{0:S(5)}, u32[]{:S(2)}) copy-start(%copy-done.1)
+  ROOT %copy-done.2 = f32[262144]{0} copy-done(%copy-start.2)
+}
+"""
+
+
+def test_what_the_host_keeps_goes_there_and_back_beside_the_core() -> None:
+    topology = Topology.parse(TOPOLOGY)
+    found = schedule(hlo.program(OF_HOST), topology, lambda _: 0.0)
+    there_and_back = 2 * 2**20 / topology.pcie_bandwidth
+    assert found.estimated == pytest.approx(15000 / 1.5e9)
+    assert found.copying == pytest.approx(there_and_back - found.estimated, rel=1e-4)
+
+
 SPARSECORE = """%called_computation.8 (g: f32[128,64], t: token[]) -> f32[32,64] {
   %t = token[] parameter(1)
   %g = f32[128,64]{1,0} parameter(0)

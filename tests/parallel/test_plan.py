@@ -352,7 +352,7 @@ def test_degrees_of_every_layout_are_all_devices() -> None:
 @pytest.mark.parametrize(
     ("name", "topology", "rows", "change"),
     [
-        ("llama-8b", "v5e:2x2", 4, "a larger slice: v5e:4x4"),
+        ("llama-8b", "v5e:2x2", 4, "a larger slice: v5e:2x4"),
         (
             "llama-405b",
             "v5e:4x4",

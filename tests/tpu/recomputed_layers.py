@@ -1,6 +1,6 @@
 """A Llama's training step with and without activation checkpointing, compiled for one TPU chip.
 
-Run as a process of its own: it loads libtpu.  Prints the bytes of temporary memory of both programs as JSON.
+Run as a process of its own: it loads libtpu.  Prints the bytes of temporary memory of each program as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     training_steps.record_segments()
     torch.set_float32_matmul_precision("medium")  # six passes take several times as long to compile
     found = {}
-    for recomputes in (False, "layers", "products"):
+    for recomputes in (False, "layers", "products", "offload"):
         config = dataclasses.replace(LLAMA, activation_checkpointing=recomputes)
         description = training_steps.largest_segment(
             torch_step.llama(config), torch_step.llama_loss, torch_step.llama_batch(config, BATCH, LENGTH)
@@ -41,6 +41,8 @@ def main() -> None:
         program, _ = compiler.lower_segment(description, target("v5e"))
         memory = program.compile().memory_analysis()
         found[recomputes or "kept"] = memory.temp_size_in_bytes
+        if recomputes == "offload":
+            found["host"] = memory.host_temp_size_in_bytes
     json.dump(found, sys.stdout)
 
 

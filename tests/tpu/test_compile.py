@@ -51,6 +51,9 @@ def test_activation_checkpointing_saves_memory_on_a_tpu():
     temporaries = printed_by("tests.tpu.recomputed_layers")
     assert temporaries["layers"] < 0.4 * temporaries["kept"]
     assert temporaries["layers"] < temporaries["products"] < 0.7 * temporaries["kept"]
+    assert temporaries["offload"] < 0.4 * temporaries["kept"]
+    of_inputs = 6 * 4 * 1024 * 128 * 4  # layers, rows, tokens, features, bytes
+    assert 0 < temporaries["host"] <= of_inputs
 
 
 @needs_compiler

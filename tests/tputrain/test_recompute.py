@@ -36,7 +36,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-@pytest.mark.parametrize("kind", ["layers", "products"])
+@pytest.mark.parametrize("kind", ["layers", "products", "offload"])
 @pytest.mark.parametrize(
     "variant", [{}, {"lora": True}, {"autocast": True}], ids=["plain", "lora", "autocast"]
 )
@@ -150,7 +150,7 @@ def test_a_product_that_is_written_in_place_is_told():
 
 
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-@pytest.mark.parametrize("kind", ["layers", "products"])
+@pytest.mark.parametrize("kind", ["layers", "products", "offload"])
 def test_second_derivatives_go_through_what_is_computed_again(device, kind):
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
 
@@ -165,7 +165,7 @@ def test_second_derivatives_go_through_what_is_computed_again(device, kind):
         torch.testing.assert_close(each, other)
 
 
-@pytest.mark.parametrize("kind", ["layers", "products"])
+@pytest.mark.parametrize("kind", ["layers", "products", "offload"])
 def test_gradients_of_layers_do_not_stay(kind):
     layers = nn.ModuleList(nn.Sequential(nn.Linear(37, 37), nn.Tanh()) for _ in range(5))
     hidden = torch.ones(3, 37, requires_grad=True)
@@ -205,7 +205,7 @@ def test_what_a_layer_returns_and_takes_may_be_odd(device):
 
 def test_another_kind_is_refused():
     with pytest.raises(
-        UserError, match=r"^model\.activation_checkpointing=product: expected one of layers, products"
+        UserError, match=r"^model\.activation_checkpointing=product: expected one of layers, products, "
     ):
         LlamaModelConfig(activation_checkpointing="product")
 
@@ -225,9 +225,33 @@ def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
         return torch.tpu.memory_stats()["executable_temp_bytes"]
 
 
+def test_layers_whose_inputs_the_host_keeps_train_under_torch_compile_too():
+    """They are not compiled: torch.compile would keep their inputs on the device."""
+    plain = gradients("offload", "tpu")
+    model = Llama(dataclasses.replace(SMALL, activation_checkpointing="offload"))
+    initialize(model, seed=0)
+    batch = {name: tensor.to("tpu") for name, tensor in Batches().batch_at(0, 0).items()}
+    torch.compile(model.to("tpu"))(**batch).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), plain[name], atol=1e-6, rtol=1e-4)
+
+
+def test_a_recipe_that_compiles_cannot_have_inputs_kept_by_the_host():
+    overrides = ["model.activation_checkpointing=offload", "execution.train=compile"]
+    with pytest.raises(
+        UserError, match=r"model\.activation_checkpointing=offload: expected layers with execution\.train="
+    ):
+        read_recipe(find_recipe("llama"), overrides)
+
+
 @pytest.mark.parametrize(
     ("said", "meant"),
-    [("true", True), ("false", False), ("layers", "layers"), ("products", "products"), ("null", None)],
+    [
+        ("true", True),
+        ("false", False),
+        *((each, each) for each in ("layers", "products", "offload")),
+        ("null", None),
+    ],
 )
 def test_a_recipe_says_it_as_a_bool_or_as_a_kind(tmp_path, said, meant):
     recipe = tmp_path / "mine.yaml"

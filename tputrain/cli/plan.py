@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tputrain.announce import announced, say
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
+from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
-from tputrain.parallel.candidate import BUILT_RUNGS, Candidate, Task
+from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
@@ -114,8 +115,15 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         micro_rows=samples,
         precision=Precision.of(cfg.optim, cfg.execution.autocast),
         rungs=RUNGS if asked is None else (asked,),
-        built_rungs=BUILT_RUNGS if cfg.model.can_recompute else ("none",),
+        built_rungs=_built_rungs(cfg, topology),
     )
+
+
+def _built_rungs(cfg: RecipeConfig, topology: Topology) -> tuple[str, ...]:
+    if not cfg.model.can_recompute:
+        return ("none",)
+    has_host = topology.chip.name != "cpu" and cfg.execution.train != "compile"
+    return tuple(each for each in RUNGS if has_host or each != OFFLOAD)
 
 
 def _workload(cfg: RecipeConfig) -> Workload:

@@ -123,7 +123,7 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
     tie_word_embeddings: bool | None = None
     activation_checkpointing: bool | str | None = None
     """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters."""
+    parameters; offload: as layers, and the host of a TPU keeps their inputs."""
 
     can_recompute: ClassVar[bool] = True
 
@@ -213,7 +213,7 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
     """Without `path`: model_type and that type's own settings; its weights are random."""
     activation_checkpointing: bool | str | None = None
     """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters."""
+    parameters; offload: as layers, and the host of a TPU keeps their inputs."""
 
     is_transformers: ClassVar[bool] = True
     can_recompute: ClassVar[bool] = True

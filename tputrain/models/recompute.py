@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tputrain.checkpoint.rows import around, is_distributed, local_part
 from tputrain.config_checks import expect_choice
-from tputrain.device import computed_again, computed_before
+from tputrain.device import computed_again, computed_before, computed_together, held_by_host
 
-LAYERS, PRODUCTS = "layers", "products"
-"""What is computed again: everything in a layer, or all but its products with parameters."""
+LAYERS, PRODUCTS, OFFLOAD = "layers", "products", "offload"
+"""What is computed again: everything in a layer, or all but its products with parameters; or everything from
+an input that is in the host's memory meanwhile.
+"""
 
-SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS}
+SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS, OFFLOAD: OFFLOAD}
 """By kind: how `model.activation_checkpointing` says it."""
 
 _PRODUCTS = (
@@ -34,7 +36,7 @@ def read_setting(setting: bool | str | None) -> bool | str | None:
         return setting
     if setting.lower() in ("true", "false"):  # a recipe's, which may be text
         return setting.lower() == "true"
-    expect_choice("model.activation_checkpointing", setting, (LAYERS, PRODUCTS))
+    expect_choice("model.activation_checkpointing", setting, (LAYERS, PRODUCTS, OFFLOAD))
     return setting
 
 
@@ -46,7 +48,7 @@ def override(kind: str) -> str | None:
 
 def kind_of(setting: bool | str) -> str:
     """What `model.activation_checkpointing` asks for, where it is on."""
-    return PRODUCTS if setting == PRODUCTS else LAYERS
+    return setting if isinstance(setting, str) else LAYERS
 
 
 def rung_of(setting: bool | str | None) -> str | None:
@@ -56,7 +58,7 @@ def rung_of(setting: bool | str | None) -> str | None:
 
 def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYERS) -> Tensor:
     """`layer(hidden, *others)`, of which only `hidden` is kept for the backward pass; with PRODUCTS the
-    results of products with parameters too.
+    results of products with parameters too. With OFFLOAD the host of a TPU keeps it.
 
     The layer must not draw random numbers, and no gradient flows to `others` (Chen et al., 2016).
     torch.utils.checkpoint would not do: on a device that compiles the whole step, both computations of the
@@ -64,14 +66,13 @@ def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYER
     """
     if not torch.is_grad_enabled():
         return layer(hidden, *others)
-    if torch.compiler.is_compiling():  # which knows checkpoint(), and keeps both computations apart by itself
-        return checkpoint(layer, hidden, *others, use_reentrant=False, **_options(kind))
-    if kind == PRODUCTS:
+    # torch.compile knows checkpoint(), and keeps both computations apart by itself.
+    if kind == PRODUCTS or torch.compiler.is_compiling():
         return recomputed_call(layer, hidden, *others, kind=kind)
     trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if any(hasattr(parameter, "device_mesh") for parameter in trainable):  # made whole only when it is called
-        return recomputed_call(layer, hidden, *others)
-    return _Recomputed.apply(lambda values: layer(values, *others), hidden, *trainable)
+        return recomputed_call(layer, hidden, *others, kind=kind)
+    return _Recomputed.apply(lambda values: layer(values, *others), kind, hidden, *trainable)
 
 
 def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYERS) -> Any:
@@ -79,21 +80,27 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
     transformers asks for of each of its layers, whose outputs and further inputs may be anything.
     """
     if torch.compiler.is_compiling():
+        if kind == OFFLOAD:
+            return _not_compiled(function, *inputs, kind=kind)
         return checkpoint(function, *inputs, use_reentrant=False, **_options(kind))
-    calls = 0
+    first = [inputs[0]]  # until it is read
+    has_gradient = inputs[0].requires_grad
+    again = computed_again
+    if kind == OFFLOAD:
+        inputs, again = (_of_own_part(held_by_host, inputs[0].detach()), *inputs[1:]), computed_together
     gradient: list[Tensor] = []  # of what the function returns, once it is there
 
-    def run(*values: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            return function(*values)
+    def run(hidden: Tensor, *others: Any) -> Any:
+        if first:
+            return function(first.pop(), *others)
         try:
-            return function(*_kept_apart(values, gradient))
+            # Detached: only what the layer keeps for its backward pass is wanted of this computation.
+            hidden = _apart(hidden.detach(), gradient, again)
+            return function(hidden.requires_grad_(has_gradient), *others)
         finally:  # once all is there that the backward pass wants, this is left by an exception
             gradient.clear()
 
-    if kind == LAYERS:
+    if kind != PRODUCTS:
         output = checkpoint(run, *inputs, use_reentrant=False)
     else:
         kept: list[tuple[Tensor, int]] = []
@@ -104,6 +111,11 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
             each.register_hook(partial(_note, gradient))
             break
     return output
+
+
+@torch.compiler.disable(reason="torch.compile keeps layers' inputs on the device")
+def _not_compiled(function: Callable[..., Any], *inputs: Any, kind: str) -> Any:
+    return recomputed_call(function, *inputs, kind=kind)
 
 
 def _note(gradient: list[Tensor], value: Tensor) -> None:
@@ -157,37 +169,41 @@ class _TakeProducts(TorchDispatchMode):
         return _apart(result, self._gradient)
 
 
-def _kept_apart(values: tuple[Any, ...], gradient: list[Tensor]) -> tuple[Any, ...]:
-    """`values` with the hidden states, the first of them, computed from again once `gradient` is there."""
-    # Detached: only what the layer keeps for its backward pass is wanted of this computation.
-    hidden = _apart(values[0].detach(), gradient)
-    return hidden.requires_grad_(values[0].requires_grad), *values[1:]
+def _apart(
+    tensor: Tensor,
+    gradient: list[Tensor],
+    again: Callable[..., tuple[Tensor, ...]] = computed_again,
+) -> Tensor:
+    """`tensor` as `again` gives it, of a rank's part where ranks share it."""
+    return _of_own_part(lambda own: again(own, *gradient)[0], tensor)
 
 
-def _apart(tensor: Tensor, gradient: list[Tensor]) -> Tensor:
-    """`tensor` as `computed_again` gives it, of a rank's part where ranks share it."""
-    found = computed_again(local_part(tensor), *gradient)[0]
+def _of_own_part(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    found = function(local_part(tensor))
     return around(found, tensor) if is_distributed(tensor) else found
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor, *parameters: Tensor) -> Tensor:
-        kind = hidden.device.type
-        ctx.run = run
+    def forward(
+        ctx: Any, run: Callable[[Tensor], Tensor], kind: str, hidden: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        device = hidden.device.type
+        ctx.run, ctx.kind = run, kind
         ctx.autocast = {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
+            "device_type": device,
+            "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
         }
-        ctx.save_for_backward(hidden, *parameters)
+        ctx.save_for_backward(held_by_host(hidden) if kind == OFFLOAD else hidden, *parameters)
         return run(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
-        hidden, grad = computed_again(hidden, grad)
+        is_of_host = ctx.kind == OFFLOAD
+        hidden, grad = (computed_together if is_of_host else computed_again)(hidden, grad)
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             output = ctx.run(hidden)
@@ -196,5 +212,9 @@ class _Recomputed(torch.autograd.Function):
         )
         # Of one layer at a time what a gradient is computed from is in memory.
         if of_hidden is not None:
-            of_hidden = computed_before(of_hidden, *(each for each in of_parameters if each is not None))
-        return (None, of_hidden, *of_parameters)
+            there = [each for each in of_parameters if each is not None]
+            if is_of_host:
+                of_hidden = computed_together(of_hidden, *there)[0]
+            else:
+                of_hidden = computed_before(of_hidden, *there)
+        return (None, None, of_hidden, *of_parameters)

@@ -19,9 +19,8 @@ CODES = {
     "slower": "fits, and is slower",
     "memory": "does not fit into a device's memory",
     "batch": "the step's batch does not divide among the data ranks",
-    "not_built": "fits, and is not chosen yet: the Trainer cannot run it, or its time was never checked",
+    "not_built": "fits, and is not chosen yet: the model cannot run it, or its time was never checked",
 }
-BUILT_RUNGS = ("none", "products", "layers")
 _CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
 
@@ -39,8 +38,8 @@ class Task:
     precision: Precision = field(default_factory=Precision)
     rungs: tuple[str, ...] = RUNGS
     """Of activation checkpointing, those that may be chosen."""
-    built_rungs: tuple[str, ...] = BUILT_RUNGS
-    """Of those, the ones that the model and the Trainer can run."""
+    built_rungs: tuple[str, ...] = RUNGS
+    """Of those, the ones that the model can run."""
     shards_alone: bool = False
     """Whether no other degree may be chosen than shard."""
     usable: float = USABLE
@@ -171,7 +170,7 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest; of those as fast the simplest, and of those the smallest."""
+    """The fastest; of those as fast one without the host's memory, the simplest, the smallest."""
     if not candidates:
         return None
     fastest = min(each.seconds.total for each in candidates)  # type: ignore[union-attr]
@@ -179,6 +178,7 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
     return min(
         alike,
         key=lambda each: (
+            bool(each.memory.host),  # type: ignore[union-attr]
             each.layout.num_axes_used,
             RUNGS.index(each.rung),
             each.micro_batches,

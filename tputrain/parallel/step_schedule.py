@@ -1,8 +1,9 @@
 """How long a compiled step takes: a walk over its instructions in the order in which the compiler put them.
 
 From the compiler: the order, what runs beside what, and its estimated cycles of a core. Modelled, as it gives
-none: collectives (bytes over the bandwidth of their torus axes, and hops), copies within the memory, kernels
-of attention (their products), and operations without an estimate (the bytes that they read and write).
+none: collectives (bytes over the bandwidth of their torus axes, and hops), copies within the memory and to
+the host's, kernels of attention (their products), and operations without an estimate (the bytes that they
+read and write).
 """
 
 from collections import defaultdict
@@ -44,7 +45,7 @@ class Schedule:
     waiting: float = 0.0
     """For collectives."""
     copying: float = 0.0
-    """For copies within the memory."""
+    """For copies within the memory, and to the host's."""
     by_label: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_operation: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     """By label, and the operation in it as the compiler names it."""
@@ -66,14 +67,14 @@ def schedule(program: Any, topology: Topology, collective_seconds: Seconds) -> S
 
 
 class _Walk:
-    """Four clocks: of the core, of the links to other chips, of the network between slices, and of copies
-    within the memory.
+    """Five clocks: of the core, of the links to other chips, of the network between slices, of copies within
+    the memory, and of copies between it and the host's.
     """
 
     def __init__(self, program: Any, topology: Topology, collective_seconds: Seconds):
         self._program, self._topology, self._seconds_of = program, topology, collective_seconds
         self.found = Schedule()
-        self._core = self._links = self._network = self._memory = 0.0
+        self._core = self._links = self._network = self._memory = self._host = 0.0
         self._ends: dict[str, float] = {}  # of what was begun, by the name of what began it
         self._chains: dict[str, float] = {}
         self._transfers: dict[str, float] = {}  # between slices: when they end, by their names
@@ -111,9 +112,7 @@ class _Walk:
             self._wait(instruction, self._ends.pop(instruction.operands[0]), is_copy)
             return
         if stage == "start" and kind in _COPIES:
-            seconds = program.num_bytes(instruction) / 2 / self._topology.hbm_bandwidth
-            self._memory = max(self._memory, self._core) + seconds
-            self._ends[instruction.name] = self._memory
+            self._ends[instruction.name] = self._copy(instruction)
             return
         if opcode == "call-start":  # of another core: the SparseCore does collectives
             for each in program.collectives_of(instruction.called):
@@ -172,6 +171,15 @@ class _Walk:
             return self._network
         self._links = max(self._links, self._core) + seconds
         return self._links
+
+    def _copy(self, instruction: Any) -> float:
+        """Begin a copy; when it ends."""
+        num_bytes = self._program.num_bytes(instruction)
+        if instruction.is_of_host:  # it has what it reads among its results, too
+            self._host = max(self._host, self._core) + num_bytes / 3 / self._topology.pcie_bandwidth
+            return self._host
+        self._memory = max(self._memory, self._core) + num_bytes / 2 / self._topology.hbm_bandwidth
+        return self._memory
 
     def _wait(self, instruction: Any, end: float, is_copy: bool) -> None:
         seconds = max(0.0, end - self._core)

@@ -82,6 +82,8 @@ class CompiledStep:
     compiler: str
     notes: tuple[str, ...] = ()
     """What the figures leave out."""
+    host: float = 0.0
+    """In the host's memory."""
 
     @property
     def memory(self) -> float:
@@ -288,6 +290,7 @@ def _figures(compiled: Any, layout: Layout, times: float) -> tuple[Figures, tupl
         0, memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
     found["temporaries",] = memory.temp_size_in_bytes
+    found["host",] = memory.host_temp_size_in_bytes
     groups = _groups(layout)
     scheduled = scheduled_step(devices.program_of(compiled.as_text()), layout)
     once = sum(seconds for label, seconds in scheduled.by_label.items() if label in ONCE)
@@ -401,4 +404,5 @@ def _step(
         compile_seconds=compile_seconds,
         compiler=f"libtpu {devices.of_slices().compiler_version()}",
         notes=notes,
+        host=max(0.0, figures["host",]),
     )
