@@ -107,30 +107,22 @@ def computed_before(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor
     return _after_others()(tensor, *others) if tensor.device.type == "tpu" and others else tensor
 
 
-def _kept_after(*arrays: Any) -> tuple[Any, ...]:
-    """The same values, which a compiler cannot compute before it has one number of each array: it does not
-    know that none is more than infinity.
-    """
-    import jax.numpy as jnp
-    from jax import lax
-
-    firsts = [each[(0,) * each.ndim].astype(jnp.float32) for each in arrays if each.size]
-    if not firsts:
-        return arrays
-    is_never = (jnp.stack(firsts) > jnp.inf).any()
-    return tuple(lax.select_n(is_never, each, jnp.zeros_like(each)) for each in arrays)
-
-
 def held_by_host(tensor: torch.Tensor) -> torch.Tensor:
     """The same values. On a TPU they are in the host's memory from here on until they are used."""
-    return _through_host()(tensor) if tensor.device.type == "tpu" else tensor
+    if tensor.device.type != "tpu":
+        return tensor
+    from tpu_backend import held_by_host
+
+    return held_by_host(tensor)
 
 
-def computed_together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same values. Nothing computed from one of them begins before all are there, whatever the compiler
-    does with barriers: XLA:TPU removes those behind transfers from the host.
-    """
-    return _kept_together()(*tensors) if tensors[0].device.type == "tpu" else tensors
+def taken_from_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `computed_again` gives, where `held_by_host` has given the first of them."""
+    if tensors[0].device.type != "tpu":
+        return tensors
+    from tpu_backend import taken_from_host
+
+    return taken_from_host(*tensors)
 
 
 @cache
@@ -138,40 +130,15 @@ def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
     from jax import lax
 
     from tpu_backend import jax_op
+    from tpu_backend.host_memory import kept_after
 
     def kept_apart(*arrays: Any) -> tuple[Any, ...]:
-        def barrier(*arrays: Any) -> tuple[Any, ...]:
-            return tuple(lax.optimization_barrier(arrays))
-
         # XLA:CPU removes barriers before it looks for what is computed twice.
-        return lax.platform_dependent(*arrays, cpu=_kept_after, default=barrier)
+        return lax.platform_dependent(
+            arrays, cpu=kept_after, default=lambda arrays: tuple(lax.optimization_barrier(arrays))
+        )
 
     return jax_op(kept_apart, name="optimization_barrier")
-
-
-@cache
-def _through_host() -> Callable[..., torch.Tensor]:
-    import jax
-    from jax import lax
-
-    from tpu_backend import jax_op
-
-    def there_and_back(array: Any) -> Any:
-        # The copy back is put off until its result is used, as long as the device's memory needs it.
-        of_host = jax.device_put(array, jax.memory.Space.Host)
-        return jax.device_put(of_host, jax.memory.Space.Device)
-
-    def through(array: Any) -> Any:
-        return lax.platform_dependent(array, tpu=there_and_back, default=lambda array: array)
-
-    return jax_op(through, name="held_by_host")
-
-
-@cache
-def _kept_together() -> Callable[..., tuple[torch.Tensor, ...]]:
-    from tpu_backend import jax_op
-
-    return jax_op(_kept_after, name="computed_together")
 
 
 @cache
@@ -179,10 +146,11 @@ def _after_others() -> Callable[..., torch.Tensor]:
     from jax import lax
 
     from tpu_backend import jax_op
+    from tpu_backend.host_memory import kept_after
 
     def after(*arrays: Any) -> Any:
         return lax.platform_dependent(
-            *arrays, cpu=lambda *each: _kept_after(*each)[0], default=lambda first, *_: first
+            arrays, cpu=lambda each: kept_after(each)[0], default=lambda each: each[0]
         )
 
     return jax_op(after, name="computed_before")

@@ -12,17 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpu_backend.attention import document_attention
+    from tpu_backend.host_memory import held_by_host, taken_from_host
     from tpu_backend.jax_arrays import from_jax, to_jax
     from tpu_backend.jax_function import jax_op
     from tpu_backend.vocabulary_loss import linear_cross_entropy
 
-__all__ = ["document_attention", "from_jax", "jax_op", "linear_cross_entropy", "register", "to_jax"]
+__all__ = [
+    "document_attention",
+    "from_jax",
+    "held_by_host",
+    "jax_op",
+    "linear_cross_entropy",
+    "register",
+    "taken_from_host",
+    "to_jax",
+]
 
 _HOME = {
     "document_attention": "tpu_backend.attention",
     "from_jax": "tpu_backend.jax_arrays",
+    "held_by_host": "tpu_backend.host_memory",
     "jax_op": "tpu_backend.jax_function",
     "linear_cross_entropy": "tpu_backend.vocabulary_loss",
+    "taken_from_host": "tpu_backend.host_memory",
     "to_jax": "tpu_backend.jax_arrays",
 }
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tputrain.checkpoint.rows import around, is_distributed, local_part
 from tputrain.config_checks import expect_choice
-from tputrain.device import computed_again, computed_before, computed_together, held_by_host
+from tputrain.device import computed_again, computed_before, held_by_host, taken_from_host
 
 LAYERS, PRODUCTS, OFFLOAD = "layers", "products", "offload"
 """What is computed again: everything in a layer, or all but its products with parameters; or everything from
@@ -87,7 +87,7 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
     has_gradient = inputs[0].requires_grad
     again = computed_again
     if kind == OFFLOAD:
-        inputs, again = (_of_own_part(held_by_host, inputs[0].detach()), *inputs[1:]), computed_together
+        inputs, again = (_of_own_part(held_by_host, inputs[0].detach()), *inputs[1:]), taken_from_host
     gradient: list[Tensor] = []  # of what the function returns, once it is there
 
     def run(hidden: Tensor, *others: Any) -> Any:
@@ -203,7 +203,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
         is_of_host = ctx.kind == OFFLOAD
-        hidden, grad = (computed_together if is_of_host else computed_again)(hidden, grad)
+        hidden, grad = (taken_from_host if is_of_host else computed_again)(hidden, grad)
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             output = ctx.run(hidden)
@@ -214,7 +214,7 @@ class _Recomputed(torch.autograd.Function):
         if of_hidden is not None:
             there = [each for each in of_parameters if each is not None]
             if is_of_host:
-                of_hidden = computed_together(of_hidden, *there)[0]
+                of_hidden = taken_from_host(of_hidden, *there)[0]
             else:
                 of_hidden = computed_before(of_hidden, *there)
         return (None, None, of_hidden, *of_parameters)

@@ -86,6 +86,12 @@ def note_scattered(parts: tuple[jax.Array, ...]) -> None:
         program.scattered.append(parts)
 
 
+def scattered() -> tuple[jax.Array, ...]:
+    """The results of scatters so far; of those that a gather has waited for the last ones."""
+    program = _traced.get()
+    return () if program is None else tuple(each for parts in program.scattered for each in parts)
+
+
 def gathered(shards: tuple[jax.Array, ...], ranks: Sequence[int]) -> tuple[jax.Array, ...]:
     """Each shard, gathered along its first dim.
 
