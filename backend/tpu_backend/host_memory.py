@@ -44,16 +44,23 @@ def kept_after(arrays: tuple[jax.Array, ...], others: tuple[jax.Array, ...] = ()
     return tuple(lax.select_n(is_never, each, jnp.zeros_like(each)) for each in arrays)
 
 
-@cache
-def _held() -> Callable[..., Any]:
-    def there_and_back(array: jax.Array) -> Any:
+@jax.custom_jvp
+def _there_and_back(array: jax.Array) -> Any:
+    def of_tpu(array: jax.Array) -> Any:
         of_host = jax.device_put(array, jax.memory.Space.Host)
         return jax.device_put(of_host, jax.memory.Space.Device)
 
-    def held(array: jax.Array) -> Any:
-        return lax.platform_dependent(array, tpu=there_and_back, default=lambda array: array)
+    return lax.platform_dependent(array, tpu=of_tpu, default=lambda array: array)
 
-    return jax_op(held, name="held_by_host")
+
+@_there_and_back.defjvp
+def _tangent(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[Any, jax.Array]:
+    return _there_and_back(*primals), *tangents
+
+
+@cache
+def _held() -> Callable[..., Any]:
+    return jax_op(_there_and_back, name="held_by_host")
 
 
 @cache

@@ -33,6 +33,6 @@ def test_an_empty_one_comes_back() -> None:
 
 @pytest.mark.parametrize(("platform", "count"), [("tpu", 2), ("cpu", 0)])
 def test_on_a_tpu_a_copy_goes_there_and_one_comes_back(platform: str, count: int) -> None:
-    function = jax.jit(host_memory._held()._function)
+    function = jax.jit(host_memory._there_and_back)
     lowered = function.trace(jnp.ones(4)).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count("annotate_device_placement") == count
