@@ -126,7 +126,7 @@ def read(base: jax.Array, geometry: Geometry, offset: jax.Array | None = None) -
     _check_bounds(elements, geometry)
     at = geometry.offset if offset is None else offset
     if (digits := _box(base, elements, geometry, offset)) is not None:
-        return _from_memory_order(_read_box(elements, digits, at), geometry)
+        return _read_view(elements, digits, at, geometry)
     if (window := _Window.of(geometry)) is not None:
         return _from_memory_order(_read_box(window.cut(elements, at), window.digits, 0), geometry)
     kept = _kept_dims(geometry)
@@ -356,6 +356,48 @@ def _read_box(base: jax.Array, digits: list[_Digit], offset: int | jax.Array) ->
     whole = base.reshape([digit.radix for digit in digits])
     starts = [digit.start(offset) for digit in digits]
     return _cut(whole, starts, [digit.span for digit in digits], [digit.step for digit in digits])
+
+
+def _read_view(
+    base: jax.Array, digits: list[_Digit], offset: int | jax.Array, geometry: Geometry
+) -> jax.Array:
+    """The view whose box this is.
+
+    What is half of the base or more is cut out of the base in the order of the view's dims. So both halves of
+    all heads' features are cut from the value that the heads themselves are. Otherwise a TPU lays halves out
+    by tokens, and with them the product that they are cut from, and copies all of it to where heads are
+    wanted.
+    """
+    kept, ordered = _kept_dims(geometry), _ordered_dims(geometry)
+    of_view = _of_dims(digits, [geometry.sizes[dim] for dim in ordered])
+    if of_view is None or kept == ordered or 2 * geometry.numel < base.size:
+        return _from_memory_order(_read_box(base, digits, offset), geometry)
+    digits = [of_view[ordered.index(dim)] for dim in kept]
+    whole = base.reshape([digit.radix for digit in of_view])
+    whole = lax.transpose(whole, [ordered.index(dim) for dim in kept])
+    starts = [digit.start(offset) for digit in digits]
+    value = _cut(whole, starts, [digit.span for digit in digits], [digit.step for digit in digits])
+    return value if value.shape == geometry.sizes else lax.broadcast_in_dim(value, geometry.sizes, kept)
+
+
+def _of_dims(digits: list[_Digit], sizes: list[int]) -> list[_Digit] | None:
+    """A digit for each dim of these sizes, in their order; None where one that is cut has to be divided."""
+    found: list[_Digit] = []
+    waiting = list(sizes)
+    for digit in reversed(digits):
+        if digit.span < digit.radix or digit.step > 1:
+            if not waiting or waiting.pop() != digit.size:
+                return None
+            found.append(digit)
+            continue
+        done = 1
+        while done < digit.size:
+            if not waiting or digit.size % (done * waiting[-1]):
+                return None
+            size = waiting.pop()
+            found.append(_Digit(size, digit.stride * done, size, 1))
+            done *= size
+    return None if waiting else found[::-1]
 
 
 def _write_box(base: jax.Array, digits: list[_Digit], offset: int | jax.Array, value: jax.Array) -> jax.Array:

@@ -341,6 +341,17 @@ def test_chunks_of_a_packed_projection_are_slices():
         assert names(write, base, chunk, traced=True) == ["dynamic_update_slice"]
 
 
+def test_halves_of_heads_are_cut_from_the_heads():
+    """As rotary embeddings have them: else a TPU copies the product that they are cut from."""
+    product = counting((6, 20))  # 2 rows of 3 tokens; 5 heads of 4 features
+    heads = product.view(2, 3, 5, 4).transpose(1, 2)
+    assert names(read, product, heads) == ["reshape", "transpose"]
+    for half in heads.chunk(2, dim=-1):
+        assert names(read, product, half) == ["reshape", "transpose", "slice"]
+    # Of a small part no more is laid out than that.
+    assert names(read, product, heads[..., :1]) == ["reshape", "slice", "reshape", "transpose"]
+
+
 def test_a_strided_slice_is_one_slice_also_where_the_step_does_not_divide():
     base = counting((5, 7))
     assert names(read, base, base[1::2, ::3]) == ["slice"]

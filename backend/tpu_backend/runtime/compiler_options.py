@@ -78,7 +78,8 @@ def _has_other_emitters() -> bool:
     return True
 
 
-# Matmuls carry gathers along. libtpu does so by itself on a v5e; on a v5p the same made gathers all-reduces.
+# Matmuls carry gathers along. libtpu does so by itself on a v5e. On a v5p it makes gathers all-reduces, but
+# with both these options and the one that prefers gathers.
 _FUSION = {
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -86,7 +87,10 @@ _FUSION = {
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
 }
-OF_CHIPS: dict[str, dict[str, Any]] = dict.fromkeys(("TPU v6 lite", "TPU v6e"), _FUSION)
+OF_CHIPS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), _FUSION),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), _FUSION | {"xla_tpu_prefer_async_allgather_to_allreduce": True}),
+}
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
 
 
