@@ -17,7 +17,10 @@ _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MOST_CYCLES = 2**50
-_OF_HOST = "S(5)"  # a memory space
+_LAID_OUT = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_HOST = 5  # the memory space; 0: the device's memory, and what else there is is on the chip
+_INDEX = re.compile(r"index=(\d+)")
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -106,8 +109,24 @@ class Instruction:
     """What stands behind its operands."""
     constant: str = ""
     """Its value, as it is written."""
-    is_of_host: bool = False
-    """Whether one of its results is in the host's memory: a `copy-start` has what it copies among them."""
+    spaces: tuple[int, ...] = ()
+    """Of each result its memory: 0 is the device's, others are the host's or on the chip."""
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether a result is in the host's memory. A `copy-start` has what it copies among its results."""
+        return _HOST in self.spaces
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each result its bytes."""
+        return tuple(num_bytes((each,)) for each in self.results)
+
+    @cached_property
+    def index(self) -> int | None:
+        """Of a `get-tuple-element`: which one."""
+        found = _INDEX.search(self.text) if self.opcode == "get-tuple-element" else None
+        return None if found is None else int(found[1])
 
     @cached_property
     def cycles(self) -> int | None:
@@ -233,7 +252,7 @@ def program(text: str) -> Program:
                     None if called is None else called[1],
                     rest,
                     operands if opcode == "constant" else "",
-                    _OF_HOST in results,
+                    tuple(_space(layout) for layout in _LAID_OUT.findall(results)),
                 )
             )
     return Program(entry, computations)
@@ -257,6 +276,11 @@ def _shapes(text: str) -> Shapes:
     return tuple(
         (dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(text)
     )
+
+
+def _space(layout: str) -> int:
+    found = _SPACE.search(layout)
+    return 0 if found is None else int(found[1])
 
 
 def _first_group(text: str) -> tuple[int, ...]:

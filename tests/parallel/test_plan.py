@@ -32,6 +32,7 @@ from tputrain.parallel.plan_report import lines, picture
 from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_step import CollectiveSum, CompiledStep
+from tputrain.planning.peak import Buffer, Peak
 from tputrain.recipe import read_recipe
 from tputrain.report.plan_page import plan_page
 from tputrain.shipped import find_recipe
@@ -523,11 +524,20 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
         record_seconds=1.0,
         compile_seconds=1.0,
         compiler="libtpu 0.0",
+        peak=Peak(19 * GIB, "loss", (Buffer("forward lm_head", "dot_general", "bf16[9,7]", 2, 17 * GIB),)),
     )
     page = plan_page(make_plan(named), step)
     assert "<b>mine" not in page
     seen = Page(page)
-    for text in ("1 s ±15%", "forward model.layers.*: dot_general", "all-gather", "24.0 GiB", "40 %"):
+    for text in (
+        "1 s ±15%",
+        "forward model.layers.*: dot_general",
+        "all-gather",
+        "24.0 GiB",
+        "40 %",
+        "17.000",
+        "bf16[9,7]",
+    ):
         assert text in seen.text, text
     assert "temporaries: 20.00 GiB" in seen.titles
     assert "waiting for collectives (modelled): 100 ms" in seen.titles

@@ -90,7 +90,7 @@ class _Walk:
             return
         if opcode == "while":
             if (trips := program.trips(instruction)) is None:
-                self.found.unknown_loops[instruction.name] = _scopes(instruction)[0]
+                self.found.unknown_loops[instruction.name] = scopes(instruction)[0]
                 trips = 1
             for _ in range(trips):
                 self.run(instruction.called)
@@ -191,12 +191,12 @@ class _Walk:
 
     def _spend(self, instruction: Any, seconds: float) -> None:
         self._core += seconds
-        label, operation = _scopes(instruction)
+        label, operation = scopes(instruction)
         self.found.by_label[label] += seconds
         self.found.by_operation[label, operation] += seconds
 
 
-def _scopes(instruction: Any) -> tuple[str, str]:
+def scopes(instruction: Any) -> tuple[str, str]:
     """The label that an instruction was recorded with, and its operation."""
-    scopes = [each for each in instruction.op_name.split("/") if each not in _SCOPES]
+    scopes = [each for each in instruction.op_name.split("/") if each and each not in _SCOPES]
     return (scopes[0] if len(scopes) > 1 else "", scopes[-1] if scopes else instruction.opcode)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from tputrain.parallel.plan import Plan
 from tputrain.parallel.topology import GIB
 from tputrain.planning.compiled_step import BAND, CompiledStep
+from tputrain.planning.peak import Peak
 
 _SHOWN = 0.005  # of the step
 
@@ -55,8 +56,19 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         )
     for number, (what, value) in enumerate(step.parts):
         yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {said(value)}  {what}"
+    if step.peak is not None:
+        yield from _peak_lines(step.peak, step.depths[-1])
     for note in step.notes:
         yield f"note    {note}"
+
+
+def _peak_lines(peak: Peak, depth: str) -> Iterator[str]:
+    """`depth`: what was compiled."""
+    where = f" in {peak.label}" if peak.label else ""
+    yield f"peak    {peak.num_bytes / GIB:.2f} GiB of temporaries at a time{where} ({depth}), among them:"
+    for each in peak.largest:
+        times = f"{each.count} x " if each.count > 1 else ""
+        yield f"        {each.num_bytes / GIB:.2f} GiB  {times}{each.described}  {each.said}"
 
 
 def said(seconds: float) -> str:

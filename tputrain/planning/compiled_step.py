@@ -27,6 +27,8 @@ from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, me
 from tputrain.parallel.step_schedule import Schedule, schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.abstract_step import ONCE, abstract_step
+from tputrain.planning.peak import Peak
+from tputrain.planning.peak import peak as peak_of
 
 FEW, MORE = 4, 8
 """Layers of the two compilations. Fewer than four hide what overlaps between layers; the step of a model with
@@ -36,6 +38,7 @@ BAND = 0.15
 # libtpu says it in two ways. Both numbers are of arguments and temporaries together.
 _OUT_OF_MEMORY = re.compile(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_LEAST_OF_PEAK = 0.5  # of the temporaries
 BETWEEN_SLICES = "replicate, between slices"
 """Only replicas go over the network between slices."""
 
@@ -84,6 +87,8 @@ class CompiledStep:
     """What the figures leave out."""
     host: float = 0.0
     """In the host's memory."""
+    peak: Peak | None = None
+    """What takes most memory in the largest program that was compiled; None: most is on the chip."""
 
     @property
     def memory(self) -> float:
@@ -161,7 +166,8 @@ def compile_step(subject: Subject, is_whole: bool = False) -> CompiledStep:
             one["temporaries",] + modelled(1) - modelled(share)
             for one, share in zip(found, shares, strict=True)
         )
-    return _step(figures, tuple(said), tuple(notes), record_seconds, compile_seconds)
+    found_step = _step(figures, tuple(said), tuple(notes), record_seconds, compile_seconds)
+    return replace(found_step, peak=one.peak)
 
 
 def start_slice(topology: Topology) -> None:
@@ -224,6 +230,7 @@ def shorten(model: nn.Module, depth: Sequence[int]) -> None:
 class _One:
     figures: Figures
     notes: tuple[str, ...]
+    peak: Peak | None
     record_seconds: float
     compile_seconds: float
 
@@ -246,8 +253,11 @@ def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
     except Exception as error:
         raise _refusal(error, depths.said(depth)) from error
     seconds = time.perf_counter() - began
-    figures, notes = _figures(compiled, layout, micro_batches / few)
-    return _One(figures, notes, step.seconds, seconds)
+    program = devices.program_of(compiled.as_text())
+    figures, notes = _figures(compiled, program, layout, micro_batches / few)
+    most = peak_of(program)
+    is_told = most.num_bytes > _LEAST_OF_PEAK * figures["temporaries",]
+    return _One(figures, notes, most if is_told else None, step.seconds, seconds)
 
 
 def scheduled_step(program: Any, layout: Layout) -> Schedule:
@@ -282,7 +292,7 @@ def _places(topology: Topology) -> list[tuple[int, ...]]:
     return [(place[0], *(place[axis] for axis in axes)) for place in found]
 
 
-def _figures(compiled: Any, layout: Layout, times: float) -> tuple[Figures, tuple[str, ...]]:
+def _figures(compiled: Any, program: Any, layout: Layout, times: float) -> tuple[Figures, tuple[str, ...]]:
     """With notes. `times`: the micro-batches of a step for each that was compiled."""
     memory = compiled.memory_analysis()
     found: Figures = defaultdict(float)
@@ -292,7 +302,7 @@ def _figures(compiled: Any, layout: Layout, times: float) -> tuple[Figures, tupl
     found["temporaries",] = memory.temp_size_in_bytes
     found["host",] = memory.host_temp_size_in_bytes
     groups = _groups(layout)
-    scheduled = scheduled_step(devices.program_of(compiled.as_text()), layout)
+    scheduled = scheduled_step(program, layout)
     once = sum(seconds for label, seconds in scheduled.by_label.items() if label in ONCE)
     scale = 1.0 if scheduled.total == 0 else (once + times * (scheduled.total - once)) / scheduled.total
     for kind in ("estimated", "unestimated", "waiting", "copying"):

@@ -10,6 +10,7 @@ from tputrain.parallel.plan import Plan
 from tputrain.parallel.plan_report import alternatives
 from tputrain.parallel.topology import GIB
 from tputrain.planning.compiled_step import BAND, CompiledStep
+from tputrain.planning.peak import Peak
 from tputrain.report.document import document
 from tputrain.report.numbers import seconds_text, share
 from tputrain.report.torus import torus
@@ -207,7 +208,17 @@ def _compiled(step: CompiledStep) -> str:
         f"<h2>By the compiler</h2><p>{escape(step.compiler)}: {escape(', and '.join(step.depths))}</p>{notes}"
         f"{_table(('collective', 'along', 'number', 'GiB', 'seconds (modelled)'), collectives)}"
         f"{_table(('most expensive parts', 'seconds', 'share'), parts)}"
+        f"{'' if step.peak is None else _peak(step.peak, step.depths[-1])}"
     )
+
+
+def _peak(peak: Peak, depth: str) -> str:
+    """`depth`: what was compiled."""
+    rows = (
+        (each.said, each.described, str(each.count), f"{each.num_bytes / GIB:.3f}") for each in peak.largest
+    )
+    title = f"in memory when most is ({depth}): {peak.num_bytes / GIB:.2f} GiB of temporaries"
+    return _table((title, "each", "number", "GiB"), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,0 +1,167 @@
+"""What is in a device's memory when most is: buffers of a compiled step, by the order of its instructions.
+
+The compiler says how large all temporaries are, and not which. A buffer is taken to be there from the
+instruction that makes it to the last one that reads it. Gaps between buffers are not in it, and what the
+compiler computes in place is there twice for a moment.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tputrain.parallel.step_schedule import scopes
+
+_SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))
+"""Their results are their operands."""
+_KEPT, _LINES = 20, 6
+_SHOWN = 0.02
+_OF_OTHERS = frozenset(("parameter", "constant"))
+
+Place = tuple[str, int]
+"""The name of the instruction that made a buffer, and which of its results it is."""
+Element = tuple[str, tuple[int, ...], int]
+"""Dtype, dims and memory space of a result."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """So many arrays of one kind."""
+
+    label: str
+    """The module and pass that it was recorded in; empty: the compiler made it."""
+    operation: str
+    described: str
+    """Dtype and dims."""
+    count: int
+    num_bytes: int
+    """Of all of them."""
+
+    @property
+    def said(self) -> str:
+        """What made them, in words."""
+        return f"{self.label or 'made by the compiler'}: {self.operation}"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most memory is taken by temporaries."""
+
+    num_bytes: int
+    label: str
+    """The module and pass that is computed then."""
+    buffers: tuple[Buffer, ...]
+    """The largest first."""
+
+    @property
+    def largest(self) -> list[Buffer]:
+        """Those that are worth a line."""
+        return [each for each in self.buffers[:_LINES] if each.num_bytes >= _SHOWN * self.num_bytes]
+
+
+def peak(program: Any) -> Peak:
+    """Of a `tpu_backend.hlo.Program`."""
+    instructions = program.computations[program.entry]
+    lives = _Lives(program, instructions)
+    moment, total = lives.largest()
+    kinds: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for kind, size in lives.at(moment):
+        kinds[kind].append(size)
+    found = [Buffer(*kind, len(sizes), sum(sizes)) for kind, sizes in kinds.items()]
+    return Peak(
+        total,
+        scopes(instructions[moment])[0],
+        tuple(sorted(found, key=lambda each: -each.num_bytes)[:_KEPT]),
+    )
+
+
+class _Lives:
+    """Of the buffers of a computation: from which instruction to which they are there."""
+
+    def __init__(self, program: Any, instructions: Sequence[Any]):
+        self._program = program
+        self._by_name = {each.name: each for each in instructions}
+        self.elements: dict[str, list[Element]] = {
+            each.name: [(*shape, space) for shape, space in zip(each.results, each.spaces, strict=True)]
+            for each in instructions
+        }
+        self._held: dict[str, list[Place | None]] = {}  # by instruction: the buffers of its results
+        self._sizes: dict[Place, int] = {}
+        self._begin: dict[Place, int] = {}
+        self._end: dict[Place, int] = {}
+        self._length = len(instructions)
+        self._inner: dict[int, _Lives] = {}  # of the bodies of loops, by the loops' places
+        for number, each in enumerate(instructions):
+            self._held[each.name] = list(self._buffers(each))
+            for buffer in {*self._held[each.name], *(b for name in each.operands for b in self._of(name))}:
+                if buffer is not None:
+                    self._begin.setdefault(buffer, number)
+                    self._end[buffer] = number
+            if each.opcode == "while" and each.called in program.computations:
+                self._inner[number] = _Lives(program, program.computations[each.called])
+        for buffer in self._held[instructions[-1].name]:  # results take the memory of arguments
+            if buffer is not None:
+                self._sizes[buffer] = 0
+
+    def largest(self) -> tuple[int, int]:
+        """The instruction at which most is there, and so many bytes."""
+        changes: defaultdict[int, int] = defaultdict(int)
+        for buffer, begin in self._begin.items():
+            changes[begin] += self._sizes[buffer]
+            changes[self._end[buffer] + 1] -= self._sizes[buffer]
+        now, found = 0, (0, 0)
+        for number in range(self._length):
+            now += changes[number]
+            inside = self._inner[number].largest()[1] if number in self._inner else 0
+            found = max(found, (number, now + inside), key=lambda each: each[1])
+        return found
+
+    def at(self, number: int) -> Iterator[tuple[tuple[str, str, str], int]]:
+        """The buffers that are there at an instruction: label, operation, dtype and dims; and their bytes."""
+        for buffer, begin in self._begin.items():
+            if begin <= number <= self._end[buffer] and self._sizes[buffer]:
+                name, place = buffer
+                dtype, dims, _ = self.elements[name][place]
+                described = f"{dtype}[{','.join(map(str, dims))}]"
+                yield (*scopes(self._by_name[name]), described), self._sizes[buffer]
+        if (inner := self._inner.get(number)) is not None:
+            yield from inner.at(inner.largest()[0])
+
+    def _of(self, name: str) -> list[Place | None]:
+        return self._held.get(name, [])
+
+    def _buffers(self, instruction: Any) -> Iterator[Place | None]:
+        elements = self.elements[instruction.name]
+        if instruction.opcode in _OF_OTHERS:
+            yield from [None] * len(elements)
+            return
+        given = [
+            (element, buffer)
+            for name in instruction.operands
+            for element, buffer in zip(self.elements.get(name, ()), self._of(name), strict=True)
+        ]
+        is_same = instruction.opcode in _SAME or instruction.opcode.endswith("-done")
+        if is_same and instruction.index is not None:  # of a nested tuple it counts tuples, not arrays
+            given = [each for each in given[instruction.index :] if each[0] == elements[0]] or given
+        elif is_same and len(given) == len(elements):
+            yield from (buffer for _, buffer in given)
+            return
+        passes_on = is_same or self._passes_on(instruction)
+        for place, element in enumerate(elements):
+            match = next((at for at, (other, _) in enumerate(given) if other == element), None)
+            if passes_on and match is not None:
+                yield given.pop(match)[1]
+            elif is_same:
+                yield None
+            else:
+                is_elsewhere = element[2] != 0
+                self._sizes[instruction.name, place] = 0 if is_elsewhere else instruction.sizes[place]
+                yield instruction.name, place
+
+    def _passes_on(self, instruction: Any) -> bool:
+        """Whether results that are like operands are these: it begins or carries on a collective, or it
+        writes in place.
+        """
+        if instruction.opcode.endswith("-start") or "dynamic-update-slice" in instruction.name:
+            return True
+        return instruction.opcode == "fusion" and any(self._program.collectives_of(instruction.called))
