@@ -26,6 +26,7 @@ from tputrain.parallel.layout import Group, Layout, Stretch
 from tputrain.parallel.step_schedule import schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning import compiled_step
+from tputrain.planning.peak import Buffer, Peak
 from tputrain.planning.abstract_step import ONCE
 from tputrain.planning.compiled_step import DoesNotFitError, shorten
 
@@ -491,6 +492,32 @@ def test_figures_go_on_on_a_line_and_temporaries_as_the_model_says(
     subject = compiled_step.Subject(make, RunConfig(), {}, layout, temporaries_of=temporaries_of)
     found = compiled_step.compile_step(subject)
     assert (found.arguments, found.temporaries) == (64, temporaries)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_step_that_the_compiler_cannot_place_names_what_takes_most_in_a_layer(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    buffers = (
+        Buffer("again layers.*", "dot_general", "bf16[9,7]", 2, 3 * GIB),
+        Buffer("", "copy", "f32[8]", 1, 1),
+    )
+
+    def compiled(subject: Any, depths: Any, depth: tuple[int, ...]) -> compiled_step._One:
+        asked.append(depth)
+        if depth != (1,) or not fits:
+            raise DoesNotFitError(20 * GIB, depths.said(depth))
+        return compiled_step._One(defaultdict(float), (), Peak(4 * GIB, "", buffers), 1.0, 1.0)
+
+    monkeypatch.setattr(compiled_step, "_compiled", compiled)
+    layout = Layout(Topology.parse(TOPOLOGY), ((1, 1, 2, 1), (1, 1, 2, 1)))
+    with pytest.raises(DoesNotFitError) as raised:
+        compiled_step.compile_step(compiled_step.Subject(partial(Deep, *(1,) * 32), RunConfig(), {}, layout))
+    named = "; with 1 of 32 layers: 3.00 GiB  2 x bf16[9,7] (again layers.*: dot_general)" if fits else ""
+    assert str(raised.value) == f"the compiler needs 20.0 GiB for it (4 of 32 layers){named}"
+    assert raised.value.used == 20 * GIB
+    assert asked == [(4,), (1,)]
 
 
 @pytest.mark.parametrize(

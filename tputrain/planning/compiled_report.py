@@ -67,8 +67,7 @@ def _peak_lines(peak: Peak, depth: str) -> Iterator[str]:
     where = f" in {peak.label}" if peak.label else ""
     yield f"peak    {peak.num_bytes / GIB:.2f} GiB of temporaries at a time{where} ({depth}), among them:"
     for each in peak.largest:
-        times = f"{each.count} x " if each.count > 1 else ""
-        yield f"        {each.num_bytes / GIB:.2f} GiB  {times}{each.described}  {each.said}"
+        yield f"        {each.sized}  {each.said}"
 
 
 def said(seconds: float) -> str:

@@ -27,7 +27,7 @@ from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, me
 from tputrain.parallel.step_schedule import Schedule, schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.abstract_step import ONCE, abstract_step
-from tputrain.planning.peak import Peak
+from tputrain.planning.peak import Buffer, Peak
 from tputrain.planning.peak import peak as peak_of
 
 FEW, MORE = 4, 8
@@ -121,8 +121,12 @@ class CollectiveSum:
 class DoesNotFitError(Exception):
     """The compiler ran out of the device's memory."""
 
-    def __init__(self, used: float, depth: str):
-        super().__init__(f"the compiler needs {used / GIB:.1f} GiB for it ({depth})")
+    def __init__(self, used: float, depth: str, largest: Sequence[Buffer] = (), fewer: str = ""):
+        """`largest`: what took most where the model had `fewer` layers."""
+        said = f"the compiler needs {used / GIB:.1f} GiB for it ({depth})"
+        if largest:
+            said += f"; with {fewer}: {', '.join(f'{each.sized} ({each.said})' for each in largest)}"
+        super().__init__(said)
         self.used, self.depth = used, depth
 
 
@@ -148,7 +152,10 @@ def compile_step(subject: Subject, is_whole: bool = False) -> CompiledStep:
     found, said, record_seconds, compile_seconds = [], [], 0.0, 0.0
     notes: dict[str, None] = {}  # in order
     for depth in depths.compiled:
-        one = _compiled(subject, depths, depth)
+        try:
+            one = _compiled(subject, depths, depth)
+        except DoesNotFitError as error:
+            raise _with_largest(error, subject, depths, depth) from error
         found.append(one.figures)
         said.append(depths.said(depth))
         notes |= dict.fromkeys(one.notes)
@@ -258,6 +265,24 @@ def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
     most = peak_of(program)
     is_told = most.num_bytes > _LEAST_OF_PEAK * figures["temporaries",]
     return _One(figures, notes, most if is_told else None, step.seconds, seconds)
+
+
+def _with_largest(
+    error: DoesNotFitError, subject: Subject, depths: _Depths, depth: Sequence[int]
+) -> DoesNotFitError:
+    """With what takes most in a layer: the compiler does not say it of a step that it cannot place."""
+    one = tuple(min(1, each) for each in depth)
+    if one == tuple(depth):
+        return error
+    try:
+        most = _compiled(subject, depths, one).peak
+    except (DoesNotFitError, UserError):
+        return error
+    return (
+        error
+        if most is None
+        else DoesNotFitError(error.used, error.depth, most.largest[:3], depths.said(one))
+    )
 
 
 def scheduled_step(program: Any, layout: Layout) -> Schedule:

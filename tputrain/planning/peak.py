@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tputrain.parallel.step_schedule import scopes
+from tputrain.parallel.topology import GIB
 
 _SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))
 """Their results are their operands."""
@@ -41,6 +42,12 @@ class Buffer:
     def said(self) -> str:
         """What made them, in words."""
         return f"{self.label or 'made by the compiler'}: {self.operation}"
+
+    @property
+    def sized(self) -> str:
+        """How many of what size."""
+        times = f"{self.count} x " if self.count > 1 else ""
+        return f"{self.num_bytes / GIB:.2f} GiB  {times}{self.described}"
 
 
 @dataclass(frozen=True)
