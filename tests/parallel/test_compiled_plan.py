@@ -26,9 +26,9 @@ from tputrain.parallel.layout import Group, Layout, Stretch
 from tputrain.parallel.step_schedule import schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning import compiled_step
-from tputrain.planning.peak import Buffer, Peak
 from tputrain.planning.abstract_step import ONCE
 from tputrain.planning.compiled_step import DoesNotFitError, shorten
+from tputrain.planning.peak import Buffer, Peak
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
