@@ -108,7 +108,7 @@ def computed_before(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor
 
 
 def held_by_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values. On a TPU they are in the host's memory from here on until they are used."""
+    """The same values. On a TPU the host keeps them until they are used, in the same program."""
     if tensor.device.type != "tpu":
         return tensor
     from tpu_backend import held_by_host
@@ -117,7 +117,7 @@ def held_by_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def taken_from_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `computed_again` gives, where `held_by_host` has given the first of them."""
+    """As `computed_again`, for what `held_by_host` has given."""
     if tensors[0].device.type != "tpu":
         return tensors
     from tpu_backend import taken_from_host
@@ -130,7 +130,7 @@ def _optimization_barrier() -> Callable[..., tuple[torch.Tensor, ...]]:
     from jax import lax
 
     from tpu_backend import jax_op
-    from tpu_backend.host_memory import kept_after
+    from tpu_backend.barrier import kept_after
 
     def kept_apart(*arrays: Any) -> tuple[Any, ...]:
         # XLA:CPU removes barriers before it looks for what is computed twice.
@@ -146,7 +146,7 @@ def _after_others() -> Callable[..., torch.Tensor]:
     from jax import lax
 
     from tpu_backend import jax_op
-    from tpu_backend.host_memory import kept_after
+    from tpu_backend.barrier import kept_after
 
     def after(*arrays: Any) -> Any:
         return lax.platform_dependent(

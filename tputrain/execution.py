@@ -13,6 +13,7 @@ from torch import nn
 from tputrain import device as devices
 from tputrain.announce import say
 from tputrain.config_checks import expect, expect_at_least, expect_choice
+from tputrain.models.recompute import offloads
 
 FORMS = ("debug", "strict", "fused", "compile", "captured")
 _IN_PARTS = "fused in parts"  # the form of first steps (torch.tpu.eager_mode)
@@ -93,7 +94,9 @@ class Execution:
         self._is_by_block = False
         self._model, self._device, self._cfg, self._steps_done = model, device, cfg, steps_done
         self._on_any_rank = on_any_rank
-        self._prepares_whole = last_step > cfg.first_steps
+        # In parts a layer's input crosses programs, and the host cannot keep it.
+        self._first_steps = 0 if offloads(model) else cfg.first_steps
+        self._prepares_whole = last_step > self._first_steps
         self._form = cfg.train
         self._mode: tuple[str, str] | None = None  # of the device, and whether it runs in parts
         self._forms_trained: set[str] = set()
@@ -147,7 +150,7 @@ class Execution:
 
     def _is_early(self, step: int) -> bool:
         """Whether the step after `step` is one of the first; on another device than tpu there are none."""
-        return self._device.type == "tpu" and step < self._cfg.first_steps
+        return self._device.type == "tpu" and step < self._first_steps
 
     @contextmanager
     def in_form(self, form: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MOST_CYCLES = 2**50
 _LAID_OUT = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
-_HOST = 5  # the memory space; 0: the device's memory, and what else there is is on the chip
+_HOST = 5  # memory space of the host; 0 is the device's memory, others are on the chip
 _INDEX = re.compile(r"index=(\d+)")
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -112,9 +112,14 @@ class Instruction:
     spaces: tuple[int, ...] = ()
     """Of each result its memory: 0 is the device's, others are the host's or on the chip."""
 
+    is_root: bool = False
+    """Whether its results are those of its computation."""
+
     @property
     def is_of_host(self) -> bool:
-        """Whether a result is in the host's memory. A `copy-start` has what it copies among its results."""
+        """Whether a result is in the host's memory; also of a copy from there: the results of a `copy-start`
+        include its source.
+        """
         return _HOST in self.spaces
 
     @cached_property
@@ -241,7 +246,7 @@ def program(text: str) -> Program:
         elif line.startswith("}"):
             computations[name] = tuple(current)
         elif (match := _INSTRUCTION.match(line)) is not None:
-            _, own, results, opcode, operands, rest = match.groups()
+            root, own, results, opcode, operands, rest = match.groups()
             called = _CALLED.search(rest)
             current.append(
                 Instruction(
@@ -253,6 +258,7 @@ def program(text: str) -> Program:
                     rest,
                     operands if opcode == "constant" else "",
                     tuple(_space(layout) for layout in _LAID_OUT.findall(results)),
+                    root is not None,
                 )
             )
     return Program(entry, computations)

@@ -7,18 +7,22 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 from jax import lax
 
+from tpu_backend.barrier import kept_after
 from tpu_backend.jax_function import jax_op
 from tpu_backend.runtime import gathers
 
 
 def held_by_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values. On a TPU they are in the host's memory from here on until they are used, as long as
-    the device's is needed for something else.
+    """The same values, of a floating or complex dtype; a tensor of another dtype as it is.
+
+    On a TPU the host's memory holds them until their next use in the same program. The compiler fetches them
+    earlier where the device has memory for them. At the end of a program they are on the device.
     """
+    if not _is_held(tensor):
+        return tensor
     held: torch.Tensor = _held()(tensor)
     return held
 
@@ -29,19 +33,13 @@ def taken_from_host(tensor: torch.Tensor, *others: torch.Tensor) -> tuple[torch.
 
     XLA:TPU removes barriers behind transfers from the host, and puts off products while one goes on.
     """
-    found: tuple[torch.Tensor, ...] = _taken()(tensor, *others)
-    return found
+    tensors = (tensor, *others)
+    found = iter(_taken()(*filter(_is_held, tensors)) if any(map(_is_held, tensors)) else ())
+    return tuple(next(found) if _is_held(each) else each for each in tensors)
 
 
-def kept_after(arrays: tuple[jax.Array, ...], others: tuple[jax.Array, ...] = ()) -> tuple[jax.Array, ...]:
-    """The same values, which a compiler cannot compute before it has one number of each array, others too: it
-    does not know that none is more than infinity.
-    """
-    firsts = [each[(0,) * each.ndim].astype(jnp.float32) for each in (*arrays, *others) if each.size]
-    if not firsts:
-        return arrays
-    is_never = (jnp.stack(firsts) > jnp.inf).any()
-    return tuple(lax.select_n(is_never, each, jnp.zeros_like(each)) for each in arrays)
+def _is_held(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @jax.custom_jvp

@@ -369,14 +369,15 @@ def _read_view(
     wanted.
     """
     kept, ordered = _kept_dims(geometry), _ordered_dims(geometry)
-    of_view = _of_dims(digits, [geometry.sizes[dim] for dim in ordered])
-    if of_view is None or kept == ordered or 2 * geometry.numel < base.size:
+    is_large = 2 * math.prod(geometry.sizes[dim] for dim in kept) >= base.size
+    in_memory = _of_dims(digits, [geometry.sizes[dim] for dim in ordered])
+    if kept == ordered or not is_large or in_memory is None:
         return _from_memory_order(_read_box(base, digits, offset), geometry)
-    digits = [of_view[ordered.index(dim)] for dim in kept]
-    whole = base.reshape([digit.radix for digit in of_view])
-    whole = lax.transpose(whole, [ordered.index(dim) for dim in kept])
-    starts = [digit.start(offset) for digit in digits]
-    value = _cut(whole, starts, [digit.span for digit in digits], [digit.step for digit in digits])
+    order = [ordered.index(dim) for dim in kept]
+    whole = lax.transpose(base.reshape([digit.radix for digit in in_memory]), order)
+    of_view = [in_memory[place] for place in order]
+    starts = [digit.start(offset) for digit in of_view]
+    value = _cut(whole, starts, [digit.span for digit in of_view], [digit.step for digit in of_view])
     return value if value.shape == geometry.sizes else lax.broadcast_in_dim(value, geometry.sizes, kept)
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tpu_backend import held_by_host, host_memory, taken_from_host
+from tpu_backend.barrier import kept_after
+from tpu_backend.runtime import gathers
 
 
 @pytest.mark.parametrize("mode", ["fused", "strict"])
@@ -36,3 +38,28 @@ def test_on_a_tpu_a_copy_goes_there_and_one_comes_back(platform: str, count: int
     function = jax.jit(host_memory._there_and_back)
     lowered = function.trace(jnp.ones(4)).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count("annotate_device_placement") == count
+
+
+def test_numbers_without_gradients_stay_as_they_are() -> None:
+    whole = torch.tensor([2**40 + 5], device="tpu")
+    assert held_by_host(whole) is whole
+    back, other = taken_from_host(whole, torch.ones(1, device="tpu"))
+    assert back is whole
+    assert other.item() == 1
+
+
+def test_what_comes_back_depends_on_the_scatters_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathers, "lowered_for", lambda: "tpu")
+
+    def used(notes: bool) -> bool:
+        def function(array: jax.Array, other: jax.Array) -> jax.Array:
+            with gathers.traced_program():
+                if notes:
+                    gathers.note_scattered((other * 2,))
+                return kept_after((array,), gathers.scattered())[0]
+
+        jaxpr = jax.make_jaxpr(function)(jnp.ones(4), jnp.ones(3)).jaxpr
+        return any(jaxpr.invars[1] in each.invars for each in jaxpr.eqns)
+
+    assert used(notes=True)
+    assert not used(notes=False)

@@ -349,6 +349,8 @@ def test_halves_of_heads_are_cut_from_the_heads():
     for half in heads.chunk(2, dim=-1):
         assert names(read, product, half) == ["reshape", "transpose", "slice"]
     # Of a small part no more is laid out than that.
+    repeated = heads[..., :3].unsqueeze(-1).expand(2, 5, 3, 3, 4)
+    assert names(read, product, repeated)[:2] == ["reshape", "slice"]
     assert names(read, product, heads[..., :3]) == ["reshape", "slice", "reshape", "transpose"]
 
 

@@ -83,3 +83,36 @@ def test_what_a_collective_fills_is_one_buffer_however_many_instructions_carry_i
         Buffer("", "all-gather-start", "f32[1048576]", 1, 4 * MiB),
         Buffer("", "fusion", "f32[524288]", 1, 2 * MiB),
     )
+
+
+PERMUTED = """ENTRY %main (x: f32[262144]) -> f32[] {
+  %x = f32[262144]{0} parameter(0)
+  %y = f32[262144]{0} fusion(%x), calls=%a
+  %begin = (f32[262144]{0}, f32[262144]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%y), \
+source_target_pairs={{0,1},{1,0}}
+  %there = f32[262144]{0} collective-permute-done(%begin)
+  %copying = (f32[262144]{0}, f32[262144]{0}, u32[]{:S(2)}) copy-start(%x)
+  %copied = f32[262144]{0} copy-done(%copying)
+  ROOT %sum = f32[] fusion(%there, %y, %copied), calls=%b
+}
+"""
+
+
+def test_what_has_the_shape_of_its_operand_is_another_buffer() -> None:
+    found = peak(hlo.program(PERMUTED))
+    assert [(each.operation, each.count) for each in found.buffers] == [
+        ("fusion", 1),
+        ("collective-permute-start", 1),
+        ("copy-start", 1),
+    ]
+
+
+def test_a_product_that_carries_a_gather_is_not_its_operand() -> None:
+    """Though they have one shape."""
+    program = (
+        CARRIED.replace("fusion(%w, %whole), kind=kOutput", "fusion(%rest, %whole), kind=kOutput")
+        .replace("  %begin =", "  %rest = f32[524288]{0} fusion(%w), calls=%a\n  %begin =")
+        .replace("fusion(%end), kind=kLoop", "fusion(%end, %rest), kind=kLoop")
+    )
+    found = peak(hlo.program(program))
+    assert found.num_bytes == 8 * MiB

@@ -578,6 +578,19 @@ def test_a_plan_holds_to_the_checkpointing_of_the_recipe(said: str, rungs: set[s
     assert plan.chosen is not None
 
 
+def test_a_plan_without_a_host_takes_offload_where_it_is_asked_for_alone() -> None:
+    def rungs(topology: str, *overrides: str) -> tuple[str, ...]:
+        cfg = read_recipe(find_recipe("llama"), list(overrides))
+        task = task_of(cfg, Topology.parse(topology))
+        assert make_plan(task).chosen is not None
+        return task.rungs
+
+    assert "offload" in rungs("v5e:2x2")
+    assert "offload" not in rungs("cpu:4")
+    assert "offload" not in rungs("v5e:2x2", "execution.train=compile")
+    assert rungs("cpu:4", "model.activation_checkpointing=offload") == ("offload",)
+
+
 def test_the_command_prints_a_plan_its_json_and_a_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tputrain.test_lora import QUERIES, SMALL, Batches
 from tpu_backend.runtime import compiler
 from tputrain import ExecutionConfig, LogConfig, OptimConfig, RunConfig, Trainer, TrainerConfig, UserError
-from tputrain.models import Llama, LlamaConfig, add_lora, initialize
+from tputrain.execution import Execution
+from tputrain.models import Llama, LlamaConfig, add_lora, initialize, recompute
 from tputrain.models.config import LlamaModelConfig
 from tputrain.models.recompute import recomputed, recomputed_call
 from tputrain.recipe import read_recipe
@@ -223,6 +224,41 @@ def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
             loss.backward()
             loss.item()
         return torch.tpu.memory_stats()["executable_temp_bytes"]
+
+    assert temporaries(False) > 1.5 * temporaries(True)
+
+
+@pytest.mark.parametrize("run", [recomputed, recomputed_call])
+def test_the_host_keeps_what_a_layer_is_computed_again_from(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, taken = [], []
+
+    def held_by_host(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        return tensor * 2  # so that it shows in the gradient
+
+    def taken_from_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        taken.append(len(tensors))
+        return tensors
+
+    monkeypatch.setattr(recompute, "held_by_host", held_by_host)
+    monkeypatch.setattr(recompute, "taken_from_host", taken_from_host)
+    layer = nn.Linear(3, 3, bias=False)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    run(layer, inputs, kind="offload").sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((3, 3), 4.0))
+    assert len(held) == 1
+    assert taken[0] == 2  # with the gradient of what the layer gives
+    with torch.no_grad():
+        run(layer, inputs, kind="offload")
+    assert len(held) == 1
+
+
+def test_a_run_whose_inputs_the_host_keeps_does_not_begin_in_parts() -> None:
+    """Between programs they would be on the device."""
+    for kind, form in (("offload", "fused"), (True, "parts")):
+        model = Llama(dataclasses.replace(SMALL, activation_checkpointing=kind)).to("tpu")
+        execution = Execution(model, torch.device("tpu"), ExecutionConfig(), lambda: 0, last_step=100)
+        assert (execution._form_of("train") == "fused") == (form == "fused")
 
 
 def test_layers_whose_inputs_the_host_keeps_train_under_torch_compile_too():

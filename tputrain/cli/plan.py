@@ -21,7 +21,7 @@ from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_report import compiled_lines
-from tputrain.planning.compiled_step import Subject, start_slice, why_not
+from tputrain.planning.compiled_step import Subject, largest_of_a_layer, start_slice, why_not
 from tputrain.planning.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.report.document import write_page
@@ -57,6 +57,8 @@ def plan(
         judged = [judge(made.chosen)] if search is None else searched(made, judge, search)
         best = winner(made, judged)
         missing, change = best.problem, change_that_fits(made, judge, best)
+        if best.is_too_large and (largest := largest_of_a_layer(subject_of(cfg, best.candidate))) is not None:
+            missing = f"{missing}; {largest}"
     step = None if best is None else best.step
     of_best = made if best is None else replace(made, chosen=best.candidate)
     if page is not None and made.chosen is not None:
@@ -108,22 +110,17 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
     asked = cfg.model.recomputes
+    has_host = topology.chip.name != "cpu" and cfg.execution.train != "compile"
+    choice = tuple(each for each in RUNGS if has_host or each != OFFLOAD)
     return Task(
         workload,
         topology,
         rows,
         micro_rows=samples,
         precision=Precision.of(cfg.optim, cfg.execution.autocast),
-        rungs=RUNGS if asked is None else (asked,),
-        built_rungs=_built_rungs(cfg, topology),
+        rungs=choice if asked is None else (asked,),
+        built_rungs=RUNGS if cfg.model.can_recompute else ("none",),
     )
-
-
-def _built_rungs(cfg: RecipeConfig, topology: Topology) -> tuple[str, ...]:
-    if not cfg.model.can_recompute:
-        return ("none",)
-    has_host = topology.chip.name != "cpu" and cfg.execution.train != "compile"
-    return tuple(each for each in RUNGS if has_host or each != OFFLOAD)
 
 
 def _workload(cfg: RecipeConfig) -> Workload:

@@ -15,10 +15,12 @@ from tputrain.checkpoint.rows import around, is_distributed, local_part
 from tputrain.config_checks import expect_choice
 from tputrain.device import computed_again, computed_before, held_by_host, taken_from_host
 
-LAYERS, PRODUCTS, OFFLOAD = "layers", "products", "offload"
-"""What is computed again: everything in a layer, or all but its products with parameters; or everything from
-an input that is in the host's memory meanwhile.
-"""
+LAYERS = "layers"
+"""A layer is computed again from its input."""
+PRODUCTS = "products"
+"""The results of products with parameters are kept, too."""
+OFFLOAD = "offload"
+"""As LAYERS; on a TPU the input is in the host's memory meanwhile."""
 
 SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS, OFFLOAD: OFFLOAD}
 """By kind: how `model.activation_checkpointing` says it."""
@@ -28,6 +30,11 @@ _PRODUCTS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten._grouped_mm.default,  # of experts
 )
+
+
+def offloads(model: nn.Module) -> bool:
+    """Whether layers of it are computed again from inputs that the host keeps."""
+    return any(getattr(each, "recomputes", None) == OFFLOAD for each in model.modules())
 
 
 def read_setting(setting: bool | str | None) -> bool | str | None:
@@ -58,7 +65,7 @@ def rung_of(setting: bool | str | None) -> str | None:
 
 def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYERS) -> Tensor:
     """`layer(hidden, *others)`, of which only `hidden` is kept for the backward pass; with PRODUCTS the
-    results of products with parameters too. With OFFLOAD the host of a TPU keeps it.
+    results of products with parameters too. With OFFLOAD `hidden` is kept in the host's memory.
 
     The layer must not draw random numbers, and no gradient flows to `others` (Chen et al., 2016).
     torch.utils.checkpoint would not do: on a device that compiles the whole step, both computations of the
@@ -83,6 +90,8 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
         if kind == OFFLOAD:
             return _not_compiled(function, *inputs, kind=kind)
         return checkpoint(function, *inputs, use_reentrant=False, **_options(kind))
+    if not torch.is_grad_enabled():
+        return function(*inputs)
     first = [inputs[0]]  # until it is read
     has_gradient = inputs[0].requires_grad
     again = computed_again
@@ -174,7 +183,9 @@ def _apart(
     gradient: list[Tensor],
     again: Callable[..., tuple[Tensor, ...]] = computed_again,
 ) -> Tensor:
-    """`tensor` as `again` gives it, of a rank's part where ranks share it."""
+    """`tensor` as `again` gives it, of a rank's part where ranks share it. Numbers without gradients stay."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
     return _of_own_part(lambda own: again(own, *gradient)[0], tensor)
 
 
@@ -213,7 +224,7 @@ class _Recomputed(torch.autograd.Function):
         # Of one layer at a time what a gradient is computed from is in memory.
         if of_hidden is not None:
             there = [each for each in of_parameters if each is not None]
-            if is_of_host:
+            if is_of_host:  # which has a TPU put off products, too
                 of_hidden = taken_from_host(of_hidden, *there)[0]
             else:
                 of_hidden = computed_before(of_hidden, *there)

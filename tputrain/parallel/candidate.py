@@ -170,7 +170,7 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest; of those as fast one without the host's memory, the simplest, the smallest."""
+    """The fastest; Of those as fast: one without the host's memory, then the simplest, then the smallest."""
     if not candidates:
         return None
     fastest = min(each.seconds.total for each in candidates)  # type: ignore[union-attr]

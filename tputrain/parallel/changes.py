@@ -16,7 +16,7 @@ _GENERATIONS = 2  # other ones that are named, those with the fewest chips
 
 
 def what_would_be_faster(found: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
-    """What the Trainer cannot run yet."""
+    """What plans do not choose yet."""
     assert chosen.seconds is not None
     unbuilt = min(
         (each for each in found if each.code == "not_built"),

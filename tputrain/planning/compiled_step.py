@@ -27,7 +27,7 @@ from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, me
 from tputrain.parallel.step_schedule import Schedule, schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.abstract_step import ONCE, abstract_step
-from tputrain.planning.peak import Buffer, Peak
+from tputrain.planning.peak import Peak
 from tputrain.planning.peak import peak as peak_of
 
 FEW, MORE = 4, 8
@@ -88,7 +88,7 @@ class CompiledStep:
     host: float = 0.0
     """In the host's memory."""
     peak: Peak | None = None
-    """What takes most memory in the largest program that was compiled; None: most is on the chip."""
+    """What takes most memory in the last program that was compiled; None: most is on the chip."""
 
     @property
     def memory(self) -> float:
@@ -121,12 +121,8 @@ class CollectiveSum:
 class DoesNotFitError(Exception):
     """The compiler ran out of the device's memory."""
 
-    def __init__(self, used: float, depth: str, largest: Sequence[Buffer] = (), fewer: str = ""):
-        """`largest`: what took most where the model had `fewer` layers."""
-        said = f"the compiler needs {used / GIB:.1f} GiB for it ({depth})"
-        if largest:
-            said += f"; with {fewer}: {', '.join(f'{each.sized} ({each.said})' for each in largest)}"
-        super().__init__(said)
+    def __init__(self, used: float, depth: str):
+        super().__init__(f"the compiler needs {used / GIB:.1f} GiB for it ({depth})")
         self.used, self.depth = used, depth
 
 
@@ -152,10 +148,7 @@ def compile_step(subject: Subject, is_whole: bool = False) -> CompiledStep:
     found, said, record_seconds, compile_seconds = [], [], 0.0, 0.0
     notes: dict[str, None] = {}  # in order
     for depth in depths.compiled:
-        try:
-            one = _compiled(subject, depths, depth)
-        except DoesNotFitError as error:
-            raise _with_largest(error, subject, depths, depth) from error
+        one = _compiled(subject, depths, depth)
         found.append(one.figures)
         said.append(depths.said(depth))
         notes |= dict.fromkeys(one.notes)
@@ -267,22 +260,20 @@ def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
     return _One(figures, notes, most if is_told else None, step.seconds, seconds)
 
 
-def _with_largest(
-    error: DoesNotFitError, subject: Subject, depths: _Depths, depth: Sequence[int]
-) -> DoesNotFitError:
-    """With what takes most in a layer: the compiler does not say it of a step that it cannot place."""
-    one = tuple(min(1, each) for each in depth)
-    if one == tuple(depth):
-        return error
+def largest_of_a_layer(subject: Subject) -> str | None:
+    """What takes most memory with one layer, in words: of a step that it cannot place the compiler says
+    nothing. None: one layer is too much, or most of it is on the chip.
+    """
+    depths = _depths(subject.make_model())
+    one = tuple(min(1, each) for each in depths.wanted)
     try:
         most = _compiled(subject, depths, one).peak
     except (DoesNotFitError, UserError):
-        return error
-    return (
-        error
-        if most is None
-        else DoesNotFitError(error.used, error.depth, most.largest[:3], depths.said(one))
-    )
+        return None
+    if most is None:
+        return None
+    named = ", ".join(f"{each.sized} ({each.said})" for each in most.largest[:3])
+    return f"with {depths.said(one)}: {named}"
 
 
 def scheduled_step(program: Any, layout: Layout) -> Schedule:

@@ -31,6 +31,11 @@ class Judged:
     def seconds(self) -> float:
         return inf if self.step is None else self.step.seconds
 
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the compiler ran out of memory."""
+        return self.step is None and self.used < inf
+
     def as_json(self) -> dict[str, Any]:
         """What a search says of it."""
         compiled = {"missing": self.problem} if self.step is None else self.step.as_json()

@@ -1,12 +1,12 @@
-"""What is in a device's memory when most is: buffers of a compiled step, by the order of its instructions.
+"""The buffers that are live when a compiled step uses most memory, by the order of its instructions.
 
 The compiler says how large all temporaries are, and not which. A buffer is taken to be there from the
-instruction that makes it to the last one that reads it. Gaps between buffers are not in it, and what the
-compiler computes in place is there twice for a moment.
+instruction that makes it to the last one that reads it. Gaps between buffers are not in it, nor what is made
+inside of calls and branches; what the compiler computes in place is there twice for a moment.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +106,8 @@ class _Lives:
                     self._end[buffer] = number
             if each.opcode == "while" and each.called in program.computations:
                 self._inner[number] = _Lives(program, program.computations[each.called])
-        for buffer in self._held[instructions[-1].name]:  # results take the memory of arguments
-            if buffer is not None:
-                self._sizes[buffer] = 0
+            if each.is_root:  # results take the memory of arguments
+                self._sizes |= {buffer: 0 for buffer in self._held[each.name] if buffer is not None}
 
     def largest(self) -> tuple[int, int]:
         """The instruction at which most is there, and so many bytes."""
@@ -147,16 +146,22 @@ class _Lives:
             for name in instruction.operands
             for element, buffer in zip(self.elements.get(name, ()), self._of(name), strict=True)
         ]
-        is_same = instruction.opcode in _SAME or instruction.opcode.endswith("-done")
+        opcode = instruction.opcode
+        is_same = opcode in _SAME or opcode.endswith("-done")
         if is_same and instruction.index is not None:  # of a nested tuple it counts tuples, not arrays
             given = [each for each in given[instruction.index :] if each[0] == elements[0]] or given
         elif is_same and len(given) == len(elements):
             yield from (buffer for _, buffer in given)
             return
-        passes_on = is_same or self._passes_on(instruction)
+        elif (
+            opcode.endswith("-done") and opcode != "copy-done"
+        ):  # a start has its operands before its results
+            given.reverse()
+        passed_on = self._passed_on(instruction)
         for place, element in enumerate(elements):
+            is_given = is_same or (element in passed_on and not (opcode == "copy-start" and place == 0))
             match = next((at for at, (other, _) in enumerate(given) if other == element), None)
-            if passes_on and match is not None:
+            if is_given and match is not None:
                 yield given.pop(match)[1]
             elif is_same:
                 yield None
@@ -165,10 +170,17 @@ class _Lives:
                 self._sizes[instruction.name, place] = 0 if is_elsewhere else instruction.sizes[place]
                 yield instruction.name, place
 
-    def _passes_on(self, instruction: Any) -> bool:
-        """Whether results that are like operands are these: it begins or carries on a collective, or it
-        writes in place.
-        """
+    def _passed_on(self, instruction: Any) -> Collection[Element]:
+        """Results like these are operands: of what begins or carries on a collective, or writes in place."""
+        elements = self.elements[instruction.name]
         if instruction.opcode.endswith("-start") or "dynamic-update-slice" in instruction.name:
-            return True
-        return instruction.opcode == "fusion" and any(self._program.collectives_of(instruction.called))
+            return elements
+        if instruction.opcode != "fusion":
+            return ()
+        shapes = {
+            shape
+            for each in self._program.collectives_of(instruction.called)
+            for shape in (*each.results, *each.operands)
+        }
+        # Beside the arrays there are semaphores and counters.
+        return [each for each in elements if each[:2] in shapes or (shapes and each[2] not in (0, 1))]

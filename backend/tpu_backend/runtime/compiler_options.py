@@ -78,8 +78,8 @@ def _has_other_emitters() -> bool:
     return True
 
 
-# Matmuls carry gathers along. libtpu does so by itself on a v5e. On a v5p it makes gathers all-reduces, but
-# with both these options and the one that prefers gathers.
+# Matmuls carry gathers along. libtpu does so by itself on a v5e. On a v5p it makes gathers all-reduces unless
+# these and xla_tpu_prefer_async_allgather_to_allreduce are set.
 _FUSION = {
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,

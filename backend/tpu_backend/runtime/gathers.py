@@ -87,7 +87,7 @@ def note_scattered(parts: tuple[jax.Array, ...]) -> None:
 
 
 def scattered() -> tuple[jax.Array, ...]:
-    """The results of scatters so far; of those that a gather has waited for the last ones."""
+    """The results of scatters so far. Of those that a gather waits for, the last ones alone."""
     program = _traced.get()
     return () if program is None else tuple(each for parts in program.scattered for each in parts)
 
