@@ -15,9 +15,10 @@ from tputrain.parallel.topology import GIB
 
 _SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))
 """Their results are their operands."""
-_KEPT, _LINES = 20, 6
-_SHOWN = 0.02
 _OF_OTHERS = frozenset(("parameter", "constant"))
+"""Theirs are no temporaries."""
+_KEPT = 20  # buffers of a peak, the largest
+_LINES, _SHOWN = 6, 0.02  # of those so many for people, with so much of it
 
 Place = tuple[str, int]
 """The name of the instruction that made a buffer, and which of its results it is."""
