@@ -65,10 +65,11 @@ class RecipeConfig(RunConfig):
             "accuracy: in a recipe the labels are the next tokens already",
         )
         expect(
-            self.model.recomputes != OFFLOAD or self.execution.train != "compile",
+            self.model.recomputes != OFFLOAD or self.execution.train in ("fused", "captured"),
             "model.activation_checkpointing",
             OFFLOAD,
-            "layers with execution.train=compile: torch.compile keeps inputs of layers on the device",
+            f"layers or products with execution.train={self.execution.train}: the host keeps inputs within one "
+            "program",
         )
         self.check_limits(*self.model.limits())
 

@@ -206,7 +206,8 @@ def test_what_a_layer_returns_and_takes_may_be_odd(device):
 
 def test_another_kind_is_refused():
     with pytest.raises(
-        UserError, match=r"^model\.activation_checkpointing=product: expected one of layers, products, "
+        UserError,
+        match=r"^model\.activation_checkpointing=product: expected one of true, false, layers, prod",
     ):
         LlamaModelConfig(activation_checkpointing="product")
 
@@ -272,10 +273,12 @@ def test_layers_whose_inputs_the_host_keeps_train_under_torch_compile_too():
         torch.testing.assert_close(parameter.grad.cpu(), plain[name], atol=1e-6, rtol=1e-4)
 
 
-def test_a_recipe_that_compiles_cannot_have_inputs_kept_by_the_host():
-    overrides = ["model.activation_checkpointing=offload", "execution.train=compile"]
+@pytest.mark.parametrize("form", ["compile", "strict"])
+def test_the_host_keeps_inputs_within_one_program_alone(form):
+    overrides = ["model.activation_checkpointing=offload", f"execution.train={form}"]
     with pytest.raises(
-        UserError, match=r"model\.activation_checkpointing=offload: expected layers with execution\.train="
+        UserError,
+        match=rf"activation_checkpointing=offload: expected layers or products with execution\.train={form}:",
     ):
         read_recipe(find_recipe("llama"), overrides)
 

@@ -43,7 +43,7 @@ def read_setting(setting: bool | str | None) -> bool | str | None:
         return setting
     if setting.lower() in ("true", "false"):  # a recipe's, which may be text
         return setting.lower() == "true"
-    expect_choice("model.activation_checkpointing", setting, (LAYERS, PRODUCTS, OFFLOAD))
+    expect_choice("model.activation_checkpointing", setting, ("true", "false", LAYERS, PRODUCTS, OFFLOAD))
     return setting
 
 

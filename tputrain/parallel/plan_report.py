@@ -35,10 +35,13 @@ def lines(plan: Plan) -> Iterator[str]:
     most = task.most / GIB
     moment = f"worst at the {memory.moment}"
     yield f"memory  {memory.total / GIB:.1f} of {most:.1f} GiB a device (predicted), {moment}"
-    yield f"        arguments {memory.arguments / GIB:.2f}: {_parts(memory, _ARGUMENTS)}"
-    yield f"        temporaries {memory.temporaries / GIB:.2f}: {_parts(memory, _TEMPORARIES)}"
+    arguments, temporaries = _ARGUMENTS, (*_TEMPORARIES, _GRADIENTS)
+    if memory.is_accumulated:
+        arguments, temporaries = (*_ARGUMENTS, _GRADIENTS), _TEMPORARIES
+    yield f"        arguments {memory.arguments / GIB:.2f}: {_parts(memory, arguments)}"
+    yield f"        temporaries {memory.temporaries / GIB:.2f}: {_parts(memory, temporaries)}"
     if memory.host:
-        yield f"        in the host's memory {memory.host / GIB:.1f} a device"
+        yield f"        in the host's memory {memory.host / GIB:.2f} GiB a device"
     speed = task.rows * (workload.sequence or 1) / seconds.total / topology.num_chips
     unit = "tokens" if workload.sequence else "rows"
     yield (
@@ -61,16 +64,17 @@ def lines(plan: Plan) -> Iterator[str]:
 HIGHEST_PUBLISHED_MFU = 0.70
 """Of MaxText's 64B model on v5p-128, by its makers: AI-Hypercomputer/maxtext, README."""
 
-_ARGUMENTS = (("parameters", "parameters"), ("optimizer", "optimizer state"))
-_TEMPORARIES = (
+_Names = tuple[tuple[str, str], ...]
+_ARGUMENTS: _Names = (("parameters", "parameters"), ("optimizer", "optimizer state"))
+_TEMPORARIES: _Names = (
     ("kept", "kept for the backward pass"),
     ("working", "of the current layer"),
     ("gathered", "gathered"),
-    ("gradients", "gradients"),
 )
+_GRADIENTS = ("gradients", "gradients")  # arguments where micro-batches add up
 
 
-def _parts(memory: object, names: tuple[tuple[str, str], ...]) -> str:
+def _parts(memory: object, names: _Names) -> str:
     values = [(getattr(memory, name) / GIB, said) for name, said in names]
     return ", ".join(f"{said} {value:.2f}" for value, said in values if value >= 0.005) or "under 0.01"
 

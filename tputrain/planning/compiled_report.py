@@ -30,7 +30,7 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         f"(the plan's model: {chosen.memory.total / GIB:.2f})"
     )
     if step.host:
-        yield f"        in the host's memory {step.host / GIB:.2f}"
+        yield f"        in the host's memory {step.host / GIB:.2f} GiB a device"
     seconds = step.seconds
     mfu = chosen.mfu * chosen.seconds.total / seconds
     speed = task.rows * (task.workload.sequence or 1) / seconds / topology.num_chips

@@ -112,7 +112,10 @@ def _memory(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
     total = max(plan.task.most, *(sum(size for _, size in parts) for _, parts in bars))
     has = ", what a device has" if total == plan.task.most else ""
     ends = ("0", f"{total / GIB:.1f} GiB{has}")
-    return _bars(bars, total, ends, lambda size: f"{size / GIB:.2f} GiB")
+    of_host = [("the plan", chosen.memory.host), ("the compiler", 0.0 if step is None else step.host)]
+    said = [f"{size / GIB:.2f} GiB by {whom}" for whom, size in of_host if size]
+    host = f"<p>In the host's memory: {', '.join(said)} a device</p>" if said else ""
+    return _bars(bars, total, ends, lambda size: f"{size / GIB:.2f} GiB") + host
 
 
 def _times(chosen: Candidate, step: CompiledStep | None) -> str:
