@@ -64,12 +64,12 @@ class RecipeConfig(RunConfig):
             "next_token_accuracy",
             "accuracy: in a recipe the labels are the next tokens already",
         )
+        form = self.execution.train
         expect(
-            self.model.recomputes != OFFLOAD or self.execution.train in ("fused", "captured"),
+            self.model.recomputes != OFFLOAD or form in ("fused", "captured"),
             "model.activation_checkpointing",
             OFFLOAD,
-            f"layers or products with execution.train={self.execution.train}: the host keeps inputs within one "
-            "program",
+            f"layers or products with execution.train={form}: the host keeps inputs within one program",
         )
         self.check_limits(*self.model.limits())
 
