@@ -170,22 +170,27 @@ def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, dat
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The fastest; Of those as fast: one without the host's memory, then the simplest, then the smallest."""
-    if not candidates:
-        return None
-    fastest = min(each.seconds.total for each in candidates)  # type: ignore[union-attr]
-    alike = [each for each in candidates if each.seconds.total <= fastest * (1 + ALIKE)]  # type: ignore[union-attr]
-    return min(
-        alike,
-        key=lambda each: (
-            bool(each.memory.host),  # type: ignore[union-attr]
-            each.layout.num_axes_used,
-            RUNGS.index(each.rung),
-            each.micro_batches,
-            round(each.seconds.total / fastest, 4),  # type: ignore[union-attr]
-            each.memory.total,  # type: ignore[union-attr]
-        ),
-    )
+    """The fastest. Of those as fast: one without the host's memory, then the simplest, then the smallest."""
+    judged = [
+        (each, each.memory, each.seconds.total)
+        for each in candidates
+        if each.memory is not None and each.seconds is not None
+    ]
+    fastest = min((seconds for _, _, seconds in judged), default=0.0)
+
+    def order(found: tuple[Candidate, Memory, float]) -> tuple[Any, ...]:
+        candidate, size, seconds = found
+        return (
+            bool(size.host),
+            candidate.layout.num_axes_used,
+            RUNGS.index(candidate.rung),
+            candidate.micro_batches,
+            round(seconds / fastest, 4),
+            size.total,
+        )
+
+    alike = [each for each in judged if each[2] <= fastest * (1 + ALIKE)]
+    return min(alike, key=order)[0] if alike else None
 
 
 # -- as plain values ---------------------------------------------------------------------------------------

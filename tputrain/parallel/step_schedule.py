@@ -178,6 +178,7 @@ class _Walk:
         if instruction.is_of_host:  # it has what it reads among its results, too
             self._host = max(self._host, self._core) + num_bytes / 3 / self._topology.pcie_bandwidth
             return self._host
+        # 1.5 times what is copied: to the chip's own memory it is read, within the device's written, too.
         self._memory = max(self._memory, self._core) + num_bytes / 2 / self._topology.hbm_bandwidth
         return self._memory
 
@@ -198,5 +199,5 @@ class _Walk:
 
 def scopes(instruction: Any) -> tuple[str, str]:
     """The label that an instruction was recorded with, and its operation."""
-    scopes = [each for each in instruction.op_name.split("/") if each and each not in _SCOPES]
-    return (scopes[0] if len(scopes) > 1 else "", scopes[-1] if scopes else instruction.opcode)
+    names = [each for each in instruction.op_name.split("/") if each and each not in _SCOPES]
+    return (names[0] if len(names) > 1 else "", names[-1] if names else instruction.opcode)

@@ -154,10 +154,8 @@ class _Lives:
         elif is_same and len(given) == len(elements):
             yield from (buffer for _, buffer in given)
             return
-        elif (
-            opcode.endswith("-done") and opcode != "copy-done"
-        ):  # a start has its operands before its results
-            given.reverse()
+        elif opcode.endswith("-done") and opcode != "copy-done":
+            given.reverse()  # a start has its operands before its results; a copy's has the result first
         passed_on = self._passed_on(instruction)
         for place, element in enumerate(elements):
             is_given = is_same or (element in passed_on and not (opcode == "copy-start" and place == 0))
