@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.backend.fresh_process import run_python
+from tpu_backend.runtime import compiler
 
 
 class Step:
@@ -94,6 +95,40 @@ def test_buffers_that_share_a_value_are_inputs_of_their_own():
         assert b.tolist() == [0, 1, 2, 3, 4]
         digests.add(region.digests)
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("reads_before", [False, True])
+def test_a_copy_made_in_a_region_is_no_input_of_its_own(reads_before: bool, monkeypatch: pytest.MonkeyPatch):
+    """FSDP2 copies weights that one rank has whole; the optimizer then writes them in place."""
+    num_inputs = []
+    lower = compiler.lower_segment
+
+    def noting(description, target):
+        num_inputs.append(len(description["inputs"]))
+        return lower(description, target)
+
+    monkeypatch.setattr(compiler, "lower_segment", noting)
+
+    def step(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+        before = weight.sum() if reads_before else 0
+        gathered = torch.empty_like(weight)
+        gathered.copy_(weight)
+        loss = (gathered * 3).sum() + before
+        average.lerp_(weight, 0.5)
+        weight.sub_(gathered * 0.125)
+        return loss
+
+    digests = set()
+    for shares in (False, True):
+        region = torch.tpu.spmd(step)
+        weight = torch.arange(7.0).to("tpu")
+        average = weight.clone() if shares else torch.arange(7.0).to("tpu")
+        assert region(weight, average).item() == 63 + 21 * reads_before
+        assert weight.tolist() == [0.875 * each for each in range(7)]
+        assert average.tolist() == [float(each) for each in range(7)]
+        digests.add(region.digests)
+    assert len(digests) == 1
+    assert num_inputs == [2]
 
 
 def test_a_write_without_a_look_at_what_was_there_is_a_result():

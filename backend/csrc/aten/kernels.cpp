@@ -250,7 +250,7 @@ bool share_value(const at::Tensor& source, const at::Tensor& target) {
       to->layout->nbytes() != nbytes || !memory_order(source.sizes(), source.strides()).dense) {
     return false;
   }
-  stream.assign(to, from->value);
+  stream.share(from, to);
   return true;
 }
 

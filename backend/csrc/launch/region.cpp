@@ -73,14 +73,38 @@ void Region::before_read(const Segment& segment, Buffer& buffer) {
     }
     return;
   }
-  // Which older buffers share a value depends on what was done before the region: to it each holds one of its own.
-  if (segment.is_input[value.local] != 0 && value.array != nullptr && was_before(buffer) &&
+  if (segment.is_input[value.local] != 0 && value.array != nullptr && was_before(buffer) && !has_own_value(buffer) &&
       computed_[segment.serial].readers.at(value.local) != buffer.address) {
-    auto own = c10::make_intrusive<Value>(value.layout, Py_NewRef(value.array));
-    own->leased = value.leased;
-    own->launch = value.launch;
-    buffer.value = std::move(own);
+    give_own_value(buffer);
   }
+}
+
+void Region::before_share(const Segment& segment, Buffer& buffer) {
+  const Value& value = *buffer.value;
+  if (value.array == nullptr || !was_before(buffer) || has_own_value(buffer)) {
+    return;
+  }
+  const bool is_first_reader = value.segment == segment.serial && segment.is_input[value.local] != 0 &&
+      computed_[segment.serial].readers.at(value.local) == buffer.address;
+  if (!is_first_reader) { // else those that hold it, too, get one of their own when they are read
+    give_own_value(buffer);
+  }
+}
+
+bool Region::has_own_value(const Buffer& buffer) const {
+  const auto found = own_values_.find(buffer.address);
+  return found != own_values_.end() && found->second == buffer.value.get();
+}
+
+// Which older buffers share a value depends on what was done before the region: to it each holds one of its own.
+void Region::give_own_value(Buffer& buffer) {
+  const Value& shared = *buffer.value;
+  const py::gil_scoped_acquire gil; // for the array's count of references
+  auto own = c10::make_intrusive<Value>(shared.layout, Py_NewRef(shared.array));
+  own->leased = shared.leased;
+  own->launch = shared.launch;
+  own_values_[buffer.address] = own.get();
+  buffer.value = std::move(own);
 }
 
 void Region::on_read(const Segment& segment, int32_t local, const Buffer& buffer) {
@@ -90,6 +114,7 @@ void Region::on_read(const Segment& segment, int32_t local, const Buffer& buffer
 }
 
 void Region::on_write(Buffer& buffer, const Value& value, bool by_entry) {
+  own_values_.erase(buffer.address);
   if (by_entry) {
     computed_.try_emplace(value.segment);
   }

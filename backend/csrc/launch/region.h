@@ -23,6 +23,7 @@ class Region final : public Sink {
 
   void before_read(const Segment& segment, Buffer& buffer) override;
   void on_read(const Segment& segment, int32_t local, const Buffer& buffer) override;
+  void before_share(const Segment& segment, Buffer& buffer) override;
   void on_write(Buffer& buffer, const Value& value, bool by_entry) override;
   bool ends_steps() const override {
     return false; // an optimizer's step is in the middle of it
@@ -48,6 +49,9 @@ class Region final : public Sink {
   };
 
   bool was_before(const Buffer& buffer) const { return buffer.address < first_new_address_; }
+  // Whether no buffer that is older than the region holds the value of this one, which is.
+  bool has_own_value(const Buffer& buffer) const;
+  void give_own_value(Buffer& buffer);
   // Null where no segment of this region computes it.
   Computed* computing(const Value& value);
   void name_undeclared(StreamMutex& mutex);
@@ -55,9 +59,10 @@ class Region final : public Sink {
   void find_undeclared(const Segment& segment);
 
   const uintptr_t first_new_address_{next_address()};
-  std::map<uint64_t, Computed> computed_;        // by serial of segments that are still to be launched
-  std::optional<std::vector<ValuePtr>> results_; // once they are declared
-  std::vector<Undeclared> undeclared_;           // values that somebody holds
+  std::map<uint64_t, Computed> computed_;                  // by serial of segments that are still to be launched
+  std::optional<std::vector<ValuePtr>> results_;           // once they are declared
+  std::vector<Undeclared> undeclared_;                     // values that somebody holds
+  std::unordered_map<uintptr_t, const Value*> own_values_; // by address of an older buffer
   std::vector<std::shared_ptr<PyObject>> executables_;
   bool was_cut_{false}; // what follows a host read may depend on the rank's data
 };

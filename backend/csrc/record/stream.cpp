@@ -627,6 +627,11 @@ void Stream::assign(Buffer* buffer, ValuePtr value) {
   buffer->value = std::move(value);
 }
 
+void Stream::share(Buffer* from, Buffer* to) {
+  sink_->before_share(segment_, *from);
+  assign(to, from->value);
+}
+
 void Stream::note_host_read() {
   ++counters.host_reads;
   sink_->on_host_read();

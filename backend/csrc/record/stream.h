@@ -98,6 +98,7 @@ class Stream {
   void move_values(const std::function<PyObject*(PyObject*)>& moved);
   void overwrite(Buffer* buffer, const Layout* layout, PyObject* owned_array);
   void assign(Buffer* buffer, ValuePtr value); // not by an entry
+  void share(Buffer* from, Buffer* to);        // `to` gets the value of `from`, which has one
   void copy_resized(Buffer* from, Buffer* to); // the leading bytes both have; the rest is zero
 
   // Programs launched so far.
