@@ -1,5 +1,9 @@
 """The loss of a linear head over a vocabulary, which the tpu device computes in blocks of tokens."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tputrain import device as devices
 from tputrain.batches import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MANY_LOGITS = 2**24
 """From here on a model's logits are not made whole: 64 MiB of float32."""
@@ -68,7 +75,7 @@ class VocabularyHead(nn.Linear):
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
-            return super().forward(input)
+            return logits_of(input, self.weight, self.bias)
         return vocabulary_loss(input, self.weight, labels, self.bias)
 
 
@@ -90,9 +97,27 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
     """The float32 mean cross-entropy, in nats, of a head (V, E) and hidden states (B, S, E) over the labels
     (B, S) that count. Its logits are whole where that takes little memory.
     """
+    if is_divided(hidden, weight):
+        from tputrain.models.divided_vocabulary import divided_loss
+
+        return divided_loss(hidden, cast("DTensor", weight), labels, cast("DTensor | None", bias))
     if pays(hidden, weight):
         return linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
     return next_token_loss(F.linear(hidden, weight, bias), labels)
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The logits (..., V) of a head (V, E) and hidden states (..., E)."""
+    if is_divided(hidden, weight):
+        from tputrain.models.divided_vocabulary import divided_logits
+
+        return divided_logits(hidden, cast("DTensor", weight), cast("DTensor | None", bias))
+    return F.linear(hidden, weight, bias)
+
+
+def is_divided(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether ranks that have these hidden states have a part of the weight each."""
+    return hasattr(weight, "device_mesh") and not hasattr(hidden, "device_mesh")
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -103,8 +128,11 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def pays(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the logits of these are better not made whole.
 
-    DTensors' are made by rules of their own. A plan traces fewer rows than a run has: it takes all for many.
+    With hidden states that are DTensors they are made by rules of PyTorch's. A plan traces fewer rows than a
+    run has: it takes all for many.
     """
+    if is_divided(hidden, weight):
+        return True
     is_own = not (hasattr(hidden, "device_mesh") or hasattr(weight, "device_mesh"))
     is_large = hidden.numel() // hidden.shape[-1] * weight.shape[0] > MANY_LOGITS
     is_large |= isinstance(hidden, FakeTensor)

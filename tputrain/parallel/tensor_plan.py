@@ -8,8 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -22,9 +23,12 @@ from torch.distributed.tensor.parallel import (
 
 from tputrain.announce import say
 from tputrain.errors import UserError
+from tputrain.models.divided_vocabulary import own_rows
 from tputrain.models.lora import LoraLinear
+from tputrain.models.vocabulary_loss import VocabularyHead
 from tputrain.parallel.config import TensorRule
 
+_WHOLE_LOGITS = [TensorRule("colwise", each, "replicate") for each in (None, "replicate")]
 _LAYOUTS: dict[str | None, Placement | None] = {
     None: None,
     "replicate": Replicate(),
@@ -138,6 +142,10 @@ def _check_divides(model: nn.Module, name: str, module: nn.Module, rule: TensorR
 
 def _style(module: nn.Module, rule: TensorRule) -> ParallelStyle:
     taken, given = _LAYOUTS[rule.input], _LAYOUTS[rule.output]
+    if makes_loss_of_part(module, rule):
+        return _DividedHead()
+    if isinstance(module, nn.Embedding) and _is_plain(module) and rule.style == "rowwise" and not rule.input:
+        return _DividedTable(given or Replicate())
     if isinstance(module, nn.Embedding):
         taken = taken or Replicate()  # RowwiseParallel's own default is for a Linear
     match rule.style:
@@ -160,6 +168,57 @@ def _taken_off(module: nn.Module) -> dict[str, nn.Parameter]:
     for name in found:
         delattr(module, name)
     return found
+
+
+def makes_loss_of_part(module: nn.Module, rule: TensorRule) -> bool:
+    """Whether a rank needs no more than its part of the logits for the loss."""
+    return isinstance(module, VocabularyHead) and rule in _WHOLE_LOGITS
+
+
+class _DividedHead(ParallelStyle):
+    """A head of which each rank has some of the classes. It makes its loss of them, or gathers its logits."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            _divide(module, name, parameter, device_mesh, Shard(0))
+        return module
+
+
+def _is_plain(table: nn.Embedding) -> bool:
+    """Whether it only looks up."""
+    has_rules = table.max_norm is not None or table.scale_grad_by_freq or table.sparse
+    return table.padding_idx is None and not has_rules
+
+
+class _DividedTable(ParallelStyle):
+    """A plain embedding of which each rank has some of the entries.
+
+    RowwiseParallel would do, but the gradient that DTensor makes of one is the whole table's, on each rank.
+    """
+
+    def __init__(self, given: Placement):
+        self._given = given
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _divide(module, "weight", module.get_parameter("weight"), device_mesh, Shard(0))
+        is_here: list[Tensor] = []  # of the call that runs
+
+        def take(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+            table = module.get_parameter("weight")
+            place, found = own_rows(inputs[0], cast(DTensor, table))
+            is_here[:] = [found]
+            module.__dict__["weight"] = cast(DTensor, table).to_local()
+            return torch.where(found, place, 0)
+
+        def give(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            part = torch.where(is_here.pop()[..., None], output, 0)
+            summed = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
+            return summed.redistribute(placements=[self._given]).to_local()
+
+        module.register_forward_pre_hook(take)
+        module.register_forward_hook(give)
+        module.register_forward_hook(_forget_local_parameters, always_call=True)
+        return module
 
 
 class _OnParts(ParallelStyle):

@@ -22,7 +22,7 @@ from tputrain.errors import UserError
 from tputrain.loss import LossFunction, loss_of
 from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
 from tputrain.parallel.blocks import blocks, signature
-from tputrain.parallel.tensor_plan import matched_rules
+from tputrain.parallel.tensor_plan import makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
@@ -160,8 +160,8 @@ class Workload:
     """Degrees that divide the layers; (1,) without a plan for cutting them."""
     why_not_tensor: str = ""
     whole_rest: Part | None = None
-    """The rest without tensor parallelism, where that changes what it does: a head that is cut makes all of
-    its logits, one that is not may make the loss of blocks."""
+    """The rest without tensor parallelism, where that changes what it does: a head that is cut makes the
+    logits of its part, one that is not may make the loss of blocks."""
 
     def parts_among(self, tensor: int) -> tuple[Part, ...]:
         """Layers, and last the rest, as so many tensor ranks run them."""
@@ -568,7 +568,7 @@ class _CutModule:
             return
         if isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
             self._recorder.reduce_gradient(inputs[0])
-        if self._rule.output in ("replicate", "sequence"):
+        if self._rule.output in ("replicate", "sequence") and not makes_loss_of_part(module, self._rule):
             self._recorder.make_whole(output)
 
 
