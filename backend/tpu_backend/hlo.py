@@ -26,7 +26,9 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](\S*) \{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _SOURCES = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _KERNEL = re.compile(r"_(fwd|dq|dkv)(?:_|$)")
@@ -295,6 +297,8 @@ def _first_group(text: str) -> tuple[int, ...]:
     if (mesh := _MESH.search(text)) is not None:
         return _first_group_of_mesh(mesh)
     if (match := _GROUPS.search(text)) is None:
+        if "replica_groups=mesh" in text:
+            raise ValueError(f"replica groups in a form that is not known: {text}")
         return ()
     written = match[1]
     if written.startswith("{"):
@@ -302,22 +306,21 @@ def _first_group(text: str) -> tuple[int, ...]:
     # [groups, size]<=[dims]T(order): numbers counted up over dims, transposed, and cut into groups
     sizes, _, rest = written[1:].partition("]<=[")
     dims_text, _, order_text = rest.partition("]")
-    dims = [int(each) for each in dims_text.split(",")]
-    order = [int(each) for each in order_text[2:-1].split(",")] if order_text else list(range(len(dims)))
+    dims = _numbers(dims_text)
+    order = _numbers(order_text[2:-1]) if order_text else list(range(len(dims)))
     return _counted(dims, order, int(sizes.split(",")[-1]))
 
 
 def _first_group_of_mesh(match: re.Match[str]) -> tuple[int, ...]:
     """mesh['a'=4,'b'=2] {'b'}: the devices along axes of a mesh of all; 'a':(2)2 is a part of an axis, behind
-    a part of 2.
+    a part of 2. With device_ids=([4,2]T(1,0)) the mesh has the devices in that order: numbers counted up over
+    dims, transposed.
     """
-    if match[2]:
-        raise ValueError(f"replica groups of a mesh with its devices in another order: {match[0]}")
     sizes = {name: int(size) for name, size, _, _ in _MESH_AXIS.findall(match[1])}
     # Of each axis its parts: which of them the group goes along, by the place of the axis among the group's.
     along: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
     wanted = []
-    for name, _, before, size in _MESH_AXIS.findall(match[3]):
+    for name, _, before, size in _MESH_AXIS.findall(match[4]):
         part = (int(before), int(size)) if size else (1, sizes[name])
         along[name].append(part)
         wanted.append((name, part))
@@ -333,7 +336,17 @@ def _first_group_of_mesh(match: re.Match[str]) -> tuple[int, ...]:
             done = before * own
         dims.append(size // done)
     order = [places[each] for each in wanted]
-    return _counted(dims, order, math.prod(dims[dim] for dim in order))
+    group = _counted(dims, order, math.prod(dims[dim] for dim in order))
+    if match[2] is None:
+        return group
+    of_devices = _numbers(match[2])
+    transposed = range(len(of_devices)) if match[3] is None else _numbers(match[3])
+    devices = _counted(of_devices, list(transposed), math.prod(of_devices))
+    return tuple(devices[place] for place in group)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def _counted(dims: list[int], order: list[int], size: int) -> tuple[int, ...]:

@@ -46,6 +46,27 @@ def test_elsewhere_a_gather_waits_for_nothing() -> None:
     assert "optimization_barrier" not in operations
 
 
+def test_on_a_tpu_a_forward_pass_has_one_gather_ahead() -> None:
+    # XLA would gather the weights of all layers first, as long as there is memory.
+    def forward(hidden: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
+        made = [hidden]
+        for weight in [*weights, weights[-1]]:  # the last one's backward pass follows at once
+            gathered = packed.RULES["tpu_collective::all_gather"](packed.Packed((weight,), (8,)), RANKS)
+            made.append(made[-1] @ gathered.whole().reshape(4, 4))
+            gathers.note_made(made[-1])
+        return made[1:]
+
+    with axis_of(RANKS), lowering_for("tpu"), gathers.traced_program():
+        jaxpr = jax.make_jaxpr(forward)(jnp.zeros((4, 4)), [jnp.zeros((2, 4))] * 4).jaxpr
+    names = [each.primitive.name for each in jaxpr.eqns]
+    assert names.count("all_gather") == 4
+    barriers = [each for each in jaxpr.eqns if each.primitive.name == "optimization_barrier"]
+    # The third waits for what was there when the second was asked for: the first one's product.
+    assert [each.invars[1:] for each in barriers] == [[result] for result in jaxpr.outvars[:2]]
+    gathered = [each.invars[0] for each in jaxpr.eqns if each.primitive.name == "all_gather"]
+    assert gathered[2:] == [each.outvars[0] for each in barriers]
+
+
 def comes_from(jaxpr: jex.core.Jaxpr, result: int) -> list[str]:
     """The operations that a result was made by, the last one first, along their first operands."""
     made = {each.outvars[0]: each for each in jaxpr.eqns}

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ from tputrain.parallel.step_schedule import ATTENTION_SHARES, Schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.compiled_step import chips_by_rank, scheduled_step
 
-CHIPS = "chips"
-WHOLE, ROWS = PartitionSpec(), PartitionSpec(CHIPS)
+REPLICAS, CHIPS = "replicas", "chips"
+WHOLE, ROWS = PartitionSpec(), PartitionSpec((REPLICAS, CHIPS))
 EMBEDDING, HEAD, LAST_NORM = "embedding", "head", "norm"
 KEPT_WIDE = (EMBEDDING, HEAD, LAST_NORM)
 """Parameters that are not stacked over layers."""
@@ -47,7 +48,7 @@ KEPT_WIDE = (EMBEDDING, HEAD, LAST_NORM)
 
 @dataclass(frozen=True)
 class SliceStep:
-    """What is compiled. All chips of the topology are one axis of the mesh."""
+    """What is compiled."""
 
     config: LlamaConfig
     topology: str
@@ -62,6 +63,8 @@ class SliceStep:
     """The dtype of parameters and of the optimizer's state. Products are in bfloat16 always."""
     block_of_loss: int = 1024
     """Tokens of a row whose logits are in memory at once; a divisor of `sequence`."""
+    replicas: int = 1
+    """Groups of chips, each of which shares one copy of the parameters."""
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -207,8 +210,8 @@ def _splash(step: SliceStep, mesh: Mesh) -> Callable[[Array, Array, Array], Arra
 def lower(step: SliceStep) -> jax.stages.Lowered:
     """The step (state, learning rate, batch) -> (state, loss) with AdamW; the state is donated."""
     chips = ahead_of_time.chips(step.topology)
-    chips = tuple(chips[place] for place in chips_by_rank(layout_of(step.topology)))
-    mesh = Mesh(np.array(chips), (CHIPS,))
+    chips = tuple(chips[place] for place in chips_by_rank(layout_of(step.topology, step.replicas)))
+    mesh = Mesh(np.array(chips).reshape(step.replicas, -1), (REPLICAS, CHIPS))
     loss = loss_of(step, mesh)
 
     def placed(spec: PartitionSpec, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -216,7 +219,7 @@ def lower(step: SliceStep) -> jax.stages.Lowered:
 
     shapes = parameter_shapes(step.config)
     params = {
-        name: placed(parameter_spec(name, shape, len(chips)), shape, step.weights)
+        name: placed(parameter_spec(name, shape, mesh.shape[CHIPS]), shape, step.weights)
         for name, shape in shapes.items()
     }
     state = State(params, params, params, placed(WHOLE, (), jnp.int32))
@@ -253,10 +256,18 @@ def lower_unrolled(step: SliceStep) -> jax.stages.Lowered:
     return training_step(llama_loss(step.config)).lower(state, placed((), jnp.float32), batch)
 
 
-def layout_of(topology: str) -> Layout:
-    """All chips of a topology share the parameters."""
-    found = Topology.parse(topology)
-    return Layout(found, tuple((1, 1, axis.size, 1) for axis in found.axes))
+def layout_of(topology: str, replicas: int = 1) -> Layout:
+    """The chips of a topology share the parameters, or those of each replica do. Replicas are along the first
+    axes. Raises ValueError where the axes do not divide so.
+    """
+    found, splits, left = Topology.parse(topology), [], replicas
+    for axis in found.axes:
+        along = gcd(left, axis.size)
+        left //= along
+        splits.append((1, 1, axis.size // along, along))
+    if left > 1:
+        raise ValueError(f"{topology}: its axes do not divide into {replicas} replicas")
+    return Layout(found, tuple(splits))
 
 
 # -- what the compiler says --------------------------------------------------------------------------------
@@ -291,7 +302,7 @@ def compiled(
         memory.argument_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
         memory.temp_size_in_bytes,
         seconds,
-        scheduled_step(program, layout_of(step.topology)),
+        scheduled_step(program, layout_of(step.topology, step.replicas)),
     )
 
 

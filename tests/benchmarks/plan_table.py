@@ -55,6 +55,7 @@ class Row:
     """The dtype of the optimizer's state, and of the weights that it steps. All else is in bfloat16: ours has
     bfloat16 copies of float32 weights (`optim.master_weights`), JAX converts them in each step.
     """
+    replicas: int = 1
 
     @property
     def config(self) -> LlamaConfig:
@@ -73,6 +74,7 @@ ROWS = {
     "8b-v5p": Row("llama-8b", "v5p:4x4x4", 2, 2048, True),
     "8b-v6e": Row("llama-8b", "v6e:16x16", 2, 2048, True),
     "8b-4096": Row("llama-8b", "v5p:16x16x16", 1, 2048, True),
+    "8b-4096-replicas": Row("llama-8b", "v5p:16x16x16", 1, 2048, True, replicas=32),
     "70b-v5p": Row("llama-70b", "v5p:8x8x8", 1, 2048, True),
     "70b-v6e": Row("llama-70b", "v6e:16x16", 1, 2048, True),
     "405b-v5p": Row("llama-405b", "v5p:8x8x8", 1, 2048, True),
@@ -83,12 +85,12 @@ def ours(row: Row, under_autocast: bool = False, is_whole: bool = False) -> dict
     """Our Trainer's step. In a process of its own: it stands for a rank of the slice."""
     topology = Topology.parse(row.topology)
     start_slice(topology)
-    layout = jax_slice.layout_of(row.topology)
+    layout = jax_slice.layout_of(row.topology, row.replicas)
     cfg = RunConfig(
         trainer=TrainerConfig(accumulate=1),
         optim=AdamWConfig(master_weights=row.weights == "float32" and not under_autocast),
         execution=ExecutionConfig(autocast="bfloat16" if under_autocast else None),
-        parallel=ParallelConfig(shard=topology.num_devices),
+        parallel=ParallelConfig(replicate=row.replicas, shard=topology.num_devices // row.replicas),
     )
 
     def model() -> Llama:
@@ -131,7 +133,14 @@ def _batch(row: Row, rows: int) -> dict[str, Tensor]:
 def by_hand(row: Row, lower: Lower = jax_slice.lower, has_kernel: bool = False) -> dict[str, float]:
     """A step of `jax_slice`, of several chips with the options that ours has there."""
     step = jax_slice.SliceStep(
-        row.config, row.topology, row.rows, row.sequence, row.recomputes, has_kernel, row.weights
+        row.config,
+        row.topology,
+        row.rows,
+        row.sequence,
+        row.recomputes,
+        has_kernel,
+        row.weights,
+        replicas=row.replicas,
     )
     chips = ahead_of_time.chips(row.topology)
     options = OF_CHIPS.get(chips[0].device_kind) if len(chips) > 1 else None
@@ -170,7 +179,7 @@ def _plan(row: Row) -> tuple[Task, Candidate]:
     precision = Precision.of(AdamWConfig(master_weights=row.weights == "float32"), None)
     task = Task(_workload(row), topology, row.rows * topology.num_devices, precision=precision)
     rung = "layers" if row.recomputes else "none"
-    return task, Candidate(jax_slice.layout_of(row.topology), rung, row.rows, 1, "chosen", "")
+    return task, Candidate(jax_slice.layout_of(row.topology, row.replicas), rung, row.rows, 1, "chosen", "")
 
 
 def _workload(row: Row) -> Workload:

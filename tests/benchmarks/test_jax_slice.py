@@ -8,7 +8,16 @@ import torch
 from jax.sharding import Mesh
 
 from tests.benchmarks.jax_reference import Params
-from tests.benchmarks.jax_slice import CHIPS, EMBEDDING, HEAD, LAST_NORM, SliceStep, loss_of, parameter_shapes
+from tests.benchmarks.jax_slice import (
+    CHIPS,
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    REPLICAS,
+    SliceStep,
+    loss_of,
+    parameter_shapes,
+)
 from tputrain.models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(64, 32, 48, 2, 4, 2, 8, 32, tie_word_embeddings=False)
@@ -44,7 +53,7 @@ def test_loss_and_gradients_are_those_of_our_llama() -> None:
     step = SliceStep(CONFIG, "v5e:1x1", 2, 16, recomputes=True, block_of_loss=8)
     params = stacked(dict(model.named_parameters()))
     assert {name: each.shape for name, each in params.items()} == parameter_shapes(CONFIG)
-    loss = loss_of(step, Mesh(np.array(jax.devices()[:1]), (CHIPS,)))
+    loss = loss_of(step, Mesh(np.array(jax.devices()[:1]).reshape(1, 1), (REPLICAS, CHIPS)))
     with jax.enable_x64(False):
         batch = (jnp.asarray(tokens.numpy(), jnp.int32), jnp.asarray(labels.numpy(), jnp.int32))
         value, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)

@@ -12,7 +12,7 @@ from math import ceil
 from tputrain.parallel.layout import Group, Layout
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Part, Work, Workload
+from tputrain.parallel.workload import TILE_ROWS, Part, Work, Workload
 
 # Where a constant comes from stands beside it. None belongs to a model.
 MXU_SHARE = {"v4": 0.90, "v5e": 0.88, "v5p": 0.90, "v6e": 0.92, "tpu7x": 0.80, "cpu": 0.5}
@@ -24,8 +24,11 @@ HBM_SHARE = 0.8
 """Of the memory's bandwidth that elementwise operations reach. Assumed."""
 HIDDEN_SHARE = 0.9
 """Of compute, how much has collectives of FSDP beside it. Fitted."""
+RELAYOUT_SHARE = 0.05
+"""Of the memory's bandwidth that whole weights are made at from shards of fewer rows than a tile has.
+libtpu's estimates on v5p, for shards of 1 and 4 rows (Llama 8B in 4,096): each weight once a step, as
+products read most of them as they come."""
 _PASSES = 6  # over bfloat16 parts for a product of float32 (torch's matmul precision "highest")
-_SUBLANES = 8
 _CORNER = 0.5  # of the products of a causal attention that a kernel computes, and its diagonal's waste
 _DIAGONAL = 0.06
 
@@ -103,7 +106,7 @@ class CostModel:
             is_layer = index < len(self._workload.parts) - 1
             products += count * found.products
             attention += count * found.attention
-            traffic += count * found.traffic
+            traffic += count * (found.traffic + self._relayout(part, shard.size, tensor))
             if is_layer and rung != "none":
                 again = found.forward_attention + found.forward_traffic
                 recomputed += count * (again if rung == "products" else found.forward)
@@ -231,6 +234,10 @@ class CostModel:
     def _gathered(self, part: Part) -> float:
         return self._precision.gathered or part.parameters.itemsize
 
+    def _relayout(self, part: Part, shards: int, tensor: int) -> float:
+        moved = 2 * part.parameters.in_thin_shards(shards, tensor) * self._gathered(part)
+        return moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
+
     def _fsdp(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
         """Parameters are gathered for the forward and the backward pass, gradients scattered."""
         gathered = part.parameters.count(tensor) * self._gathered(part)
@@ -275,8 +282,8 @@ def fill(m: float, k: float, n: float, mxu: int) -> float:
 
     The dimension that is summed over, and one other, are padded to the unit's size; the third one to 8.
     """
-    by_n = _used(n, mxu) * _used(m, _SUBLANES)
-    by_m = _used(m, mxu) * _used(n, _SUBLANES)
+    by_n = _used(n, mxu) * _used(m, TILE_ROWS)
+    by_m = _used(m, mxu) * _used(n, TILE_ROWS)
     return _used(k, mxu) * max(by_n, by_m)
 
 

@@ -122,8 +122,8 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
             f"shard {degrees['shard']}: parameters and optimizer state take {_gib(held)} a device; "
             f"undivided they are {_gib(whole)}"
         )
-    yield from _against(plan, chosen, "shard", "replicas instead of shards", lambda each: each["replicate"])
-    yield from _against(plan, chosen, "tensor", "tensor parallelism", lambda each: each["tensor"])
+    yield from _against(plan, chosen, "replicas", lambda each: each["replicate"])
+    yield from _against(plan, chosen, "tensor parallelism", lambda each: each["tensor"])
     if degrees["replicate"] > 1:
         inside = degrees["replicate"] // task.topology.slices
         if task.topology.slices > 1:
@@ -143,7 +143,7 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
         yield f"{chosen.micro_batches} micro-batches: more rows at a time do not fit"
 
 
-def _against(plan: Plan, chosen: Candidate, axis: str, what: str, degree: Any) -> Iterator[str]:
+def _against(plan: Plan, chosen: Candidate, what: str, degree: Any) -> Iterator[str]:
     """What the best plan that does otherwise would cost."""
     assert chosen.seconds is not None
     own = degree(chosen.layout.degrees)

@@ -29,6 +29,7 @@ ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for br
 SQUARE_ROWS = (1024, 1536, 2048)
 """Of the three runs of a model that compares rows with rows, so many that what grows with their square is
 part of the peaks."""
+TILE_ROWS = 8
 _DEVICE = torch.device("tpu", 0)  # of tensors without values: PyTorch treats them as those of a run
 
 
@@ -101,6 +102,16 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """A parameter of two dims or more."""
+
+    rows: int
+    elements: int
+    cut: int | None
+    """The dim that tensor ranks divide."""
+
+
+@dataclass(frozen=True)
 class Parameters:
     """Of a part, once. Numbers of elements."""
 
@@ -111,12 +122,22 @@ class Parameters:
     largest: int = 0
     """Elements of the largest one."""
     itemsize: int = 4
+    matrices: tuple[Matrix, ...] = ()
 
     def count(self, tensor: int) -> float:
         return self.whole + self.cut / tensor
 
     def trained(self, tensor: int) -> float:
         return self.trained_whole + self.trained_cut / tensor
+
+    def in_thin_shards(self, shards: int, tensor: int) -> float:
+        """Those of matrices of which a shard has fewer rows than a TPU's tile. Elements of a tensor rank."""
+        found = 0.0
+        for each in self.matrices:
+            rows = each.rows / tensor if each.cut == 0 else each.rows
+            if shards > 1 and rows < TILE_ROWS * shards:
+                found += each.elements / (1 if each.cut is None else tensor)
+        return found
 
 
 @dataclass(frozen=True)
@@ -269,15 +290,17 @@ class _TensorPlan:
         in_layers = {id(each) for block in blocks(model) for each in block.modules()}
         return any(id(model.get_submodule(name)) not in in_layers for name in self.rules)
 
-    def cut_parameters(self, model: nn.Module) -> set[int]:
-        """Identities of the parameters that are cut."""
-        found = set()
+    def cut_parameters(self, model: nn.Module) -> dict[int, int]:
+        """The dim that is cut, by the identities of the parameters that are."""
+        found = {}
         for name, rule in self.rules.items():
             if rule.style not in ("colwise", "rowwise"):
                 continue
-            for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            module = model.get_submodule(name)
+            by_rows = (rule.style == "colwise") != isinstance(module, nn.Embedding)
+            for own, parameter in module.named_parameters(recurse=False):
                 if rule.style == "colwise" or own == "weight":
-                    found.add(id(parameter))
+                    found[id(parameter)] = 0 if by_rows else 1
         return found
 
 
@@ -396,7 +419,12 @@ class _Tracer:
             for name, each in modules
             if isinstance(each, nn.Linear)
         ]
-        parameters = Parameters(**sizes, largest=largest, itemsize=itemsize)
+        matrices = tuple(
+            Matrix(each.shape[0], each.numel(), self._cut.get(number))
+            for number, each in owned.items()
+            if each.dim() > 1
+        )
+        parameters = Parameters(**sizes, largest=largest, itemsize=itemsize, matrices=matrices)
         return _Run(key, name, count, parameters, tuple(linears), trace, held)
 
     def _run_layer(self, call: "_Call") -> _Run:

@@ -6,7 +6,7 @@ they are.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,12 +52,18 @@ class _Program:
     """Its gathers and scatters so far. Arrays are known by their `id`, and held, so that no other gets it."""
 
     scattered: list[tuple[jax.Array, ...]] = field(default_factory=list)
+    latest: jax.Array | None = None
+    """The newest value, if it is large enough to be an activation."""
+    latest_at_gather: jax.Array | None = None
+    """What that was when the last gather was asked for."""
     gathers: dict[int, _Gather] = field(default_factory=dict)
     """By their results."""
     conversions: defaultdict[tuple[int, tuple[int, ...]], dict[int, tuple[jax.Array, Dtypes]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
     """By the key of gathers: what their results were converted to."""
+    recent: deque[list[_Gather]] = field(default_factory=lambda: deque(maxlen=2))
+    """The gathers of the last units."""
     newest: dict[int, jax.Array] = field(default_factory=dict)
     """Of converted results of earlier gathers: the same values from the newest one."""
 
@@ -78,6 +84,18 @@ def traced_program() -> Iterator[None]:
         yield
     finally:
         _traced.reset(before)
+
+
+def note_made(value: object) -> None:
+    """The newest value of the program."""
+    program = _traced.get()
+    if (
+        program is not None
+        and isinstance(value, jax.Array)
+        and value.ndim > 1
+        and jnp.issubdtype(value.dtype, jnp.floating)
+    ):
+        program.latest = value
 
 
 def note_scattered(parts: tuple[jax.Array, ...]) -> None:
@@ -102,14 +120,30 @@ def gathered(shards: tuple[jax.Array, ...], ranks: Sequence[int]) -> tuple[jax.A
     program = _traced.get()
     if program is None:
         return tuple(_all_gather(each, ranks) for each in shards)
+    if not program.scattered and (found := _gathered_just_now(shards, tuple(ranks), program)) is not None:
+        return found
     results = []
-    for shard, ordered in zip(shards, _after_scatters(shards, program.scattered), strict=True):
+    program.recent.append([])
+    for shard, ordered in zip(shards, _ordered(shards, program), strict=True):
         gather = _Gather(shard, ordered, tuple(ranks), _all_gather(ordered, ranks))
+        program.recent[-1].append(gather)
         program.gathers[id(gather.result)] = gather
         for older, (_, dtypes) in program.conversions[gather.key].items():
             program.newest[older] = gather.in_dtypes(dtypes)
         results.append(gather.result)
     return tuple(results)
+
+
+def _gathered_just_now(
+    shards: tuple[jax.Array, ...], ranks: tuple[int, ...], program: _Program
+) -> tuple[jax.Array, ...] | None:
+    """The results of the same gathers, if these are of one of the last two units: a head's, whose backward
+    pass follows at once.
+    """
+    for unit in program.recent:
+        if [gather.key for gather in unit] == [(id(shard), ranks) for shard in shards]:
+            return tuple(gather.result for gather in unit)
+    return None
 
 
 def converted(value: jax.Array, computed: jnp.dtype, stored: jnp.dtype) -> jax.Array:
@@ -142,12 +176,16 @@ def _all_gather(shard: jax.Array, ranks: Sequence[int]) -> jax.Array:
     return result
 
 
-def _after_scatters(
-    shards: tuple[jax.Array, ...], scattered: list[tuple[jax.Array, ...]]
-) -> tuple[jax.Array, ...]:
-    """The shards, as values that depend on the scatters so far."""
-    if not scattered:
+def _ordered(shards: tuple[jax.Array, ...], program: _Program) -> tuple[jax.Array, ...]:
+    """The shards, as values that depend on the scatters so far, and on what was computed when the gather
+    before this one was asked for: one gather may be ahead.
+    """
+    before = tuple(program.scattered)
+    if not before and program.latest_at_gather is not None:
+        before = ((program.latest_at_gather,),)
+    program.latest_at_gather = program.latest
+    if not before:
         return shards
-    shards, _ = lax.optimization_barrier((shards, tuple(scattered)))
-    del scattered[:-1]  # a later gather need not name them again
+    shards, _ = lax.optimization_barrier((shards, before))
+    del program.scattered[:-1]  # a later gather need not name them again
     return shards

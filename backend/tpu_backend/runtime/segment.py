@@ -400,6 +400,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
                 with recorded_settings(precision), label:
                     for value in replay(entry, iter(links), values, numbers):
                         values[next(fresh)] = value
+                        gathers.note_made(value)
         bounds_checks[:] = collected.made
         results = tuple(packed.whole(values[output]) for output in outputs)
         return (*results, jnp.stack(collected.out_of_range)) if bounds_checks else results
