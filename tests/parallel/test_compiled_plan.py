@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections import defaultdict
@@ -530,5 +531,6 @@ def test_what_takes_most_in_a_layer_is_named(fits: bool, monkeypatch: pytest.Mon
 def test_what_the_compiler_says_of_memory_is_read(text: str) -> None:
     found = compiled_step._refusal(RuntimeError(text), "4 of 32 layers")
     assert isinstance(found, DoesNotFitError)
+    assert str(pickle.loads(pickle.dumps(found))) == str(found)
     assert found.used == 20.5 * 2**30
     assert str(found) == "the compiler needs 20.5 GiB for it (4 of 32 layers)"

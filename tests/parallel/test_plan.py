@@ -444,6 +444,17 @@ def test_the_report_says_what_there_is_to_know() -> None:
     assert max(map(len, said.splitlines())) < 160
 
 
+@pytest.mark.parametrize(("used", "is_said"), [(0.94, False), (0.96, True)])
+def test_a_plan_that_just_fits_says_that_it_may_not(used: float, is_said: bool) -> None:
+    plan = planned("llama-1b", "v5e:2x2", 64, 2048)
+    assert plan.chosen is not None
+    assert plan.chosen.memory is not None
+    memory = replace(plan.chosen.memory, parameters=0.0, optimizer=0.0)
+    memory = replace(memory, parameters=used * plan.task.most - memory.total)
+    full = replace(plan, chosen=replace(plan.chosen, memory=memory))
+    assert any("to spare may be less than the prediction's error" in each for each in lines(full)) == is_said
+
+
 def test_the_picture_shows_replicas_and_tensor_ranks() -> None:
     layout = Layout(Topology.parse("v5e:4x4"), ((1, 1, 2, 2), (2, 1, 2, 1)))
     assert picture(layout)[-4:] == ["    A-A A-A", "    A-A A-A", "    B-B B-B", "    B-B B-B"]

@@ -125,6 +125,9 @@ class DoesNotFitError(Exception):
         super().__init__(f"the compiler needs {used / GIB:.1f} GiB for it ({depth})")
         self.used, self.depth = used, depth
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.used, self.depth)
+
 
 def why_not(topology: Topology) -> str | None:
     """Why nothing can be compiled for it here; None: it can."""

@@ -69,9 +69,10 @@ def plan_page(plan: Plan, step: CompiledStep | None = None) -> str:
 def _sizes(plan: Plan) -> str:
     task, topology = plan.task, plan.task.topology
     tokens = f" of {task.workload.sequence:,} tokens" if task.workload.sequence else ""
+    hosts = f"{topology.num_hosts:,} host{'s' * (topology.num_hosts != 1)}"
     return (
-        f"{task.workload.num_parameters:,} parameters; {topology.num_chips:,} chips, "
-        f"{topology.num_hosts:,} hosts; a step has {task.rows:,} rows{tokens}. All figures are predicted."
+        f"{task.workload.num_parameters:,} parameters; {topology.num_chips:,} chips, {hosts}; "
+        f"a step has {task.rows:,} rows{tokens}. All figures are predicted."
     )
 
 
