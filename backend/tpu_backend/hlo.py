@@ -27,7 +27,8 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _GROUPS = re.compile(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? \{([^}]*)\}"
 )
 _MESH_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _SOURCES = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
@@ -313,14 +314,14 @@ def _first_group(text: str) -> tuple[int, ...]:
 
 def _first_group_of_mesh(match: re.Match[str]) -> tuple[int, ...]:
     """mesh['a'=4,'b'=2] {'b'}: the devices along axes of a mesh of all; 'a':(2)2 is a part of an axis, behind
-    a part of 2. With device_ids=([4,2]T(1,0)) the mesh has the devices in that order: numbers counted up over
-    dims, transposed.
+    a part of 2. With device_ids the mesh has the devices in that order: a list, or ([4,2]T(1,0)), numbers
+    counted up over dims, transposed.
     """
     sizes = {name: int(size) for name, size, _, _ in _MESH_AXIS.findall(match[1])}
     # Of each axis its parts: which of them the group goes along, by the place of the axis among the group's.
     along: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
     wanted = []
-    for name, _, before, size in _MESH_AXIS.findall(match[4]):
+    for name, _, before, size in _MESH_AXIS.findall(match[5]):
         part = (int(before), int(size)) if size else (1, sizes[name])
         along[name].append(part)
         wanted.append((name, part))
@@ -337,6 +338,9 @@ def _first_group_of_mesh(match: re.Match[str]) -> tuple[int, ...]:
         dims.append(size // done)
     order = [places[each] for each in wanted]
     group = _counted(dims, order, math.prod(dims[dim] for dim in order))
+    if match[4] is not None:
+        listed = _numbers(match[4])
+        return tuple(listed[place] for place in group)
     if match[2] is None:
         return group
     of_devices = _numbers(match[2])

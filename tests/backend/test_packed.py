@@ -67,6 +67,32 @@ def test_on_a_tpu_a_forward_pass_has_one_gather_ahead() -> None:
     assert gathered[2:] == [each.outvars[0] for each in barriers]
 
 
+@pytest.mark.parametrize(
+    ("between", "num_gathers"), [([], 1), (["other"], 2), (["other"] * 2, 4), (["scatter"], 2)]
+)
+def test_a_gather_is_made_once_for_two_units_that_follow_each_other(
+    between: list[str], num_gathers: int
+) -> None:
+    def step(weight: jax.Array, others: list[jax.Array], gradient: jax.Array) -> list[jax.Array]:
+        def gathered(shard: jax.Array) -> jax.Array:
+            found = packed.RULES["tpu_collective::all_gather"](packed.Packed((shard,), (8,)), RANKS)
+            return found.whole()
+
+        made = [gathered(weight)]
+        for number, each in enumerate(between):
+            if each == "other":
+                made.append(gathered(others[number]))
+            else:
+                scatter = packed.RULES["tpu_collective::reduce_scatter"]
+                made.append(scatter(packed.Packed((gradient,), (16,)), "sum", RANKS).whole())
+        return [*made, gathered(weight)]
+
+    with axis_of(RANKS), lowering_for("tpu"), gathers.traced_program():
+        shard = jnp.zeros((2, 4))
+        jaxpr = jax.make_jaxpr(step)(shard, [shard + 0, shard + 0], jnp.zeros((4, 4))).jaxpr
+    assert [each.primitive.name for each in jaxpr.eqns].count("all_gather") == num_gathers
+
+
 def comes_from(jaxpr: jex.core.Jaxpr, result: int) -> list[str]:
     """The operations that a result was made by, the last one first, along their first operands."""
     made = {each.outvars[0]: each for each in jaxpr.eqns}

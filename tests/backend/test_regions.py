@@ -131,6 +131,19 @@ def test_a_copy_made_in_a_region_is_no_input_of_its_own(reads_before: bool, monk
     assert num_inputs == [2]
 
 
+def test_a_region_may_begin_with_a_copy_of_what_the_host_gave():
+    # In a process of its own: nothing was recorded there before.
+    done = run_python(
+        """
+        import torch, tpu_backend
+
+        weight = torch.arange(7.0).to("tpu")
+        print(torch.tpu.spmd(lambda weight: torch.empty_like(weight).copy_(weight).sum())(weight).item())
+        """
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["21.0"]), done.stderr
+
+
 def test_a_write_without_a_look_at_what_was_there_is_a_result():
     target = torch.empty(3, device="tpu")
 

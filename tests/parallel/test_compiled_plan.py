@@ -396,6 +396,7 @@ def test_a_kernel_counts_its_products_and_another_its_bytes() -> None:
         ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", (0, 1, 2, 3)),
         ("replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'c'}, dimensions={0}", (0, 4)),
         ("replica_groups=mesh['a'=8], device_ids=([8]) {'a'}", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'b'}", (0, 4)),
         ("replica_groups=mesh['a'=4,'b'=2] {'b','a'}", (0, 2, 4, 6, 1, 3, 5, 7)),
         ("replica_groups=mesh['a'=4,'b'=2] {'a':(2)2}", (0, 2)),
         ("source_target_pairs={{0,1},{1,2}}", (0, 1)),

@@ -26,7 +26,7 @@ SCRIPT = """
     torch.manual_seed(0)
     whole = Model()
     with torch.no_grad():
-        whole.head.weight.mul_(30)  # exponentials that overflow where no maximum is taken off
+        whole.head.weight.mul_(100)  # exponentials overflow where no maximum is taken off
     ids, labels = torch.randint(0, CLASSES, (3, 5)), torch.randint(0, CLASSES, (3, 5))
     ids[0, :2] = labels[0, :2] = torch.tensor([0, CLASSES - 1])
     labels[1:, 2:] = -100
@@ -52,7 +52,9 @@ SCRIPT = """
     torch.testing.assert_close(divided(ids.to("tpu")).cpu(), logits, rtol=1e-5, atol=1e-5)
     for (name, own), other in zip(divided.named_parameters(), whole.parameters(), strict=True):
         assert isinstance(own.grad, DTensor) and own.grad.to_local().shape[0] == CLASSES // world, name
-        torch.testing.assert_close(own.grad.full_tensor().cpu(), 2 * other.grad, rtol=1e-5, atol=1e-6)
+        largest = other.grad.abs().max().item()
+        found = own.grad.full_tensor().cpu()
+        torch.testing.assert_close(found, 2 * other.grad, rtol=1e-5, atol=1e-5 * largest)
 
     # No label counts: nothing has a gradient, and the loss is what PyTorch says.
     divided.zero_grad()
@@ -68,12 +70,14 @@ SCRIPT = """
     torch.testing.assert_close(rough.cpu(), loss, rtol=0.02, atol=0)
 
     # Of a class that is no rank's, all ranks are told.
-    for number, given in enumerate([(ids + 1, labels), (ids, labels.clamp(min=0) + 1)]):
+    for number, given in enumerate(
+        [(ids + 1, labels), (ids, labels.clamp(min=0) + 1), (ids - 1, labels), (ids, labels - 1)]
+    ):
         try:
             divided(*(each.to("tpu") for each in given)).item()
             raise SystemExit(f"call {number} took a class that is not there")
         except IndexError as error:
-            assert f"size {CLASSES}" in str(error), error
+            assert "out of bounds" in str(error) or "out of range" in str(error), error
     print("done")
     dist.destroy_process_group()
 """

@@ -25,12 +25,13 @@ from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Task
+from tputrain.parallel.cost_model import in_thin_shards
 from tputrain.parallel.layout import Layout, layouts, mesh_of
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines, picture
 from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
-from tputrain.parallel.workload import Workload, workload_of
+from tputrain.parallel.workload import Matrix, Parameters, Workload, workload_of
 from tputrain.planning.compiled_step import CollectiveSum, CompiledStep
 from tputrain.planning.peak import Buffer, Peak
 from tputrain.recipe import read_recipe
@@ -284,6 +285,32 @@ def test_tensor_parallelism_divides_what_its_plan_cuts() -> None:
     assert layer.parameters.whole == 2 * 4096  # norms
     forward = layer.forward_reductions.at(1, 8)
     assert forward == 2 * 4096 * 4096 * 2  # o_proj and down_proj: [4096, 4096] in bfloat16
+
+
+def test_thin_shards_are_those_with_fewer_rows_than_a_tile() -> None:
+    by_rows, by_columns, whole = Matrix(1024, 100, 0), Matrix(1024, 10, 1), Matrix(64, 1, None)
+    parameters = Parameters(matrices=(by_rows, by_columns, whole))
+    thin = {
+        (shards, tensor): in_thin_shards(parameters, shards, tensor)
+        for shards, tensor in ((1, 1), (8, 1), (16, 1), (128, 1), (256, 1), (1, 256), (32, 8), (128, 8))
+    }
+    assert thin == {
+        (1, 1): 0,
+        (8, 1): 0,
+        (16, 1): 1,
+        (128, 1): 1,
+        (256, 1): 111,
+        (1, 256): 0,
+        (32, 8): 100 / 8 + 1,
+        (128, 8): 100 / 8 + 1,
+    }
+
+
+def test_thin_shards_cost_time() -> None:
+    found = planned("llama-8b", "v5p:16x16x16", 4096, 2048)
+    assert found.chosen is not None
+    assert 1024 / found.chosen.layout.degrees["shard"] >= 8  # keys and values have 1,024 rows
+    assert "without replicas the step would take" in "".join(found.why)
 
 
 def test_a_model_that_reads_values_is_refused_in_one_line() -> None:

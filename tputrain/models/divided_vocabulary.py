@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -39,25 +40,29 @@ def divided_loss(hidden: Tensor, weight: DTensor, labels: Tensor, bias: DTensor 
 
 
 def own_rows(ids: Tensor, table: DTensor) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows of a table (V, ...) `ids` are, and whether they are any.
+    """The row of each id in this rank's part of a table (V, ...), and whether it is there.
 
-    Raises IndexError for one that is in no rank's: all would leave it out.
+    Raises IndexError for an id that no rank has.
     """
     num_rows = table.to_local().shape[0]
-    is_row = torch.ones(table.shape[0], dtype=torch.bool, device=ids.device)[ids]
+    rows = torch.ones(table.shape[0], dtype=torch.bool, device=ids.device)
+    is_row = rows.index_select(0, ids.flatten()).view_as(ids)  # for its check: below 0 and above is no row
     place = ids - table.device_mesh.get_local_rank() * num_rows
     return place, is_row & (place >= 0) & (place < num_rows)
 
 
 def _own_logits(hidden: Tensor, weight: DTensor, bias: DTensor | None) -> Tensor:
-    """Those of this rank's classes. The gradient of `hidden` is summed over the ranks."""
+    """The logits of this rank's classes. The gradient of `hidden` is summed over the ranks."""
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
     hidden = whole.to_local(grad_placements=[Partial()])
     return F.linear(hidden, weight.to_local(), None if bias is None else bias.to_local())
 
 
 class _DividedLoss(torch.autograd.Function):
-    """Of logits (N, V / ranks), and each token's place among their classes, -1 where it is another rank's."""
+    """The mean loss of logits (N, V / ranks), and of the place of each token's class among theirs.
+
+    It is -1 where another rank has the class.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, place: Tensor, is_counted: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -72,12 +77,13 @@ class _DividedLoss(torch.autograd.Function):
         return torch.where(is_counted, log_sum - of_class, 0).sum() / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, place, log_sum, is_counted, count = ctx.saved_tensors
-        weights = torch.where(is_counted, grad / count, 0)
+        token_weights = torch.where(is_counted, grad / count, 0)
         probabilities = (logits.float() - log_sum[:, None]).exp()
         difference = probabilities - _is_class(logits, place).float()
-        return (difference * weights[:, None]).to(logits.dtype), None, None, None
+        return (difference * token_weights[:, None]).to(logits.dtype), None, None, None
 
 
 def _is_class(logits: Tensor, place: Tensor) -> Tensor:

@@ -169,7 +169,8 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
         made = head.made(logits)
         if labels is None:
             return logits
-        if made is not None and not model.gives_logits_with_loss and pays(made.hidden, made.weight):
+        is_better = made is not None and (head.module.is_divided or pays(made.hidden, made.weight))
+        if made is not None and is_better and not model.gives_logits_with_loss:
             loss = loss_of_head(head.module, made.hidden, labels, num_own_hooks=1)
             if loss is not None:
                 return loss  # nobody wants the logits: what was recorded of them is not run

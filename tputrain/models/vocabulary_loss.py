@@ -73,10 +73,24 @@ class VocabularyHead(nn.Linear):
     model its gradient, one of the largest, would be whole to the end of the backward pass.
     """
 
+    is_divided = False
+    """Whether ranks that have the same tokens have a part of the classes each (tensor parallelism)."""
+
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        if self.is_divided:
+            return self._of_part(input, labels)
         if labels is None:
-            return logits_of(input, self.weight, self.bias)
+            return super().forward(input)
         return vocabulary_loss(input, self.weight, labels, self.bias)
+
+    def _of_part(self, input: Tensor, labels: Tensor | None) -> Tensor:
+        # Who trains without tensor parallelism need not import DTensor.
+        from tputrain.models.divided_vocabulary import divided_logits, divided_loss
+
+        weight, bias = cast("DTensor", self.weight), cast("DTensor | None", self.bias)
+        if labels is None:
+            return divided_logits(input, weight, bias)
+        return divided_loss(input, weight, labels, bias)
 
 
 def loss_of_head(head: nn.Module, hidden: Tensor, labels: Tensor, num_own_hooks: int = 0) -> Tensor | None:
@@ -97,27 +111,9 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
     """The float32 mean cross-entropy, in nats, of a head (V, E) and hidden states (B, S, E) over the labels
     (B, S) that count. Its logits are whole where that takes little memory.
     """
-    if is_divided(hidden, weight):
-        from tputrain.models.divided_vocabulary import divided_loss
-
-        return divided_loss(hidden, cast("DTensor", weight), labels, cast("DTensor | None", bias))
     if pays(hidden, weight):
         return linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
     return next_token_loss(F.linear(hidden, weight, bias), labels)
-
-
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The logits (..., V) of a head (V, E) and hidden states (..., E)."""
-    if is_divided(hidden, weight):
-        from tputrain.models.divided_vocabulary import divided_logits
-
-        return divided_logits(hidden, cast("DTensor", weight), cast("DTensor | None", bias))
-    return F.linear(hidden, weight, bias)
-
-
-def is_divided(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether ranks that have these hidden states have a part of the weight each."""
-    return hasattr(weight, "device_mesh") and not hasattr(hidden, "device_mesh")
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -128,11 +124,8 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def pays(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the logits of these are better not made whole.
 
-    With hidden states that are DTensors they are made by rules of PyTorch's. A plan traces fewer rows than a
-    run has: it takes all for many.
+    DTensors' are made by rules of their own. A plan traces fewer rows than a run has: it takes all for many.
     """
-    if is_divided(hidden, weight):
-        return True
     is_own = not (hasattr(hidden, "device_mesh") or hasattr(weight, "device_mesh"))
     is_large = hidden.numel() // hidden.shape[-1] * weight.shape[0] > MANY_LOGITS
     is_large |= isinstance(hidden, FakeTensor)

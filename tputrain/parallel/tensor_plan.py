@@ -144,7 +144,7 @@ def _style(module: nn.Module, rule: TensorRule) -> ParallelStyle:
     taken, given = _LAYOUTS[rule.input], _LAYOUTS[rule.output]
     if makes_loss_of_part(module, rule):
         return _DividedHead()
-    if isinstance(module, nn.Embedding) and _is_plain(module) and rule.style == "rowwise" and not rule.input:
+    if rule.style == "rowwise" and taken in (None, Replicate()) and _is_plain_table(module):
         return _DividedTable(given or Replicate())
     if isinstance(module, nn.Embedding):
         taken = taken or Replicate()  # RowwiseParallel's own default is for a Linear
@@ -181,13 +181,16 @@ class _DividedHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             _divide(module, name, parameter, device_mesh, Shard(0))
+        cast(VocabularyHead, module).is_divided = True
         return module
 
 
-def _is_plain(table: nn.Embedding) -> bool:
-    """Whether it only looks up."""
-    has_rules = table.max_norm is not None or table.scale_grad_by_freq or table.sparse
-    return table.padding_idx is None and not has_rules
+def _is_plain_table(module: nn.Module) -> bool:
+    """Whether it is an embedding without options, and its forward pass is PyTorch's."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    options = module.padding_idx is not None, module.max_norm is not None
+    return not any((*options, module.scale_grad_by_freq, module.sparse))
 
 
 class _DividedTable(ParallelStyle):
@@ -201,17 +204,15 @@ class _DividedTable(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _divide(module, "weight", module.get_parameter("weight"), device_mesh, Shard(0))
-        is_here: list[Tensor] = []  # of the call that runs
 
         def take(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-            table = module.get_parameter("weight")
-            place, found = own_rows(inputs[0], cast(DTensor, table))
-            is_here[:] = [found]
-            module.__dict__["weight"] = cast(DTensor, table).to_local()
-            return torch.where(found, place, 0)
+            table = cast(DTensor, module._parameters["weight"])
+            place, is_here = own_rows(inputs[0], table)
+            module.__dict__ |= {"weight": table.to_local(), "_is_here": is_here}
+            return torch.where(is_here, place, 0)
 
         def give(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            part = torch.where(is_here.pop()[..., None], output, 0)
+            part = torch.where(module.__dict__.pop("_is_here")[..., None], output, 0)
             summed = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
             return summed.redistribute(placements=[self._given]).to_local()
 

@@ -29,7 +29,6 @@ ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for br
 SQUARE_ROWS = (1024, 1536, 2048)
 """Of the three runs of a model that compares rows with rows, so many that what grows with their square is
 part of the peaks."""
-TILE_ROWS = 8
 _DEVICE = torch.device("tpu", 0)  # of tensors without values: PyTorch treats them as those of a run
 
 
@@ -103,7 +102,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter of two dims or more."""
+    """A parameter of two dims."""
 
     rows: int
     elements: int
@@ -129,15 +128,6 @@ class Parameters:
 
     def trained(self, tensor: int) -> float:
         return self.trained_whole + self.trained_cut / tensor
-
-    def in_thin_shards(self, shards: int, tensor: int) -> float:
-        """Those of matrices of which a shard has fewer rows than a TPU's tile. Elements of a tensor rank."""
-        found = 0.0
-        for each in self.matrices:
-            rows = each.rows / tensor if each.cut == 0 else each.rows
-            if shards > 1 and rows < TILE_ROWS * shards:
-                found += each.elements / (1 if each.cut is None else tensor)
-        return found
 
 
 @dataclass(frozen=True)
@@ -422,7 +412,7 @@ class _Tracer:
         matrices = tuple(
             Matrix(each.shape[0], each.numel(), self._cut.get(number))
             for number, each in owned.items()
-            if each.dim() > 1
+            if each.dim() == 2
         )
         parameters = Parameters(**sizes, largest=largest, itemsize=itemsize, matrices=matrices)
         return _Run(key, name, count, parameters, tuple(linears), trace, held)

@@ -84,9 +84,10 @@ void Region::before_share(const Segment& segment, Buffer& buffer) {
   if (value.array == nullptr || !was_before(buffer) || has_own_value(buffer)) {
     return;
   }
-  const bool is_first_reader = value.segment == segment.serial && segment.is_input[value.local] != 0 &&
+  const bool is_numbered = segment.serial != 0 && value.segment == segment.serial;
+  const bool is_first_reader = is_numbered && segment.is_input[value.local] != 0 &&
       computed_[segment.serial].readers.at(value.local) == buffer.address;
-  if (!is_first_reader) { // else those that hold it, too, get one of their own when they are read
+  if (!is_first_reader) { // who keeps the value: other older buffers get their own when they are read
     give_own_value(buffer);
   }
 }

@@ -49,7 +49,7 @@ class Region final : public Sink {
   };
 
   bool was_before(const Buffer& buffer) const { return buffer.address < first_new_address_; }
-  // Whether no buffer that is older than the region holds the value of this one, which is.
+  // Whether the region has given this older buffer a value that no other older buffer had before.
   bool has_own_value(const Buffer& buffer) const;
   void give_own_value(Buffer& buffer);
   // Null where no segment of this region computes it.

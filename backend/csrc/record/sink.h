@@ -19,7 +19,7 @@ class Sink {
   virtual void on_read(const Segment&, int32_t /*local*/, const Buffer&) {}
   // an entry has joined the open segment, and its results have no values yet,
   virtual void on_entry(const Segment&, const Signature&, const EncodedCall&) {}
-  // another buffer is about to hold the value of this one, too,
+  // another buffer is about to share this one's value,
   virtual void before_share(const Segment&, Buffer&) {}
   // a buffer is about to get this value in place of its own, from an entry or by other means,
   virtual void on_write(Buffer&, const Value&, bool /*by_entry*/) {}

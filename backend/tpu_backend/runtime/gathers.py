@@ -53,9 +53,9 @@ class _Program:
 
     scattered: list[tuple[jax.Array, ...]] = field(default_factory=list)
     latest: jax.Array | None = None
-    """The newest value, if it is large enough to be an activation."""
+    """The newest floating value of several dims. Where FSDP2 gathers, that is what the layer takes."""
     latest_at_gather: jax.Array | None = None
-    """What that was when the last gather was asked for."""
+    """`latest` at the gather before."""
     gathers: dict[int, _Gather] = field(default_factory=dict)
     """By their results."""
     conversions: defaultdict[tuple[int, tuple[int, ...]], dict[int, tuple[jax.Array, Dtypes]]] = field(
@@ -87,7 +87,7 @@ def traced_program() -> Iterator[None]:
 
 
 def note_made(value: object) -> None:
-    """The newest value of the program."""
+    """Note a value that an entry has made: later gathers may wait for it."""
     program = _traced.get()
     if (
         program is not None
