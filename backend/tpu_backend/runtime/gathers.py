@@ -86,16 +86,17 @@ def traced_program() -> Iterator[None]:
         _traced.reset(before)
 
 
-def note_made(value: object) -> None:
-    """Note a value that an entry has made: later gathers may wait for it."""
+def note_made(values: Sequence[object]) -> None:
+    """Note what an entry has made: later gathers may wait for it.
+
+    Of several values that is the first. A loss's gradients, behind it, would be made in float32 for them.
+    """
     program = _traced.get()
-    if (
-        program is not None
-        and isinstance(value, jax.Array)
-        and value.ndim > 1
-        and jnp.issubdtype(value.dtype, jnp.floating)
-    ):
-        program.latest = value
+    if program is None or not values:
+        return
+    first = values[0]
+    if isinstance(first, jax.Array) and first.ndim > 1 and jnp.issubdtype(first.dtype, jnp.floating):
+        program.latest = first
 
 
 def note_scattered(parts: tuple[jax.Array, ...]) -> None:

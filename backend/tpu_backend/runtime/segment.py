@@ -398,9 +398,10 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
             for collected.entry, (entry, precision, links) in enumerate(entries(tape)):
                 label = jax.named_scope(labels[collected.entry]) if labels else nullcontext()
                 with recorded_settings(precision), label:
-                    for value in replay(entry, iter(links), values, numbers):
+                    made = replay(entry, iter(links), values, numbers)
+                    gathers.note_made(made)
+                    for value in made:
                         values[next(fresh)] = value
-                        gathers.note_made(value)
         bounds_checks[:] = collected.made
         results = tuple(packed.whole(values[output]) for output in outputs)
         return (*results, jnp.stack(collected.out_of_range)) if bounds_checks else results
