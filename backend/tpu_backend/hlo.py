@@ -339,13 +339,13 @@ def _first_group_of_mesh(match: re.Match[str]) -> tuple[int, ...]:
     order = [places[each] for each in wanted]
     group = _counted(dims, order, math.prod(dims[dim] for dim in order))
     if match[4] is not None:
-        listed = _numbers(match[4])
-        return tuple(listed[place] for place in group)
-    if match[2] is None:
+        devices = tuple(_numbers(match[4]))
+    elif match[2] is not None:
+        counted = _numbers(match[2])
+        transposed = list(range(len(counted))) if match[3] is None else _numbers(match[3])
+        devices = _counted(counted, transposed, math.prod(counted))
+    else:
         return group
-    of_devices = _numbers(match[2])
-    transposed = range(len(of_devices)) if match[3] is None else _numbers(match[3])
-    devices = _counted(of_devices, list(transposed), math.prod(of_devices))
     return tuple(devices[place] for place in group)
 
 

@@ -8,7 +8,6 @@ SCRIPT = """
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
-    from tputrain.models import vocabulary_loss
     from tputrain.models.vocabulary_loss import VocabularyHead
     from tputrain.parallel.tensor_plan import parallelise_layers
 

@@ -169,8 +169,11 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
         made = head.made(logits)
         if labels is None:
             return logits
-        is_better = made is not None and (head.module.is_divided or pays(made.hidden, made.weight))
-        if made is not None and is_better and not model.gives_logits_with_loss:
+        if (
+            made is not None
+            and not model.gives_logits_with_loss
+            and (head.module.is_divided or pays(made.hidden, made.weight))
+        ):
             loss = loss_of_head(head.module, made.hidden, labels, num_own_hooks=1)
             if loss is not None:
                 return loss  # nobody wants the logits: what was recorded of them is not run

@@ -178,8 +178,8 @@ def _all_gather(shard: jax.Array, ranks: Sequence[int]) -> jax.Array:
 
 
 def _ordered(shards: tuple[jax.Array, ...], program: _Program) -> tuple[jax.Array, ...]:
-    """The shards, as values that depend on the scatters so far, and on what was computed when the gather
-    before this one was asked for: one gather may be ahead.
+    """The shards, as values that depend on the scatters so far. Where there are none yet, in a forward pass,
+    they depend on what was computed when the gather before this one was asked for: one gather may be ahead.
     """
     before = tuple(program.scattered)
     if not before and program.latest_at_gather is not None:
