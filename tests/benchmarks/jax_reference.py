@@ -100,8 +100,11 @@ def mlp_loss(params: Params, batch: Batch) -> Array:
     return cross_entropy(hidden, labels)
 
 
-def llama_loss(config: LlamaConfig) -> Callable[[Params, Batch], Array]:
-    """tputrain.models.Llama's loss; batch is tokens, labels, positions and document numbers, each (B, S)."""
+def llama_loss(config: LlamaConfig, implementation: str | None = None) -> Callable[[Params, Batch], Array]:
+    """tputrain.models.Llama's loss; batch is tokens, labels, positions and document numbers, each (B, S).
+
+    `implementation`: of `jax.nn.dot_product_attention`; without one attention is written out.
+    """
 
     def rms_norm(hidden: Array, weight: Array) -> Array:
         return (
@@ -131,10 +134,15 @@ def llama_loss(config: LlamaConfig) -> Callable[[Params, Batch], Array]:
             query = rotate((normed @ weight("self_attn.q_proj").T).reshape(B, S, K * G, D), cosine, sine)
             key = rotate((normed @ weight("self_attn.k_proj").T).reshape(B, S, K, D), cosine, sine)
             value = (normed @ weight("self_attn.v_proj").T).reshape(B, S, K, D)
-            scores = jnp.einsum("bskgd,btkd->bkgst", query.reshape(B, S, K, G, D) * D**-0.5, key)
-            attention = jax.nn.softmax(jnp.where(may_attend, scores, -jnp.inf), axis=-1)
-            mixed = jnp.einsum("bkgst,btkd->bskgd", attention, value).reshape(B, S, K * G * D)
-            hidden = hidden + mixed @ weight("self_attn.o_proj").T
+            if implementation is None:
+                scores = jnp.einsum("bskgd,btkd->bkgst", query.reshape(B, S, K, G, D) * D**-0.5, key)
+                attention = jax.nn.softmax(jnp.where(may_attend, scores, -jnp.inf), axis=-1)
+                mixed = jnp.einsum("bkgst,btkd->bskgd", attention, value)
+            else:
+                mixed = jax.nn.dot_product_attention(
+                    query, key, value, mask=may_attend[:, 0], implementation=implementation
+                )
+            hidden = hidden + mixed.reshape(B, S, K * G * D) @ weight("self_attn.o_proj").T
             normed = rms_norm(hidden, weight("post_attention_layernorm"))
             gated = jax.nn.silu(normed @ weight("mlp.gate_proj").T) * (normed @ weight("mlp.up_proj").T)
             hidden = hidden + gated @ weight("mlp.down_proj").T

@@ -1,7 +1,8 @@
 """Scaled dot-product attention: a softmax over all scores, and its gradients from the log of their sum.
 
-There are three algorithms: kernels on a TPU (`splash_attention.py`), blocks of queries and keys on a CPU
-(`blocked_attention.py`), and for all else whole rows (`attention_in_rows.py`), in blocks if they are many.
+There are four algorithms: kernels on a TPU (`splash_attention.py`) and on an NVIDIA GPU
+(`cudnn_attention.py`), blocks of queries and keys on a CPU (`blocked_attention.py`), and for all else whole
+rows (`attention_in_rows.py`), in blocks if they are many.
 
 Sizes: B batch, H heads, L queries, S keys, E features. Keys and values may have fewer heads than queries,
 each for a group of query heads in a row. A mask says where to look, a bias is added to the scores; both
@@ -14,34 +15,53 @@ products are of 16-bit operands, as in its flash kernels. (The registry gives pa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.lowering import attention_in_rows, blocked_attention, splash_attention
+from tpu_backend.lowering import attention_in_rows, blocked_attention, cudnn_attention, splash_attention
 from tpu_backend.lowering.attention_in_rows import Dropout
 from tpu_backend.lowering.registry import lowering, opmath
+
+
+class Kernels(Protocol):
+    """A module with the kernels of a platform."""
+
+    def fits(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, /) -> bool: ...
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def _factor(query: jax.Array, scale: jax.Array | None) -> jax.Array:
     return jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype)
 
 
-def _attention_on_tpu(
-    query, keys, values, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
-):  # fmt: skip
-    if not splash_attention.fits(query, keys, values, attn_bias):
-        return attention(
-            query, keys, values, attn_bias, compute_log_sumexp, dropout_p, is_causal, scale=scale
+def _attention_by(kernels: Kernels) -> Callable[..., Any]:
+    """The lowering that takes a platform's kernels where they fit."""
+
+    def attention_by_kernels(
+        query, keys, values, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+    ):  # fmt: skip
+        if not kernels.fits(query, keys, values, attn_bias):
+            return attention(
+                query, keys, values, attn_bias, compute_log_sumexp, dropout_p, is_causal, scale=scale
+            )
+        found = kernels.forward(
+            query, keys, values, attn_bias, is_causal, scale, has_log_sums=compute_log_sumexp
         )
-    factor = _factor(query.astype(jnp.float32), scale)
-    output, log_sums = splash_attention.forward(
-        query, keys, values, attn_bias, is_causal, factor, has_log_sums=compute_log_sumexp
-    )
-    return output, log_sums, None, None
+        return *found, None, None
+
+    return attention_by_kernels
 
 
-@lowering("_scaled_dot_product_efficient_attention", runtime=("scale",), on={"tpu": _attention_on_tpu})
+@lowering(
+    "_scaled_dot_product_efficient_attention",
+    runtime=("scale",),
+    on={"tpu": _attention_by(splash_attention), "cuda": _attention_by(cudnn_attention)},
+)
 def attention(
     query, keys, values, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):  # fmt: skip
@@ -57,26 +77,28 @@ def attention(
     return output, log_sums if compute_log_sumexp else jnp.zeros((*query.shape[:2], 0)), None, None
 
 
-def _attention_backward_on_tpu(
-    grad_out_, query, keys, values, attn_bias, output, logsumexp, philox_seed, philox_offset,
-    dropout_p, grad_input_mask, is_causal=False, *, scale=None,
-):  # fmt: skip
-    if not splash_attention.fits(query, keys, values, attn_bias):
-        return attention_backward(
-            grad_out_, query, keys, values, attn_bias, output, logsumexp, philox_seed, philox_offset,
-            dropout_p, grad_input_mask, is_causal, scale=scale,
-        )  # fmt: skip
-    factor = _factor(query.astype(jnp.float32), scale)
-    found = splash_attention.backward(
-        grad_out_, query, keys, values, attn_bias, output, logsumexp, is_causal, factor
-    )
-    return *(each if is_wanted else None for each, is_wanted in zip(found, grad_input_mask)), None
+def _attention_backward_by(kernels: Kernels) -> Callable[..., Any]:
+    def attention_backward_by_kernels(
+        grad_out_, query, keys, values, attn_bias, output, logsumexp, philox_seed, philox_offset,
+        dropout_p, grad_input_mask, is_causal=False, *, scale=None,
+    ):  # fmt: skip
+        if not kernels.fits(query, keys, values, attn_bias):
+            return attention_backward(
+                grad_out_, query, keys, values, attn_bias, output, logsumexp, philox_seed, philox_offset,
+                dropout_p, grad_input_mask, is_causal, scale=scale,
+            )  # fmt: skip
+        found = kernels.backward(
+            grad_out_, query, keys, values, attn_bias, output, logsumexp, is_causal, scale
+        )
+        return *(each if is_wanted else None for each, is_wanted in zip(found, grad_input_mask)), None
+
+    return attention_backward_by_kernels
 
 
 @lowering(
     "_scaled_dot_product_efficient_attention_backward",
     runtime=("scale",),
-    on={"tpu": _attention_backward_on_tpu},
+    on={"tpu": _attention_backward_by(splash_attention), "cuda": _attention_backward_by(cudnn_attention)},
 )
 def attention_backward(
     grad_out_, query, keys, values, attn_bias, output, logsumexp, _philox_seed, _philox_offset,

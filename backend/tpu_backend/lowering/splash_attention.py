@@ -6,6 +6,7 @@ The kernels are those of splash attention: one for the results and their log sum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -46,7 +47,7 @@ def forward(
     value: jax.Array,
     documents: jax.Array | None,
     is_causal: bool,
-    factor: jax.Array,
+    scale: jax.Array | None,
     has_log_sums: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +65,7 @@ def forward(
     needs_log_sums = has_log_sums or may_look_nowhere
     with jax.enable_x64(False), _noting_work(query, key, value, is_causal, said):
         kernel = _kernel(query, key, is_causal, said, needs_log_sums, interpret)
-        output, log_sums = _of_sequences(of_sequence, said, _scaled(query, factor), key, value)
+        output, log_sums = _of_sequences(of_sequence, said, _scaled(query, scale), key, value)
         if may_look_nowhere:
             # To the kernels all scores of such a query are the same: their masked value, and no -inf.
             looks_nowhere = log_sums < kernel.kwargs["mask_value"] / 2
@@ -82,7 +83,7 @@ def backward(
     output: jax.Array,
     log_sums: jax.Array,
     is_causal: bool,
-    factor: jax.Array,
+    scale: jax.Array | None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value. `output` and `log_sums` may be over more keys than these."""
@@ -99,12 +100,13 @@ def backward(
         kernel = _kernel(query, key, is_causal, said, True, interpret)
         # Weights are exp(score - log sum): those of a query that looks nowhere become 0.
         log_sums = jnp.where(log_sums == -jnp.inf, jnp.inf, log_sums)
-        given = _scaled(query, factor), key, value, output, log_sums, grad_out
+        given = _scaled(query, scale), key, value, output, log_sums, grad_out
         grad_query, grad_key, grad_value = _of_sequences(of_sequence, said, *given)
-        return _scaled(grad_query, factor), grad_key, grad_value
+        return _scaled(grad_query, scale), grad_key, grad_value
 
 
-def _scaled(query: jax.Array, factor: jax.Array) -> jax.Array:
+def _scaled(query: jax.Array, scale: jax.Array | None) -> jax.Array:
+    factor = jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, jnp.float32)
     return (query.astype(jnp.float32) * factor).astype(query.dtype)
 
 

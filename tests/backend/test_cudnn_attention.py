@@ -1,0 +1,106 @@
+"""Attention by cuDNN's kernels: what a GPU's program asks for, and, where there is a GPU, its values."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from jax import export
+
+from tpu_backend.attention import document_attention
+from tpu_backend.lowering import cudnn_attention
+from tpu_backend.lowering.platforms import lowering_for
+
+LENGTH = 256
+
+
+@pytest.mark.parametrize(("has_documents", "name"), [(False, "fmhaSoftmax"), (True, "fmhaScaleBiasSoftmax")])
+def test_a_gpus_program_calls_the_kernels(
+    has_documents: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn_attention, "_has_kernels", lambda: True)
+
+    def gradients(query: jax.Array, key: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+        given = query, key, key, ids if has_documents else None
+        with lowering_for("cuda"):
+            assert cudnn_attention.fits(*given)
+            output, log_sums = cudnn_attention.forward(*given, True, None)
+            return cudnn_attention.backward(output, *given, output, log_sums, True, jnp.float64(0.3))
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((2, 4, LENGTH, 64), jnp.bfloat16),
+            ((2, 2, LENGTH, 64), jnp.bfloat16),
+            ((2, 1, 1, LENGTH), jnp.int64),
+        )
+    ]
+    targets = [f"__cudnn${name}", f"__cudnn${name}Backward"]
+    with jax.enable_x64(True):
+        program = export.export(
+            jax.jit(gradients),
+            platforms=["cuda"],
+            disabled_checks=[export.DisabledSafetyCheck.custom_call(each) for each in targets],
+        )(*shapes)
+    for target in targets:
+        assert program.mlir_module().count(f"@{target}(") == 1
+    assert [(each.shape, each.dtype) for each in program.out_avals] == [
+        (shape.shape, shape.dtype) for shape in (*shapes[:2], shapes[1])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("query", "keys", "dtype"),
+    [
+        ((2, 4, LENGTH, 64), LENGTH, "float32"),
+        ((2, 4, LENGTH, 60), LENGTH, "bfloat16"),
+        ((2, 4, LENGTH, 256), LENGTH, "bfloat16"),
+        ((2, 4, 1, 64), LENGTH, "bfloat16"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_declined(
+    query: tuple[int, ...], keys: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn_attention, "_has_kernels", lambda: True)
+    key = jax.ShapeDtypeStruct((query[0], 2, keys, query[3]), dtype)
+    with lowering_for("cuda"):
+        assert not cudnn_attention.fits(jax.ShapeDtypeStruct(query, dtype), key, key, None)
+
+
+@pytest.mark.skipif(torch.tpu.get_device_properties().platform != "cuda", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_values_and_gradients_on_a_gpu(has_documents: bool, window: int | None, scale: float | None) -> None:
+    if window is not None and not has_documents:
+        pytest.skip("torch has no attention with a window alone")
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, heads, 512, 64, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    ids = (torch.arange(512) // 200).expand(2, -1)
+    place = torch.arange(512)
+    seen = place[:, None] >= place
+    if has_documents:
+        seen = seen & (ids[0][:, None] == ids[0])
+    if window is not None:
+        seen = seen & (place[:, None] - place < window)
+    exact = [each.double().requires_grad_() for each in tensors]
+    query, key, value = exact[0], *(each.repeat_interleave(4, 1) for each in exact[1:])
+    scores = query @ key.mT * (scale or 1 / math.sqrt(64))
+    expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
+    ours = [each.to("tpu").requires_grad_() for each in tensors]
+    if has_documents:
+        output = document_attention(*ours, ids.to("tpu"), scale=scale, window=window)
+    else:
+        output = F.scaled_dot_product_attention(*ours, is_causal=True, scale=scale, enable_gqa=True)
+    grad = torch.randn_like(expected).bfloat16()
+    output.backward(grad.to("tpu"))
+    expected.backward(grad.double())
+    gradients = zip([each.grad for each in ours], [each.grad for each in exact])
+    for found, right in [(output, expected), *gradients]:
+        assert found is not None
+        assert right is not None
+        assert torch.linalg.norm(found.cpu().double() - right) < 0.01 * torch.linalg.norm(right)
