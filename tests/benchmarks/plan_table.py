@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import torch
@@ -28,7 +29,7 @@ from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.optim.config import AdamWConfig
-from tputrain.parallel.candidate import Candidate, Task, memory_of
+from tputrain.parallel.candidate import Candidate, Task, modelled
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.cost_model import CostModel
 from tputrain.parallel.memory_model import Precision
@@ -103,9 +104,8 @@ def ours(row: Row, under_autocast: bool = False, is_whole: bool = False) -> dict
         cfg,
         _batch(row, row.rows * topology.num_devices),
         layout,
-        temporaries_of=lambda share: memory_of(task, candidate, share).temporaries,
     )
-    found = compile_step(subject, is_whole)
+    found = compile_step(subject, None if is_whole else partial(modelled, task, candidate))
     return {
         "compile_seconds": found.compile_seconds,
         "arguments": found.arguments,
@@ -120,7 +120,7 @@ def autocast(row: Row) -> dict[str, float]:
 
 
 def whole(row: Row) -> dict[str, float]:
-    """Ours with all layers compiled, and not 4 and 8 of them with a straight line from there on."""
+    """Ours with all layers compiled, and not 4 of them."""
     return ours(row, is_whole=True)
 
 
@@ -166,7 +166,7 @@ def unrolled(row: Row) -> dict[str, float]:
 def planned(row: Row) -> dict[str, float]:
     """What the models say, without a compiler; and the FLOPs of a chip in a step."""
     task, candidate = _plan(row)
-    size = memory_of(task, candidate)
+    size = modelled(task, candidate).memory
     seconds = CostModel(task.workload, task.topology, task.precision).seconds(
         candidate.layout, row.rows, 1, candidate.rung
     )

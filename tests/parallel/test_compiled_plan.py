@@ -23,8 +23,10 @@ from tputrain import device as devices
 from tputrain.cli import main
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
+from tputrain.parallel.candidate import Modelled
 from tputrain.parallel.layout import Group, Layout, Stretch
-from tputrain.parallel.step_schedule import schedule
+from tputrain.parallel.memory_model import Memory
+from tputrain.parallel.step_schedule import KINDS, Schedule, Spent, schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning import compiled_step
 from tputrain.planning.abstract_step import ONCE
@@ -80,7 +82,7 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     labels = first["labels"]
     for layer in ("self_attn.q_proj", "mlp.up_proj"):
         for walk in ("forward", "again", "backward"):
-            assert labels[f"{walk} model.layers.*.{layer}"] > 0
+            assert all(labels[f"{walk} model.layers.{number}.{layer}"] > 0 for number in (0, 1))
     # The head and the loss are one operation, as in a run. Its gradient is the first that is divided.
     assert first["losses"] == [1, 1]
     for head, *layers, embeddings in first["scattered"]:
@@ -103,7 +105,7 @@ def test_the_compilers_word_is_in_the_plan(tmp_path: Path) -> None:
     for what in ("recording", "compiling"):
         assert f"{what} the whole step for {TOPOLOGY} ..." in said
     compiled, model = found["compiled"], found["chosen"]["memory_gib"]["arguments"] * 2**30
-    assert compiled["depths"] == ["the whole step"]
+    assert compiled["depth"] == "the whole step"
     # Besides the batch, and rows of norms that are filled up to a tile.
     assert model <= compiled["arguments"] < 1.3 * model + 2**18
     assert 0 < compiled["temporaries"] < 2**28
@@ -153,7 +155,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
     """`sizes`: GiB of the plan and of those that are tried; None: the compiler stops."""
     asked: list[tuple[object, ...]] = []
 
-    def compile_step(subject: compiled_step.Subject) -> compiled_step.CompiledStep:
+    def compile_step(subject: compiled_step.Subject, modelled: Any) -> compiled_step.CompiledStep:
         cfg = subject.cfg
         rows = subject.batch["input_ids"].shape[0]
         assert rows * cfg.trainer.accumulate == 16
@@ -216,7 +218,7 @@ def test_a_search_compiles_within_its_time_and_takes_the_fastest_that_fits_by_th
     clock, seconds = [0.0], [2.0, 1.0, 0.5, 0.0, 3.0]
     compiled: list[compiled_step.Subject] = []
 
-    def compile_step(subject: compiled_step.Subject) -> compiled_step.CompiledStep:
+    def compile_step(subject: compiled_step.Subject, modelled: Any) -> compiled_step.CompiledStep:
         clock[0] += 10.0
         compiled.append(subject)
         number = len(compiled) - 1
@@ -225,7 +227,7 @@ def test_a_search_compiles_within_its_time_and_takes_the_fastest_that_fits_by_th
         if number == 3:
             raise UserError("the TPU compiler refuses the step: no")
         return compiled_step.CompiledStep(
-            GIB, 0.0, seconds[number], 0.0, 0.0, 0.0, 1e12, (), (), ("the whole step",), 1.0, 1.0, "libtpu"
+            GIB, 0.0, seconds[number], 0.0, 0.0, 0.0, 1e12, (), (), "the whole step", 1.0, 1.0, "libtpu"
         )
 
     monkeypatch.setattr("tputrain.planning.judged.monotonic", lambda: clock[0])
@@ -257,15 +259,21 @@ def test_a_schedule_adds_cycles_loops_and_what_is_waited_for() -> None:
     topology = Topology.parse(TOPOLOGY)
     seconds = {"all-gather": 5e-6, "all-reduce-scatter": 7e-6}
     found = schedule(hlo.program(PROGRAM), topology, lambda each: seconds[each.kind])
-    assert found.estimated == pytest.approx((3000 + 4 * 1500) / 1.5e9)
+    spent = _by_kind(found)
+    assert spent["estimated"] == pytest.approx((3000 + 4 * 1500) / 1.5e9)
     # The gather begins first and takes 5 us, of which the fusion hides 2.
-    assert found.waiting == pytest.approx(3e-6 + 7e-6)
-    assert found.unestimated == pytest.approx(
-        2 * 4 * 2**20 / topology.hbm_bandwidth
-    )  # no estimate: its bytes
-    assert [each.kind for each, _ in found.collectives] == ["all-gather", "all-reduce-scatter"]
-    assert found.by_operation["forward model.up", "dot_general"] == pytest.approx(2e-6)
-    assert found.total == pytest.approx(sum(found.by_label.values()))
+    assert spent["waiting"] == pytest.approx(3e-6 + 7e-6)
+    assert spent["unestimated"] == pytest.approx(2 * 4 * 2**20 / topology.hbm_bandwidth)  # by its bytes
+    assert [each.kind for _, each, _ in found.collectives] == ["all-gather", "all-reduce-scatter"]
+    of_product = Spent("forward model.up", "forward model.up", "dot_general", "estimated")
+    assert found.spent[of_product] == pytest.approx(2e-6)
+    assert found.total == pytest.approx(sum(spent.values()))
+
+
+def _by_kind(found: Schedule) -> dict[str, float]:
+    return {
+        kind: sum(seconds for spent, seconds in found.spent.items() if spent.kind == kind) for kind in KINDS
+    }
 
 
 OF_HOST = """ENTRY %main (x: f32[262144]) -> f32[262144] {
@@ -283,8 +291,10 @@ def test_what_the_host_keeps_goes_there_and_back_beside_the_core() -> None:
     topology = Topology.parse(TOPOLOGY)
     found = schedule(hlo.program(OF_HOST), topology, lambda _: 0.0)
     there_and_back = 2 * 2**20 / topology.pcie_bandwidth
-    assert found.estimated == pytest.approx(15000 / 1.5e9)
-    assert found.copying == pytest.approx(there_and_back - found.estimated, rel=1e-4)
+    assert _by_kind(found)["estimated"] == pytest.approx(15000 / 1.5e9)
+    assert _by_kind(found)["copying"] == pytest.approx(
+        there_and_back - _by_kind(found)["estimated"], rel=1e-4
+    )
 
 
 SPARSECORE = """%called_computation.8 (g: f32[128,64], t: token[]) -> f32[32,64] {
@@ -307,14 +317,14 @@ backend_config={"estimated_cycles":"3500"}
 
 def test_collectives_of_the_sparsecore_go_on_beside_the_core() -> None:
     found = schedule(hlo.program(SPARSECORE), Topology.parse("v6e:2x2"), lambda each: 5e-6)
-    ((collective, _),) = found.collectives
+    ((_, collective, _),) = found.collectives
     assert (collective.kind, collective.is_async, collective.num_bytes) == (
         "reduce-scatter",
         True,
         4 * 128 * 64,
     )
-    assert found.estimated == pytest.approx(3500 / 1.75e9)
-    assert found.waiting == pytest.approx(5e-6 - found.estimated)
+    assert _by_kind(found)["estimated"] == pytest.approx(3500 / 1.75e9)
+    assert _by_kind(found)["waiting"] == pytest.approx(5e-6 - _by_kind(found)["estimated"])
 
 
 _NETWORK = """channel_id=1, is_host_transfer=true, frontend_attributes={\
@@ -345,13 +355,13 @@ def test_what_the_network_between_slices_carries_is_waited_for(is_received_first
         lines[3:5] = lines[4:2:-1]
         assert "%recv" in lines[3]
     found = schedule(hlo.program("".join(lines)), topology, groups.seconds)
-    ((collective, seconds),) = found.collectives
+    ((_, collective, seconds),) = found.collectives
     assert (collective.kind, collective.num_slices) == ("all-reduce", 2)
     assert collective.num_bytes == 4 * 128 * 64
     # Each slice sends half of the sum, and receives the other half; then the other way.
     assert seconds == pytest.approx(4 * 128 * 64 / topology.dcn_bandwidth)
-    assert found.estimated == pytest.approx(3500 / 1.75e9)
-    assert found.waiting == pytest.approx(seconds - found.estimated)
+    assert _by_kind(found)["estimated"] == pytest.approx(3500 / 1.75e9)
+    assert _by_kind(found)["waiting"] == pytest.approx(seconds - _by_kind(found)["estimated"])
 
 
 KERNELS = """ENTRY %main (q: bf16[12,2048,64]) -> bf16[12,2048,64] {
@@ -381,8 +391,9 @@ def test_a_kernel_counts_its_products_and_another_its_bytes() -> None:
     # A head of 64 fills a quarter of the matrix unit of a v6e.
     seconds = 3 * 2 * 25_000_000 * 64 / (topology.peak_flops / 4 * 0.78)
     moved = 2 * 12 * 2048 * 64 * 2 / topology.hbm_bandwidth
-    assert found.unestimated == found.total == pytest.approx(seconds + moved)
-    assert found.by_operation["backward model", "pallas_call"] == pytest.approx(seconds)
+    assert _by_kind(found)["unestimated"] == found.total == pytest.approx(seconds + moved)
+    of_kernel = Spent("backward model", "backward model", "pallas_call", "unestimated")
+    assert found.spent[of_kernel] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +446,7 @@ def test_a_loop_whose_turns_are_not_known_is_named_and_counts_once() -> None:
     known, unknown = (schedule(hlo.program(text), topology, lambda _: 0.0) for text in (PROGRAM, of_values))
     assert not known.unknown_loops
     assert list(unknown.unknown_loops) == ["while.1"]
-    assert known.estimated - unknown.estimated == pytest.approx(3 * 1500 / topology.chip.clock)
+    assert known.total - unknown.total == pytest.approx(3 * 1500 / topology.chip.clock)
 
 
 def test_collectives_are_found_along_the_axes_of_the_mesh() -> None:
@@ -463,40 +474,50 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "compiled"),
+    ("kinds", "compiled", "times"),
     [
-        ((1,) * 32, [(4,), (8,)]),
-        ((1,) * 8, [(8,)]),  # no deeper than what is compiled anyway
-        ((1, 2) * 16, [(8,), (16,)]),  # pairs
-        (tuple(range(1, 33)), [(32,)]),  # all differ
+        ((1,) * 32, 4, [1, 15, 15, 1]),
+        ((1,) * 5, 4, [1, 1.5, 1.5, 1]),
+        ((1,) * 4, 4, [1] * 4),  # no deeper than what is compiled anyway
+        ((1, 2) * 16, 8, [1, 1, 7, 7, 7, 7, 1, 1]),  # pairs
+        (tuple(range(1, 9)), 8, [1] * 8),  # all differ
     ],
 )
-def test_layers_that_are_alike_are_compiled_twice(kinds: tuple[int, ...], compiled: Any) -> None:
-    model = Deep(*kinds)
-    depths = compiled_step._depths(model)
-    assert list(depths.compiled) == compiled
-    shorten(model, depths.compiled[0])
-    assert len(model.layers) == compiled[0][0]
-
-
-@pytest.mark.parametrize(("temporaries_of", "temporaries"), [(None, 5 - 7), (lambda share: 32 * share, 33)])
-def test_figures_go_on_on_a_line_and_temporaries_as_the_model_says(
-    temporaries_of: Any, temporaries: float, monkeypatch: pytest.MonkeyPatch
+def test_layers_between_the_first_and_the_last_one_stand_for_all(
+    kinds: tuple[int, ...], compiled: int, times: list[float]
 ) -> None:
-    measured = {4: (8, 5), 8: (16, 4)}  # arguments, temporaries
+    model = Deep(*kinds)
+    depth = compiled_step._depth(model)
+    assert depth.compiled == (compiled,)
+    shorten(model, depth.compiled)
+    assert compiled_step._times(model, depth) == {
+        f"layers.{place}": count for place, count in enumerate(times)
+    }
 
-    def compiled(subject: Any, depths: Any, depth: tuple[int, ...]) -> compiled_step._One:
-        arguments, own = measured[depth[0]]
+
+def test_memory_and_flops_grow_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def compiled(subject: Any, depth: Any, growth: float) -> compiled_step._Compiled:
+        seen.append(growth)
         figures: compiled_step.Figures = defaultdict(float)
-        figures |= {("arguments",): arguments, ("temporaries",): own}
-        return compiled_step._One(figures, (), None, 1.0, 1.0)
+        figures |= {("arguments",): 10.0, ("temporaries",): 5.0, ("flops",): 9.0, ("host",): 2.0}
+        return compiled_step._Compiled(figures, (), None, 1.0, 1.0)
+
+    def modelled(share: float) -> Modelled:
+        own = Memory(1 + 8 * share, 0.0, 0.0, 16 * share, 0.0, 0.0, False, "loss", host=8 * share)
+        return Modelled(own, flops=1 + 16 * share)
 
     monkeypatch.setattr(compiled_step, "_compiled", compiled)
     layout = Layout(Topology.parse(TOPOLOGY), ((1, 1, 2, 1), (1, 1, 2, 1)))
-    make = partial(Deep, *(1,) * 32)
-    subject = compiled_step.Subject(make, RunConfig(), {}, layout, temporaries_of=temporaries_of)
-    found = compiled_step.compile_step(subject)
-    assert (found.arguments, found.temporaries) == (64, temporaries)
+    subject = compiled_step.Subject(partial(Deep, *(1,) * 32), RunConfig(), {}, layout)
+    found = compiled_step.compile_step(subject, modelled)
+    assert seen == [4.5]  # 9 in place of 2
+    assert found.arguments == 45
+    assert found.temporaries == pytest.approx(5 + 1.06 * 14)
+    assert found.host == 16
+    assert found.flops == 1 + 8 * 8  # of 9 the layers have 8: four times 2, of which the model knows half
+    assert found.depth == "4 of 32 layers"
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -507,11 +528,11 @@ def test_what_takes_most_in_a_layer_is_named(fits: bool, monkeypatch: pytest.Mon
         Buffer("", "copy", "f32[8]", 1, 1),
     )
 
-    def compiled(subject: Any, depths: Any, depth: tuple[int, ...]) -> compiled_step._One:
-        asked.append(depth)
+    def compiled(subject: Any, depth: Any) -> compiled_step._Compiled:
+        asked.append(depth.compiled)
         if not fits:
-            raise DoesNotFitError(20 * GIB, depths.said(depth))
-        return compiled_step._One(defaultdict(float), (), Peak(4 * GIB, "", buffers), 1.0, 1.0)
+            raise DoesNotFitError(20 * GIB, depth.said)
+        return compiled_step._Compiled(defaultdict(float), (), Peak(4 * GIB, "", buffers), 1.0, 1.0)
 
     monkeypatch.setattr(compiled_step, "_compiled", compiled)
     layout = Layout(Topology.parse(TOPOLOGY), ((1, 1, 2, 1), (1, 1, 2, 1)))

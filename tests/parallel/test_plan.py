@@ -561,7 +561,7 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
         flops=1e12,
         collectives=(CollectiveSum("all-gather", "shard", 12, GIB, 0.01),),
         parts=(("forward model.layers.*: dot_general", 0.4),),
-        depths=("4 of 16 layers",),
+        depth="4 of 16 layers",
         record_seconds=1.0,
         compile_seconds=1.0,
         compiler="libtpu 0.0",

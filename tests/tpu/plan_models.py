@@ -181,7 +181,7 @@ def judged(name: str, topology: Topology, compiles: bool) -> dict[str, Any]:
         flops = ranks * task.workload.model_flops(chosen.rows) / topology.num_devices
         found |= {"compiled_gib": step.memory / GIB, "compiled_seconds": step.seconds}
         found |= {"arguments_gib": step.arguments / GIB, "compile_seconds": step.compile_seconds}
-        found |= {"compiled_mfu": flops / step.seconds / topology.peak_flops, "depths": step.depths}
+        found |= {"compiled_mfu": flops / step.seconds / topology.peak_flops, "depth": step.depth}
     return found
 
 

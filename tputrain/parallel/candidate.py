@@ -118,11 +118,21 @@ def with_layers(task: Task, share: float) -> Task:
     return replace(task, workload=replace(task.workload, parts=(*fewer, rest)))
 
 
-def memory_of(task: Task, candidate: Candidate, share: float = 1.0) -> Memory:
-    """What the model says of a candidate, with so much of the layers."""
-    is_accumulated = candidate.micro_batches > 1
-    layout, rung, rows = candidate.layout, candidate.rung, candidate.rows
-    return _memory(with_layers(task, share), layout, rung, rows, is_accumulated)
+@dataclass(frozen=True)
+class Modelled:
+    """What the models say of a device, in a step."""
+
+    memory: Memory
+    flops: float
+    """Those that the model asks for."""
+
+
+def modelled(task: Task, candidate: Candidate, share: float = 1.0) -> Modelled:
+    """Of a candidate, with so much of the layers."""
+    task, rows, degrees = with_layers(task, share), candidate.rows, candidate.layout.degrees
+    size = _memory(task, candidate.layout, candidate.rung, rows, is_accumulated=candidate.micro_batches > 1)
+    flops = candidate.micro_batches * task.workload.model_flops(rows)
+    return Modelled(size, flops / (degrees["tensor"] * degrees["context"]))
 
 
 def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bool) -> Memory:

@@ -6,10 +6,11 @@ the host's, kernels of attention (their products), and operations without an est
 read and write).
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tputrain.parallel.topology import Topology
 
@@ -29,34 +30,42 @@ ATTENTION_SHARES = {"fwd": 0.51, "dq": 0.78, "dkv": 0.80}
 """Of the peak that the size of a head allows, by kernel: final schedules of splash attention for v6e."""
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _SCOPES = ("jit(run)", "shard_map")
+_NUMBERS = re.compile(r"(?<=[ .])\d+(?=\.|$)")
 
 Seconds = Callable[[Any], float]
 """Of a collective (`tpu_backend.hlo.Collective`)."""
+
+KINDS = ("estimated", "unestimated", "waiting", "copying")
+"""Seconds by the compiler, of operations without an estimate, for collectives, and for copies within the
+memory and to the host's."""
+
+
+class Spent(NamedTuple):
+    """What a core spends time on."""
+
+    place: str
+    """The label of the instruction, or of the last one before it that has one."""
+    label: str
+    """Of the instruction itself; empty: the compiler made it."""
+    operation: str
+    """As the compiler names it."""
+    kind: str
+    """One of KINDS."""
 
 
 @dataclass
 class Schedule:
     """Seconds of a core, by what it does."""
 
-    estimated: float = 0.0
-    """By the compiler."""
-    unestimated: float = 0.0
-    """Operations without an estimate."""
-    waiting: float = 0.0
-    """For collectives."""
-    copying: float = 0.0
-    """For copies within the memory, and to the host's."""
-    by_label: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    by_operation: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    """By label, and the operation in it as the compiler names it."""
-    collectives: list[tuple[Any, float]] = field(default_factory=list)
-    """Each with its seconds, hidden or not."""
+    spent: defaultdict[Spent, float] = field(default_factory=lambda: defaultdict(float))
+    collectives: list[tuple[str, Any, float]] = field(default_factory=list)
+    """Each with its place, and its seconds, hidden or not."""
     unknown_loops: dict[str, str] = field(default_factory=dict)
     """By name of a loop whose number of turns the program does not tell its label. It counts once."""
 
     @property
     def total(self) -> float:
-        return self.estimated + self.unestimated + self.waiting + self.copying
+        return sum(self.spent.values())
 
 
 def schedule(program: Any, topology: Topology, collective_seconds: Seconds) -> Schedule:
@@ -79,6 +88,7 @@ class _Walk:
         self._chains: dict[str, float] = {}
         self._transfers: dict[str, float] = {}  # between slices: when they end, by their names
         self._received: dict[str, str] = {}  # the transfer of each recv
+        self._place = ""
 
     def run(self, computation: str) -> None:
         for instruction in self._program.computations[computation]:
@@ -88,6 +98,7 @@ class _Walk:
         opcode, program = instruction.opcode, self._program
         if opcode in _FREE:
             return
+        self._place = scopes(instruction)[0] or self._place
         if opcode == "while":
             if (trips := program.trips(instruction)) is None:
                 self.found.unknown_loops[instruction.name] = scopes(instruction)[0]
@@ -104,12 +115,12 @@ class _Walk:
                 self._received[instruction.name] = transfer.rendezvous
             return
         if opcode == "recv-done" and instruction.operands[0] in self._received:
-            self._wait(instruction, self._transfers[self._received[instruction.operands[0]]], False)
+            self._wait(instruction, self._transfers[self._received[instruction.operands[0]]])
             return
         kind, _, stage = opcode.rpartition("-")
         if stage == "done" and instruction.operands and instruction.operands[0] in self._ends:
-            is_copy = kind in _COPIES
-            self._wait(instruction, self._ends.pop(instruction.operands[0]), is_copy)
+            what = "copying" if kind in _COPIES else "waiting"
+            self._wait(instruction, self._ends.pop(instruction.operands[0]), what)
             return
         if stage == "start" and kind in _COPIES:
             self._ends[instruction.name] = self._copy(instruction)
@@ -123,34 +134,30 @@ class _Walk:
             if stage == "start":
                 self._ends[instruction.name] = end
             else:
-                self._wait(instruction, end, False)
+                self._wait(instruction, end)
             return
         inner = list(program.collectives_of(instruction.called)) if opcode == "fusion" else []
         chains = {each.chain for each in inner if each.chain is not None}
         for each in inner:
             if each.chain is None:
-                self._wait(instruction, self._send(each), False)
+                self._wait(instruction, self._send(each))
             elif each.chain not in self._chains:
                 self._chains[each.chain] = self._send(each)
         if instruction.name.startswith("async-collective-done"):
             for chain in chains:
-                self._wait(instruction, self._chains[chain], False)
+                self._wait(instruction, self._chains[chain])
             return
         self._compute(instruction, has_collective=bool(inner))
 
     def _compute(self, instruction: Any, has_collective: bool) -> None:
         if instruction.cycles is not None:
-            seconds = instruction.cycles / self._topology.chip.clock
-            self.found.estimated += seconds
+            self._spend(instruction, instruction.cycles / self._topology.chip.clock, "estimated")
         elif instruction.is_pallas_kernel:
-            seconds = self._kernel_seconds(instruction)
-            self.found.unestimated += seconds
+            self._spend(instruction, self._kernel_seconds(instruction), "unestimated")
         elif instruction.opcode == "fusion" and not has_collective:
             seconds = self._program.num_bytes(instruction) / self._topology.hbm_bandwidth
-            self.found.unestimated += seconds
-        else:  # a number, or what the compiler does in no time
-            return
-        self._spend(instruction, seconds)
+            self._spend(instruction, seconds, "unestimated")
+        # Else it is a number, or what the compiler does in no time.
 
     def _kernel_seconds(self, instruction: Any) -> float:
         """Of a kernel for the TPU: limited by the matrix unit, or by reading and writing."""
@@ -165,7 +172,7 @@ class _Walk:
     def _send(self, collective: Any) -> float:
         """Begin a collective; when it ends. The links take one after the other, as does the network."""
         seconds = self._seconds_of(collective)
-        self.found.collectives.append((collective, seconds))
+        self.found.collectives.append((self._place, collective, seconds))
         if collective.num_slices > 1:
             self._network = max(self._network, self._core) + seconds
             return self._network
@@ -182,22 +189,20 @@ class _Walk:
         self._memory = max(self._memory, self._core) + num_bytes / 2 / self._topology.hbm_bandwidth
         return self._memory
 
-    def _wait(self, instruction: Any, end: float, is_copy: bool) -> None:
-        seconds = max(0.0, end - self._core)
-        if is_copy:
-            self.found.copying += seconds
-        else:
-            self.found.waiting += seconds
-        self._spend(instruction, seconds)
+    def _wait(self, instruction: Any, end: float, kind: str = "waiting") -> None:
+        self._spend(instruction, max(0.0, end - self._core), kind)
 
-    def _spend(self, instruction: Any, seconds: float) -> None:
+    def _spend(self, instruction: Any, seconds: float, kind: str) -> None:
         self._core += seconds
-        label, operation = scopes(instruction)
-        self.found.by_label[label] += seconds
-        self.found.by_operation[label, operation] += seconds
+        self.found.spent[Spent(self._place, *scopes(instruction), kind)] += seconds
 
 
 def scopes(instruction: Any) -> tuple[str, str]:
     """The label that an instruction was recorded with, and its operation."""
     names = [each for each in instruction.op_name.split("/") if each and each not in _SCOPES]
     return (names[0] if len(names) > 1 else "", names[-1] if names else instruction.opcode)
+
+
+def without_numbers(label: str) -> str:
+    """The same for all layers: "forward layers.*.mlp"."""
+    return _NUMBERS.sub("*", label)

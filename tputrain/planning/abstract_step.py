@@ -113,7 +113,7 @@ class _Labels:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
-        self._names = {id(each): _without_numbers(name) for name, each in model.named_modules()}
+        self._names = {id(each): name for name, each in model.named_modules()}
         self._open: list[str] = []
         self._marked = ""
         self._ends_backward = False
@@ -149,8 +149,9 @@ class _Labels:
         if id(module) not in self._names:
             return
         self._open.pop()
-        self._mark(self._open[-1] if self._open else LOSS)
         name = f"backward {self._names[id(module)]}".strip()
+        after_all = name if torch._C._current_graph_task_id() >= 0 else LOSS
+        self._mark(self._open[-1] if self._open else after_all)
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.grad_fn is not None:
                 each.grad_fn.register_prehook(partial(self._in_backward, name))
@@ -169,7 +170,3 @@ class _Labels:
         if label != self._marked:
             self._marked = label
             devices.of_slices().mark(label)
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -22,7 +22,7 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
     yield ""
     yield (
         f"compiled by {step.compiler} for {topology.name} in {step.compile_seconds:.0f} s "
-        f"(recorded in {step.record_seconds:.0f} s): {', and '.join(step.depths)}"
+        f"(recorded in {step.record_seconds:.0f} s): {step.depth}"
     )
     yield (
         f"memory  {total / GIB:.2f} of {most / GIB:.2f} GiB a device{fits}: arguments "
@@ -57,7 +57,7 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
     for number, (what, value) in enumerate(step.parts):
         yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {said(value)}  {what}"
     if step.peak is not None:
-        yield from _peak_lines(step.peak, step.depths[-1])
+        yield from _peak_lines(step.peak, step.depth)
     for note in step.notes:
         yield f"note    {note}"
 

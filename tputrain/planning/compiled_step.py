@@ -1,10 +1,9 @@
 """What the TPU compiler says of a plan: its step is recorded and compiled for the slice, which is not here.
 
-Compile time must not grow with depth. Layers that are alike are compiled twice, with few of them and with a
-few more; every figure goes on from there on a straight line, to the depth of the model. What is done once a
-micro-batch is compiled for two at most, and counted as often as it is done. Temporaries do not grow on such
-a line: the peak can move to another place in the step, and gaps between buffers vary. They grow as the
-planner's model says.
+Compile time must not grow with depth. Of layers that are alike few are compiled. Time is counted by the layer
+that it is spent in: that of the layers between the first and the last one as often as there are such layers
+in the model. Memory and FLOPs grow as the planner's model says. What is done once a micro-batch is compiled
+for two at most, and counted as often as it is done.
 """
 
 import re
@@ -12,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -23,16 +23,16 @@ from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction
 from tputrain.parallel.blocks import lists_of_blocks, period
+from tputrain.parallel.candidate import Modelled
 from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, mesh_of
-from tputrain.parallel.step_schedule import Schedule, schedule
+from tputrain.parallel.step_schedule import Schedule, schedule, without_numbers
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.abstract_step import ONCE, abstract_step
 from tputrain.planning.peak import Peak
 from tputrain.planning.peak import peak as peak_of
 
-FEW, MORE = 4, 8
-"""Layers of the two compilations. Fewer than four hide what overlaps between layers; the step of a model with
-so many layers costs the compiler not much more than one with two."""
+FEW = 4
+"""Layers that are compiled. The first and the last one have other neighbours than those between them."""
 BAND = 0.15
 """Of predicted seconds: what a predictor of this kind came to on public steps. Not measured for this one."""
 # libtpu says it in two ways. Both numbers are of arguments and temporaries together.
@@ -43,7 +43,7 @@ BETWEEN_SLICES = "replicate, between slices"
 """Only replicas go over the network between slices."""
 
 Figures = defaultdict[tuple[str, ...], float]
-"""Numbers by kind and name, all of which are on a straight line over the depth."""
+"""Numbers by kind and name."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,6 @@ class Subject:
     """A micro-batch of all ranks."""
     layout: Layout
     loss_fn: LossFunction | None = None
-    temporaries_of: Callable[[float], float] | None = None
-    """Bytes by a model, for so much of the layers (all lists together). None: on the line, too."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class CompiledStep:
     collectives: tuple["CollectiveSum", ...]
     parts: tuple[tuple[str, float], ...]
     """The most expensive ones: module and pass, and its operation; with their seconds."""
-    depths: tuple[str, ...]
+    depth: str
     """What was compiled."""
     record_seconds: float
     compile_seconds: float
@@ -88,7 +86,7 @@ class CompiledStep:
     host: float = 0.0
     """In the host's memory."""
     peak: Peak | None = None
-    """What takes most memory in the last program that was compiled; None: most is on the chip."""
+    """What takes most memory in what was compiled; None: most is on the chip."""
 
     @property
     def memory(self) -> float:
@@ -138,39 +136,30 @@ def why_not(topology: Topology) -> str | None:
     return None
 
 
-def compile_step(subject: Subject, is_whole: bool = False) -> CompiledStep:
+def compile_step(subject: Subject, modelled: Callable[[float], Modelled] | None = None) -> CompiledStep:
     """Record and compile it. In a process that stands for a rank of the slice (`start_slice`).
 
-    `is_whole`: all layers are compiled, however many there are.
+    `modelled`: the planner's word of so much of the layers, of which few are compiled. None: all are.
 
     Raises UserError where it cannot be recorded, DoesNotFitError where it is too large.
     """
-    depths = _depths(subject.make_model())
-    if is_whole:
-        depths = replace(depths, compiled=(depths.wanted,))
-    found, said, record_seconds, compile_seconds = [], [], 0.0, 0.0
-    notes: dict[str, None] = {}  # in order
-    for depth in depths.compiled:
-        one = _compiled(subject, depths, depth)
-        found.append(one.figures)
-        said.append(depths.said(depth))
-        notes |= dict.fromkeys(one.notes)
-        record_seconds += one.record_seconds
-        compile_seconds += one.compile_seconds
-    figures: Figures = defaultdict(float, found[0])
-    for number, figures_of_more in enumerate(found[1:]):
-        few, more = (depths.compiled[place][number] for place in (0, number + 1))
-        times = (depths.wanted[number] - few) / (more - few)
-        for key in {*found[0], *figures_of_more}:
-            figures[key] += times * (figures_of_more[key] - found[0][key])
-    if (modelled := subject.temporaries_of) is not None:
-        shares = [sum(each) / max(1, sum(depths.wanted)) for each in depths.compiled]
-        figures["temporaries",] = max(
-            one["temporaries",] + modelled(1) - modelled(share)
-            for one, share in zip(found, shares, strict=True)
-        )
-    found_step = _step(figures, tuple(said), tuple(notes), record_seconds, compile_seconds)
-    return replace(found_step, peak=one.peak)
+    depth = _depth(subject.make_model())
+    if modelled is None:
+        depth = replace(depth, compiled=depth.wanted)
+        return _step(_compiled(subject, depth), depth)
+    few, all_layers = modelled(depth.share), modelled(1)
+    growth = all_layers.memory.arguments / few.memory.arguments
+    one = _compiled(subject, depth, growth)
+    figures = one.figures
+    figures["arguments",] *= growth
+    figures["temporaries",] += all_layers.memory.temporaries - few.memory.temporaries
+    if few.memory.host:
+        figures["host",] *= all_layers.memory.host / few.memory.host
+    if depth.share < 1:
+        # In a layer the compiler counts other FLOPs than the model has: computed again, and none in kernels.
+        of_layers = (all_layers.flops - few.flops) / (1 - depth.share)
+        figures["flops",] += (figures["flops",] - all_layers.flops + of_layers) * (1 / depth.share - 1)
+    return _step(one, depth)
 
 
 def start_slice(topology: Topology) -> None:
@@ -189,35 +178,47 @@ def _name(topology: Topology) -> str:
     return topology.name
 
 
-# -- depths ------------------------------------------------------------------------------------------------
+# -- depth -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Depths:
+class _Depth:
     """Layers of each list of blocks."""
 
     wanted: tuple[int, ...]
-    compiled: tuple[tuple[int, ...], ...]
+    compiled: tuple[int, ...]
 
-    def said(self, depth: Sequence[int]) -> str:
-        if tuple(depth) == self.wanted:
+    @property
+    def said(self) -> str:
+        if self.compiled == self.wanted:
             return "the whole step"
-        return f"{' and '.join(map(str, depth))} of {' and '.join(map(str, self.wanted))} layers"
+        return f"{' and '.join(map(str, self.compiled))} of {' and '.join(map(str, self.wanted))} layers"
+
+    @property
+    def share(self) -> float:
+        """Of the layers, all lists together."""
+        return sum(self.compiled) / max(1, sum(self.wanted))
 
 
-def _depths(model: nn.Module) -> _Depths:
-    wanted, few, more = [], [], []
+def _depth(model: nn.Module) -> _Depth:
+    wanted, few = [], []
     for layers in lists_of_blocks(model):
         size, whole = period(layers), len(layers)
         wanted.append(whole)
-        is_long = size * MORE < whole and whole % size == 0
-        few.append(size * FEW if is_long else whole)
-        more.append(size * MORE if is_long else whole)
-    compiled = [tuple(few)]
-    for place, (a, b) in enumerate(zip(few, more, strict=True)):
-        if a != b:
-            compiled.append((*few[:place], b, *few[place + 1 :]))
-    return _Depths(tuple(wanted), tuple(compiled))
+        few.append(min(size * FEW, whole) if whole % size == 0 else whole)
+    return _Depth(tuple(wanted), tuple(few))
+
+
+def _times(model: nn.Module, depth: _Depth) -> dict[str, float]:
+    """By the name of each layer of a shortened model: how many layers it stands for."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for layers, wanted, few in zip(lists_of_blocks(model), depth.wanted, depth.compiled, strict=True):
+        size = few // FEW
+        for number, layer in enumerate(layers):
+            is_between = wanted > few and size <= number < few - size
+            found[names[id(layer)]] = 1 + (wanted - few) / (few - 2 * size) * is_between
+    return found
 
 
 def shorten(model: nn.Module, depth: Sequence[int]) -> None:
@@ -230,22 +231,34 @@ def shorten(model: nn.Module, depth: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True)
-class _One:
+class _Compiled:
     figures: Figures
+    """Seconds and collectives are those of all layers; memory and FLOPs of the ones that were compiled."""
     notes: tuple[str, ...]
     peak: Peak | None
     record_seconds: float
     compile_seconds: float
 
 
-def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
+def _compiled(subject: Subject, depth: _Depth, growth: float = 1.0) -> _Compiled:
+    """`growth`: how many times as much all layers have of what the optimizer updates."""
     layout, cfg = subject.layout, subject.cfg
     micro_batches = cfg.trainer.accumulate
     few = min(micro_batches, 2)
     model = subject.make_model()
-    shorten(model, depth)
+    shorten(model, depth.compiled)
+    of_layers = _times(model, depth)
     cfg = replace(cfg, trainer=replace(cfg.trainer, accumulate=few))
-    what = f"{depths.said(depth)} for {layout.topology.name}"
+    what = f"{depth.said} for {layout.topology.name}"
+
+    @cache
+    def times(label: str) -> float:
+        if label in ONCE:
+            return growth
+        parts = label.partition(" ")[2].split(".")
+        names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return micro_batches / few * next((of_layers[name] for name in names if name in of_layers), 1.0)
+
     with announced(f"recording {what}"):
         step = abstract_step(model, cfg, subject.batch, subject.loss_fn)
     slices = devices.of_slices()
@@ -254,29 +267,30 @@ def _compiled(subject: Subject, depths: _Depths, depth: Sequence[int]) -> _One:
         with announced(f"compiling {what}"):
             compiled = slices.compile_for(_name(layout.topology), step.segment, order=chips_by_rank(layout))
     except Exception as error:
-        raise _refusal(error, depths.said(depth)) from error
+        raise _refusal(error, depth.said) from error
     seconds = time.perf_counter() - began
     program = devices.program_of(compiled.as_text())
-    figures, notes = _figures(compiled, program, layout, micro_batches / few)
+    figures, notes = _figures(compiled, program, layout, times)
+    figures["flops",] *= micro_batches / few
     most = peak_of(program)
     is_told = most.num_bytes > _LEAST_OF_PEAK * figures["temporaries",]
-    return _One(figures, notes, most if is_told else None, step.seconds, seconds)
+    return _Compiled(figures, notes, most if is_told else None, step.seconds, seconds)
 
 
 def largest_of_a_layer(subject: Subject) -> str | None:
     """What takes most memory with one layer, in words: of a step that it cannot place the compiler says
     nothing. None: one layer is too much, or most of it is on the chip.
     """
-    depths = _depths(subject.make_model())
-    one = tuple(min(1, each) for each in depths.wanted)
+    depth = _depth(subject.make_model())
+    depth = replace(depth, compiled=tuple(min(1, each) for each in depth.wanted))
     try:
-        most = _compiled(subject, depths, one).peak
+        most = _compiled(subject, depth).peak
     except (DoesNotFitError, UserError):
         return None
     if most is None:
         return None
     named = ", ".join(f"{each.sized} ({each.said})" for each in most.largest[:3])
-    return f"with {depths.said(one)}: {named}"
+    return f"with {depth.said}: {named}"
 
 
 def scheduled_step(program: Any, layout: Layout) -> Schedule:
@@ -311,8 +325,10 @@ def _places(topology: Topology) -> list[tuple[int, ...]]:
     return [(place[0], *(place[axis] for axis in axes)) for place in found]
 
 
-def _figures(compiled: Any, program: Any, layout: Layout, times: float) -> tuple[Figures, tuple[str, ...]]:
-    """With notes. `times`: the micro-batches of a step for each that was compiled."""
+def _figures(
+    compiled: Any, program: Any, layout: Layout, times: Callable[[str], float]
+) -> tuple[Figures, tuple[str, ...]]:
+    """With notes. `times`: how often a step does what has a label, for each time that it was compiled."""
     memory = compiled.memory_analysis()
     found: Figures = defaultdict(float)
     found["arguments",] = memory.argument_size_in_bytes + max(
@@ -322,20 +338,17 @@ def _figures(compiled: Any, program: Any, layout: Layout, times: float) -> tuple
     found["host",] = memory.host_temp_size_in_bytes
     groups = _groups(layout)
     scheduled = scheduled_step(program, layout)
-    once = sum(seconds for label, seconds in scheduled.by_label.items() if label in ONCE)
-    scale = 1.0 if scheduled.total == 0 else (once + times * (scheduled.total - once)) / scheduled.total
-    for kind in ("estimated", "unestimated", "waiting", "copying"):
-        found["seconds", kind] = scale * getattr(scheduled, kind)
-    found["flops",] = times * (compiled.cost_analysis() or {}).get("flops", 0.0)
-    for collective, seconds in scheduled.collectives:
+    for spent, seconds in scheduled.spent.items():
+        found["seconds", spent.kind] += times(spent.place) * seconds
+        found["part", without_numbers(spent.label), spent.operation] += times(spent.place) * seconds
+    found["flops",] = (compiled.cost_analysis() or {}).get("flops", 0.0)
+    for place, collective, seconds in scheduled.collectives:
         axes = " x ".join(groups.axes(collective.group)) or "none"
         if collective.num_slices > 1:
             axes = BETWEEN_SLICES
-        found["collective", collective.kind, axes, "count"] += times
-        found["collective", collective.kind, axes, "bytes"] += times * collective.num_bytes
-        found["collective", collective.kind, axes, "seconds"] += times * seconds
-    for (label, operation), seconds in scheduled.by_operation.items():
-        found["part", label, operation] += seconds * (1 if label in ONCE else times)
+        found["collective", collective.kind, axes, "count"] += times(place)
+        found["collective", collective.kind, axes, "bytes"] += times(place) * collective.num_bytes
+        found["collective", collective.kind, axes, "seconds"] += times(place) * seconds
     return found, tuple(
         f"the turns of the loop {name}{f' ({label})' if label else ''} are not known: it counts once"
         for name, label in scheduled.unknown_loops.items()
@@ -397,16 +410,8 @@ class _Groups:
         return seconds
 
 
-def _step(
-    figures: Figures,
-    depths: tuple[str, ...],
-    notes: tuple[str, ...],
-    record_seconds: float,
-    compile_seconds: float,
-) -> CompiledStep:
-    def seconds(kind: str) -> float:
-        return max(0.0, figures["seconds", kind])
-
+def _step(one: _Compiled, depth: _Depth) -> CompiledStep:
+    figures = one.figures
     sums = [
         CollectiveSum(
             kind, axes, *(figures["collective", kind, axes, what] for what in ("count", "bytes", "seconds"))
@@ -421,17 +426,18 @@ def _step(
     return CompiledStep(
         arguments=figures["arguments",],
         temporaries=figures["temporaries",],
-        estimated=seconds("estimated"),
-        unestimated=seconds("unestimated"),
-        waiting=seconds("waiting"),
-        copying=seconds("copying"),
+        estimated=figures["seconds", "estimated"],
+        unestimated=figures["seconds", "unestimated"],
+        waiting=figures["seconds", "waiting"],
+        copying=figures["seconds", "copying"],
         flops=figures["flops",],
         collectives=tuple(sorted(sums, key=lambda each: -each.seconds)),
         parts=tuple(sorted(parts.items(), key=lambda each: -each[1])[:10]),
-        depths=depths,
-        record_seconds=record_seconds,
-        compile_seconds=compile_seconds,
+        depth=depth.said,
+        record_seconds=one.record_seconds,
+        compile_seconds=one.compile_seconds,
         compiler=f"libtpu {devices.of_slices().compiler_version()}",
-        notes=notes,
-        host=max(0.0, figures["host",]),
+        notes=one.notes,
+        host=figures["host",],
+        peak=one.peak,
     )

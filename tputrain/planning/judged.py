@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
 
 from tputrain.announce import say
 from tputrain.errors import UserError
-from tputrain.parallel.candidate import Candidate, Task, memory_of
+from tputrain.parallel.candidate import Candidate, Task, modelled
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.topology import GIB
 from tputrain.planning.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
@@ -49,11 +50,8 @@ def judge_by(subject_of: Callable[[Candidate], Subject], task: Task) -> Judge:
     """Candidates as the compiler sees them. In a process that stands for a rank (`start_slice`)."""
 
     def judge(candidate: Candidate) -> Judged:
-        def temporaries_of(share: float) -> float:
-            return memory_of(task, candidate, share).temporaries
-
         try:
-            step = compile_step(replace(subject_of(candidate), temporaries_of=temporaries_of))
+            step = compile_step(subject_of(candidate), partial(modelled, task, candidate))
         except DoesNotFitError as error:
             return Judged(candidate, None, str(error), error.used)
         return Judged(candidate, step, None, step.memory)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tputrain.parallel.step_schedule import scopes
+from tputrain.parallel.step_schedule import scopes, without_numbers
 from tputrain.parallel.topology import GIB
 
 _SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))
@@ -78,7 +78,7 @@ def peak(program: Any) -> Peak:
     found = [Buffer(*kind, len(sizes), sum(sizes)) for kind, sizes in kinds.items()]
     return Peak(
         total,
-        scopes(instructions[moment])[0],
+        without_numbers(scopes(instructions[moment])[0]),
         tuple(sorted(found, key=lambda each: -each.num_bytes)[:_KEPT]),
     )
 
@@ -130,7 +130,8 @@ class _Lives:
                 name, place = buffer
                 dtype, dims, _ = self.elements[name][place]
                 described = f"{dtype}[{','.join(map(str, dims))}]"
-                yield (*scopes(self._by_name[name]), described), self._sizes[buffer]
+                label, operation = scopes(self._by_name[name])
+                yield (without_numbers(label), operation, described), self._sizes[buffer]
         if (inner := self._inner.get(number)) is not None:
             yield from inner.at(inner.largest()[0])
 

@@ -209,10 +209,10 @@ def _compiled(step: CompiledStep) -> str:
     parts = ((what, seconds_text(value), share(value / step.seconds)) for what, value in step.parts)
     notes = "".join(f"<p>{escape(each)}</p>" for each in step.notes)
     return (
-        f"<h2>By the compiler</h2><p>{escape(step.compiler)}: {escape(', and '.join(step.depths))}</p>{notes}"
+        f"<h2>By the compiler</h2><p>{escape(step.compiler)}: {escape(step.depth)}</p>{notes}"
         f"{_table(('collective', 'along', 'number', 'GiB', 'seconds (modelled)'), collectives)}"
         f"{_table(('most expensive parts', 'seconds', 'share'), parts)}"
-        f"{'' if step.peak is None else _peak(step.peak, step.depths[-1])}"
+        f"{'' if step.peak is None else _peak(step.peak, step.depth)}"
     )
 
 
