@@ -64,6 +64,6 @@ def _held() -> Callable[..., Any]:
 @cache
 def _taken() -> Callable[..., Any]:
     def taken(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return kept_after(arrays, gathers.scattered())
+        return kept_after(arrays, gathers.awaited())
 
     return jax_op(taken, name="taken_from_host")

@@ -15,14 +15,17 @@ _SCHEMA = (
     "linear_cross_entropy(Tensor self, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
     "Tensor? token_weight, int ignore_index, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+_SCHEMA_OF_GRADIENT = "loss_gradient(Tensor self, Tensor factor, ScalarType dtype) -> Tensor"
 
 
 @cache
 def register() -> Library:
-    """Define the operator behind it, for the life of the process.  Idempotent."""
+    """Define the operators behind it, for the life of the process.  Idempotent."""
     library = Library("tpu", "FRAGMENT")
     library.define(_SCHEMA)
     library.impl("linear_cross_entropy", untraced(_infer), "Meta")
+    library.define(_SCHEMA_OF_GRADIENT)
+    library.impl("loss_gradient", untraced(_infer_gradient), "Meta")
     return library
 
 
@@ -131,10 +134,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.is_mean:
             grad = torch.where(total == 0, 0, grad / total)  # no token counts: nothing has a gradient
         hidden, weight, bias = (
-            (each * grad).to(ctx.dtype) if is_wanted else None
+            torch.ops.tpu.loss_gradient(each, grad, ctx.dtype) if is_wanted else None
             for each, is_wanted in zip(gradients, ctx.wanted, strict=True)
         )
         return hidden, weight, None, bias, None, None, None, None
+
+
+def _infer_gradient(self: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(self, dtype=dtype)
 
 
 def _infer(

@@ -53,7 +53,7 @@ def test_on_a_tpu_a_forward_pass_has_one_gather_ahead() -> None:
         for weight in [*weights, weights[-1]]:  # the last one's backward pass follows at once
             gathered = packed.RULES["tpu_collective::all_gather"](packed.Packed((weight,), (8,)), RANKS)
             made.append(made[-1] @ gathered.whole().reshape(4, 4))
-            gathers.note_made([made[-1], jnp.ones((2, 2))])
+            gathers.note_made("aten::mm", [made[-1], jnp.ones((2, 2))])
         return made[1:]
 
     with axis_of(RANKS), lowering_for("tpu"), gathers.traced_program():
@@ -65,6 +65,21 @@ def test_on_a_tpu_a_forward_pass_has_one_gather_ahead() -> None:
     assert [each.invars[1:] for each in barriers] == [[result] for result in jaxpr.outvars[:2]]
     gathered = [each.invars[0] for each in jaxpr.eqns if each.primitive.name == "all_gather"]
     assert gathered[2:] == [each.outvars[0] for each in barriers]
+
+
+def test_a_gather_runs_after_the_gradients_that_a_loss_made() -> None:
+    # A tied head's is scattered last: its product would be put off, and all logits kept for it.
+    def backward(gradient: jax.Array, weight: jax.Array) -> jax.Array:
+        gathers.note_made("tpu::loss_gradient", [gradient * 2])
+        return packed.RULES["tpu_collective::all_gather"](packed.Packed((weight,), (8,)), RANKS).whole()
+
+    with axis_of(RANKS), lowering_for("tpu"), gathers.traced_program():
+        jaxpr = jax.make_jaxpr(backward)(jnp.zeros((4, 4)), jnp.zeros((2, 4))).jaxpr
+    (product,) = [each for each in jaxpr.eqns if each.primitive.name == "mul"]
+    (barrier,) = [each for each in jaxpr.eqns if each.primitive.name == "optimization_barrier"]
+    (gather,) = [each for each in jaxpr.eqns if each.primitive.name == "all_gather"]
+    assert barrier.invars[1:] == product.outvars
+    assert gather.invars == barrier.outvars[:1]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,12 @@ def linear_cross_entropy(
     return sums.loss, sums.weights, grad_hidden, sums.grad_weight, sums.grad_bias
 
 
+@lowering("tpu::loss_gradient")
+def loss_gradient(self, factor, dtype):
+    """A gradient that was computed with the loss, times the one of the loss, in another dtype."""
+    return self * factor.astype(self.dtype)  # the cast is the table's
+
+
 def _tokens_of_block(dtype: jnp.dtype, classes: int, features: int, has_sums: bool) -> int:
     """As many as BLOCK_BYTES allow; on a TPU as many as there are features at least, where the weight's
     gradient is asked for.

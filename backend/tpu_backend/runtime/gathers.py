@@ -19,6 +19,8 @@ from jax import lax
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.platforms import lowered_for
 
+_LOSS_GRADIENT = "tpu::loss_gradient"
+
 Dtypes = tuple[jnp.dtype, jnp.dtype]
 """What a copy computes in, and what it stores."""
 
@@ -51,7 +53,8 @@ class _Gather:
 class _Program:
     """Its gathers and scatters so far. Arrays are known by their `id`, and held, so that no other gets it."""
 
-    scattered: list[tuple[jax.Array, ...]] = field(default_factory=list)
+    awaited: list[tuple[jax.Array, ...]] = field(default_factory=list)
+    """The results of scatters, and gradients of a loss."""
     latest: jax.Array | None = None
     """The newest floating value of several dims. Where FSDP2 gathers, that is what the layer takes."""
     latest_at_gather: jax.Array | None = None
@@ -73,11 +76,12 @@ _traced: ContextVar[_Program | None] = ContextVar("program that is traced", defa
 
 @contextmanager
 def traced_program() -> Iterator[None]:
-    """A program is traced in this context. On a TPU each of its gathers runs after the scatters before it.
+    """A program is traced in this context. On a TPU each of its gathers runs after the scatters before it,
+    and after the gradients that a loss made.
 
     XLA would put products that give weights' gradients, and scatters that it makes all-reduces of, at the end
     of the program, as long as there is memory. Until then the gradients of all layers, or the activations
-    that they need, would stay in memory.
+    that they need, would stay in memory; of a tied head, whose gradient is scattered last, all logits'.
     """
     before = _traced.set(_Program() if lowered_for() == "tpu" else None)
     try:
@@ -86,7 +90,7 @@ def traced_program() -> Iterator[None]:
         _traced.reset(before)
 
 
-def note_made(values: Sequence[object]) -> None:
+def note_made(name: str, values: Sequence[object]) -> None:
     """Note what an entry has made: later gathers may wait for it.
 
     Of several values that is the first. A loss's gradients, behind it, would be made in float32 for them.
@@ -97,18 +101,20 @@ def note_made(values: Sequence[object]) -> None:
     first = values[0]
     if isinstance(first, jax.Array) and first.ndim > 1 and jnp.issubdtype(first.dtype, jnp.floating):
         program.latest = first
+        if name == _LOSS_GRADIENT:
+            program.awaited.append((first,))
 
 
 def note_scattered(parts: tuple[jax.Array, ...]) -> None:
     """The results of a scatter, which later gathers run after."""
     if (program := _traced.get()) is not None:
-        program.scattered.append(parts)
+        program.awaited.append(parts)
 
 
-def scattered() -> tuple[jax.Array, ...]:
-    """The results of scatters so far. Of those that a gather waits for, the last ones alone."""
+def awaited() -> tuple[jax.Array, ...]:
+    """What gathers from here on run after. Of what one waits for already, the last alone."""
     program = _traced.get()
-    return () if program is None else tuple(each for parts in program.scattered for each in parts)
+    return () if program is None else tuple(each for parts in program.awaited for each in parts)
 
 
 def gathered(shards: tuple[jax.Array, ...], ranks: Sequence[int]) -> tuple[jax.Array, ...]:
@@ -121,7 +127,7 @@ def gathered(shards: tuple[jax.Array, ...], ranks: Sequence[int]) -> tuple[jax.A
     program = _traced.get()
     if program is None:
         return tuple(_all_gather(each, ranks) for each in shards)
-    if not program.scattered and (found := _gathered_just_now(shards, tuple(ranks), program)) is not None:
+    if not program.awaited and (found := _gathered_just_now(shards, tuple(ranks), program)) is not None:
         return found
     results = []
     program.recent.append([])
@@ -178,15 +184,16 @@ def _all_gather(shard: jax.Array, ranks: Sequence[int]) -> jax.Array:
 
 
 def _ordered(shards: tuple[jax.Array, ...], program: _Program) -> tuple[jax.Array, ...]:
-    """The shards, as values that depend on the scatters so far. Where there are none yet, in a forward pass,
-    they depend on what was computed when the gather before this one was asked for: one gather may be ahead.
+    """The shards, as values that depend on what is awaited so far. Where that is nothing yet, in a forward
+    pass, they depend on what was computed when the gather before this one was asked for: one gather may be
+    ahead.
     """
-    before = tuple(program.scattered)
+    before = tuple(program.awaited)
     if not before and program.latest_at_gather is not None:
         before = ((program.latest_at_gather,),)
     program.latest_at_gather = program.latest
     if not before:
         return shards
     shards, _ = lax.optimization_barrier((shards, before))
-    del program.scattered[:-1]  # a later gather need not name them again
+    del program.awaited[:-1]  # a later gather need not name them again
     return shards

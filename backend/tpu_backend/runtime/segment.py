@@ -399,7 +399,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
                 label = jax.named_scope(labels[collected.entry]) if labels else nullcontext()
                 with recorded_settings(precision), label:
                     made = replay(entry, iter(links), values, numbers)
-                    gathers.note_made(made)
+                    gathers.note_made(entry.name, made)
                     for value in made:
                         values[next(fresh)] = value
         bounds_checks[:] = collected.made
