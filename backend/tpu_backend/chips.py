@@ -1,4 +1,4 @@
-"""The TPU chips of this host, as files show them: without JAX, and without opening any."""
+"""The chips of this host, as files show them: without JAX, and without opening any."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def tpu_chips() -> list[Path]:
     """The device files of TPU chips on this host."""
     accelerators = sorted(Path("/dev").glob("accel[0-9]*"))
     return accelerators or sorted(filter(_is_googles, Path("/dev/vfio").glob("[0-9]*")))
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this host has an NVIDIA GPU, with its driver."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def _is_googles(group: Path) -> bool:

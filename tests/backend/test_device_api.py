@@ -263,6 +263,17 @@ def test_chips_that_somebody_holds_are_an_error_that_names_the_holder(tmp_path, 
         platform.platform.__wrapped__()
 
 
+def test_a_gpu_that_nobody_asked_for_is_named(monkeypatch):
+    from tpu_backend.runtime import platform
+
+    monkeypatch.setattr(platform, "tpu_chips", list)
+    monkeypatch.setattr(platform, "has_nvidia_gpu", lambda: True)
+    monkeypatch.delenv("TPU_PLATFORM", raising=False)
+    found = platform.platform.__wrapped__()
+    assert found.name == "cpu"
+    assert found.reason == "no TPU found; TPU_PLATFORM=cuda takes this machine's GPU"
+
+
 def test_a_platform_that_cannot_be_had_is_one_clear_line():
     done = run_python(
         """

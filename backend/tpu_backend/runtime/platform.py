@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tpu_backend.chips import tpu_chips
+from tpu_backend.chips import has_nvidia_gpu, tpu_chips
 from tpu_backend.runtime import described
 
 PLATFORMS = ("auto", "tpu", "cuda", "cpu")
@@ -91,6 +91,8 @@ def platform() -> Platform:
             ) from error
         return Platform("cuda", "TPU_PLATFORM=cuda", devices)
     reason = "TPU_PLATFORM=cpu" if asked == "cpu" else "no TPU found"
+    if asked == "auto" and has_nvidia_gpu():
+        reason += "; TPU_PLATFORM=cuda takes this machine's GPU"
     return Platform("cpu", reason, _open_devices("cpu")[:1])
 
 
