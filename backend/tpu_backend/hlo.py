@@ -16,6 +16,7 @@ _BITS = re.compile(r"\d+")
 _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _MOST_CYCLES = 2**50
 _LAID_OUT = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -146,6 +147,12 @@ class Instruction:
     def is_pallas_kernel(self) -> bool:
         """Whether it is a kernel for the TPU that the compiler has no estimate for."""
         return self.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.text
+
+    @cached_property
+    def kernel_flops(self) -> int:
+        """What its author says of a kernel for the TPU; 0: nothing."""
+        found = _FLOPS.search(self.text) if self.is_pallas_kernel else None
+        return 0 if found is None else int(found[1])
 
     @cached_property
     def attention_kernel(self) -> AttentionKernel | None:

@@ -2,10 +2,16 @@
 
 from collections.abc import Callable, Iterator
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+from tpu_backend.lowering import grouped_sums
+from tpu_backend.lowering.platforms import lowering_for
 
 ENDS = torch.tensor([4, 4, 16], dtype=torch.int32)  # three groups, the second one empty
 
@@ -52,6 +58,24 @@ def test_products_and_gradients_are_the_cpus(
     for got, want in zip(actual, expected, strict=True):
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(768, [200, 0, 312, 256]), (700, [0, 90, 500, 10])], ids=["all", "not all"]
+)
+def test_the_kernel_for_a_tpu_sums_over_each_group(rows: int, sizes: list[int]) -> None:
+    random = np.random.default_rng(0)
+    left, right = (jnp.asarray(random.normal(size=(rows, each)), jnp.bfloat16) for each in (160, 130))
+    with lowering_for("tpu"):
+        assert grouped_sums.fits(left, right)
+    with jax.enable_x64(True):
+        found = grouped_sums.grouped_sums(left, right, jnp.asarray(sizes), jnp.bfloat16, interpret=True)
+    ends = np.cumsum(sizes)
+    assert found.shape == (4, 160, 130)
+    for got, end, size in zip(found.astype("float32"), ends, sizes, strict=True):
+        own = slice(end - size, end)
+        expected = left[own].astype("float32").T @ right[own].astype("float32")
+        np.testing.assert_allclose(got, expected, rtol=2e-2, atol=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

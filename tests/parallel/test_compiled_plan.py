@@ -396,6 +396,18 @@ def test_a_kernel_counts_its_products_and_another_its_bytes() -> None:
     assert found.spent[of_kernel] == pytest.approx(seconds)
 
 
+def test_a_kernel_takes_as_long_as_the_products_that_its_author_names() -> None:
+    estimate = '"cost_estimate":{"flops":"4000000000000","transcendentals":"0"}'
+    program = hlo.program(
+        "ENTRY %main (x: bf16[8]) -> bf16[8] {\n"
+        '  ROOT %gmm = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", '
+        f'backend_config={{"custom_call_config":{{"body":"",{estimate}}}}}\n}}\n'
+    )
+    topology = Topology.parse("v6e:1x1")
+    found = schedule(program, topology, lambda _: 0.0)
+    assert found.total == pytest.approx(4e12 / (topology.peak_flops * 0.92))
+
+
 @pytest.mark.parametrize(
     ("written", "group"),
     [

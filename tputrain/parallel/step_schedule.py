@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tputrain.parallel.cost_model import MXU_SHARE
 from tputrain.parallel.topology import Topology
 
 _FREE = frozenset(
@@ -163,8 +164,8 @@ class _Walk:
         """Of a kernel for the TPU: limited by the matrix unit, or by reading and writing."""
         moved = self._program.num_bytes(instruction) / self._topology.hbm_bandwidth
         kernel, chip = instruction.attention_kernel, self._topology.chip
-        if kernel is None:
-            return moved
+        if kernel is None:  # its products are taken to be as good as the compiler's own
+            return max(moved, instruction.kernel_flops / (chip.peak_flops * MXU_SHARE[chip.name]))
         # Fewer features than the matrix unit is wide take as long as so many.
         flops = 2 * kernel.pairs * sum(max(features, chip.mxu) for features in kernel.products)
         return max(moved, flops / (chip.peak_flops * ATTENTION_SHARES[kernel.kind]))
