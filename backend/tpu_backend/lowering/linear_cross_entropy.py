@@ -143,9 +143,13 @@ def _block(
     grad = exponentials * (weights / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
     grad = jnp.where(is_counted[:, None], grad, 0)
     rounded = grad.astype(hidden.dtype)
+    grad_hidden = matmul(rounded, linear_weight) if wanted[0] else None
+    if lowered_for() == "tpu" and wanted[0] and wanted[1]:
+        # In this order a gathered weight is gone before its gradient, as large, is scattered.
+        hidden, grad_hidden = lax.optimization_barrier((hidden, grad_hidden))
     return _Sums(
         loss,
         jnp.sum(weights),
         matmul(rounded.T, hidden) if wanted[1] else None,
         jnp.sum(grad, 0) if wanted[2] else None,
-    ), matmul(rounded, linear_weight) if wanted[0] else None
+    ), grad_hidden
