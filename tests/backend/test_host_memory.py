@@ -55,7 +55,7 @@ def test_what_comes_back_depends_on_the_scatters_before_it(monkeypatch: pytest.M
         def function(array: jax.Array, other: jax.Array) -> jax.Array:
             with gathers.traced_program():
                 if notes:
-                    gathers.note_scattered((other * 2,))
+                    gathers.scattered((other * 2,))
                 return kept_after((array,), gathers.awaited())[0]
 
         jaxpr = jax.make_jaxpr(function)(jnp.ones(4), jnp.ones(3)).jaxpr

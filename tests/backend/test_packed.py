@@ -35,9 +35,13 @@ def test_on_a_tpu_a_gather_comes_after_the_scatters_before_it(num_scatters: int)
     scattered = [each.outvars[0] for each in equations if each.primitive.name == "reduce_scatter"]
     assert len(scattered) == num_scatters
     barriers = [each for each in equations if each.primitive.name == "optimization_barrier"]
-    assert [each.invars[1:] for each in barriers] == ([scattered] if num_scatters else [])
+    # A rank's part is taken at once: it would be taken where it is used, out of a whole gradient.
+    parts = [each.outvars[0] for each in barriers[:num_scatters]]
+    assert [each.invars for each in barriers[:num_scatters]] == [[each] for each in scattered]
+    of_gathers = barriers[num_scatters:]
+    assert [each.invars[1:] for each in of_gathers] == ([parts] if num_scatters else [])
     (gather,) = (each for each in equations if each.primitive.name == "all_gather")
-    assert [each.outvars[0] in gather.invars for each in barriers] == [True] * len(barriers)
+    assert [each.outvars[0] in gather.invars for each in of_gathers] == [True] * len(of_gathers)
 
 
 def test_elsewhere_a_gather_waits_for_nothing() -> None:

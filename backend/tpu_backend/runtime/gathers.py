@@ -105,10 +105,16 @@ def note_made(name: str, values: Sequence[object]) -> None:
             program.awaited.append((first,))
 
 
-def note_scattered(parts: tuple[jax.Array, ...]) -> None:
-    """The results of a scatter, which later gathers run after."""
+def scattered(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The results of a scatter, which later gathers run after.
+
+    Where XLA makes an all-reduce of a scatter, it would take a rank's part out of it where the part is used:
+    the optimizer's step, at the end. Until then all of it would stay in memory.
+    """
     if (program := _traced.get()) is not None:
+        parts = lax.optimization_barrier(parts)
         program.awaited.append(parts)
+    return parts
 
 
 def awaited() -> tuple[jax.Array, ...]:

@@ -235,8 +235,7 @@ def _reduce_scatter(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | No
         return None
     scatter = registry.TABLE["tpu_collective::reduce_scatter"].function
     parts = tuple(scatter(_divisible(part, len(ranks)), reduce, ranks) for part in self.parts)
-    gathers.note_scattered(parts)
-    return Packed(parts, (self.dims[0] // len(ranks),))
+    return Packed(gathers.scattered(parts), (self.dims[0] // len(ranks),))
 
 
 def _all_reduce(self: Any, reduce: str, ranks: Sequence[int]) -> Packed | None:
