@@ -517,7 +517,7 @@ def test_memory_and_flops_grow_as_the_model_says(monkeypatch: pytest.MonkeyPatch
         return compiled_step._Compiled(figures, (), None, 1.0, 1.0)
 
     def modelled(share: float) -> Modelled:
-        own = Memory(1 + 8 * share, 0.0, 0.0, 16 * share, 0.0, 0.0, False, "loss", host=8 * share)
+        own = Memory(1 + 8 * share, 0.0, 0.0, 16 * share, 0.0, 0.0, 0.0, False, "loss", host=8 * share)
         return Modelled(own, flops=1 + 16 * share)
 
     monkeypatch.setattr(compiled_step, "_compiled", compiled)

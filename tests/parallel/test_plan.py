@@ -25,9 +25,8 @@ from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Task
-from tputrain.parallel.cost_model import in_thin_shards
 from tputrain.parallel.layout import Layout, layouts, mesh_of
-from tputrain.parallel.memory_model import Precision
+from tputrain.parallel.memory_model import Precision, memory
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines, picture
 from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
@@ -268,6 +267,7 @@ def test_a_loss_of_blocks_has_the_logits_of_one_and_the_gradient_of_its_weight(i
     assert rest.logits.at(2, 1) == 2 * logits
     assert weight <= rest.backward_peak.at(2, 1) < weight + logits / 8
     assert rest.most_logits <= 2**26
+    assert rest.sums == 0  # they are as the gradient: float32
     # A tied weight's gradient waits for that of the embedding, while layers go backward.
     assert rest.held.at(2, 1) == pytest.approx(weight if is_tied else 0, abs=1000)
     if not is_tied:
@@ -275,6 +275,27 @@ def test_a_loss_of_blocks_has_the_logits_of_one_and_the_gradient_of_its_weight(i
         assert divided.logits.at(2, 2) == 0
         assert logits < divided.backward_peak.at(2, 2) < 2.01 * logits  # and their gradients
     assert found.model_flops(5) == count_flops(llama(config), text(4096)(5))
+
+
+def test_a_loss_at_once_rounds_its_gradients_where_it_makes_them() -> None:
+    classes, width, rows = 50_000, 64, 1
+    config = LlamaConfig(classes, width, 96, 2, 4, 2, 16, 4096, tie_word_embeddings=False)
+    few, many = (workload_of(llama(config).bfloat16(), text(length)) for length in (32, 4096))
+    found = [
+        memory(
+            each, shards=8, tensor=1, rows=rows, rung="layers", is_accumulated=False, precision=Precision()
+        )
+        for each in (few, many)
+    ]
+    weight = 2 * classes * width
+    assert few.parts_among(1)[-1].sums == weight  # which are there in blocks alone
+    assert [each.moment for each in found] == ["head", "loss"]
+    assert found[0].gaps == weight
+    # Its rows, 6,250 a shard, share tiles: it is there in two layouts.
+    assert 2 * weight < found[0].gathered < 2.3 * weight
+    # In blocks: the gathered weight, sums in float32, and the gradient.
+    assert weight < found[1].gathered < 1.3 * weight
+    assert 2 * weight < found[1].working - many.parts_among(1)[-1].most_logits < 3 * weight
 
 
 def test_tensor_parallelism_divides_what_its_plan_cuts() -> None:
@@ -291,7 +312,7 @@ def test_thin_shards_are_those_with_fewer_rows_than_a_tile() -> None:
     by_rows, by_columns, whole = Matrix(1024, 100, 0), Matrix(1024, 10, 1), Matrix(64, 1, None)
     parameters = Parameters(matrices=(by_rows, by_columns, whole))
     thin = {
-        (shards, tensor): in_thin_shards(parameters, shards, tensor)
+        (shards, tensor): parameters.in_thin_shards(shards, tensor)
         for shards, tensor in ((1, 1), (8, 1), (16, 1), (128, 1), (256, 1), (1, 256), (32, 8), (128, 8))
     }
     assert thin == {

@@ -217,6 +217,7 @@ def memory_as_json(found: Memory) -> dict[str, Any]:
         "kept": _rounded(found.kept),
         "working": _rounded(found.working),
         "gathered": _rounded(found.gathered),
+        "gaps": _rounded(found.gaps),
         "host": _rounded(found.host),
         "moment": found.moment,
     }

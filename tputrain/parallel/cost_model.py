@@ -12,7 +12,7 @@ from math import ceil
 from tputrain.parallel.layout import Group, Layout
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Parameters, Part, Work, Workload
+from tputrain.parallel.workload import TILE_ROWS, Part, Work, Workload
 
 # Where a constant comes from stands beside it. None belongs to a model.
 MXU_SHARE = {"v4": 0.90, "v5e": 0.88, "v5p": 0.90, "v6e": 0.92, "tpu7x": 0.80, "cpu": 0.5}
@@ -28,8 +28,6 @@ RELAYOUT_SHARE = 0.05
 """Of the memory's bandwidth that is reached where thin shards are joined to a whole weight. libtpu's
 estimates on v5p, for shards of 1 and 4 rows (Llama 8B in 4,096): as if each weight were read and written
 once a micro-batch, since products read most of them as they come."""
-TILE_ROWS = 8
-"""Of a TPU's tile, which has 128 columns: products pad to it, and rows of several shards share one."""
 _PASSES = 6  # over bfloat16 parts for a product of float32 (torch's matmul precision "highest")
 _CORNER = 0.5  # of the products of a causal attention that a kernel computes, and its diagonal's waste
 _DIAGONAL = 0.06
@@ -237,7 +235,7 @@ class CostModel:
         return self._precision.gathered or part.parameters.itemsize
 
     def _relayout(self, part: Part, shards: int, tensor: int) -> float:
-        moved = 2 * in_thin_shards(part.parameters, shards, tensor) * self._gathered(part)  # read and written
+        moved = 2 * part.parameters.in_thin_shards(shards, tensor) * self._gathered(part)  # read and written
         return moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
 
     def _fsdp(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
@@ -277,16 +275,6 @@ class _PartSeconds:
     forward: float
     forward_attention: float
     forward_traffic: float
-
-
-def in_thin_shards(parameters: Parameters, shards: int, tensor: int) -> float:
-    """Elements, on a tensor rank, of matrices whose shards by rows have fewer of them than a tile."""
-    found = 0.0
-    for each in parameters.matrices:
-        rows = each.rows / tensor if each.cut == 0 else each.rows
-        if shards > 1 and rows < TILE_ROWS * shards:
-            found += each.elements / (1 if each.cut is None else tensor)
-    return found
 
 
 def fill(m: float, k: float, n: float, mxu: int) -> float:

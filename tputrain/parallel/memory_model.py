@@ -1,11 +1,14 @@
 """Predicts the memory of a device: arguments of the step's program, and its temporaries.
 
 Arguments are there for the whole run: parameters, the optimizer's state, and gradients where micro-batches
-add up. Temporaries are what is in memory at the step's worst moment, which is one of three:
+add up. Temporaries are what is in memory at the step's worst moment, which is one of four:
 
 - loss: everything kept for the backward pass, the logits, and the output layer gathered (and a layer ahead);
+- head: everything kept, and the output layer's gradient while it is scattered;
 - layer: everything kept, one layer's own values and gradients, two layers gathered (one ahead);
 - update: all gradients.
+
+Beside these there are gaps: large buffers leave holes between them.
 """
 
 from dataclasses import dataclass
@@ -17,9 +20,8 @@ from tputrain.parallel.workload import Amount, Part, Workload
 RUNGS = ("none", "products", "layers", "offload")
 """Activation checkpointing, from the fastest to the smallest. Kept for the backward pass are: all it needs;
 the results of products with parameters; each layer's input; that, in the host's memory."""
-_GAPS = 1.06
-"""Of the temporaries: padding and gaps between buffers. Fitted on four steps that libtpu compiled
-(v5e:2x2)."""
+_PADDING = 1.06
+"""Of the temporaries: padding, and small gaps. Fitted on four steps that libtpu compiled (v5e:2x2)."""
 _GATHERED = 2  # layers: the current one, and the next one while it computes
 _ON_DEVICE = 2  # layers whose offloaded inputs are on their way
 
@@ -57,9 +59,12 @@ class Memory:
     """At the worst moment: the values and gradients of one layer, or the logits."""
     gathered: float
     """Whole parameters, and gradients that are not divided yet, at the worst moment."""
+    gaps: float
+    """Between buffers: as large as the largest gradient that is scattered. In 14 programs that libtpu made of
+    Llama 1B and 8B they were 0.1 to 1.4 times as large."""
     is_accumulated: bool
     moment: str
-    """loss, layer or update"""
+    """loss, head, layer or update"""
     host: float = 0.0
     """Offloaded to the host."""
 
@@ -70,7 +75,7 @@ class Memory:
     @cached_property
     def temporaries(self) -> float:
         own = 0.0 if self.is_accumulated else self.gradients
-        return _GAPS * (own + self.kept + self.working + self.gathered)
+        return _PADDING * (own + self.kept + self.working + self.gathered) + self.gaps
 
     @property
     def total(self) -> float:
@@ -110,14 +115,28 @@ def memory(
         return count * itemsize * times + is_trained * trained * _itemsize(part)
 
     ahead = max((whole(each, 1, is_trained=False) for each in layers), default=0.0)
-    logits = min(rest.logits.at(rows, tensor), rest.most_logits)
-    of_loss = max(rest.forward_peak.at(rows, tensor) + logits, rest.backward_peak.at(rows, tensor))
+    logits = rest.logits.at(rows, tensor)
+    is_in_blocks = logits > rest.most_logits
+    of_loss = max(
+        rest.forward_peak.at(rows, tensor) + min(logits, rest.most_logits),
+        rest.backward_peak.at(rows, tensor),
+    )
+    head = whole(rest, 1, is_trained=False)
+    of_head = whole(rest, 1) - head
+    if rest.most_logits:  # the loss makes the gradient itself: it is among what it works with
+        gathered = head if is_in_blocks else 0.0  # at once the weight goes before its gradient comes
+        of_loss += rest.sums if is_in_blocks else 0.0
+    else:
+        gathered = head + of_head
     of_rest = rest.parameters.trained(tensor) * _itemsize(rest) / shards
+    held = rest.held.at(rows, tensor)
+    # Copied between layouts it is there twice. That of a tied one is a sum: of two parts, each as large.
+    copies = 1 + rest.parameters.shares_tiles(shards, tensor) + 2 * bool(held)
     moments = [
-        ("loss", 0.0, all_kept, of_loss, whole(rest, 1) + ahead),
+        ("loss", 0.0, all_kept, of_loss, gathered + ahead),
+        ("head", 0.0, 0.0 if held else all_kept, 0.0, copies * of_head + ahead),
         ("update", gradients / shards, 0.0, 0.0, 0.0),
     ]
-    held = rest.held.at(rows, tensor)
     for each in layers:
         own = each.backward_peak.at(rows, tensor) + held
         if rung == "none":
@@ -134,10 +153,17 @@ def memory(
         kept=kept,
         working=working,
         gathered=gathered,
+        gaps=max(_largest_gradient(each, tensor) for each in parts) if shards > 1 else 0.0,
         is_accumulated=is_accumulated,
         moment=moment,
         host=held_by_host,
     )
+
+
+def _largest_gradient(part: Part, tensor: int) -> float:
+    found = part.parameters
+    share = found.trained(tensor) / max(found.whole + found.cut, 1)
+    return found.largest * share * _itemsize(part)
 
 
 def _itemsize(part: Part) -> int:

@@ -117,6 +117,8 @@ class Trace:
     """Of a loss that makes them in blocks. They are in none of the peaks."""
     most_logits: float = 0.0
     """Bytes of a block of them, at most."""
+    sums: float = 0.0
+    """Bytes that the sums over such blocks, in float32, have more than the gradient of the head's weight."""
     forward_reductions: list[int] = field(default_factory=list)
     """Bytes of each all-reduce among tensor ranks."""
     backward_reductions: list[int] = field(default_factory=list)
@@ -287,6 +289,9 @@ class Recorder(TorchDispatchMode):
             value.is_of_kernel |= is_kernel
         if not fresh:
             return
+        if name == _VOCABULARY_LOSS:  # without blocks its gradients are rounded where they are made
+            for value, _ in fresh:
+                value.num_bytes = value.num_bytes * min(4, inputs[0].element_size()) // 4
         if products:
             self._made.append((products, [value for value, _ in fresh]))
         if is_stored:
@@ -392,6 +397,7 @@ class Recorder(TorchDispatchMode):
             products.append(Product(1, tokens, classes, features, has_parameter=True, itemsize=itemsize))
         if wanted[1]:
             products.append(Product(1, classes, tokens, features, itemsize=itemsize))
+            self.trace.sums += max(0, 4 - itemsize) * classes * features
         return products
 
     def _write(self, value: _Value) -> None:

@@ -26,6 +26,8 @@ from tputrain.parallel.tensor_plan import makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
+TILE_ROWS = 8
+"""Of a TPU's tile, which has 128 columns: products pad to it, and rows of several shards share one."""
 SQUARE_ROWS = (1024, 1536, 2048)
 """Of the three runs of a model that compares rows with rows, so many that what grows with their square is
 part of the peaks."""
@@ -109,6 +111,10 @@ class Matrix:
     cut: int | None
     """The dim that tensor ranks divide."""
 
+    def rows_among(self, tensor: int) -> float:
+        """Of a tensor rank."""
+        return self.rows / tensor if self.cut == 0 else self.rows
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -122,6 +128,22 @@ class Parameters:
     """Elements of the largest one."""
     itemsize: int = 4
     matrices: tuple[Matrix, ...] = ()
+
+    def in_thin_shards(self, shards: int, tensor: int) -> float:
+        """Elements, on a tensor rank, of matrices whose shards by rows have fewer of them than a tile."""
+        return sum(
+            each.elements / (1 if each.cut is None else tensor)
+            for each in self.matrices
+            if shards > 1 and each.rows_among(tensor) < TILE_ROWS * shards
+        )
+
+    def shares_tiles(self, shards: int, tensor: int) -> bool:
+        """Whether shards by rows of the largest matrix end within a tile: it is copied to be put together."""
+        return shards > 1 and any(
+            each.rows_among(tensor) % (TILE_ROWS * shards) != 0
+            for each in self.matrices
+            if each.elements == self.largest
+        )
 
     def count(self, tensor: int) -> float:
         return self.whole + self.cut / tensor
@@ -150,6 +172,7 @@ class Part:
     """While layers go backward."""
     logits: Amount
     most_logits: float
+    sums: float
     forward_reductions: Amount
     """Bytes that are all-reduced among tensor ranks."""
     backward_reductions: Amount
@@ -674,6 +697,7 @@ def _part(model: nn.Module, sizes: Sequence[int], runs: Sequence[_Run]) -> Part:
         held=line("held"),
         logits=line("logits"),
         most_logits=one.most_logits,
+        sums=one.sums,
         forward_reductions=summed("forward_reductions"),
         backward_reductions=summed("backward_reductions"),
         num_reductions=len(one.forward_reductions) + len(one.backward_reductions),

@@ -22,6 +22,7 @@ _MEMORY = (
     ("kept", "kept for the backward pass"),
     ("working", "of the current layer"),
     ("gathered", "gathered parameters"),
+    ("gaps", "gaps between buffers"),
 )
 _CORE = (
     ("products", "products"),
