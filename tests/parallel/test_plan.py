@@ -560,7 +560,9 @@ def test_the_page_has_the_torus_memory_and_the_time_line_and_loads_nothing() -> 
     assert len(used) > 1
     assert f"x=3 y=5: {', '.join(used)}" in {each.text for each in svg.iter("title")}
     memory, core, links = seen.widths
-    used = plan.chosen.memory.arguments + plan.chosen.memory.temporaries / 1.06  # type: ignore[union-attr]
+    size = plan.chosen.memory
+    assert size is not None
+    used = size.arguments + (size.temporaries - size.gaps) / 1.06 + size.gaps
     assert sum(memory) == pytest.approx(100 * used / plan.task.most, abs=0.1)
     assert sum(core) == pytest.approx(100, abs=0.1)
     assert sum(links) <= 100.1
