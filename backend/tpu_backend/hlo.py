@@ -150,7 +150,7 @@ class Instruction:
 
     @cached_property
     def kernel_flops(self) -> int:
-        """What its author says of a kernel for the TPU; 0: nothing."""
+        """FLOPs of a kernel for the TPU by its author's estimate; 0: there is none."""
         found = _FLOPS.search(self.text) if self.is_pallas_kernel else None
         return 0 if found is None else int(found[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,22 +54,40 @@ def test_a_gpus_program_calls_the_kernels(
     ]
 
 
+QUERY, KEY = ((2, 4, LENGTH, 64), "bfloat16"), ((2, 2, LENGTH, 64), "bfloat16")
+LONG = 8192 + 2
+
+
 @pytest.mark.parametrize(
-    ("query", "keys", "dtype"),
+    ("query", "key", "value", "mask"),
     [
-        ((2, 4, LENGTH, 64), LENGTH, "float32"),
-        ((2, 4, LENGTH, 60), LENGTH, "bfloat16"),
-        ((2, 4, LENGTH, 256), LENGTH, "bfloat16"),
-        ((2, 4, 1, 64), LENGTH, "bfloat16"),
+        pytest.param(*([((2, 4, LENGTH, 64), "float32")] * 3), None, id="dtype"),
+        pytest.param(QUERY, ((2, 2, LENGTH, 64), "float16"), KEY, None, id="dtypes"),
+        pytest.param(*([((2, 4, LENGTH, 60), "bfloat16")] * 3), None, id="features"),
+        pytest.param(*([((2, 4, LENGTH, 256), "bfloat16")] * 3), None, id="many features"),
+        pytest.param(QUERY, KEY, ((2, 2, LENGTH, 32), "bfloat16"), None, id="features of values"),
+        pytest.param(((2, 4, 1, 64), "bfloat16"), KEY, KEY, None, id="one query"),
+        pytest.param(QUERY, *([((2, 3, LENGTH, 64), "bfloat16")] * 2), None, id="heads"),
+        pytest.param(*([((0, 4, LENGTH, 64), "bfloat16")] * 3), None, id="empty"),
+        pytest.param(QUERY, KEY, KEY, ((2, 1, LENGTH, LENGTH), "bool"), id="pairs"),
+        pytest.param(QUERY, KEY, KEY, ((2, 1, 1, 2 * LENGTH + 1), "int64"), id="documents of keys"),
+        pytest.param(*([((1, 2, 255, 64), "bfloat16")] * 3), ((1, 1, 1, 255), "int64"), id="odd"),
+        pytest.param(*([((1, 2, LONG, 64), "bfloat16")] * 3), ((1, 1, 1, LONG), "int64"), id="many pairs"),
     ],
 )
 def test_what_the_kernels_do_not_compute_is_declined(
-    query: tuple[int, ...], keys: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    query: Any, key: Any, value: Any, mask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cudnn_attention, "_has_kernels", lambda: True)
-    key = jax.ShapeDtypeStruct((query[0], 2, keys, query[3]), dtype)
-    with lowering_for("cuda"):
-        assert not cudnn_attention.fits(jax.ShapeDtypeStruct(query, dtype), key, key, None)
+
+    def declined(*given: jax.Array) -> jax.Array:
+        with lowering_for("cuda"):
+            assert not cudnn_attention.fits(*given[:3], given[3] if mask is not None else None)
+        return given[0]
+
+    shapes = [jax.ShapeDtypeStruct(*each) for each in (query, key, value, mask or query)]
+    with jax.enable_x64(True):
+        jax.eval_shape(declined, *shapes)
 
 
 @pytest.mark.skipif(torch.tpu.get_device_properties().platform != "cuda", reason="needs an NVIDIA GPU")

@@ -63,11 +63,15 @@ def test_products_and_gradients_are_the_cpus(
 @pytest.mark.parametrize(
     ("rows", "sizes"), [(768, [200, 0, 312, 256]), (700, [0, 90, 500, 10])], ids=["all", "not all"]
 )
-def test_the_kernel_for_a_tpu_sums_over_each_group(rows: int, sizes: list[int]) -> None:
+def test_the_kernel_for_a_tpu_sums_over_each_group(
+    rows: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_sums, "_FEATURES", 128)  # the last block of columns is not full
     random = np.random.default_rng(0)
     left, right = (jnp.asarray(random.normal(size=(rows, each)), jnp.bfloat16) for each in (160, 130))
     with lowering_for("tpu"):
-        assert grouped_sums.fits(left, right)
+        assert grouped_sums.fits(left, right, jnp.asarray(sizes))
+        assert not grouped_sums.fits(left, right, jnp.zeros(0, jnp.int32))
     with jax.enable_x64(True):
         found = grouped_sums.grouped_sums(left, right, jnp.asarray(sizes), jnp.bfloat16, interpret=True)
     ends = np.cumsum(sizes)

@@ -161,6 +161,20 @@ def test_blocks_are_counted_in_32_bits() -> None:
     assert "tensor<i64>" not in condition
 
 
+def test_on_a_tpu_the_gradient_of_the_weight_comes_last() -> None:
+    def gradients(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        ones = jnp.ones(len(hidden))
+        sums, of_hidden = lowering._block(hidden, ones.astype(int), ones, weight, None, (True, True, False))
+        return of_hidden, sums.grad_weight
+
+    with lowering_for("tpu"):
+        jaxpr = jax.make_jaxpr(gradients)(jnp.ones((4, FEATURES)), jnp.ones((CLASSES, FEATURES))).jaxpr
+    (barrier,) = [each for each in jaxpr.eqns if each.primitive.name == "optimization_barrier"]
+    _, of_hidden, of_weight = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+    assert barrier.invars == [jaxpr.invars[0], *of_hidden.outvars]
+    assert barrier.outvars[0] in of_weight.invars
+
+
 def test_on_a_tpu_a_block_has_as_many_tokens_as_there_are_features() -> None:
     # Each block reads all weights, and all sums for their gradient.
     with lowering_for("tpu"):

@@ -68,9 +68,10 @@ def count_joined() -> list[int]:
     return joined
 
 
-def num_losses(step: AbstractStep) -> int:
-    """Of a head over a vocabulary, which makes no logits."""
-    return sum(entry.name == "tpu::linear_cross_entropy" for entry, _, _ in entries(step.segment["tape"]))
+def num_losses(step: AbstractStep) -> list[int]:
+    """Of a head over a vocabulary, which makes no logits; and of the gradients that it made."""
+    names = Counter(entry.name for entry, _, _ in entries(step.segment["tape"]))
+    return [names[f"tpu::{each}"] for each in ("linear_cross_entropy", "loss_gradient")]
 
 
 def scattered(step: AbstractStep) -> list[int]:

@@ -84,7 +84,7 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
         for walk in ("forward", "again", "backward"):
             assert all(labels[f"{walk} model.layers.{number}.{layer}"] > 0 for number in (0, 1))
     # The head and the loss are one operation, as in a run. Its gradient is the first that is divided.
-    assert first["losses"] == [1, 1]
+    assert first["losses"] == [[1, 2]] * 2  # with the gradients of its input and of its weight
     for head, *layers, embeddings in first["scattered"]:
         assert head == 512 * 128 // 4
         assert len(layers) == 2
@@ -179,7 +179,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
             1.0,
             1.0,
             "libtpu",
-            ("the turns of the loop while.1 are not known: it counts once",),
+            ("the turns of loops are not known, each counts once: 1 in backward",),
         )
 
     monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
@@ -190,7 +190,7 @@ def test_a_plan_that_the_compiler_finds_too_large_comes_with_one_that_was_compil
     recipe.write_text(RECIPE)
     assert main(["plan", str(recipe), "--topology", TOPOLOGY, "--compile"]) == 0
     printed = capsys.readouterr().out
-    assert ("note    the turns of the loop while.1 are not known" in printed) == (sizes[0] is not None)
+    assert ("note    the turns of loops are not known" in printed) == (sizes[0] is not None)
     assert ("DOES NOT FIT" in printed) == (sizes[0] is not None and sizes[0] > 16)
     why_not = "not compiled: the compiler needs 20.0 GiB for it (the whole step); with 1 of 2 layers: scores"
     assert (why_not in printed) == (sizes[0] is None)
@@ -501,13 +501,33 @@ def test_layers_between_the_first_and_the_last_one_stand_for_all(
     model = Deep(*kinds)
     depth = compiled_step._depth(model)
     assert depth.compiled == (compiled,)
+    assert depth.share_of("layers.*") == compiled / len(kinds)
     shorten(model, depth.compiled)
-    assert compiled_step._times(model, depth) == {
-        f"layers.{place}": count for place, count in enumerate(times)
-    }
+    found = compiled_step._times(model, depth)
+    assert found == {f"layers.{place}": count for place, count in enumerate(times)}
+    for place, count in enumerate(times):
+        assert compiled_step._of_label(f"again layers.{place}.mlp", found) == count
+        assert compiled_step._of_label(f"backward layers.{place}", found) == count
+    for label in ("", "loss", "forward", "forward head", "backward layers"):
+        assert compiled_step._of_label(label, found) == 1
 
 
-def test_memory_and_flops_grow_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_that_is_there_often_is_compiled_as_often() -> None:
+    model = Deep()
+    model.layers.extend([nn.Linear(8, 8)] * 12)
+    assert compiled_step._depth(model).compiled == (12,)
+
+
+class Towers(nn.Module):
+    """48 layers and 4 of another list; or none at all."""
+
+    def __init__(self, is_deep: bool):
+        super().__init__()
+        self.one, self.other = (Deep(*(1,) * count) for count in ((48, 4) if is_deep else (0, 0)))
+
+
+@pytest.mark.parametrize("is_deep", [True, False])
+def test_memory_and_flops_grow_as_the_model_says(is_deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 
     def compiled(subject: Any, depth: Any, growth: float) -> compiled_step._Compiled:
@@ -516,20 +536,28 @@ def test_memory_and_flops_grow_as_the_model_says(monkeypatch: pytest.MonkeyPatch
         figures |= {("arguments",): 10.0, ("temporaries",): 5.0, ("flops",): 9.0, ("host",): 2.0}
         return compiled_step._Compiled(figures, (), None, 1.0, 1.0)
 
-    def modelled(share: float) -> Modelled:
-        own = Memory(1 + 8 * share, 0.0, 0.0, 16 * share, 0.0, 0.0, 0.0, False, "loss", host=8 * share)
-        return Modelled(own, flops=1 + 16 * share)
+    def modelled(share_of: Any) -> Modelled:
+        assert share_of("other.layers.*") == 1
+        share = share_of("one.layers.*")
+        sizes = 12 * share, 1 + 24 * share, 0.0, 12 * share, 0.0, 0.0, 0.0
+        own = Memory(*sizes, is_accumulated=False, moment="loss", host=12 * share)
+        return Modelled(own, flops_of_layers=24 * share, flops_of_rest=5.0)
 
     monkeypatch.setattr(compiled_step, "_compiled", compiled)
     layout = Layout(Topology.parse(TOPOLOGY), ((1, 1, 2, 1), (1, 1, 2, 1)))
-    subject = compiled_step.Subject(partial(Deep, *(1,) * 32), RunConfig(), {}, layout)
+    subject = compiled_step.Subject(partial(Towers, is_deep), RunConfig(), {}, layout)
     found = compiled_step.compile_step(subject, modelled)
-    assert seen == [4.5]  # 9 in place of 2
-    assert found.arguments == 45
-    assert found.temporaries == pytest.approx(5 + 1.06 * 14)
-    assert found.host == 16
-    assert found.flops == 1 + 8 * 8  # of 9 the layers have 8: four times 2, of which the model knows half
-    assert found.depth == "4 of 32 layers"
+    if not is_deep:
+        assert seen == [1]
+        assert (found.arguments, found.temporaries, found.flops, found.host) == (10, 5, 9, 2)
+        assert found.depth == "the whole step"
+        return
+    assert seen == [25 / 3]
+    assert found.arguments == pytest.approx(10 * 37 / 4)
+    assert found.temporaries == pytest.approx(5 + 1.06 * 11)
+    assert found.host == 24
+    assert found.flops == 5 + 12 * 4  # of 9 the layers have 4, twice what the model knows
+    assert found.depth == "4 and 4 of 48 and 4 layers"
 
 
 @pytest.mark.parametrize("fits", [True, False])

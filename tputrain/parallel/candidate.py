@@ -1,6 +1,6 @@
 """Candidates of a plan: every way to run a task, and what the models of memory and time say of each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,10 +111,10 @@ def candidates(task: Task) -> Iterator[Candidate]:
             yield _with_most_rows(task, costs, layout, rung, data_ranks)
 
 
-def with_layers(task: Task, share: float) -> Task:
-    """With so much of the layers, at least one of each kind."""
+def with_layers(task: Task, share_of: Callable[[str], float]) -> Task:
+    """With so much of the layers of each name ("model.layers.*"), at least one of each kind."""
     *layers, rest = task.workload.parts
-    fewer = [replace(each, count=max(1, round(share * each.count))) for each in layers]
+    fewer = [replace(each, count=max(1, round(share_of(each.name) * each.count))) for each in layers]
     return replace(task, workload=replace(task.workload, parts=(*fewer, rest)))
 
 
@@ -123,16 +123,18 @@ class Modelled:
     """What the models say of a device, in a step."""
 
     memory: Memory
-    flops: float
+    flops_of_layers: float
     """Those that the model asks for."""
+    flops_of_rest: float
 
 
-def modelled(task: Task, candidate: Candidate, share: float = 1.0) -> Modelled:
-    """Of a candidate, with so much of the layers."""
-    task, rows, degrees = with_layers(task, share), candidate.rows, candidate.layout.degrees
+def modelled(task: Task, candidate: Candidate, share_of: Callable[[str], float] = lambda _: 1.0) -> Modelled:
+    """Of a candidate, with so much of the layers of each name."""
+    task, rows, degrees = with_layers(task, share_of), candidate.rows, candidate.layout.degrees
     size = _memory(task, candidate.layout, candidate.rung, rows, is_accumulated=candidate.micro_batches > 1)
-    flops = candidate.micro_batches * task.workload.model_flops(rows)
-    return Modelled(size, flops / (degrees["tensor"] * degrees["context"]))
+    rest = replace(task.workload, parts=task.workload.parts[-1:]).model_flops(rows)
+    times = candidate.micro_batches / (degrees["tensor"] * degrees["context"])
+    return Modelled(size, times * (task.workload.model_flops(rows) - rest), times * rest)
 
 
 def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bool) -> Memory:

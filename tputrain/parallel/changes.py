@@ -104,7 +104,11 @@ def _smaller_task(task: Task) -> Iterator[str]:
             yield f"data.sequence_length={sequence // times} in place of {sequence}"
             return
     count = sum(each.count for each in workload.parts[:-1])
-    fitting = bisect_left(range(1, count), True, key=lambda each: not _fits(with_layers(task, each / count)))
+
+    def is_too_much(layers: int) -> bool:
+        return not _fits(with_layers(task, lambda _: layers / count))
+
+    fitting = bisect_left(range(1, count), True, key=is_too_much)
     if fitting > 1:
         yield f"a model of {fitting} layers in place of {count}"
 

@@ -4,11 +4,11 @@ Arguments are there for the whole run: parameters, the optimizer's state, and gr
 add up. Temporaries are what is in memory at the step's worst moment, which is one of four:
 
 - loss: everything kept for the backward pass, the logits, and the output layer gathered (and a layer ahead);
-- head: everything kept, and the output layer's gradient while it is scattered;
+- head: everything kept, and the gradient of a vocabulary's weight while it is scattered;
 - layer: everything kept, one layer's own values and gradients, two layers gathered (one ahead);
 - update: all gradients.
 
-Beside these there are gaps: large buffers leave holes between them.
+Beside these there are gaps: the gradient of a vocabulary's weight leaves holes between buffers.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ RUNGS = ("none", "products", "layers", "offload")
 """Activation checkpointing, from the fastest to the smallest. Kept for the backward pass are: all it needs;
 the results of products with parameters; each layer's input; that, in the host's memory."""
 _PADDING = 1.06
-"""Of the temporaries: padding, and small gaps. Fitted on four steps that libtpu compiled (v5e:2x2)."""
+"""Of the temporaries: padding, and small gaps. Fitted on four steps that libtpu compiled (v5e:2x2), before
+the gaps of a vocabulary were counted apart."""
 _GATHERED = 2  # layers: the current one, and the next one while it computes
 _ON_DEVICE = 2  # layers whose offloaded inputs are on their way
 
@@ -60,8 +61,8 @@ class Memory:
     gathered: float
     """Whole parameters, and gradients that are not divided yet, at the worst moment."""
     gaps: float
-    """Between buffers: as large as the largest gradient that is scattered. In 14 programs that libtpu made of
-    Llama 1B and 8B they were 0.1 to 1.4 times as large."""
+    """Between buffers, beside the padding: as large as the whole gradient of a vocabulary's weight. In 14
+    programs that libtpu made of Llama 1B and 8B they were 0.1 to 1.4 times as large."""
     is_accumulated: bool
     moment: str
     """loss, head, layer or update"""
@@ -121,22 +122,19 @@ def memory(
         rest.forward_peak.at(rows, tensor) + min(logits, rest.most_logits),
         rest.backward_peak.at(rows, tensor),
     )
-    head = whole(rest, 1, is_trained=False)
-    of_head = whole(rest, 1) - head
-    if rest.most_logits:  # the loss makes the gradient itself: it is among what it works with
-        gathered = head if is_in_blocks else 0.0  # at once the weight goes before its gradient comes
-        of_loss += rest.sums if is_in_blocks else 0.0
-    else:
-        gathered = head + of_head
     of_rest = rest.parameters.trained(tensor) * _itemsize(rest) / shards
     held = rest.held.at(rows, tensor)
-    # Copied between layouts it is there twice. That of a tied one is a sum: of two parts, each as large.
-    copies = 1 + rest.parameters.shares_tiles(shards, tensor) + 2 * bool(held)
-    moments = [
-        ("loss", 0.0, all_kept, of_loss, gathered + ahead),
-        ("head", 0.0, 0.0 if held else all_kept, 0.0, copies * of_head + ahead),
-        ("update", gradients / shards, 0.0, 0.0, 0.0),
-    ]
+    moments = [("update", gradients / shards, 0.0, 0.0, 0.0)]
+    gathered, gaps = whole(rest, 1), 0.0
+    if rest.most_logits:  # the loss makes the weight's gradient itself: it is among what it works with
+        head = whole(rest, 1, is_trained=False)
+        gaps = gathered - head
+        of_loss += rest.sums if is_in_blocks else 0.0
+        gathered = head if is_in_blocks or not gaps else 0.0  # at once the weight goes before it comes
+        # A gradient that is copied between layouts is there twice. A tied weight's is a sum of two, as large.
+        copies = 1 + rest.parameters.shares_tiles(shards, tensor) + 2 * bool(held)
+        moments.append(("head", 0.0, 0.0 if held else all_kept, 0.0, copies * gaps + ahead))
+    moments.append(("loss", 0.0, all_kept, of_loss, gathered + ahead))
     for each in layers:
         own = each.backward_peak.at(rows, tensor) + held
         if rung == "none":
@@ -153,17 +151,11 @@ def memory(
         kept=kept,
         working=working,
         gathered=gathered,
-        gaps=max(_largest_gradient(each, tensor) for each in parts) if shards > 1 else 0.0,
+        gaps=gaps,
         is_accumulated=is_accumulated,
         moment=moment,
         host=held_by_host,
     )
-
-
-def _largest_gradient(part: Part, tensor: int) -> float:
-    found = part.parameters
-    share = found.trained(tensor) / max(found.whole + found.cut, 1)
-    return found.largest * share * _itemsize(part)
 
 
 def _itemsize(part: Part) -> int:

@@ -289,8 +289,9 @@ class Recorder(TorchDispatchMode):
             value.is_of_kernel |= is_kernel
         if not fresh:
             return
-        if name == _VOCABULARY_LOSS:  # without blocks its gradients are rounded where they are made
-            for value, _ in fresh:
+        if name == _VOCABULARY_LOSS:  # without blocks its weight's gradient is rounded where it is made
+            for each in outputs[3:]:
+                value = self._value(each)
                 value.num_bytes = value.num_bytes * min(4, inputs[0].element_size()) // 4
         if products:
             self._made.append((products, [value for value, _ in fresh]))

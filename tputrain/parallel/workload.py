@@ -173,6 +173,7 @@ class Part:
     logits: Amount
     most_logits: float
     sums: float
+    """What `Trace.sums` says: there where the loss goes over blocks."""
     forward_reductions: Amount
     """Bytes that are all-reduced among tensor ranks."""
     backward_reductions: Amount

@@ -8,8 +8,8 @@ for two at most, and counted as often as it is done.
 
 import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -136,10 +136,15 @@ def why_not(topology: Topology) -> str | None:
     return None
 
 
-def compile_step(subject: Subject, modelled: Callable[[float], Modelled] | None = None) -> CompiledStep:
+Shares = Callable[[str], float]
+"""How much of the layers of a name ("model.layers.*") there is."""
+
+
+def compile_step(subject: Subject, modelled: Callable[[Shares], Modelled] | None = None) -> CompiledStep:
     """Record and compile it. In a process that stands for a rank of the slice (`start_slice`).
 
-    `modelled`: the planner's word of so much of the layers, of which few are compiled. None: all are.
+    `modelled`: memory and FLOPs by the planner's models, with a share of the layers: few of them are
+    compiled. None: all are.
 
     Raises UserError where it cannot be recorded, DoesNotFitError where it is too large.
     """
@@ -147,19 +152,20 @@ def compile_step(subject: Subject, modelled: Callable[[float], Modelled] | None 
     if modelled is None:
         depth = replace(depth, compiled=depth.wanted)
         return _step(_compiled(subject, depth), depth)
-    few, all_layers = modelled(depth.share), modelled(1)
-    growth = all_layers.memory.arguments / few.memory.arguments
-    one = _compiled(subject, depth, growth)
+    few, all_layers = modelled(depth.share_of), modelled(lambda _: 1.0)
+    one = _compiled(subject, depth, _growth(few.memory.optimizer, all_layers.memory.optimizer))
     figures = one.figures
-    figures["arguments",] *= growth
+    figures["arguments",] *= _growth(few.memory.arguments, all_layers.memory.arguments)
     figures["temporaries",] += all_layers.memory.temporaries - few.memory.temporaries
-    if few.memory.host:
-        figures["host",] *= all_layers.memory.host / few.memory.host
-    if depth.share < 1:
-        # In a layer the compiler counts other FLOPs than the model has: computed again, and none in kernels.
-        of_layers = (all_layers.flops - few.flops) / (1 - depth.share)
-        figures["flops",] += (figures["flops",] - all_layers.flops + of_layers) * (1 / depth.share - 1)
+    figures["host",] *= _growth(few.memory.host, all_layers.memory.host)
+    # In layers the compiler counts other FLOPs than the model has: computed again, and none in kernels.
+    of_layers = figures["flops",] - few.flops_of_rest
+    figures["flops",] += of_layers * (_growth(few.flops_of_layers, all_layers.flops_of_layers) - 1)
     return _step(one, depth)
+
+
+def _growth(few: float, all_layers: float) -> float:
+    return all_layers / few if few else 1.0
 
 
 def start_slice(topology: Topology) -> None:
@@ -185,6 +191,8 @@ def _name(topology: Topology) -> str:
 class _Depth:
     """Layers of each list of blocks."""
 
+    names: tuple[str, ...]
+    """Of the layers of each list: "model.layers.*"."""
     wanted: tuple[int, ...]
     compiled: tuple[int, ...]
 
@@ -194,19 +202,21 @@ class _Depth:
             return "the whole step"
         return f"{' and '.join(map(str, self.compiled))} of {' and '.join(map(str, self.wanted))} layers"
 
-    @property
-    def share(self) -> float:
-        """Of the layers, all lists together."""
-        return sum(self.compiled) / max(1, sum(self.wanted))
+    def share_of(self, name: str) -> float:
+        """How much of the layers of this name is compiled."""
+        counts = [each for each in zip(self.names, self.compiled, self.wanted) if each[0] == name]
+        return sum(each[1] for each in counts) / max(1, sum(each[2] for each in counts)) if counts else 1.0
 
 
 def _depth(model: nn.Module) -> _Depth:
-    wanted, few = [], []
+    names = {id(module): name for name, module in model.named_modules()}
+    found = []
     for layers in lists_of_blocks(model):
         size, whole = period(layers), len(layers)
-        wanted.append(whole)
-        few.append(min(size * FEW, whole) if whole % size == 0 else whole)
-    return _Depth(tuple(wanted), tuple(few))
+        is_alike = whole % size == 0 and len({id(each) for each in layers}) == whole
+        few = min(size * FEW, whole) if is_alike else whole
+        found.append((without_numbers(f" {names[id(layers)]}.0").strip(), whole, few))
+    return _Depth(*(tuple(each) for each in zip(*found, strict=True))) if found else _Depth((), (), ())
 
 
 def _times(model: nn.Module, depth: _Depth) -> dict[str, float]:
@@ -219,6 +229,13 @@ def _times(model: nn.Module, depth: _Depth) -> dict[str, float]:
             is_between = wanted > few and size <= number < few - size
             found[names[id(layer)]] = 1 + (wanted - few) / (few - 2 * size) * is_between
     return found
+
+
+def _of_label(label: str, of_layers: Mapping[str, float]) -> float:
+    """How many layers the one stands for that a label names ("again model.layers.2.mlp"); 1: none is."""
+    parts = label.partition(" ")[2].split(".")
+    names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((of_layers[name] for name in names if name in of_layers), 1.0)
 
 
 def shorten(model: nn.Module, depth: Sequence[int]) -> None:
@@ -253,11 +270,7 @@ def _compiled(subject: Subject, depth: _Depth, growth: float = 1.0) -> _Compiled
 
     @cache
     def times(label: str) -> float:
-        if label in ONCE:
-            return growth
-        parts = label.partition(" ")[2].split(".")
-        names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        return micro_batches / few * next((of_layers[name] for name in names if name in of_layers), 1.0)
+        return growth if label in ONCE else micro_batches / few * _of_label(label, of_layers)
 
     with announced(f"recording {what}"):
         step = abstract_step(model, cfg, subject.batch, subject.loss_fn)
@@ -349,9 +362,10 @@ def _figures(
         found["collective", collective.kind, axes, "count"] += times(place)
         found["collective", collective.kind, axes, "bytes"] += times(place) * collective.num_bytes
         found["collective", collective.kind, axes, "seconds"] += times(place) * seconds
+    loops = Counter(without_numbers(label) for label in scheduled.unknown_loops.values())
     return found, tuple(
-        f"the turns of the loop {name}{f' ({label})' if label else ''} are not known: it counts once"
-        for name, label in scheduled.unknown_loops.items()
+        f"the turns of loops are not known, each counts once: {count} in {label or 'what the compiler made'}"
+        for label, count in loops.items()
     )
 
 

@@ -33,14 +33,20 @@ def _library() -> Any:
     return fused_attention_stablehlo
 
 
+LEAST_VERSION = 91002
+"""Of cuDNN: earlier ones have no windows beside a bias."""
+
+
 @cache
 def _has_kernels() -> bool:
-    """From Ampere on (compute capability 8.0), with the cuDNN that JAX installs."""
+    """From Ampere on (compute capability 8.0), with a cuDNN as JAX installs it."""
     try:
-        _library().check_cudnn_version()
+        version = _library().check_cudnn_version()
     except RuntimeError:
         return False
-    return all(float(each.compute_capability) >= 8 for each in jax.local_devices(backend="cuda"))
+    return version >= LEAST_VERSION and all(
+        float(each.compute_capability) >= 8 for each in jax.local_devices(backend="cuda")
+    )
 
 
 def fits(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> bool:
@@ -57,6 +63,8 @@ def fits(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | N
     )
     return (
         query.dtype in (jnp.bfloat16, jnp.float16)
+        and 0 not in (*query.shape, *key.shape)
+        and query.shape[1] % key.shape[1] == 0
         and features == value.shape[3]
         and features % 8 == 0
         and features <= MOST_FEATURES

@@ -22,10 +22,11 @@ _FEATURES = 1024
 """Columns of a block, at most. With 2,048 a block takes more than a v5e gives a kernel."""
 
 
-def fits(left: jax.Array, right: jax.Array) -> bool:
+def fits(left: jax.Array, right: jax.Array, sizes: jax.Array) -> bool:
     """Whether the kernel computes it."""
     return (
         lowered_for() == "tpu"
+        and sizes.size > 0
         and left.dtype == right.dtype == jnp.bfloat16
         and min(*left.shape, right.shape[1]) >= _ROWS[-1]
     )

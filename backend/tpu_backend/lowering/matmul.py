@@ -220,7 +220,7 @@ def grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None, *, out=None):
     sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype))
     if self.ndim == 3:
         return _ragged_dot(mat2.T, self.swapaxes(1, 2), sizes, 0, out[0].dtype).T
-    if mat2.ndim == 2 and grouped_sums.fits(self.T, mat2):
+    if mat2.ndim == 2 and grouped_sums.fits(self.T, mat2, sizes):
         return grouped_sums.grouped_sums(self.T, mat2, sizes, out[0].dtype)
     return _ragged_dot(self, mat2, sizes, 0 if mat2.ndim == 3 else 1, out[0].dtype)
 

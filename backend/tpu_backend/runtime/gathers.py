@@ -118,7 +118,7 @@ def scattered(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def awaited() -> tuple[jax.Array, ...]:
-    """What gathers from here on run after. Of what one waits for already, the last alone."""
+    """What gathers from here on run after. What the newest gather waits for is left out, but for the last."""
     program = _traced.get()
     return () if program is None else tuple(each for parts in program.awaited for each in parts)
 
