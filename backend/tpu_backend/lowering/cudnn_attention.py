@@ -42,11 +42,10 @@ def _has_kernels() -> bool:
     """From Ampere on (compute capability 8.0), with a cuDNN as JAX installs it."""
     try:
         version = _library().check_cudnn_version()
-    except RuntimeError:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no cuDNN, or no GPU: a program is lowered for one that is not here
         return False
-    return version >= LEAST_VERSION and all(
-        float(each.compute_capability) >= 8 for each in jax.local_devices(backend="cuda")
-    )
+    return version >= LEAST_VERSION and all(float(each.compute_capability) >= 8 for each in devices)
 
 
 def fits(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> bool:
