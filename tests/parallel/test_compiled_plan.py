@@ -3,8 +3,11 @@
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -558,6 +561,27 @@ def test_memory_and_flops_grow_as_the_model_says(is_deep: bool, monkeypatch: pyt
     assert found.host == 24
     assert found.flops == 5 + 12 * 4  # of 9 the layers have 4, twice what the model knows
     assert found.depth == "4 and 4 of 48 and 4 layers"
+
+
+def test_ctrl_c_does_not_wait_for_the_compiler() -> None:
+    never, errors = threading.Event(), [ValueError("no")]
+
+    def refuses() -> None:
+        raise errors[0]
+
+    with pytest.raises(ValueError, match="no"):
+        compiled_step._in_thread(refuses)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    began = time.monotonic()
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            compiled_step._in_thread(lambda: never.wait(30))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        never.set()
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -59,6 +59,7 @@ def build_parser() -> Parser:
             description=verb.help[0].upper() + verb.help[1:] + ".",
             epilog=_epilog(verb.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # --compil would begin a compilation
         )
         verb.add_arguments(added)
         if verb.takes_overrides:

@@ -14,6 +14,7 @@ from tputrain.announce import announced, say
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
+from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import make_plan, refuse
@@ -65,6 +66,7 @@ def plan(
         write_page(Path(page), plan_page(of_best, step), "the plan")
     if output is not None:
         plain = made.as_json()
+        plain["changes"] += advice(made)
         if compiles:
             plain["compiled"] = {"missing": missing} if step is None else step.as_json()
             plain["compiled"]["change"] = change

@@ -68,7 +68,7 @@ class Seconds:
             "memory bandwidth": self.traffic + self.optimizer,
             "computing activations again": self.recomputed,
             "collectives of tensor and context parallelism": self.tensor,
-            "collectives of FSDP": self.exposed,
+            "collectives of data parallelism": self.exposed,
             "the network between slices": self.dcn,
             "transfers to the host": self.host,
         }

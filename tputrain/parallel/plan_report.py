@@ -24,7 +24,7 @@ def lines(plan: Plan) -> Iterator[str]:
     topology, workload = task.topology, task.workload
     yield (
         f"{workload.name}, {workload.num_parameters:,} parameters, on {topology.name}: "
-        f"{topology.num_chips:,} chips, {topology.chips_per_host} a host"
+        f"{topology.num_chips:,} chip{'s' * (topology.num_chips != 1)}, {topology.chips_per_host} a host"
     )
     tokens = f" x {workload.sequence:,} tokens" if workload.sequence else ""
     yield f"a step: {task.rows:,} rows{tokens}"
@@ -96,7 +96,7 @@ def _times(chosen: Candidate) -> str:
         "memory traffic": seconds.traffic,
         "computed again": seconds.recomputed,
         "tensor parallelism": seconds.tensor,
-        "FSDP not hidden": seconds.exposed,
+        "data parallelism not hidden": seconds.exposed,
         "optimizer": seconds.optimizer,
         "between slices": seconds.dcn,
         "host": seconds.host,

@@ -52,7 +52,7 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
     for number, each in enumerate(step.collectives):
         yield (
             f"{'moves' if number == 0 else '':7} {each.kind} along {each.axes}: {round(each.count)}, "
-            f"{each.num_bytes / GIB:.2f} GiB, {said(each.seconds)} (modelled)"
+            f"{_sized(each.num_bytes)}, {said(each.seconds)} (modelled)"
         )
     for number, (what, value) in enumerate(step.parts):
         yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {said(value)}  {what}"
@@ -68,6 +68,10 @@ def _peak_lines(peak: Peak, depth: str) -> Iterator[str]:
     yield f"peak    {peak.num_bytes / GIB:.2f} GiB of temporaries at a time{where} ({depth}), among them:"
     for each in peak.largest:
         yield f"        {each.sized}  {each.said}"
+
+
+def _sized(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def said(seconds: float) -> str:

@@ -7,6 +7,7 @@ for two at most, and counted as often as it is done.
 """
 
 import re
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -278,7 +279,9 @@ def _compiled(subject: Subject, depth: _Depth, growth: float = 1.0) -> _Compiled
     began = time.perf_counter()
     try:
         with announced(f"compiling {what}"):
-            compiled = slices.compile_for(_name(layout.topology), step.segment, order=chips_by_rank(layout))
+            compiled = _in_thread(
+                lambda: slices.compile_for(_name(layout.topology), step.segment, order=chips_by_rank(layout))
+            )
     except Exception as error:
         raise _refusal(error, depth.said) from error
     seconds = time.perf_counter() - began
@@ -288,6 +291,26 @@ def _compiled(subject: Subject, depth: _Depth, growth: float = 1.0) -> _Compiled
     most = peak_of(program)
     is_told = most.num_bytes > _LEAST_OF_PEAK * figures["temporaries",]
     return _Compiled(figures, notes, most if is_told else None, step.seconds, seconds)
+
+
+def _in_thread(function: Callable[[], Any]) -> Any:
+    """Its result, from another thread: the compiler does not hear of Ctrl-C, and this thread does."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tpu_compiler", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(1.0)
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 def largest_of_a_layer(subject: Subject) -> str | None:

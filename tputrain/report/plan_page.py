@@ -30,7 +30,7 @@ _CORE = (
     ("traffic", "memory traffic"),
     ("recomputed", "computed again"),
     ("tensor", "waiting for tensor ranks"),
-    ("exposed", "waiting for FSDP"),
+    ("exposed", "waiting for data ranks"),
     ("optimizer", "optimizer"),
     ("dcn", "waiting for other slices"),
     ("host", "waiting for the host"),
@@ -71,8 +71,9 @@ def _sizes(plan: Plan) -> str:
     task, topology = plan.task, plan.task.topology
     tokens = f" of {task.workload.sequence:,} tokens" if task.workload.sequence else ""
     hosts = f"{topology.num_hosts:,} host{'s' * (topology.num_hosts != 1)}"
+    chips = f"{topology.num_chips:,} chip{'s' * (topology.num_chips != 1)}"
     return (
-        f"{task.workload.num_parameters:,} parameters; {topology.num_chips:,} chips, {hosts}; "
+        f"{task.workload.num_parameters:,} parameters; {chips}, {hosts}; "
         f"a step has {task.rows:,} rows{tokens}. All figures are predicted."
     )
 
