@@ -144,6 +144,11 @@ def _check(
             raise TypeError(f"document_attention: expected integer {name}, got {each.dtype}")
 
 
+def default_scale(features: int) -> float:
+    """Of scores, where nobody gives another one: 1 / sqrt(E)."""
+    return 1 / math.sqrt(features)
+
+
 LEAST_LENGTH = 1024
 """Keys of the kernels on a TPU, at least. Shorter attention has its scores in memory."""
 BLOCKS = (1024, 512)

@@ -1,10 +1,12 @@
 """The repeated layers of a model, which are divided and planned one by one."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+_NUMBERS = re.compile(r"(?<![^ .])\d+(?![^.])")
 _NUMBERS_OF_A_LAYER = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
@@ -22,6 +24,11 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The repeated parts of a model: the elements of each ModuleList that is in no other one."""
     for found in lists_of_blocks(model):
         yield from (each for each in found if any(True for _ in each.parameters()))
+
+
+def without_numbers(name: str) -> str:
+    """The same for all layers: "forward layers.*.mlp"."""
+    return _NUMBERS.sub("*", name)
 
 
 def signature(module: nn.Module) -> Any:

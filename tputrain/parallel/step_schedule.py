@@ -6,7 +6,6 @@ the host's, kernels of attention (their products), and operations without an est
 read and write).
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ ATTENTION_SHARES = {"fwd": 0.51, "dq": 0.78, "dkv": 0.80}
 """Of the peak that the size of a head allows, by kernel: final schedules of splash attention for v6e."""
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _SCOPES = ("jit(run)", "shard_map")
-_NUMBERS = re.compile(r"(?<=[ .])\d+(?=\.|$)")
 
 Seconds = Callable[[Any], float]
 """Of a collective (`tpu_backend.hlo.Collective`)."""
@@ -202,8 +200,3 @@ def scopes(instruction: Any) -> tuple[str, str]:
     """The label that an instruction was recorded with, and its operation."""
     names = [each for each in instruction.op_name.split("/") if each and each not in _SCOPES]
     return (names[0] if len(names) > 1 else "", names[-1] if names else instruction.opcode)
-
-
-def without_numbers(label: str) -> str:
-    """The same for all layers: "forward layers.*.mlp"."""
-    return _NUMBERS.sub("*", label)

@@ -21,7 +21,7 @@ from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction, loss_of
 from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
-from tputrain.parallel.blocks import blocks, signature
+from tputrain.parallel.blocks import blocks, signature, without_numbers
 from tputrain.parallel.tensor_plan import makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 
@@ -574,8 +574,7 @@ class _Tracer:
         return found
 
     def _layer_name(self, module: nn.Module) -> str:
-        name = self._names[id(module)]
-        return ".".join("*" if part.isdigit() else part for part in name.split("."))
+        return without_numbers(self._names[id(module)])
 
     # -- tensor parallelism
 

@@ -23,10 +23,10 @@ from tputrain.batches import Batch
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction
-from tputrain.parallel.blocks import lists_of_blocks, period
+from tputrain.parallel.blocks import lists_of_blocks, period, without_numbers
 from tputrain.parallel.candidate import Modelled
 from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, mesh_of
-from tputrain.parallel.step_schedule import Schedule, schedule, without_numbers
+from tputrain.parallel.step_schedule import Schedule, schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.abstract_step import ONCE, abstract_step
 from tputrain.planning.peak import Peak
@@ -216,7 +216,7 @@ def _depth(model: nn.Module) -> _Depth:
         size, whole = period(layers), len(layers)
         is_alike = whole % size == 0 and len({id(each) for each in layers}) == whole
         few = min(size * FEW, whole) if is_alike else whole
-        found.append((without_numbers(f" {names[id(layers)]}.0").strip(), whole, few))
+        found.append((without_numbers(f"{names[id(layers)]}.0"), whole, few))
     return _Depth(*(tuple(each) for each in zip(*found, strict=True))) if found else _Depth((), (), ())
 
 

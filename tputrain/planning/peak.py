@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tputrain.parallel.step_schedule import scopes, without_numbers
+from tputrain.parallel.blocks import without_numbers
+from tputrain.parallel.step_schedule import scopes
 from tputrain.parallel.topology import GIB
 
 _SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))

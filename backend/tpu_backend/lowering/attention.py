@@ -14,13 +14,13 @@ products are of 16-bit operands, as in its flash kernels. (The registry gives pa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from tpu_backend.attention import default_scale
 from tpu_backend.lowering import attention_in_rows, blocked_attention, cudnn_attention, splash_attention
 from tpu_backend.lowering.attention_in_rows import Dropout
 from tpu_backend.lowering.registry import lowering, opmath
@@ -36,7 +36,7 @@ class Kernels(Protocol):
 
 
 def _factor(query: jax.Array, scale: jax.Array | None) -> jax.Array:
-    return jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype)
+    return jnp.asarray(default_scale(query.shape[-1]) if scale is None else scale, query.dtype)
 
 
 def _attention_by(kernels: Kernels) -> Callable[..., Any]:

@@ -7,14 +7,13 @@ goes by rows.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tpu_backend.attention import MOST_TOGETHER
+from tpu_backend.attention import MOST_TOGETHER, default_scale
 from tpu_backend.lowering.documents import documents_of
 from tpu_backend.lowering.platforms import lowered_for
 
@@ -24,6 +23,9 @@ LEAST_LENGTH = 128
 MOST_FEATURES = 128
 """Of a head, on every GPU that has the kernels."""
 
+LEAST_VERSION = 91002
+"""Of cuDNN: earlier ones have no windows beside a bias."""
+
 
 @cache
 def _library() -> Any:
@@ -31,10 +33,6 @@ def _library() -> Any:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
-
-
-LEAST_VERSION = 91002
-"""Of cuDNN: earlier ones have no windows beside a bias."""
 
 
 @cache
@@ -82,7 +80,7 @@ def forward(
     scale: jax.Array | None,
     has_log_sums: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results (B, H, L, F) and float32 log sums (B, H, L), or (B, H, 0) without."""
+    """Results (B, H, L, F) and float32 log sums (B, H, L), or (B, H, 0) without. `scale`: see `_call`."""
     given, options = _call(query, key, value, documents, is_causal, scale)
     found = _library()._dot_product_attention_fwd_p.bind(*given, **options, is_training=has_log_sums)
     return found[0], found[1] if has_log_sums else jnp.zeros((*query.shape[:2], 0), jnp.float32)
@@ -131,7 +129,7 @@ def _call(
         bias = jnp.where(is_seen, 0, library.get_large_negative_number(query.dtype)).astype(query.dtype)
     mask = library.MaskType.CAUSAL if is_causal else library.MaskType.NO_MASK
     options = {
-        "scale": 1 / math.sqrt(query.shape[3]) if scale is None else 1.0,
+        "scale": default_scale(query.shape[3]) if scale is None else 1.0,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (said is not None, False),

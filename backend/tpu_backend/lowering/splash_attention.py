@@ -6,7 +6,6 @@ The kernels are those of splash attention: one for the results and their log sum
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from tpu_backend.attention import BLOCKS, is_kernel_on_tpu
+from tpu_backend.attention import BLOCKS, default_scale, is_kernel_on_tpu
 from tpu_backend.lowering.documents import Documents, documents_of
 from tpu_backend.lowering.platforms import lowered_for
 
@@ -106,7 +105,7 @@ def backward(
 
 
 def _scaled(query: jax.Array, scale: jax.Array | None) -> jax.Array:
-    factor = jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, jnp.float32)
+    factor = jnp.asarray(default_scale(query.shape[-1]) if scale is None else scale, jnp.float32)
     return (query.astype(jnp.float32) * factor).astype(query.dtype)
 
 
