@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.benchmarks import jax_slice
 from tpu_backend import ahead_of_time
-from tpu_backend.runtime.compiler_options import OF_CHIPS
+from tpu_backend.runtime.compiler_options import of_chip
 from tputrain.config import RunConfig, TrainerConfig
 from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
@@ -131,7 +131,7 @@ def _batch(row: Row, rows: int) -> dict[str, Tensor]:
 
 
 def by_hand(row: Row, lower: Lower = jax_slice.lower, has_kernel: bool = False) -> dict[str, float]:
-    """A step of `jax_slice`, of several chips with the options that ours has there."""
+    """A step of `jax_slice`, with the options that ours has."""
     step = jax_slice.SliceStep(
         row.config,
         row.topology,
@@ -143,7 +143,7 @@ def by_hand(row: Row, lower: Lower = jax_slice.lower, has_kernel: bool = False) 
         replicas=row.replicas,
     )
     chips = ahead_of_time.chips(row.topology)
-    options = OF_CHIPS.get(chips[0].device_kind) if len(chips) > 1 else None
+    options = of_chip(chips[0].device_kind, len(chips) > 1)
     found = jax_slice.compiled(step, options, lower=lower)
     return {
         "compile_seconds": found.compile_seconds,

@@ -30,7 +30,7 @@ def main() -> None:
         without, with_collectives = (compiler_options.options_for({}, each) for each in (alone, together))
         of_chip = compiler_options.OF_CHIPS.get(kind, {})
         compiler_options.OF_CHIPS[kind] = of_chip | {"xla_tpu_no_such_option": True}
-        compiler_options._of_chip.cache_clear()
+        compiler_options._accepted.cache_clear()
         found[kind] = [without, with_collectives, compiler_options.options_for({}, together)]
     json.dump(found, sys.stdout)
 

@@ -16,7 +16,7 @@ from tests.tpu.compiler import ROOT
 from tests.tpu.device_calls import device_calls
 from tpu_backend.lowering import CannotCompile, Lowering
 from tpu_backend.runtime import segment
-from tpu_backend.runtime.compiler_options import OF_CHIPS
+from tpu_backend.runtime.compiler_options import OF_ALL_CHIPS, OF_CHIPS, of_chip
 
 needs_compiler = pytest.mark.skipif(
     not compiler_is_installed(), reason="libtpu, the TPU compiler, is not installed (Linux on x86-64 only)"
@@ -182,8 +182,8 @@ def test_programs_with_collectives_have_the_options_of_their_chip():
     assert len(found) == 3
     assert found["TPU v6 lite"][1]
     for kind, (alone, together, with_an_unknown_one) in found.items():
-        assert alone is None
-        assert together == with_an_unknown_one == OF_CHIPS.get(kind, {})
+        assert alone == OF_ALL_CHIPS
+        assert together == with_an_unknown_one == of_chip(kind, has_collectives=True)
 
 
 @needs_compiler
@@ -191,4 +191,4 @@ def test_an_option_that_the_user_has_set_is_left_alone(monkeypatch):
     first, second, *others = OF_CHIPS["TPU v6 lite"]
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{first}=false --{second}=disabled")
     found = printed_by("tests.tpu.chip_options")
-    assert list(found["TPU v6 lite"][1]) == others
+    assert list(found["TPU v6 lite"][1]) == [*OF_ALL_CHIPS, *others]

@@ -119,13 +119,8 @@ def _dispatch(chosen: argparse.Namespace) -> int:
             from tputrain.cli.hf_directory import export
 
             return export(chosen.target, chosen.out, chosen.format)
-        case "sample":
-            # Standard output is the text alone, for a pipe or a file; whoever waits for it reads the rest.
-            output = sys.stdout
-            with redirect_stdout(sys.stderr):
-                return _with_torch(chosen, output)
-        case "plan" if chosen.json:
-            # Standard output is the JSON alone.
+        case "sample" | "plan":
+            # Standard output is the text or the plan alone, for a pipe or a file; the rest is for who waits.
             output = sys.stdout
             with redirect_stdout(sys.stderr):
                 return _with_torch(chosen, output)
@@ -163,13 +158,13 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
         case "plan":
             from tputrain.cli.plan import plan
 
-            where = output if chosen.json else None
             return plan(
                 chosen.target,
                 chosen.overrides,
                 chosen.topology,
+                output,
+                chosen.json,
                 chosen.compile,
-                where,
                 chosen.html,
                 chosen.search,
             )

@@ -10,7 +10,7 @@ from typing import TextIO
 import torch
 from torch import Tensor, nn
 
-from tputrain.announce import announced, say
+from tputrain.announce import announced
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
@@ -34,14 +34,15 @@ def plan(
     recipe: str,
     overrides: Sequence[str],
     topology: str,
+    output: TextIO,
+    as_json: bool = False,
     compiles: bool = False,
-    output: TextIO | None = None,
     page: str | None = None,
     search: float | None = None,
 ) -> int:
-    """Plan the recipe for the topology. `compiles`: have the TPU's compiler judge the plan. `output`: where
-    JSON goes, if it is wanted. `page`: a file for the HTML page. `search`: have the compiler judge further
-    candidates for so many seconds, and take the best by its figures.
+    """Plan the recipe for the topology; the plan goes to `output`. `compiles`: have the TPU's compiler judge
+    it. `page`: a file for the HTML page. `search`: have the compiler judge further candidates for so many
+    seconds, and take the best by its figures.
     """
     compiles |= search is not None
     found = Topology.parse(topology)
@@ -64,7 +65,7 @@ def plan(
     of_best = made if best is None else replace(made, chosen=best.candidate)
     if page is not None and made.chosen is not None:
         write_page(Path(page), plan_page(of_best, step), "the plan")
-    if output is not None:
+    if as_json:
         plain = made.as_json()
         plain["changes"] += advice(made)
         if compiles:
@@ -75,16 +76,14 @@ def plan(
         print(json.dumps(plain, indent=1), file=output, flush=True)
         return 0 if made.chosen is not None else 2
     refuse(made)
-    for line in lines(made):
-        say(line)
+    found_lines = list(lines(made))
     if search is not None and best is not None:
-        for line in search_lines(made, judged, best):
-            say(line)
+        found_lines += search_lines(made, judged, best)
     if compiles:
-        for line in compiled_lines(of_best, step) if step is not None else [f"not compiled: {missing}"]:
-            say(line)
-        if change is not None:
-            say(f"change  {change}")
+        found_lines += compiled_lines(of_best, step) if step is not None else [f"not compiled: {missing}"]
+    if change is not None:
+        found_lines.append(f"change  {change}")
+    print("\n".join(found_lines), file=output, flush=True)
     return 0
 
 

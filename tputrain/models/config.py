@@ -157,7 +157,7 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
 
     @property
     def described(self) -> str:
-        return self.path or self.name
+        return self.path or _described(self)
 
     @property
     def local_path(self) -> str | None:
@@ -190,6 +190,10 @@ class VitModelConfig(ModelConfig, names=VIT_CONFIGS):
     def resolve(self) -> VitConfig:
         """The full shape. Raises UserError where the fields do not fit each other."""
         return replace(VIT_CONFIGS[self.name], **_sizes(self))
+
+    @property
+    def described(self) -> str:
+        return _described(self)
 
     def build(self, seed: int) -> Vit:
         model = self.build_empty()
@@ -303,6 +307,13 @@ class ImportedModelConfig(ModelConfig, names=("import",)):
 
     def is_built_whole(self, goes_on: bool) -> bool:
         return True
+
+
+def _described(cfg: LlamaModelConfig | VitModelConfig) -> str:
+    """Its name, and what is not as the name says."""
+    sizes = _sizes(cfg).items()
+    changed = [f"{key}={value}" for key, value in sizes if key != "activation_checkpointing"]
+    return f"{cfg.name} with {', '.join(changed)}" if changed else cfg.name
 
 
 def _sizes(cfg: LlamaModelConfig | VitModelConfig) -> dict[str, Any]:

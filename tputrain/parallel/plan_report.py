@@ -6,6 +6,7 @@ from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
+from tputrain.parallel.memory_model import Memory
 from tputrain.parallel.plan import Plan
 from tputrain.parallel.topology import GIB
 
@@ -13,6 +14,7 @@ SURE = 0.95
 """Of the memory. Steps that libtpu compiled took up to 4 % more than was predicted (docs/plan.md)."""
 _DRAWN = (8, 4)  # devices of an axis in the picture, across and down
 _OTHERS = 4  # further plans in the table
+_LEAST_SHOWN = 0.005  # of the memory
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -34,25 +36,24 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from picture(chosen.layout)
     yield ""
     memory, seconds = chosen.memory, chosen.seconds
-    most = task.most / GIB
     moment = f"worst at the {memory.moment}"
-    yield f"memory  {memory.total / GIB:.1f} of {most:.1f} GiB a device (predicted), {moment}"
+    yield f"memory  {sized(memory.total)} of {sized(task.most)} a device (predicted), {moment}"
     arguments, temporaries = _ARGUMENTS, (*_TEMPORARIES, _GRADIENTS)
     if memory.is_accumulated:
         arguments, temporaries = (*_ARGUMENTS, _GRADIENTS), _TEMPORARIES
-    yield f"        arguments {memory.arguments / GIB:.2f}: {_parts(memory, arguments)}"
-    yield f"        temporaries {memory.temporaries / GIB:.2f}: {_parts(memory, temporaries)}"
+    yield f"        arguments {sized(memory.arguments)}: {_parts(memory, arguments)}"
+    yield f"        temporaries {sized(memory.temporaries)}: {_parts(memory, temporaries)}"
     if memory.total > SURE * task.most:
         yield (
-            f"        {(task.most - memory.total) / GIB:.1f} GiB to spare may be less than the prediction's "
+            f"        {sized(task.most - memory.total)} to spare may be less than the prediction's "
             "error: --compile asks the TPU's compiler"
         )
     if memory.host:
-        yield f"        in the host's memory {memory.host / GIB:.2f} GiB a device"
+        yield f"        in the host's memory {sized(memory.host)} a device"
     speed = task.rows * (workload.sequence or 1) / seconds.total / topology.num_chips
     unit = "tokens" if workload.sequence else "rows"
     yield (
-        f"step    {_seconds(seconds.total)} (predicted), MFU {chosen.mfu:.1%}, "
+        f"step    {said(seconds.total)} (predicted), MFU {chosen.mfu:.1%}, "
         f"{speed:,.0f} {unit}/s a chip; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
@@ -82,9 +83,10 @@ _TEMPORARIES: _Names = (
 _GRADIENTS = ("gradients", "gradients")  # arguments where micro-batches add up
 
 
-def _parts(memory: object, names: _Names) -> str:
-    values = [(getattr(memory, name) / GIB, said) for name, said in names]
-    return ", ".join(f"{said} {value:.2f}" for value, said in values if value >= 0.005) or "under 0.01"
+def _parts(memory: Memory, names: _Names) -> str:
+    total = sum(getattr(memory, name) for name, _ in names)
+    values = [(getattr(memory, name), word) for name, word in names]
+    return ", ".join(f"{word} {sized(value)}" for value, word in values if value >= _LEAST_SHOWN * total)
 
 
 def _times(chosen: Candidate) -> str:
@@ -105,8 +107,14 @@ def _times(chosen: Candidate) -> str:
     return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+def said(seconds: float) -> str:
+    """In seconds or milliseconds."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def sized(num_bytes: float) -> str:
+    """In GiB or MiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def alternatives(plan: Plan) -> list[tuple[str, Candidate]]:
@@ -126,7 +134,7 @@ def alternatives(plan: Plan) -> list[tuple[str, Candidate]]:
 
 
 def _table(plan: Plan) -> Iterator[str]:
-    header = ("", *DEGREES, "checkpointing", "rows", "micro-batches", "GiB", "step", "MFU")
+    header = ("", *DEGREES, "checkpointing", "rows", "micro-batches", "memory", "step", "MFU")
     cells: list[tuple[str, ...]] = [header]
     for what, each in alternatives(plan):
         assert each.memory is not None
@@ -138,8 +146,8 @@ def _table(plan: Plan) -> Iterator[str]:
                 each.rung,
                 str(each.rows),
                 str(each.micro_batches),
-                f"{each.memory.total / GIB:.1f}",
-                _seconds(each.seconds.total),
+                sized(each.memory.total),
+                said(each.seconds.total),
                 f"{each.mfu:.1%}",
             )
         )
@@ -154,7 +162,7 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
 
 
 def picture(layout: Layout) -> list[str]:
-    """One plane of a slice. Devices with the same letter are of one replica; a line joins tensor ranks."""
+    """One plane of a slice, and what its axes, letters and lines mean."""
     axes, splits = layout.topology.axes, layout.splits
     drawn = [index for index, axis in enumerate(axes) if axis.size > 1][-2:] or [len(axes) - 1]
     across, down = drawn[-1], drawn[0] if len(drawn) > 1 else None
@@ -186,7 +194,12 @@ def picture(layout: Layout) -> list[str]:
         legend.append(f"{arrow} {axis.name} {axis.size}, {kind}: {' x '.join(reversed(names))}")
     if layout.topology.slices > 1:
         legend.append(f"  {layout.topology.slices} such slices, over DCN: replicate")
-    return [*legend, *found]
+    lines_mean = "; -: ranks of tensor parallelism" if layout.degrees["tensor"] > 1 else ""
+    return [
+        *legend,
+        *found,
+        f"    a letter: a device; the same letter: one replica of all parameters{lines_mean}",
+    ]
 
 
 def _letter(layout: Layout, place: list[int]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tputrain.parallel.plan import Plan
-from tputrain.parallel.topology import GIB
+from tputrain.parallel.plan_report import said, sized
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
 
@@ -25,12 +25,12 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         f"(recorded in {step.record_seconds:.0f} s): {step.depth}"
     )
     yield (
-        f"memory  {total / GIB:.2f} of {most / GIB:.2f} GiB a device{fits}: arguments "
-        f"{step.arguments / GIB:.2f}, temporaries {step.temporaries / GIB:.2f} "
-        f"(the plan's model: {chosen.memory.total / GIB:.2f})"
+        f"memory  {sized(total)} of {sized(most)} a device{fits}: arguments "
+        f"{sized(step.arguments)}, temporaries {sized(step.temporaries)} "
+        f"(the plan's model: {sized(chosen.memory.total)})"
     )
     if step.host:
-        yield f"        in the host's memory {step.host / GIB:.2f} GiB a device"
+        yield f"        in the host's memory {sized(step.host)} a device"
     seconds = step.seconds
     mfu = chosen.mfu * chosen.seconds.total / seconds
     speed = task.rows * (task.workload.sequence or 1) / seconds / topology.num_chips
@@ -52,10 +52,13 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
     for number, each in enumerate(step.collectives):
         yield (
             f"{'moves' if number == 0 else '':7} {each.kind} along {each.axes}: {round(each.count)}, "
-            f"{_sized(each.num_bytes)}, {said(each.seconds)} (modelled)"
+            f"{sized(each.num_bytes)}, {said(each.seconds)} (modelled)"
         )
     for number, (what, value) in enumerate(step.parts):
         yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {said(value)}  {what}"
+    rest = seconds - sum(value for _, value in step.parts)
+    if rest > _SHOWN * seconds:
+        yield f"{'':7} {rest / seconds:4.0%} {said(rest)}  all others"
     if step.peak is not None:
         yield from _peak_lines(step.peak, step.depth)
     for note in step.notes:
@@ -65,14 +68,6 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
 def _peak_lines(peak: Peak, depth: str) -> Iterator[str]:
     """`depth`: what was compiled."""
     where = f" in {peak.label}" if peak.label else ""
-    yield f"peak    {peak.num_bytes / GIB:.2f} GiB of temporaries at a time{where} ({depth}), among them:"
+    yield f"peak    {sized(peak.num_bytes)} of temporaries at a time{where}, for {depth}; among them:"
     for each in peak.largest:
         yield f"        {each.sized}  {each.said}"
-
-
-def _sized(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def said(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

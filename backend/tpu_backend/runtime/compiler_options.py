@@ -37,8 +37,8 @@ def options_for(
     """What this program is compiled with besides the process's own XLA_FLAGS; `largest`: elements of its
     largest array, where that is not the segment's.
     """
-    if target.platform == "tpu" and target.mesh is not None:
-        return dict(_of_chip(target.device))
+    if target.platform == "tpu":
+        return dict(_accepted(target.device, target.mesh is not None))
     if target.platform != "cpu":
         return None
     values = {value for entry, _, _ in summaries(description["tape"]) for value in entry.values}
@@ -92,15 +92,25 @@ OF_CHIPS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("TPU v5", "TPU v5p"), _FUSION | {"xla_tpu_prefer_async_allgather_to_allreduce": True}),
 }
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
+OF_ALL_CHIPS: dict[str, Any] = {
+    # Where less than half of the memory is needed, the compiler takes the first places for buffers that it
+    # finds, with gaps of up to their own size between them. Without this it looks for the best always.
+    "xla_tpu_buffer_assignment_enable_fast_merge_fallback": False,
+}
+
+
+def of_chip(kind: str, has_collectives: bool) -> dict[str, Any]:
+    """By JAX's kind of device, whatever the installed compiler knows."""
+    return OF_ALL_CHIPS | (OF_CHIPS.get(kind, {}) if has_collectives else {})
 
 
 @cache
-def _of_chip(device: Any) -> dict[str, Any]:
+def _accepted(device: Any, has_collectives: bool) -> dict[str, Any]:
     """Those that the installed compiler knows, but for what LIBTPU_INIT_ARGS sets itself."""
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     given = {argument.lstrip("-").partition("=")[0].removeprefix("no") for argument in arguments}
-    of_chip = OF_CHIPS.get(device.device_kind, {})
-    wanted = {name: value for name, value in of_chip.items() if name not in given}
+    options = of_chip(device.device_kind, has_collectives)
+    wanted = {name: value for name, value in options.items() if name not in given}
 
     def are_known(options: dict[str, Any]) -> bool:
         try:
