@@ -15,6 +15,8 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
+_IN_PLACE = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{[^}]*\},?)*)\]')
+_DIGITS = re.compile(r"\d+")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _MOST_CYCLES = 2**50
@@ -142,6 +144,24 @@ class Instruction:
         """The compiler's estimate for a core, if it made one. Some of its sums overflow: they are none."""
         found = _CYCLES.search(self.text)
         return None if found is None or int(found[1]) > _MOST_CYCLES else int(found[1])
+
+    @cached_property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """Results that may take the memory of an operand: the places of an operand and of a result."""
+        found = _IN_PLACE.search(self.text)
+        alike = (
+            []
+            if found is None
+            else [[int(digits) for digits in _DIGITS.findall(each)] for each in found[1].split("}")]
+        )
+        first = len(self.operands)  # the compiler counts results on from the operands
+        return tuple(
+            (operand, place - first)
+            for each in alike
+            for operand in each
+            for place in each
+            if operand < first <= place
+        )
 
     @property
     def is_pallas_kernel(self) -> bool:

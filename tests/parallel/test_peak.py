@@ -69,7 +69,8 @@ ENTRY %main (w: f32[262144]) -> f32[262144] {
   %w = f32[262144]{0} parameter(0)
   %begin = (f32[262144]{0}, f32[1048576]{0}) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}
   %whole = f32[1048576]{0} get-tuple-element(%begin), index=1
-  %carried = (f32[524288]{0}, f32[1048576]{0}) fusion(%w, %whole), kind=kOutput, calls=%step
+  %carried = (f32[524288]{0}, f32[1048576]{0}) fusion(%w, %whole), kind=kOutput, calls=%step, \
+backend_config={"aliasing_operands":{"lists":[{"indices":["1","3"]}]}}
   %whole.2 = f32[1048576]{0} get-tuple-element(%carried), index=1
   %end = f32[1048576]{0} all-gather-done(%whole.2)
   ROOT %new = f32[262144]{0} fusion(%end), kind=kLoop, calls=%c
@@ -116,3 +117,22 @@ def test_a_product_that_carries_a_gather_is_not_its_operand() -> None:
     )
     found = peak(hlo.program(program))
     assert found.num_bytes == 8 * MiB
+
+
+IN_PLACE = """ENTRY %main (w: f32[262144]) -> f32[] {
+  %w = f32[262144]{0} parameter(0)
+  %logits = f32[262144]{0} fusion(%w), calls=%a
+  %gradient = f32[262144]{0} fusion(%logits, %w), calls=%b, \
+backend_config={"aliasing_operands":{"lists":[{"indices":["0","2"]}]}}
+  ROOT %sum = f32[] fusion(%gradient), calls=%c
+}
+"""
+
+
+def test_a_result_takes_the_memory_of_an_operand_that_ends_there() -> None:
+    found = peak(hlo.program(IN_PLACE))
+    assert found.buffers == (Buffer("", "fusion", "f32[262144]", 1, MiB),)
+    used_later = IN_PLACE.replace("fusion(%gradient)", "fusion(%gradient, %logits)")
+    assert peak(hlo.program(used_later)).num_bytes == 2 * MiB
+    not_allowed = IN_PLACE.replace('["0","2"]', "")
+    assert peak(hlo.program(not_allowed)).num_bytes == 2 * MiB

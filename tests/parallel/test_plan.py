@@ -290,9 +290,8 @@ def test_a_loss_at_once_rounds_its_gradients_where_it_makes_them() -> None:
     weight = 2 * classes * width
     assert few.parts_among(1)[-1].sums == weight  # which are there in blocks alone
     assert [each.moment for each in found] == ["head", "loss"]
-    assert found[0].gaps == weight
-    # Its rows, 6,250 a shard, share tiles: it is there in two layouts.
-    assert 2 * weight < found[0].gathered < 2.3 * weight
+    # What is scattered, and what comes of it.
+    assert 2.1 * weight < found[0].gathered < 2.3 * weight
     # In blocks: the gathered weight, sums in float32, and the gradient.
     assert weight < found[1].gathered < 1.3 * weight
     assert 2 * weight < found[1].working - many.parts_among(1)[-1].most_logits < 3 * weight
@@ -562,7 +561,7 @@ def test_the_page_has_the_torus_memory_and_the_time_line_and_loads_nothing() -> 
     memory, core, links = seen.widths
     size = plan.chosen.memory
     assert size is not None
-    used = size.arguments + (size.temporaries - size.gaps) / 1.06 + size.gaps
+    used = size.arguments + size.temporaries / 1.06
     assert sum(memory) == pytest.approx(100 * used / plan.task.most, abs=0.1)
     assert sum(core) == pytest.approx(100, abs=0.1)
     assert sum(links) <= 100.1

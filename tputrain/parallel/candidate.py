@@ -147,6 +147,7 @@ def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bo
         rung=rung,
         is_accumulated=is_accumulated,
         precision=task.precision,
+        is_megacore=task.topology.chip.is_megacore,
     )
 
 
@@ -219,7 +220,6 @@ def memory_as_json(found: Memory) -> dict[str, Any]:
         "kept": _rounded(found.kept),
         "working": _rounded(found.working),
         "gathered": _rounded(found.gathered),
-        "gaps": _rounded(found.gaps),
         "host": _rounded(found.host),
         "moment": found.moment,
     }

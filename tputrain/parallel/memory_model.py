@@ -4,11 +4,9 @@ Arguments are there for the whole run: parameters, the optimizer's state, and gr
 add up. Temporaries are what is in memory at the step's worst moment, which is one of four:
 
 - loss: everything kept for the backward pass, the logits, and the output layer gathered (and a layer ahead);
-- head: everything kept, and the gradient of a vocabulary's weight while it is scattered;
-- layer: everything kept, one layer's own values and gradients, two layers gathered (one ahead);
+- head: everything kept, and the gradient of a vocabulary's weight while it is scattered, there twice;
+- layer: everything kept, one layer's own values, and of weights and gradients as much as 2.5 layers have;
 - update: all gradients.
-
-Beside these there are gaps: the gradient of a vocabulary's weight leaves holes between buffers.
 """
 
 from dataclasses import dataclass
@@ -21,9 +19,10 @@ RUNGS = ("none", "products", "layers", "offload")
 """Activation checkpointing, from the fastest to the smallest. Kept for the backward pass are: all it needs;
 the results of products with parameters; each layer's input; that, in the host's memory."""
 _PADDING = 1.06
-"""Of the temporaries: padding, and small gaps. Fitted on four steps that libtpu compiled (v5e:2x2), before
-the gaps of a vocabulary were counted apart."""
-_GATHERED = 2  # layers: the current one, and the next one while it computes
+"""Of the temporaries: padding, and small gaps. Fitted on four steps that libtpu compiled (v5e:2x2)."""
+_ON_THEIR_WAY = 1.5
+"""Of a layer: its weights until they are used, then its gradients until they are scattered, and half of the
+gradients of the layer before. Read from a step of Llama 405B for v5p:8x8x8."""
 _ON_DEVICE = 2  # layers whose offloaded inputs are on their way
 
 
@@ -60,9 +59,6 @@ class Memory:
     """At the worst moment: the values and gradients of one layer, or the logits."""
     gathered: float
     """Whole parameters, and gradients that are not divided yet, at the worst moment."""
-    gaps: float
-    """Between buffers, beside the padding: as large as the whole gradient of a vocabulary's weight. In 14
-    programs that libtpu made of Llama 1B and 8B they were 0.1 to 1.4 times as large."""
     is_accumulated: bool
     moment: str
     """loss, head, layer or update"""
@@ -76,7 +72,7 @@ class Memory:
     @cached_property
     def temporaries(self) -> float:
         own = 0.0 if self.is_accumulated else self.gradients
-        return _PADDING * (own + self.kept + self.working + self.gathered) + self.gaps
+        return _PADDING * (own + self.kept + self.working + self.gathered)
 
     @property
     def total(self) -> float:
@@ -92,6 +88,7 @@ def memory(
     rung: str,
     is_accumulated: bool,
     precision: Precision,
+    is_megacore: bool = False,
 ) -> Memory:
     """Of a device with `rows` rows of a micro-batch. `shards`: devices that share parameters and state."""
     *layers, rest = parts = workload.parts_among(tensor)
@@ -104,42 +101,39 @@ def memory(
         held_by_host = all_kept
         all_kept = max((_ON_DEVICE * each.input.at(rows, tensor) for each in layers), default=0.0)
 
-    def whole(part: Part, times: int, is_trained: bool = True) -> float:
-        """Gathered parameters, and (`is_trained`) the gradients of one such part."""
+    def whole(part: Part) -> tuple[float, float]:
+        """Its parameters gathered, and its gradients before they are divided."""
         if shards == 1:
-            return 0.0
-        itemsize = precision.gathered or _itemsize(part)
+            return 0.0, 0.0
         count, trained = part.parameters.count(tensor), part.parameters.trained(tensor)
+        count += part.parameters.in_thin_shards(shards, tensor)  # copied when they are put together
         if part is rest:  # an embedding and an output layer are not used at the same time
             share = part.parameters.largest / max(part.parameters.whole + part.parameters.cut, 1)
             count, trained = count * share, trained * share
-        return count * itemsize * times + is_trained * trained * _itemsize(part)
+        return count * (precision.gathered or _itemsize(part)), trained * _itemsize(part)
 
-    ahead = max((whole(each, 1, is_trained=False) for each in layers), default=0.0)
-    logits = rest.logits.at(rows, tensor)
-    is_in_blocks = logits > rest.most_logits
-    of_loss = max(
-        rest.forward_peak.at(rows, tensor) + min(logits, rest.most_logits),
-        rest.backward_peak.at(rows, tensor),
-    )
+    ahead = max((whole(each)[0] for each in layers), default=0.0)
+    head, gradient = whole(rest)
+    gathered = head + gradient
+    logits = min(rest.logits.at(rows, tensor), rest.most_logits)
+    of_loss = max(rest.forward_peak.at(rows, tensor) + logits, rest.backward_peak.at(rows, tensor))
+    if is_megacore:  # two cores do not write the logits' gradient over the logits
+        of_loss += logits
     of_rest = rest.parameters.trained(tensor) * _itemsize(rest) / shards
     held = rest.held.at(rows, tensor)
     moments = [("update", gradients / shards, 0.0, 0.0, 0.0)]
-    gathered, gaps = whole(rest, 1), 0.0
     if rest.most_logits:  # the loss makes the weight's gradient itself: it is among what it works with
-        head = whole(rest, 1, is_trained=False)
-        gaps = gathered - head
+        is_in_blocks = rest.logits.at(rows, tensor) > rest.most_logits
         of_loss += rest.sums if is_in_blocks else 0.0
-        gathered = head if is_in_blocks or not gaps else 0.0  # at once the weight goes before it comes
-        # A gradient that is copied between layouts is there twice. A tied weight's is a sum of two, as large.
-        copies = 1 + rest.parameters.shares_tiles(shards, tensor) + 2 * bool(held)
-        moments.append(("head", 0.0, 0.0 if held else all_kept, 0.0, copies * gaps + ahead))
+        gathered = head if is_in_blocks or not gradient else 0.0  # at once the weight goes before it comes
+        moments.append(("head", 0.0, all_kept, 0.0, (2 + 1 / shards) * gradient + ahead))
     moments.append(("loss", 0.0, all_kept, of_loss, gathered + ahead))
     for each in layers:
         own = each.backward_peak.at(rows, tensor) + held
         if rung == "none":
             own -= each.kept.at(rows, tensor)
-        gathered = whole(each, _GATHERED)
+        weights, gradient = whole(each)
+        gathered = weights + _ON_THEIR_WAY * max(weights, gradient)
         moments.append(("layer", of_rest, all_kept, own, gathered))
         last = _kept(each, rung).at(rows, tensor)
         moments.append(("layer", gradients / shards, last, own, gathered))
@@ -151,7 +145,6 @@ def memory(
         kept=kept,
         working=working,
         gathered=gathered,
-        gaps=gaps,
         is_accumulated=is_accumulated,
         moment=moment,
         host=held_by_host,

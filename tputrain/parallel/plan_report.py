@@ -78,7 +78,6 @@ _TEMPORARIES: _Names = (
     ("kept", "kept for the backward pass"),
     ("working", "of the current layer"),
     ("gathered", "gathered"),
-    ("gaps", "gaps"),
 )
 _GRADIENTS = ("gradients", "gradients")  # arguments where micro-batches add up
 

@@ -71,6 +71,11 @@ class Chip:
         return len(self.pod)
 
     @property
+    def is_megacore(self) -> bool:
+        """Whether a device is two cores with one memory."""
+        return self.cores > self.devices
+
+    @property
     def counts_cores(self) -> bool:
         """Whether the number in a name such as v5p-128 is one of cores."""
         return self.num_axes == 3

@@ -137,14 +137,6 @@ class Parameters:
             if shards > 1 and each.rows_among(tensor) < TILE_ROWS * shards
         )
 
-    def shares_tiles(self, shards: int, tensor: int) -> bool:
-        """Whether shards by rows of the largest matrix end within a tile: it is copied to be put together."""
-        return shards > 1 and any(
-            each.rows_among(tensor) % (TILE_ROWS * shards) != 0
-            for each in self.matrices
-            if each.elements == self.largest
-        )
-
     def count(self, tensor: int) -> float:
         return self.whole + self.cut / tensor
 

@@ -2,11 +2,11 @@
 
 The compiler says how large all temporaries are, and not which. A buffer is taken to be there from the
 instruction that makes it to the last one that reads it. Gaps between buffers are not in it, nor what is made
-inside of calls and branches; what the compiler computes in place is there twice for a moment.
+inside of calls and branches.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +101,10 @@ class _Lives:
         self._length = len(instructions)
         self._inner: dict[int, _Lives] = {}  # of the bodies of loops, by the loops' places
         for number, each in enumerate(instructions):
-            self._held[each.name] = list(self._buffers(each))
-            for buffer in {*self._held[each.name], *(b for name in each.operands for b in self._of(name))}:
+            touched = self._held[each.name] = list(self._buffers(each))
+            if each.opcode != "get-tuple-element":  # it touches one of its operand's
+                touched = touched + [buffer for name in each.operands for buffer in self._of(name)]
+            for buffer in touched:
                 if buffer is not None:
                     self._begin.setdefault(buffer, number)
                     self._end[buffer] = number
@@ -110,6 +112,7 @@ class _Lives:
                 self._inner[number] = _Lives(program, program.computations[each.called])
             if each.is_root:  # results take the memory of arguments
                 self._sizes |= {buffer: 0 for buffer in self._held[each.name] if buffer is not None}
+        self._compute_in_place(instructions)
 
     def largest(self) -> tuple[int, int]:
         """The instruction at which most is there, and so many bytes."""
@@ -136,6 +139,21 @@ class _Lives:
         if (inner := self._inner.get(number)) is not None:
             yield from inner.at(inner.largest()[0])
 
+    def _compute_in_place(self, instructions: Sequence[Any]) -> None:
+        """A result takes the memory of an operand that ends there, where the compiler allows it."""
+        ends = dict(self._end)
+        first: dict[Place, Place] = {}  # the buffer whose memory it takes
+        for number, each in enumerate(instructions):
+            for operand, result in each.in_place:
+                given, made = next(iter(self._of(each.operands[operand])), None), (each.name, result)
+                if given is None or ends[given] != number or not self._sizes.get(made):
+                    continue
+                memory = first.get(given, given)
+                if self._sizes[memory] == self._sizes[made]:
+                    first[made] = memory
+                    self._end[memory] = max(self._end[memory], self._end[made])
+                    self._sizes[made] = 0
+
     def _of(self, name: str) -> list[Place | None]:
         return self._held.get(name, [])
 
@@ -158,9 +176,8 @@ class _Lives:
             return
         elif opcode.endswith("-done") and opcode != "copy-done":
             given.reverse()  # a start has its operands before its results; a copy's has the result first
-        passed_on = self._passed_on(instruction)
         for place, element in enumerate(elements):
-            is_given = is_same or (element in passed_on and not (opcode == "copy-start" and place == 0))
+            is_given = is_same or (opcode.endswith("-start") and not (opcode == "copy-start" and place == 0))
             match = next((at for at, (other, _) in enumerate(given) if other == element), None)
             if is_given and match is not None:
                 yield given.pop(match)[1]
@@ -170,18 +187,3 @@ class _Lives:
                 is_elsewhere = element[2] != 0
                 self._sizes[instruction.name, place] = 0 if is_elsewhere else instruction.sizes[place]
                 yield instruction.name, place
-
-    def _passed_on(self, instruction: Any) -> Collection[Element]:
-        """Results like these are operands: of what begins or carries on a collective, or writes in place."""
-        elements = self.elements[instruction.name]
-        if instruction.opcode.endswith("-start") or "dynamic-update-slice" in instruction.name:
-            return elements
-        if instruction.opcode != "fusion":
-            return ()
-        shapes = {
-            shape
-            for each in self._program.collectives_of(instruction.called)
-            for shape in (*each.results, *each.operands)
-        }
-        # Beside the arrays there are semaphores and counters.
-        return [each for each in elements if each[:2] in shapes or (shapes and each[2] not in (0, 1))]

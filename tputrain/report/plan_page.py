@@ -22,7 +22,6 @@ _MEMORY = (
     ("kept", "kept for the backward pass"),
     ("working", "of the current layer"),
     ("gathered", "gathered parameters"),
-    ("gaps", "gaps between buffers"),
 )
 _CORE = (
     ("products", "products"),
