@@ -23,7 +23,8 @@ ATTENTION_SHARE = (0.5, 0.8)
 HBM_SHARE = 0.8
 """Of the memory's bandwidth that elementwise operations reach. Assumed."""
 HIDDEN_SHARE = 0.9
-"""Of compute, how much has collectives of FSDP beside it. Fitted."""
+"""Of compute, how much has gathers of FSDP beside it. Fitted."""
+_SCATTERED_WITHIN = 8  # chips, along two axes; larger groups of all chips take an all-reduce for a scatter
 RELAYOUT_SHARE = 0.05
 """Of the memory's bandwidth that is reached where thin shards are joined to a whole weight. libtpu's
 estimates on v5p, for shards of 1 and 4 rows (Llama 8B in 4,096): as if each weight were read and written
@@ -89,8 +90,12 @@ class LayoutBytes:
 class CostModel:
     """Of a workload on a topology; what does not depend on the layout is worked out once."""
 
-    def __init__(self, workload: Workload, topology: Topology, precision: Precision):
+    def __init__(
+        self, workload: Workload, topology: Topology, precision: Precision, scatters_wait: bool = True
+    ):
+        """`scatters_wait`: as in our steps, where nothing is computed beside a scatter of gradients."""
         self._workload, self._topology, self._precision = workload, topology, precision
+        self._scatters_wait = scatters_wait
         self._known: dict[tuple[float, int], dict[int, _PartSeconds]] = {}
 
     def seconds(self, layout: Layout, rows: float, micro_batches: int, rung: str) -> Seconds:
@@ -98,7 +103,7 @@ class CostModel:
         topology, degrees = self._topology, layout.degrees
         tensor = degrees["tensor"]
         parts = self._parts(rows, tensor)
-        products = attention = traffic = recomputed = collectives = waiting = offloaded = 0.0
+        products = attention = traffic = recomputed = gathers = scatters = waiting = offloaded = 0.0
         shard = layout.groups["shard"].joined(layout.groups["context"])
         replicate = layout.groups["replicate"]
         for index, part in enumerate(self._workload.parts_among(tensor)):
@@ -110,7 +115,8 @@ class CostModel:
             if is_layer and rung != "none":
                 again = found.forward_attention + found.forward_traffic
                 recomputed += count * (again if rung == "products" else found.forward)
-            collectives += count * self._fsdp(part, shard, replicate, tensor)
+            gathers += count * 2 * shard.gather_seconds(part.parameters.count(tensor) * self._gathered(part))
+            scatters += count * self._scatter(part, shard, replicate, tensor)
             reductions = part.forward_reductions.at(rows, tensor) + part.backward_reductions.at(rows, tensor)
             if is_layer and rung not in ("none", "products"):
                 reductions += part.forward_reductions.at(rows, tensor)
@@ -122,7 +128,8 @@ class CostModel:
             if is_layer and rung == "offload":
                 offloaded += count * 2 * part.input.at(rows, tensor) / topology.pcie_bandwidth
         compute = products + attention + traffic + recomputed
-        exposed = max(0.0, collectives - HIDDEN_SHARE * compute)
+        beside = gathers if self._scatters_wait else gathers + scatters
+        exposed = max(0.0, beside - HIDDEN_SHARE * compute) + scatters * self._scatters_wait
         unhidden = max(0.0, offloaded - HIDDEN_SHARE * compute)
         times = micro_batches
         return Seconds(
@@ -135,7 +142,7 @@ class CostModel:
             optimizer=self._optimizer(shard.size, tensor),
             dcn=self._dcn(layout, shard.size, replicate, tensor),
             host=times * unhidden,
-            collectives=times * collectives,
+            collectives=times * (gathers + scatters),
         )
 
     def bytes(self, layout: Layout, rows: float, micro_batches: int) -> LayoutBytes:
@@ -238,13 +245,14 @@ class CostModel:
         moved = 2 * part.parameters.in_thin_shards(shards, tensor) * self._gathered(part)  # read and written
         return moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
 
-    def _fsdp(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
-        """Parameters are gathered for the forward and the backward pass, gradients scattered."""
-        gathered = part.parameters.count(tensor) * self._gathered(part)
+    def _scatter(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
+        """Of gradients, and the sums of their shards over replicas."""
         itemsize = self._precision.scattered or part.parameters.itemsize
         gradients = part.parameters.trained(tensor) * itemsize
-        seconds = 2 * shard.gather_seconds(gathered) + shard.gather_seconds(gradients)
-        return seconds + 2 * replicate.gather_seconds(gradients / shard.size)
+        has_all = shard.size == self._topology.devices_per_slice
+        is_all_reduced = has_all and (len(shard.stretches) > 2 or shard.size > _SCATTERED_WITHIN)
+        times = 2 if is_all_reduced and self._scatters_wait else 1
+        return times * shard.gather_seconds(gradients) + 2 * replicate.gather_seconds(gradients / shard.size)
 
     def _context(self, part: Part, group: Group, rows: float, tensor: int, is_layer: bool) -> float:
         """Keys and values of all the sequence, gathered forward and backward, and their gradients."""
