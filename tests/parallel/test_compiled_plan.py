@@ -142,8 +142,8 @@ def test_without_a_compiler_the_model_answers_and_a_line_says_what_is_missing(
     ("sizes", "said"),
     [
         ([4], None),
-        ([20, 9], "fits: 9.0 GiB a device, by the compiler"),
-        ([None, 18, 9], "fits: 9.0 GiB a device, by the compiler"),
+        ([20, 9], "fits: 9.00 GiB a device, by the compiler"),
+        ([None, 18, 9], "fits: 9.00 GiB a device, by the compiler"),
         ([20, 18, 16, 16], "3 smaller plans do not fit either; the last one needs 16.0 GiB a device: "),
         ([20_000], "no plan of this slice is small enough by the compiler's figures"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 from tputrain.errors import UserError
 from tputrain.parallel.candidate import ALIKE, CODES, Candidate, Task, best, candidates
 from tputrain.parallel.changes import what_would_be_faster, what_would_fit
+from tputrain.parallel.memory_model import sized
 from tputrain.parallel.topology import GIB
 
 
@@ -42,8 +43,8 @@ class Plan:
         change = f"; what would fit: {self.changes[0]}" if self.changes else ""
         if least is None or least.memory is None:
             return f"{what}: {task.rows} sequences a step do not divide among its devices{change}"
-        needed = f"the layout that needs least takes {_gib(least.memory.total)} a device"
-        return f"{what}: does not fit: {needed}, which has {_gib(task.most)}{change}"
+        needed = f"the layout that needs least takes {sized(least.memory.total)} a device"
+        return f"{what}: does not fit: {needed}, which has {sized(task.most)}{change}"
 
     def as_json(self, num_candidates: int | None = None) -> dict[str, Any]:
         """All of it as plain values. `num_candidates`: only so many of the candidates, the best ones."""
@@ -119,8 +120,8 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
     held = chosen.memory.parameters + chosen.memory.optimizer
     if degrees["shard"] > 1:
         yield (
-            f"shard {degrees['shard']}: parameters and optimizer state take {_gib(held)} a device; "
-            f"undivided they are {_gib(whole)}"
+            f"shard {degrees['shard']}: parameters and optimizer state take {sized(held)} a device; "
+            f"undivided they are {sized(whole)}"
         )
     yield from _against(plan, chosen, "replicas", lambda each: each["replicate"])
     yield from _against(plan, chosen, "tensor parallelism", lambda each: each["tensor"])
@@ -137,7 +138,7 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
             if each.rung == "none" and each.layout == chosen.layout and each.memory is not None
         ]
         if plain and plain[0].memory is not None:
-            most = f"{_gib(plain[0].memory.total)} with {_rows(plain[0].rows)} a device"
+            most = f"{sized(plain[0].memory.total)} with {_rows(plain[0].rows)} a device"
             yield f"activation checkpointing ({chosen.rung}): without it, {most}"
     if chosen.micro_batches > 1 and task.micro_rows is None:
         yield f"{chosen.micro_batches} micro-batches: more rows at a time do not fit"
@@ -160,11 +161,6 @@ def _against(plan: Plan, chosen: Candidate, what: str, degree: Any) -> Iterator[
         return
     word = "without" if own > 1 else "with"
     yield f"{word} {what} the step would take {slower:.0%} longer"
-
-
-def _gib(num_bytes: float) -> str:
-    size = num_bytes / GIB
-    return f"{size:,.0f} GiB" if size >= 100 else f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 
 def _rows(count: int) -> str:

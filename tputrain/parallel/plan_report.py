@@ -6,9 +6,8 @@ from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
-from tputrain.parallel.memory_model import Memory
+from tputrain.parallel.memory_model import Memory, sized
 from tputrain.parallel.plan import Plan
-from tputrain.parallel.topology import GIB
 
 SURE = 0.95
 """Of the memory. Steps that libtpu compiled took up to 4 % more than was predicted (docs/plan.md)."""
@@ -109,11 +108,6 @@ def _times(chosen: Candidate) -> str:
 def said(seconds: float) -> str:
     """In seconds or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def sized(num_bytes: float) -> str:
-    """In GiB or MiB."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def alternatives(plan: Plan) -> list[tuple[str, Candidate]]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from tputrain.parallel.memory_model import sized
 from tputrain.parallel.plan import Plan
-from tputrain.parallel.plan_report import said, sized
+from tputrain.parallel.plan_report import said
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
 

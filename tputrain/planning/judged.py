@@ -10,6 +10,7 @@ from typing import Any
 from tputrain.announce import say
 from tputrain.errors import UserError
 from tputrain.parallel.candidate import Candidate, Task, modelled
+from tputrain.parallel.memory_model import sized
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.topology import GIB
 from tputrain.planning.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
@@ -120,7 +121,7 @@ def change_that_fits(plan: Plan, judge: Judge, too_large: Judged) -> str | None:
         tried = judge(smaller.chosen)
     if tried is too_large:
         return None
-    settings, size = tried.candidate.settings(task), f"{tried.used / GIB:.1f} GiB a device"
+    settings, size = tried.candidate.settings(task), f"{sized(tried.used)} a device"
     if tried.used <= task.most:
         return f"{settings} fits: {size}, by the compiler"
     return f"{_TRIES} smaller plans do not fit either; the last one needs {size}: {settings}"
