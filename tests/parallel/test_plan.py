@@ -311,19 +311,20 @@ def test_thin_shards_are_those_with_fewer_rows_than_a_tile() -> None:
     by_rows, by_columns, whole = Matrix(1024, 100, 0), Matrix(1024, 10, 1), Matrix(64, 1, None)
     parameters = Parameters(matrices=(by_rows, by_columns, whole))
     thin = {
-        (shards, tensor): parameters.in_thin_shards(shards, tensor)
+        (shards, tensor): parameters.in_thin_shards(shards, tensor, itemsize=4)
         for shards, tensor in ((1, 1), (8, 1), (16, 1), (128, 1), (256, 1), (1, 256), (32, 8), (128, 8))
     }
     assert thin == {
         (1, 1): 0,
         (8, 1): 0,
-        (16, 1): 1,
-        (128, 1): 1,
-        (256, 1): 111,
+        (16, 1): 1 / 2,  # 4 of 8 rows
+        (128, 1): 15 / 16,
+        (256, 1): 110 / 2 + 31 / 32,
         (1, 256): 0,
-        (32, 8): 100 / 8 + 1,
-        (128, 8): 100 / 8 + 1,
+        (32, 8): 100 / 8 / 2 + 3 / 4,
+        (128, 8): 100 / 8 * 7 / 8 + 15 / 16,
     }
+    assert parameters.in_thin_shards(128, 1, itemsize=2) == thin[256, 1]  # of 16 rows
 
 
 def test_thin_shards_cost_time() -> None:

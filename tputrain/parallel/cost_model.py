@@ -25,10 +25,10 @@ HBM_SHARE = 0.8
 HIDDEN_SHARE = 0.9
 """Of compute, how much has gathers of FSDP beside it. Fitted."""
 _SCATTERED_WITHIN = 8  # chips, along two axes; larger groups of all chips take an all-reduce for a scatter
-RELAYOUT_SHARE = 0.05
-"""Of the memory's bandwidth that is reached where thin shards are joined to a whole weight. libtpu's
-estimates on v5p, for shards of 1 and 4 rows (Llama 8B in 4,096): as if each weight were read and written
-once a micro-batch, since products read most of them as they come."""
+RELAYOUT_SHARE = 0.043
+"""Of the memory's bandwidth that is reached where thin shards are joined to a whole weight, for the part of a
+tile that they leave empty. libtpu's estimates on v5p, for shards of 1 and 4 rows (Llama 8B in 4,096): as if
+each weight were read and written once a micro-batch, since products read most of them as they come."""
 _PASSES = 6  # over bfloat16 parts for a product of float32 (torch's matmul precision "highest")
 _CORNER = 0.5  # of the products of a causal attention that a kernel computes, and its diagonal's waste
 _DIAGONAL = 0.06
@@ -242,7 +242,8 @@ class CostModel:
         return self._precision.gathered or part.parameters.itemsize
 
     def _relayout(self, part: Part, shards: int, tensor: int) -> float:
-        moved = 2 * part.parameters.in_thin_shards(shards, tensor) * self._gathered(part)  # read and written
+        itemsize = self._gathered(part)
+        moved = 2 * part.parameters.in_thin_shards(shards, tensor, itemsize) * itemsize  # read and written
         return moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
 
     def _scatter(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:

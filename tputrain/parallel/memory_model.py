@@ -110,11 +110,12 @@ def memory(
         if shards == 1:
             return 0.0, 0.0
         count, trained = part.parameters.count(tensor), part.parameters.trained(tensor)
-        count += part.parameters.in_thin_shards(shards, tensor)  # copied when they are put together
+        itemsize = precision.gathered or _itemsize(part)
+        count += part.parameters.in_thin_shards(shards, tensor, itemsize)  # copied when they are put together
         if part is rest:  # an embedding and an output layer are not used at the same time
             share = part.parameters.largest / max(part.parameters.whole + part.parameters.cut, 1)
             count, trained = count * share, trained * share
-        return count * (precision.gathered or _itemsize(part)), trained * _itemsize(part)
+        return count * itemsize, trained * _itemsize(part)
 
     ahead = _AHEAD * max((whole(each)[0] for each in layers), default=0.0)
     head, gradient = whole(rest)

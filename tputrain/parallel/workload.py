@@ -27,7 +27,7 @@ from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
 TILE_ROWS = 8
-"""Of a TPU's tile, which has 128 columns: products pad to it, and rows of several shards share one."""
+"""Of a TPU's tile in 32 bits, which has 128 columns: products pad to it, and several shards share one."""
 SQUARE_ROWS = (1024, 1536, 2048)
 """Of the three runs of a model that compares rows with rows, so many that what grows with their square is
 part of the peaks."""
@@ -129,12 +129,19 @@ class Parameters:
     itemsize: int = 4
     matrices: tuple[Matrix, ...] = ()
 
-    def in_thin_shards(self, shards: int, tensor: int) -> float:
-        """Elements, on a tensor rank, of matrices whose shards by rows have fewer of them than a tile."""
+    def in_thin_shards(self, shards: int, tensor: int, itemsize: float) -> float:
+        """Elements, on a tensor rank, of matrices whose shards by rows have fewer of them than a tile; by the
+        share of the tile that they leave empty. `itemsize`: as they are gathered; in 16 bits a tile has twice
+        as many rows.
+        """
+        if shards == 1:
+            return 0.0
+        tile = 4 * TILE_ROWS / itemsize
         return sum(
-            each.elements / (1 if each.cut is None else tensor)
+            each.elements
+            / (1 if each.cut is None else tensor)
+            * max(0.0, 1 - each.rows_among(tensor) / shards / tile)
             for each in self.matrices
-            if shards > 1 and each.rows_among(tensor) < TILE_ROWS * shards
         )
 
     def count(self, tensor: int) -> float:
