@@ -330,7 +330,7 @@ def test_thin_shards_are_those_with_fewer_rows_than_a_tile() -> None:
 def test_thin_shards_cost_time() -> None:
     found = planned("llama-8b", "v5p:16x16x16", 4096, 2048)
     assert found.chosen is not None
-    assert 4096 / found.chosen.layout.degrees["shard"] >= 8  # all weights but those of keys and values
+    assert 4096 / found.chosen.layout.degrees["shard"] >= 16  # all weights but those of keys and values
     assert "without replicas the step would take" in "".join(found.why)
 
 
@@ -663,6 +663,8 @@ def test_the_command_prints_a_plan_its_json_and_a_page(
     assert capsys.readouterr().out.startswith("llama-5m, 5,048,576 parameters")
     assert main([*arguments, "model.num_hidden_layers=2"]) == 0
     assert capsys.readouterr().out.startswith("llama-5m with num_hidden_layers=2, 3,")
+    assert main([*arguments, "model.num_hidden_layers=4"]) == 0  # as its name says
+    assert capsys.readouterr().out.startswith("llama-5m, 5,048,576 parameters")
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"] == "v5e:2x2"
     file = tmp_path / "plan.html"

@@ -120,7 +120,7 @@ def _dispatch(chosen: argparse.Namespace) -> int:
 
             return export(chosen.target, chosen.out, chosen.format)
         case "sample" | "plan":
-            # Standard output is the text or the plan alone, for a pipe or a file; the rest is for who waits.
+            # Standard output is the result alone, for a pipe or a file. Progress goes to standard error.
             output = sys.stdout
             with redirect_stdout(sys.stderr):
                 return _with_torch(chosen, output)

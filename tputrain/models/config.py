@@ -311,8 +311,9 @@ class ImportedModelConfig(ModelConfig, names=("import",)):
 
 def _described(cfg: LlamaModelConfig | VitModelConfig) -> str:
     """Its name, and what is not as the name says."""
-    sizes = _sizes(cfg).items()
-    changed = [f"{key}={value}" for key, value in sizes if key != "activation_checkpointing"]
+    shape = (LLAMA_CONFIGS | VIT_CONFIGS)[cfg.name]
+    sizes = {key: value for key, value in _sizes(cfg).items() if key != "activation_checkpointing"}
+    changed = [f"{key}={value}" for key, value in sizes.items() if value != getattr(shape, key)]
     return f"{cfg.name} with {', '.join(changed)}" if changed else cfg.name
 
 

@@ -24,7 +24,7 @@ HBM_SHARE = 0.8
 """Of the memory's bandwidth that elementwise operations reach. Assumed."""
 HIDDEN_SHARE = 0.9
 """Of compute, how much has gathers of FSDP beside it. Fitted."""
-_SCATTERED_WITHIN = 8  # chips, along two axes; larger groups of all chips take an all-reduce for a scatter
+_SCATTERED_WITHIN = 8  # devices, on two axes; in larger groups, of a whole slice, a scatter is an all-reduce
 RELAYOUT_SHARE = 0.043
 """Of the memory's bandwidth that is reached where thin shards are joined to a whole weight, for the part of a
 tile that they leave empty. libtpu's estimates on v5p, for shards of 1 and 4 rows (Llama 8B in 4,096): as if
@@ -93,7 +93,9 @@ class CostModel:
     def __init__(
         self, workload: Workload, topology: Topology, precision: Precision, scatters_wait: bool = True
     ):
-        """`scatters_wait`: as in our steps, where nothing is computed beside a scatter of gradients."""
+        """`scatters_wait`: nothing is computed beside sums of gradients, and a scatter over all chips of a
+        larger slice is an all-reduce, as in our steps. False: they have products beside them, like gathers.
+        """
         self._workload, self._topology, self._precision = workload, topology, precision
         self._scatters_wait = scatters_wait
         self._known: dict[tuple[float, int], dict[int, _PartSeconds]] = {}
@@ -251,7 +253,8 @@ class CostModel:
         itemsize = self._precision.scattered or part.parameters.itemsize
         gradients = part.parameters.trained(tensor) * itemsize
         has_all = shard.size == self._topology.devices_per_slice
-        is_all_reduced = has_all and (len(shard.stretches) > 2 or shard.size > _SCATTERED_WITHIN)
+        num_axes = len({each.axis.name for each in shard.stretches})
+        is_all_reduced = has_all and (num_axes > 2 or shard.size > _SCATTERED_WITHIN)
         times = 2 if is_all_reduced and self._scatters_wait else 1
         return times * shard.gather_seconds(gradients) + 2 * replicate.gather_seconds(gradients / shard.size)
 

@@ -24,9 +24,9 @@ _PADDING = 1.06
 _AHEAD = 2
 """Layers whose weights are gathered before they are used. One is live by the program's order; libtpu's
 programs of 1B to 70B have as much memory as if two were."""
-_ON_THEIR_WAY = 1.5
-"""Of a layer: its weights until they are used, then its gradients until they are scattered, and half of the
-gradients of the layer before. Read from a step of Llama 405B for v5p:8x8x8."""
+_BEFORE = 0.5
+"""Of a layer's gradients, how much is there while those of the next one are made. Read from a step of Llama
+405B that libtpu compiled for v5p:8x8x8."""
 _ON_DEVICE = 2  # layers whose offloaded inputs are on their way
 
 
@@ -111,7 +111,8 @@ def memory(
             return 0.0, 0.0
         count, trained = part.parameters.count(tensor), part.parameters.trained(tensor)
         itemsize = precision.gathered or _itemsize(part)
-        count += part.parameters.in_thin_shards(shards, tensor, itemsize)  # copied when they are put together
+        # They are copied when they are put together, the more the emptier their tiles are.
+        count += part.parameters.in_thin_shards(shards, tensor, itemsize)
         if part is rest:  # an embedding and an output layer are not used at the same time
             share = part.parameters.largest / max(part.parameters.whole + part.parameters.cut, 1)
             count, trained = count * share, trained * share
@@ -138,7 +139,8 @@ def memory(
         if rung == "none":
             own -= each.kept.at(rows, tensor)
         weights, gradient = whole(each)
-        gathered = _AHEAD * weights + _ON_THEIR_WAY * max(weights, gradient)
+        # A layer's weights go as they are used, while its gradients come.
+        gathered = _AHEAD * weights + max(weights, gradient) + _BEFORE * gradient
         moments.append(("layer", of_rest, all_kept, own, gathered))
         last = _kept(each, rung).at(rows, tensor)
         moments.append(("layer", gradients / shards, last, own, gathered))

@@ -1,6 +1,7 @@
 """A plan for people: a table, a picture of the torus with the axes of the mesh on it, and why."""
 
 from collections.abc import Iterator
+from string import ascii_lowercase, ascii_uppercase
 
 from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
@@ -12,6 +13,7 @@ from tputrain.parallel.plan import Plan
 SURE = 0.95
 """Of the memory. Steps that libtpu compiled took up to 4 % more than was predicted (docs/plan.md)."""
 _DRAWN = (8, 4)  # devices of an axis in the picture, across and down
+_LETTERS = f"{ascii_uppercase}{ascii_lowercase}"  # one for each replica that can be drawn
 _OTHERS = 4  # further plans in the table
 _LEAST_SHOWN = 0.005  # of the memory
 
@@ -161,7 +163,8 @@ def picture(layout: Layout) -> list[str]:
     across, down = drawn[-1], drawn[0] if len(drawn) > 1 else None
     columns = min(axes[across].size, _DRAWN[0])
     rows = 1 if down is None else min(axes[down].size, _DRAWN[1])
-    found = []
+    found: list[str] = []
+    letters: dict[int, str] = {}
     for row in range(rows):
         line = ""
         for column in range(columns):
@@ -169,7 +172,8 @@ def picture(layout: Layout) -> list[str]:
             place[across] = column
             if down is not None:
                 place[down] = row
-            line += _letter(layout, place)
+            replica = _replica(layout, place)
+            line += letters.setdefault(replica, _LETTERS[len(letters)])
             is_joined = (column + 1) % splits[across][0] != 0 and column + 1 < columns
             line += "-" if is_joined else " "
         found.append(f"    {line}{'...' if axes[across].size > columns else ''}".rstrip())
@@ -187,7 +191,7 @@ def picture(layout: Layout) -> list[str]:
         legend.append(f"{arrow} {axis.name} {axis.size}, {kind}: {' x '.join(reversed(names))}")
     if layout.topology.slices > 1:
         legend.append(f"  {layout.topology.slices} such slices, over DCN: replicate")
-    lines_mean = "; -: ranks of tensor parallelism" if layout.degrees["tensor"] > 1 else ""
+    lines_mean = "; -: ranks of tensor parallelism" if any("-" in line for line in found) else ""
     return [
         *legend,
         *found,
@@ -195,10 +199,10 @@ def picture(layout: Layout) -> list[str]:
     ]
 
 
-def _letter(layout: Layout, place: list[int]) -> str:
-    """Of the replica, in this slice, that a device belongs to."""
+def _replica(layout: Layout, place: list[int]) -> int:
+    """The replica, in this slice, that a device belongs to."""
     number = 0
     for coordinate, split in zip(place, layout.splits, strict=True):
         inner = split[0] * split[1] * split[2]
         number = number * split[3] + coordinate // inner
-    return chr(ord("A") + number % 26)
+    return number

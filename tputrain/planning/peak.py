@@ -88,7 +88,6 @@ class _Lives:
     """Of the buffers of a computation: from which instruction to which they are there."""
 
     def __init__(self, program: Any, instructions: Sequence[Any]):
-        self._program = program
         self._by_name = {each.name: each for each in instructions}
         self.elements: dict[str, list[Element]] = {
             each.name: [(*shape, space) for shape, space in zip(each.results, each.spaces, strict=True)]

@@ -1,7 +1,8 @@
 """The compiler options of a program, besides the process's own XLA_FLAGS.
 
 Of a CPU they follow from the program: which library's kernels it takes, and whether it has a chain of views
-that XLA's emitters cannot cope with. Of a TPU they follow from the generation of the chip.
+that XLA's emitters cannot cope with. Of a TPU one is for all programs; those with collectives have others, by
+the generation of the chip.
 """
 
 from __future__ import annotations
@@ -93,14 +94,13 @@ OF_CHIPS: dict[str, dict[str, Any]] = {
 }
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
 OF_ALL_CHIPS: dict[str, Any] = {
-    # Where less than half of the memory is needed, the compiler takes the first places for buffers that it
-    # finds, with gaps of up to their own size between them. Without this it looks for the best always.
+    # libtpu places buffers with large gaps where less than half of the memory is needed. False: closely.
     "xla_tpu_buffer_assignment_enable_fast_merge_fallback": False,
 }
 
 
 def of_chip(kind: str, has_collectives: bool) -> dict[str, Any]:
-    """By JAX's kind of device, whatever the installed compiler knows."""
+    """The options for a kind of device, as JAX calls it, whatever the installed compiler knows."""
     return OF_ALL_CHIPS | (OF_CHIPS.get(kind, {}) if has_collectives else {})
 
 
