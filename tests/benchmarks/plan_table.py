@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.benchmarks import jax_slice
 from tpu_backend import ahead_of_time
-from tpu_backend.runtime.compiler_options import of_chip
+from tpu_backend.runtime.compiler_options import wanted_for
 from tputrain.config import RunConfig, TrainerConfig
 from tputrain.execution import ExecutionConfig
 from tputrain.models import parameters_on_meta
@@ -143,7 +143,7 @@ def by_hand(row: Row, lower: Lower = jax_slice.lower, has_kernel: bool = False) 
         replicas=row.replicas,
     )
     chips = ahead_of_time.chips(row.topology)
-    options = of_chip(chips[0].device_kind, len(chips) > 1)
+    options = wanted_for(chips[0].device_kind, len(chips) > 1)
     found = jax_slice.compiled(step, options, lower=lower)
     return {
         "compile_seconds": found.compile_seconds,

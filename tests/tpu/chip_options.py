@@ -28,8 +28,8 @@ def main() -> None:
         together = replace(alone, mesh=Mesh(np.array(devices), ("ranks",)))
         kind = devices[0].device_kind
         without, with_collectives = (compiler_options.options_for({}, each) for each in (alone, together))
-        of_chip = compiler_options.OF_CHIPS.get(kind, {})
-        compiler_options.OF_CHIPS[kind] = of_chip | {"xla_tpu_no_such_option": True}
+        of_chip = compiler_options.FOR_COLLECTIVES.get(kind, {})
+        compiler_options.FOR_COLLECTIVES[kind] = of_chip | {"xla_tpu_no_such_option": True}
         compiler_options._accepted.cache_clear()
         found[kind] = [without, with_collectives, compiler_options.options_for({}, together)]
     json.dump(found, sys.stdout)

@@ -16,7 +16,7 @@ from tests.tpu.compiler import ROOT
 from tests.tpu.device_calls import device_calls
 from tpu_backend.lowering import CannotCompile, Lowering
 from tpu_backend.runtime import segment
-from tpu_backend.runtime.compiler_options import OF_ALL_CHIPS, OF_CHIPS, of_chip
+from tpu_backend.runtime.compiler_options import FOR_ALL, FOR_COLLECTIVES, wanted_for
 
 needs_compiler = pytest.mark.skipif(
     not compiler_is_installed(), reason="libtpu, the TPU compiler, is not installed (Linux on x86-64 only)"
@@ -177,18 +177,18 @@ def test_calls_that_are_written_down_stay_on_the_device():
 
 
 @needs_compiler
-def test_programs_with_collectives_have_the_options_of_their_chip():
+def test_programs_have_the_options_of_their_chip():
     found = printed_by("tests.tpu.chip_options")
     assert len(found) == 3
     assert found["TPU v6 lite"][1]
     for kind, (alone, together, with_an_unknown_one) in found.items():
-        assert alone == OF_ALL_CHIPS
-        assert together == with_an_unknown_one == of_chip(kind, has_collectives=True)
+        assert alone == FOR_ALL
+        assert together == with_an_unknown_one == wanted_for(kind, has_collectives=True)
 
 
 @needs_compiler
 def test_an_option_that_the_user_has_set_is_left_alone(monkeypatch):
-    first, second, *others = OF_CHIPS["TPU v6 lite"]
+    first, second, *others = FOR_COLLECTIVES["TPU v6 lite"]
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{first}=false --{second}=disabled")
     found = printed_by("tests.tpu.chip_options")
-    assert list(found["TPU v6 lite"][1]) == [*OF_ALL_CHIPS, *others]
+    assert list(found["TPU v6 lite"][1]) == [*FOR_ALL, *others]

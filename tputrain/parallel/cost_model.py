@@ -252,7 +252,7 @@ class CostModel:
         """Of gradients, and the sums of their shards over replicas."""
         itemsize = self._precision.scattered or part.parameters.itemsize
         gradients = part.parameters.trained(tensor) * itemsize
-        has_all = shard.size == self._topology.devices_per_slice
+        has_all = shard.size == self._topology.devices_per_slice and self._topology.chip.name != "cpu"
         num_axes = len({each.axis.name for each in shard.stretches})
         is_all_reduced = has_all and (num_axes > 2 or shard.size > _SCATTERED_WITHIN)
         times = 2 if is_all_reduced and self._scatters_wait else 1

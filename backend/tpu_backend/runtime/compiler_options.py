@@ -88,20 +88,20 @@ _FUSION = {
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
 }
-OF_CHIPS: dict[str, dict[str, Any]] = {
+FOR_COLLECTIVES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("TPU v6 lite", "TPU v6e"), _FUSION),
     **dict.fromkeys(("TPU v5", "TPU v5p"), _FUSION | {"xla_tpu_prefer_async_allgather_to_allreduce": True}),
 }
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
-OF_ALL_CHIPS: dict[str, Any] = {
+FOR_ALL: dict[str, Any] = {
     # libtpu places buffers with large gaps where less than half of the memory is needed. False: closely.
     "xla_tpu_buffer_assignment_enable_fast_merge_fallback": False,
 }
 
 
-def of_chip(kind: str, has_collectives: bool) -> dict[str, Any]:
+def wanted_for(kind: str, has_collectives: bool) -> dict[str, Any]:
     """The options for a kind of device, as JAX calls it, whatever the installed compiler knows."""
-    return OF_ALL_CHIPS | (OF_CHIPS.get(kind, {}) if has_collectives else {})
+    return FOR_ALL | (FOR_COLLECTIVES.get(kind, {}) if has_collectives else {})
 
 
 @cache
@@ -109,7 +109,7 @@ def _accepted(device: Any, has_collectives: bool) -> dict[str, Any]:
     """Those that the installed compiler knows, but for what LIBTPU_INIT_ARGS sets itself."""
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     given = {argument.lstrip("-").partition("=")[0].removeprefix("no") for argument in arguments}
-    options = of_chip(device.device_kind, has_collectives)
+    options = wanted_for(device.device_kind, has_collectives)
     wanted = {name: value for name, value in options.items() if name not in given}
 
     def are_known(options: dict[str, Any]) -> bool:
