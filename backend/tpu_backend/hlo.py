@@ -12,11 +12,10 @@ _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collectiv
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_BITS = re.compile(r"\d+")
+_DIGITS = re.compile(r"\d+")
 _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 _IN_PLACE = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{[^}]*\},?)*)\]')
-_DIGITS = re.compile(r"\d+")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _MOST_CYCLES = 2**50
@@ -149,11 +148,8 @@ class Instruction:
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """Results that may take the memory of an operand: the places of an operand and of a result."""
         found = _IN_PLACE.search(self.text)
-        alike = (
-            []
-            if found is None
-            else [[int(digits) for digits in _DIGITS.findall(each)] for each in found[1].split("}")]
-        )
+        lists = [] if found is None else found[1].split("}")
+        alike = [[int(digits) for digits in _DIGITS.findall(each)] for each in lists]
         first = len(self.operands)  # the compiler counts results on from the operands
         return tuple(
             (operand, place - first)
@@ -394,5 +390,5 @@ def _counted(dims: list[int], order: list[int], size: int) -> tuple[int, ...]:
 
 
 def _itemsize(dtype: str) -> int:
-    bits = _BITS.search(dtype)
+    bits = _DIGITS.search(dtype)
     return 1 if bits is None else max(int(bits[0]) // 8, 1)
