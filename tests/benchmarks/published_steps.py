@@ -1,7 +1,7 @@
 """The cost model against published steps: `python -m tests.benchmarks.published_steps`.
 
 The steps are MaxText's, as its makers measured them: AI-Hypercomputer/tpu-recipes (training/trillium, v5p,
-ironwood). The constants of the cost model were tuned on these, and on no other published ones. The model
+ironwood). The cost model's constants come from the compiler or are assumed, as each of them says. The model
 here is our Llama; parameters are float32, gathered as bfloat16, as there. Scatters are taken to have products
 beside them there; in our own steps they have none.
 """

@@ -23,7 +23,7 @@ ATTENTION_SHARE = (0.5, 0.8)
 HBM_SHARE = 0.8
 """Of the memory's bandwidth that elementwise operations reach. Assumed."""
 HIDDEN_SHARE = 0.9
-"""Of compute, how much has gathers of FSDP beside it. Fitted."""
+"""Of compute, how much has gathers of FSDP beside it. Assumed; no published step depends on it."""
 _SCATTERED_WITHIN = 8  # devices, on two axes; in larger groups, of a whole slice, a scatter is an all-reduce
 RELAYOUT_SHARE = 0.043
 """Of the memory's bandwidth that is reached where thin shards are joined to a whole weight, for the part of a
