@@ -95,7 +95,7 @@ class Candidate:
 
 
 def candidates(task: Task) -> Iterator[Candidate]:
-    costs = CostModel(task.workload, task.topology, task.precision)
+    models = _Models(task)
     context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
     for layout in layouts(task.topology, task.workload.tensor_degrees, context):
         data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
@@ -108,7 +108,7 @@ def candidates(task: Task) -> Iterator[Candidate]:
             yield Candidate(layout, task.rungs[0], 0, 0, "batch", reason)
             continue
         for rung in task.rungs:
-            yield _with_most_rows(task, costs, layout, rung, data_ranks)
+            yield models.with_most_rows(layout, rung)
 
 
 def with_layers(task: Task, share_of: Callable[[str], float]) -> Task:
@@ -151,35 +151,61 @@ def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bo
     )
 
 
-def _with_most_rows(task: Task, costs: CostModel, layout: Layout, rung: str, data_ranks: int) -> Candidate:
-    """With the largest micro-batch that fits: fewer of them gather parameters less often."""
-    all_rows = task.rows // data_ranks
-    if task.micro_rows is None:
-        choices = [rows for rows in range(all_rows, 0, -1) if all_rows % rows == 0]
-    else:
-        choices = [task.micro_rows // data_ranks]
-    context, most = layout.degrees["context"], task.most
-    for rows in choices:
-        found = _memory(task, layout, rung, rows, is_accumulated=rows != all_rows)
-        if found.total <= most and found.host <= task.topology.host_memory:
-            break
-    micro_batches = all_rows // rows
-    if found.total > most:
-        reason = f"{found.total / GIB:.1f} of {most / GIB:.1f} GiB"
-        return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
-    if found.host > task.topology.host_memory:
-        reason = f"{found.host / GIB:.0f} of {task.topology.host_memory / GIB:.0f} GiB of the host's memory"
-        return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
-    seconds = costs.seconds(layout, rows / context, micro_batches, rung)
-    flops = data_ranks * micro_batches * task.workload.model_flops(rows)  # no rank sees the rows of others
-    mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
-    missing = []
-    if rung not in task.built_rungs:
-        missing.append(f"activation checkpointing of the kind {rung}")
-    if context > 1:
-        missing.append(f"parallel.context={context}")
-    code = "not_built" if missing else "slower"
-    return Candidate(layout, rung, rows, micro_batches, code, " and ".join(missing), found, seconds, mfu)
+class _Models:
+    """Of memory and time, for a task. Layouts of the same degrees are as large: that is worked out once."""
+
+    def __init__(self, task: Task):
+        self._task = task
+        self._costs = CostModel(task.workload, task.topology, task.precision)
+        self._sizes: dict[tuple[str, int, int, int], tuple[int, Memory]] = {}
+        self._flops: dict[int, float] = {}
+
+    def with_most_rows(self, layout: Layout, rung: str) -> Candidate:
+        """With the largest micro-batch that fits: fewer of them gather parameters less often."""
+        task, context = self._task, layout.degrees["context"]
+        data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
+        rows, found = self._most_rows(layout, rung)
+        micro_batches = task.rows // data_ranks // rows
+        if found.total > task.most:
+            reason = f"{found.total / GIB:.1f} of {task.most / GIB:.1f} GiB"
+            return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
+        if found.host > task.topology.host_memory:
+            limit = task.topology.host_memory / GIB
+            reason = f"{found.host / GIB:.0f} of {limit:.0f} GiB of the host's memory"
+            return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
+        seconds = self._costs.seconds(layout, rows / context, micro_batches, rung)
+        flops = data_ranks * micro_batches * self._model_flops(rows)  # no rank sees the rows of others
+        mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
+        missing = []
+        if rung not in task.built_rungs:
+            missing.append(f"activation checkpointing of the kind {rung}")
+        if context > 1:
+            missing.append(f"parallel.context={context}")
+        code = "not_built" if missing else "slower"
+        return Candidate(layout, rung, rows, micro_batches, code, " and ".join(missing), found, seconds, mfu)
+
+    def _most_rows(self, layout: Layout, rung: str) -> tuple[int, Memory]:
+        """Of a data rank: the most that fit, or the fewest that there can be."""
+        task, degrees = self._task, layout.degrees
+        key = rung, degrees["shard"], degrees["context"], degrees["tensor"]
+        if key not in self._sizes:
+            data_ranks = degrees["replicate"] * degrees["shard"]
+            all_rows = task.rows // data_ranks
+            if task.micro_rows is None:
+                choices = [rows for rows in range(all_rows, 0, -1) if all_rows % rows == 0]
+            else:
+                choices = [task.micro_rows // data_ranks]
+            for rows in choices:
+                found = _memory(task, layout, rung, rows, is_accumulated=rows != all_rows)
+                if found.total <= task.most and found.host <= task.topology.host_memory:
+                    break
+            self._sizes[key] = rows, found
+        return self._sizes[key]
+
+    def _model_flops(self, rows: int) -> float:
+        if rows not in self._flops:
+            self._flops[rows] = self._task.workload.model_flops(rows)
+        return self._flops[rows]
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:

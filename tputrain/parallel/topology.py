@@ -7,7 +7,7 @@ the axis is a ring (it wraps). Slices are connected to each other by the data ce
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations_with_replacement
 from math import prod
 
@@ -257,7 +257,7 @@ class Topology:
     def num_hosts(self) -> int:
         return self.slices * -(-prod(self.shape) // self.chips_per_host)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The directions of a slice, outermost first; the two devices of a chip, if any, come last."""
         chip = self.chip
