@@ -599,11 +599,11 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
         "all-gather",
         "24.0 GiB",
         "40 %",
-        "17.000",
+        "17.0 GiB",
         "bf16[9,7]",
     ):
         assert text in seen.text, text
-    assert "temporaries: 20.00 GiB" in seen.titles
+    assert "temporaries: 20.0 GiB" in seen.titles
     assert "waiting for collectives (modelled): 100 ms" in seen.titles
 
 

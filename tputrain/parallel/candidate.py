@@ -11,6 +11,7 @@ from tputrain.parallel.layout import Layout, layouts
 from tputrain.parallel.memory_model import RUNGS, Memory, Precision, memory
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload
+from tputrain.report.numbers import memory_text
 
 USABLE = 0.97
 """Of a device's memory. The rest is the runtime's, and the allocator's gaps."""
@@ -167,11 +168,11 @@ class _Models:
         rows, found = self._most_rows(layout, rung)
         micro_batches = task.rows // data_ranks // rows
         if found.total > task.most:
-            reason = f"{found.total / GIB:.1f} of {task.most / GIB:.1f} GiB"
+            reason = f"{memory_text(found.total)} of {memory_text(task.most)}"
             return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
         if found.host > task.topology.host_memory:
-            limit = task.topology.host_memory / GIB
-            reason = f"{found.host / GIB:.0f} of {limit:.0f} GiB of the host's memory"
+            limit = memory_text(task.topology.host_memory)
+            reason = f"{memory_text(found.host)} of {limit} of the host's memory"
             return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
         seconds = self._costs.seconds(layout, rows / context, micro_batches, rung)
         flops = data_ranks * micro_batches * self._model_flops(rows)  # no rank sees the rows of others

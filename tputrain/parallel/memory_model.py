@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tputrain.optim.config import OptimConfig
-from tputrain.parallel.topology import GIB
 from tputrain.parallel.workload import Amount, Part, Workload
 
 RUNGS = ("none", "products", "layers", "offload")
@@ -156,14 +155,6 @@ def memory(
         moment=moment,
         host=held_by_host,
     )
-
-
-def sized(num_bytes: float) -> str:
-    """In GiB or MiB."""
-    size = num_bytes / GIB
-    if size < 0.1:
-        return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB" if size < 100 else f"{size:,.0f} GiB"
 
 
 def _itemsize(part: Part) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 from tputrain.errors import UserError
 from tputrain.parallel.candidate import ALIKE, CODES, Candidate, Task, best, candidates
 from tputrain.parallel.changes import what_would_be_faster, what_would_fit
-from tputrain.parallel.memory_model import sized
 from tputrain.parallel.topology import GIB
+from tputrain.report.numbers import memory_text
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Plan:
         change = f"; what would fit: {self.changes[0]}" if self.changes else ""
         if least is None or least.memory is None:
             return f"{what}: {task.rows} sequences a step do not divide among its devices{change}"
-        needed = f"the layout that needs least takes {sized(least.memory.total)} a device"
-        return f"{what}: does not fit: {needed}, which has {sized(task.most)}{change}"
+        needed = f"the layout that needs least takes {memory_text(least.memory.total)} a device"
+        return f"{what}: does not fit: {needed}, which has {memory_text(task.most)}{change}"
 
     def as_json(self, num_candidates: int | None = None) -> dict[str, Any]:
         """All of it as plain values. `num_candidates`: only so many of the candidates, the best ones."""
@@ -120,8 +120,8 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
     held = chosen.memory.parameters + chosen.memory.optimizer
     if degrees["shard"] > 1:
         yield (
-            f"shard {degrees['shard']}: parameters and optimizer state take {sized(held)} a device; "
-            f"undivided they are {sized(whole)}"
+            f"shard {degrees['shard']}: parameters and optimizer state take {memory_text(held)} a device; "
+            f"undivided they are {memory_text(whole)}"
         )
     yield from _against(plan, chosen, "replicas", lambda each: each["replicate"])
     yield from _against(plan, chosen, "tensor parallelism", lambda each: each["tensor"])
@@ -138,7 +138,7 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
             if each.rung == "none" and each.layout == chosen.layout and each.memory is not None
         ]
         if plain and plain[0].memory is not None:
-            most = f"{sized(plain[0].memory.total)} with {_rows(plain[0].rows)} a device"
+            most = f"{memory_text(plain[0].memory.total)} with {_rows(plain[0].rows)} a device"
             yield f"activation checkpointing ({chosen.rung}): without it, {most}"
     if chosen.micro_batches > 1 and task.micro_rows is None:
         yield f"{chosen.micro_batches} micro-batches: more rows at a time do not fit"

@@ -7,8 +7,9 @@ from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
-from tputrain.parallel.memory_model import Memory, sized
+from tputrain.parallel.memory_model import Memory
 from tputrain.parallel.plan import Plan
+from tputrain.report.numbers import memory_text, seconds_text
 
 SURE = 0.95
 """Of the memory. Steps that libtpu compiled took up to 4 % more than was predicted (docs/plan.md)."""
@@ -38,23 +39,23 @@ def lines(plan: Plan) -> Iterator[str]:
     yield ""
     memory, seconds = chosen.memory, chosen.seconds
     moment = f"worst at the {memory.moment}"
-    yield f"memory  {sized(memory.total)} of {sized(task.most)} a device (predicted), {moment}"
-    arguments, temporaries = _ARGUMENTS, (*_TEMPORARIES, _GRADIENTS)
+    yield f"memory  {memory_text(memory.total)} of {memory_text(task.most)} a device (predicted), {moment}"
+    arguments, temporaries = ARGUMENTS, (*TEMPORARIES, *GRADIENTS)
     if memory.is_accumulated:
-        arguments, temporaries = (*_ARGUMENTS, _GRADIENTS), _TEMPORARIES
-    yield f"        arguments {sized(memory.arguments)}: {_parts(memory, arguments)}"
-    yield f"        temporaries {sized(memory.temporaries)}: {_parts(memory, temporaries)}"
+        arguments, temporaries = (*ARGUMENTS, *GRADIENTS), TEMPORARIES
+    yield f"        arguments {memory_text(memory.arguments)}: {_parts(memory, arguments)}"
+    yield f"        temporaries {memory_text(memory.temporaries)}: {_parts(memory, temporaries)}"
     if memory.total > SURE * task.most:
         yield (
-            f"        {sized(task.most - memory.total)} to spare may be less than the prediction's "
+            f"        {memory_text(task.most - memory.total)} to spare may be less than the prediction's "
             "error: --compile asks the TPU's compiler"
         )
     if memory.host:
-        yield f"        in the host's memory {sized(memory.host)} a device"
+        yield f"        in the host's memory {memory_text(memory.host)} a device"
     speed = task.rows * (workload.sequence or 1) / seconds.total / topology.num_chips
     unit = "tokens" if workload.sequence else "rows"
     yield (
-        f"step    {said(seconds.total)} (predicted), MFU {chosen.mfu:.1%}, "
+        f"step    {seconds_text(seconds.total)} (predicted), MFU {chosen.mfu:.1%}, "
         f"{speed:,.0f} {unit}/s a chip; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
@@ -73,43 +74,42 @@ def lines(plan: Plan) -> Iterator[str]:
 HIGHEST_PUBLISHED_MFU = 0.70
 """Of MaxText's 64B model on v5p-128, by its makers: AI-Hypercomputer/maxtext, README."""
 
-_Names = tuple[tuple[str, str], ...]
-_ARGUMENTS: _Names = (("parameters", "parameters"), ("optimizer", "optimizer state"))
-_TEMPORARIES: _Names = (
+Names = tuple[tuple[str, str], ...]
+"""Of fields, with words for them."""
+ARGUMENTS: Names = (("parameters", "parameters"), ("optimizer", "optimizer state"))
+GRADIENTS: Names = (("gradients", "gradients"),)
+"""Arguments where micro-batches add up."""
+TEMPORARIES: Names = (
     ("kept", "kept for the backward pass"),
     ("working", "of the current layer"),
     ("gathered", "gathered"),
 )
-_GRADIENTS = ("gradients", "gradients")  # arguments where micro-batches add up
+SECONDS: Names = (
+    ("products", "products"),
+    ("attention", "attention"),
+    ("traffic", "memory traffic"),
+    ("recomputed", "computed again"),
+    ("tensor", "waiting for tensor ranks"),
+    ("exposed", "waiting for data ranks"),
+    ("optimizer", "optimizer"),
+    ("dcn", "waiting for other slices"),
+    ("host", "waiting for the host"),
+)
 
 
-def _parts(memory: Memory, names: _Names) -> str:
+def _parts(memory: Memory, names: Names) -> str:
     total = sum(getattr(memory, name) for name, _ in names)
     values = [(getattr(memory, name), word) for name, word in names]
-    return ", ".join(f"{word} {sized(value)}" for value, word in values if value >= _LEAST_SHOWN * total)
+    return ", ".join(
+        f"{word} {memory_text(value)}" for value, word in values if value >= _LEAST_SHOWN * total
+    )
 
 
 def _times(chosen: Candidate) -> str:
     seconds = chosen.seconds
     assert seconds is not None
-    named = {
-        "products": seconds.products,
-        "attention": seconds.attention,
-        "memory traffic": seconds.traffic,
-        "computed again": seconds.recomputed,
-        "tensor parallelism": seconds.tensor,
-        "data parallelism not hidden": seconds.exposed,
-        "optimizer": seconds.optimizer,
-        "between slices": seconds.dcn,
-        "host": seconds.host,
-    }
-    shares = sorted(((value / seconds.total, name) for name, value in named.items()), reverse=True)
+    shares = sorted(((getattr(seconds, name) / seconds.total, word) for name, word in SECONDS), reverse=True)
     return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
-
-
-def said(seconds: float) -> str:
-    """In seconds or milliseconds."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def alternatives(plan: Plan) -> list[tuple[str, Candidate]]:
@@ -141,8 +141,8 @@ def _table(plan: Plan) -> Iterator[str]:
                 each.rung,
                 str(each.rows),
                 str(each.micro_batches),
-                sized(each.memory.total),
-                said(each.seconds.total),
+                memory_text(each.memory.total),
+                seconds_text(each.seconds.total),
                 f"{each.mfu:.1%}",
             )
         )

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from tputrain.parallel.memory_model import sized
 from tputrain.parallel.plan import Plan
-from tputrain.parallel.plan_report import said
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
+from tputrain.report.numbers import memory_text, seconds_text
 
 _SHOWN = 0.005  # of the step
 
@@ -26,19 +25,19 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         f"(recorded in {step.record_seconds:.0f} s): {step.depth}"
     )
     yield (
-        f"memory  {sized(total)} of {sized(most)} a device{fits}: arguments "
-        f"{sized(step.arguments)}, temporaries {sized(step.temporaries)} "
-        f"(the plan's model: {sized(chosen.memory.total)})"
+        f"memory  {memory_text(total)} of {memory_text(most)} a device{fits}: arguments "
+        f"{memory_text(step.arguments)}, temporaries {memory_text(step.temporaries)} "
+        f"(the plan's model: {memory_text(chosen.memory.total)})"
     )
     if step.host:
-        yield f"        in the host's memory {sized(step.host)} a device"
+        yield f"        in the host's memory {memory_text(step.host)} a device"
     seconds = step.seconds
     mfu = chosen.mfu * chosen.seconds.total / seconds
     speed = task.rows * (task.workload.sequence or 1) / seconds / topology.num_chips
     unit = "tokens" if task.workload.sequence else "rows"
     yield (
-        f"step    {said(seconds)} +-{BAND:.0%}, MFU {mfu:.1%}, {speed:,.0f} {unit}/s a chip "
-        f"(the plan's model: {said(chosen.seconds.total)})"
+        f"step    {seconds_text(seconds)} +-{BAND:.0%}, MFU {mfu:.1%}, {speed:,.0f} {unit}/s a chip "
+        f"(the plan's model: {seconds_text(chosen.seconds.total)})"
     )
     shares = {
         "by the compiler's cycles": step.estimated,
@@ -53,13 +52,12 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
     for number, each in enumerate(step.collectives):
         yield (
             f"{'moves' if number == 0 else '':7} {each.kind} along {each.axes}: {round(each.count)}, "
-            f"{sized(each.num_bytes)}, {said(each.seconds)} (modelled)"
+            f"{memory_text(each.num_bytes)}, {seconds_text(each.seconds)} (modelled)"
         )
     for number, (what, value) in enumerate(step.parts):
-        yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {said(value)}  {what}"
-    rest = seconds - sum(value for _, value in step.parts)
-    if rest > _SHOWN * seconds:
-        yield f"{'':7} {rest / seconds:4.0%} {said(rest)}  all others"
+        yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {seconds_text(value)}  {what}"
+    if step.others > _SHOWN * seconds:
+        yield f"{'':7} {step.others / seconds:4.0%} {seconds_text(step.others)}  all others"
     if step.peak is not None:
         yield from _peak_lines(step.peak, step.depth)
     for note in step.notes:
@@ -69,6 +67,6 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
 def _peak_lines(peak: Peak, depth: str) -> Iterator[str]:
     """`depth`: what was compiled."""
     where = f" in {peak.label}" if peak.label else ""
-    yield f"peak    {sized(peak.num_bytes)} of temporaries at a time{where}, for {depth}; among them:"
+    yield f"peak    {memory_text(peak.num_bytes)} of temporaries at a time{where}, for {depth}; among them:"
     for each in peak.largest:
         yield f"        {each.sized}  {each.said}"

@@ -27,10 +27,11 @@ from tputrain.parallel.blocks import lists_of_blocks, period, without_numbers
 from tputrain.parallel.candidate import Modelled
 from tputrain.parallel.layout import INNERMOST_FIRST, Group, Layout, Stretch, mesh_of
 from tputrain.parallel.step_schedule import Schedule, schedule
-from tputrain.parallel.topology import GIB, Topology
+from tputrain.parallel.topology import Topology
 from tputrain.planning.abstract_step import ONCE, abstract_step
 from tputrain.planning.peak import Peak
 from tputrain.planning.peak import peak as peak_of
+from tputrain.report.numbers import memory_text
 
 FEW = 4
 """Layers that are compiled. The first and the last one have other neighbours than those between them."""
@@ -97,6 +98,11 @@ class CompiledStep:
     def seconds(self) -> float:
         return self.estimated + self.unestimated + self.waiting + self.copying
 
+    @property
+    def others(self) -> float:
+        """Seconds that no part has."""
+        return self.seconds - sum(seconds for _, seconds in self.parts)
+
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         found = asdict(self) | {"memory": self.memory, "seconds": self.seconds, "band": BAND}
@@ -121,7 +127,7 @@ class DoesNotFitError(Exception):
     """The compiler ran out of the device's memory."""
 
     def __init__(self, used: float, depth: str):
-        super().__init__(f"the compiler needs {used / GIB:.1f} GiB for it ({depth})")
+        super().__init__(f"the compiler needs {memory_text(used)} for it ({depth})")
         self.used, self.depth = used, depth
 
     def __reduce__(self) -> tuple[Any, ...]:

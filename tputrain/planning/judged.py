@@ -10,10 +10,9 @@ from typing import Any
 from tputrain.announce import say
 from tputrain.errors import UserError
 from tputrain.parallel.candidate import Candidate, Task, modelled
-from tputrain.parallel.memory_model import sized
 from tputrain.parallel.plan import Plan, make_plan
-from tputrain.parallel.topology import GIB
 from tputrain.planning.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
+from tputrain.report.numbers import memory_text, seconds_text
 
 _TRIES = 3  # smaller plans that are compiled until one fits
 
@@ -121,7 +120,7 @@ def change_that_fits(plan: Plan, judge: Judge, too_large: Judged) -> str | None:
         tried = judge(smaller.chosen)
     if tried is too_large:
         return None
-    settings, size = tried.candidate.settings(task), f"{sized(tried.used)} a device"
+    settings, size = tried.candidate.settings(task), f"{memory_text(tried.used)} a device"
     if tried.used <= task.most:
         return f"{settings} fits: {size}, by the compiler"
     return f"{_TRIES} smaller plans do not fit either; the last one needs {size}: {settings}"
@@ -129,7 +128,7 @@ def change_that_fits(plan: Plan, judge: Judge, too_large: Judged) -> str | None:
 
 def search_lines(plan: Plan, found: Sequence[Judged], best: Judged) -> Iterator[str]:
     """A table of what was compiled, the fastest first, beside what the models say."""
-    cells = [("", "step", "modelled", "GiB", "modelled", "")]
+    cells = [("", "step", "modelled", "memory", "modelled", "")]
     for each in sorted(found, key=lambda each: each.seconds):
         memory, seconds = each.candidate.memory, each.candidate.seconds
         assert memory is not None
@@ -138,10 +137,10 @@ def search_lines(plan: Plan, found: Sequence[Judged], best: Judged) -> Iterator[
         cells.append(
             (
                 "winner" if each is best and not fits else "",
-                "-" if each.step is None else f"{each.seconds * 1e3:.4g} ms",
-                f"{seconds.total * 1e3:.4g} ms",
-                "-" if each.used == inf else f"{each.used / GIB:.2f}",
-                f"{memory.total / GIB:.2f}",
+                "-" if each.step is None else seconds_text(each.seconds),
+                seconds_text(seconds.total),
+                "-" if each.used == inf else memory_text(each.used),
+                memory_text(memory.total),
                 f"{fits}{each.candidate.settings(plan.task)}",
             )
         )

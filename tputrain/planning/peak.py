@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tputrain.parallel.blocks import without_numbers
-from tputrain.parallel.memory_model import sized
 from tputrain.parallel.step_schedule import scopes
+from tputrain.report.numbers import memory_text
 
 _SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))
 """Their results are their operands."""
@@ -49,7 +49,7 @@ class Buffer:
     def sized(self) -> str:
         """How many of what size."""
         times = f"{self.count} x " if self.count > 1 else ""
-        return f"{sized(self.num_bytes)}  {times}{self.described}"
+        return f"{memory_text(self.num_bytes)}  {times}{self.described}"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,14 @@ def bytes_text(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def memory_text(num_bytes: float) -> str:
+    """In MiB or GiB, as a device's memory is counted."""
+    size = num_bytes / 2**30
+    if size < 0.1:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB" if size < 100 else f"{size:,.0f} GiB"
+
+
 def moment(seconds: float) -> str:
     """Local time of `seconds` since 1970, `2026-01-31 14:05:09`; a dash where nothing is known."""
     try:

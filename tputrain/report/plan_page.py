@@ -7,33 +7,14 @@ from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.plan import Plan
-from tputrain.parallel.plan_report import alternatives
-from tputrain.parallel.topology import GIB
+from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, SECONDS, TEMPORARIES, alternatives
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
 from tputrain.report.document import document
-from tputrain.report.numbers import seconds_text, share
+from tputrain.report.numbers import memory_text, seconds_text, share
 from tputrain.report.torus import torus
 
-_MEMORY = (
-    ("parameters", "parameters"),
-    ("optimizer", "optimizer state"),
-    ("gradients", "gradients"),
-    ("kept", "kept for the backward pass"),
-    ("working", "of the current layer"),
-    ("gathered", "gathered parameters"),
-)
-_CORE = (
-    ("products", "products"),
-    ("attention", "attention"),
-    ("traffic", "memory traffic"),
-    ("recomputed", "computed again"),
-    ("tensor", "waiting for tensor ranks"),
-    ("exposed", "waiting for data ranks"),
-    ("optimizer", "optimizer"),
-    ("dcn", "waiting for other slices"),
-    ("host", "waiting for the host"),
-)
+_MEMORY = (*ARGUMENTS, *GRADIENTS, *TEMPORARIES)
 _COMPILED = (
     ("estimated", "by the compiler's cycles"),
     ("unestimated", "without an estimate (modelled)"),
@@ -87,7 +68,7 @@ def _figures(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
         "ranks": " × ".join(degrees) or "one",
         "activation checkpointing": chosen.rung,
         "micro-batches": f"{chosen.micro_batches} of {chosen.rows} row{'s' * (chosen.rows != 1)} a device",
-        "memory a device": f"{chosen.memory.total / GIB:.2f} of {task.most / GIB:.2f} GiB",
+        "memory a device": f"{memory_text(chosen.memory.total)} of {memory_text(task.most)}",
         "step": f"{seconds_text(seconds)}, bound by {chosen.seconds.bound}",
         "MFU": share(chosen.mfu),
         f"{'tokens' if task.workload.sequence else 'rows'}/s a chip": f"{speed:,.0f}",
@@ -113,11 +94,11 @@ def _memory(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
         bars.append(("by the compiler", [("arguments", step.arguments), ("temporaries", step.temporaries)]))
     total = max(plan.task.most, *(sum(size for _, size in parts) for _, parts in bars))
     has = ", what a device has" if total == plan.task.most else ""
-    ends = ("0", f"{total / GIB:.1f} GiB{has}")
+    ends = ("0", f"{memory_text(total)}{has}")
     of_host = [("the plan", chosen.memory.host), ("the compiler", 0.0 if step is None else step.host)]
-    said = [f"{size / GIB:.2f} GiB by {whom}" for whom, size in of_host if size]
+    said = [f"{memory_text(size)} by {whom}" for whom, size in of_host if size]
     host = f"<p>In the host's memory: {', '.join(said)} a device</p>" if said else ""
-    return _bars(bars, total, ends, lambda size: f"{size / GIB:.2f} GiB") + host
+    return _bars(bars, total, ends, memory_text) + host
 
 
 def _times(chosen: Candidate, step: CompiledStep | None) -> str:
@@ -126,7 +107,7 @@ def _times(chosen: Candidate, step: CompiledStep | None) -> str:
     assert seconds is not None
     hidden = min(seconds.compute, max(0.0, seconds.collectives - seconds.exposed))
     bars: list[tuple[str, Parts]] = [
-        ("core", [(said, getattr(seconds, name)) for name, said in _CORE]),
+        ("core", [(said, getattr(seconds, name)) for name, said in SECONDS]),
         (
             "links",
             [
@@ -179,7 +160,7 @@ def _list(title: str, said: Sequence[str]) -> str:
 
 def _others(plan: Plan) -> str:
     return _table(
-        ("", *DEGREES, "checkpointing", "rows", "micro-batches", "GiB", "step", "MFU"),
+        ("", *DEGREES, "checkpointing", "rows", "micro-batches", "memory", "step", "MFU"),
         (
             (
                 what,
@@ -187,7 +168,7 @@ def _others(plan: Plan) -> str:
                 each.rung,
                 str(each.rows),
                 str(each.micro_batches),
-                f"{each.memory.total / GIB:.2f}" if each.memory else "",
+                memory_text(each.memory.total) if each.memory else "",
                 seconds_text(each.seconds.total) if each.seconds else "",
                 share(each.mfu),
             )
@@ -202,17 +183,18 @@ def _compiled(step: CompiledStep) -> str:
             each.kind,
             each.axes,
             str(round(each.count)),
-            f"{each.num_bytes / GIB:.3f}",
+            memory_text(each.num_bytes),
             seconds_text(each.seconds),
         )
         for each in step.collectives
     )
-    parts = ((what, seconds_text(value), share(value / step.seconds)) for what, value in step.parts)
+    parts = [*step.parts, ("all others", step.others)]
+    shares = ((what, seconds_text(value), share(value / step.seconds)) for what, value in parts)
     notes = "".join(f"<p>{escape(each)}</p>" for each in step.notes)
     return (
         f"<h2>By the compiler</h2><p>{escape(step.compiler)}: {escape(step.depth)}</p>{notes}"
-        f"{_table(('collective', 'along', 'number', 'GiB', 'seconds (modelled)'), collectives)}"
-        f"{_table(('most expensive parts', 'seconds', 'share'), parts)}"
+        f"{_table(('collective', 'along', 'number', 'size', 'seconds (modelled)'), collectives)}"
+        f"{_table(('most expensive parts', 'seconds', 'share'), shares)}"
         f"{'' if step.peak is None else _peak(step.peak, step.depth)}"
     )
 
@@ -220,10 +202,10 @@ def _compiled(step: CompiledStep) -> str:
 def _peak(peak: Peak, depth: str) -> str:
     """`depth`: what was compiled."""
     rows = (
-        (each.said, each.described, str(each.count), f"{each.num_bytes / GIB:.3f}") for each in peak.largest
+        (each.said, each.described, str(each.count), memory_text(each.num_bytes)) for each in peak.largest
     )
-    title = f"in memory when most is ({depth}): {peak.num_bytes / GIB:.2f} GiB of temporaries"
-    return _table((title, "each", "number", "GiB"), rows)
+    title = f"in memory when most is ({depth}): {memory_text(peak.num_bytes)} of temporaries"
+    return _table((title, "each", "number", "size"), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
