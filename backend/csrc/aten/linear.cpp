@@ -1,5 +1,6 @@
-// A linear layer whose gradients are one operation. PyTorch's composite makes them of two products and a sum, with
-// views of each operand in between: in strict mode three programs, in every mode more for the host to do.
+// A linear layer is one operation, and its gradients are another. PyTorch's composite makes them of products and sums,
+// with views of each operand in between: in strict mode three programs for the gradients, in every mode more for the
+// host to do. On a TPU rows that are joined in a view are a copy where their number is no multiple of a tile's.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/linear_native.h>
@@ -37,28 +38,39 @@ bool is_watched() {
   return c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
 }
 
+// What does not fit is left to the composite, which says why.
 bool is_fused(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   // A tensor that is only traced has no numbers for its sizes: so they come last.
-  const bool has_gradient = at::GradMode::is_enabled() &&
-      (input.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad()));
   const auto is_alike = [&](const at::Tensor& tensor) {
     return is_plain(tensor) && tensor.scalar_type() == input.scalar_type() && tensor.is_contiguous();
   };
-  return has_gradient && !is_watched() && at::isFloatingType(input.scalar_type()) && is_alike(input) &&
-      is_alike(weight) && (!bias.defined() || (is_alike(bias) && bias.dim() == 1)) && input.dim() >= 2 &&
-      weight.dim() == 2 && input.numel() > 0 && weight.numel() > 0;
+  return !is_watched() && at::isFloatingType(input.scalar_type()) && is_alike(input) && is_alike(weight) &&
+      (!bias.defined() || is_alike(bias)) && input.dim() >= 2 && weight.dim() == 2 &&
+      input.size(-1) == weight.size(1) && (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
+      input.numel() > 0 && weight.numel() > 0;
 }
 
-// An entry of the stream notes which of its operands require a gradient.
-at::Tensor view_of(const at::Tensor& tensor, at::Tensor view) {
-  view.unsafeGetTensorImpl()->set_requires_grad(tensor.requires_grad());
-  return view;
+bool has_gradient(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.requires_grad();
+}
+
+at::Tensor recorded(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tpu::linear", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(input, weight, bias);
 }
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias) {
   const auto bias = given_bias.value_or(at::Tensor());
   if (!is_fused(input, weight, bias)) {
     return at::native::linear(input, weight, given_bias);
+  }
+  auto output = recorded(input, weight, given_bias);
+  if (!at::GradMode::is_enabled() || !(has_gradient(input) || has_gradient(weight) || has_gradient(bias))) {
+    return output;
   }
   auto backward = c10::make_intrusive<torch::autograd::generated::LinearBackward0>();
   backward->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
@@ -68,20 +80,14 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   if (input.requires_grad()) {
     backward->weight_ = torch::autograd::SavedVariable(weight, /*is_output=*/false);
   }
-  auto output = [&] { // what PyTorch's composite makes of contiguous operands
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const auto rows = input.dim() == 2 ? input : view_of(input, input.view({-1, input.size(-1)}));
-    const auto columns = view_of(weight, weight.t());
-    const auto product = bias.defined() ? at::addmm(bias, rows, columns) : at::mm(rows, columns);
-    if (input.dim() == 2) {
-      return product;
-    }
-    auto sizes = input.sizes().vec();
-    sizes.back() = weight.size(0);
-    return product.view(sizes);
-  }();
   torch::autograd::set_history(output, backward);
   return output;
+}
+
+at::Tensor meta(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>&) {
+  auto sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  return at::empty(sizes, input.options());
 }
 
 using LinearGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -105,9 +111,6 @@ composite(const at::Tensor& input, const at::Tensor& gradient, const at::Tensor&
 
 LinearGradients linear_backward(
     const at::Tensor& input, const at::Tensor& gradient, const at::Tensor& weight, std::array<bool, 3> wanted) {
-  const auto has_gradient = [](const at::Tensor& each) {
-    return each.defined() && each.requires_grad();
-  };
   const bool is_differentiated =
       at::GradMode::is_enabled() && (has_gradient(input) || has_gradient(gradient) || has_gradient(weight));
   if (is_differentiated || is_watched() || !may_be_plain(input) || !is_plain(gradient) || !may_be_plain(weight)) {
@@ -121,6 +124,15 @@ LinearGradients linear_backward(
 } // namespace tpu
 
 namespace {
+TORCH_LIBRARY_FRAGMENT(tpu, m) {
+  // Contiguous operands of one dtype of floats: (..., K), (N, K), (N). The result is (..., N).
+  m.def("linear(Tensor self, Tensor weight, Tensor? bias) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(tpu, Meta, m) {
+  m.impl("linear", &tpu::meta);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("linear", &tpu::linear);
   m.impl("linear_backward", &tpu::linear_backward);

@@ -106,13 +106,18 @@ def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> 
     return scaled(self.astype(product.dtype), beta) + product
 
 
-def _mm_on_tpu(self, mat2):
-    """16-bit products come rounded out of the matrix unit, which adds in float32 all the same. Otherwise XLA
-    leaves out the rounding where what follows is in float32, and keeps products in memory twice as large.
+def _rounded(left: jax.Array, right: jax.Array) -> jax.Array:
+    """On a TPU 16-bit products come rounded out of the matrix unit, which adds in float32 all the same.
+    Otherwise XLA leaves out the rounding where what follows is in float32, such as the sum with a bias, and
+    keeps values in memory twice as large.
     """
-    if self.dtype == mat2.dtype and is_16_bit(self.dtype):
-        return jnp.matmul(self, mat2)
-    return mm(self, mat2)
+    if left.dtype == right.dtype and is_16_bit(left.dtype):
+        return jnp.matmul(left, right)
+    return batched_matmul(left, right) if left.ndim == right.ndim == 3 else matmul(left, right)
+
+
+def _mm_on_tpu(self, mat2):
+    return mm(self, mat2) if self.dtype == jnp.int8 else _rounded(self, mat2)
 
 
 @lowering("mm", "bmm", "mv", "_int_mm", on_tpu=NO_INT64_PRODUCTS, on={"tpu": _mm_on_tpu})
@@ -124,7 +129,37 @@ def mm(self, mat2):
     return batched_matmul(self, mat2) if self.ndim == 3 else matmul(self, mat2)
 
 
-@lowering("linear_backward")
+def _linear_on_tpu(self, weight, bias=None):
+    """Without joining rows, which may copy them: XLA finds a layout for all dims."""
+    product = _rounded(self, weight.T)
+    return product if bias is None else product + bias
+
+
+@lowering("tpu::linear", on={"tpu": _linear_on_tpu})
+def linear(self, weight, bias=None):
+    product = matmul(self.reshape(-1, self.shape[-1]), weight.T)
+    if bias is not None:
+        product = bias.astype(product.dtype) + product
+    return product.reshape(*self.shape[:-1], -1)
+
+
+def _linear_backward_on_tpu(self, grad_output, weight, output_mask, *, out):
+    """As in `_linear_on_tpu`."""
+    leading = tuple(range(grad_output.ndim - 1))
+    grad_input = _rounded(grad_output, weight) if output_mask[0] else None
+    grad_weight = grad_bias = None
+    if output_mask[1]:
+        dims = ((leading, leading), ((), ()))
+        kept = self.dtype if is_16_bit(self.dtype) else opmath(self.dtype)
+        grad_weight = lax.dot_general(
+            grad_output, self, dims, product_precision(self.dtype), preferred_element_type=kept
+        )
+    if output_mask[2]:
+        (grad_bias,) = apply(TABLE["sum.dim_IntList"], [grad_output, list(leading)], {}, (out[2],))
+    return grad_input, grad_weight, grad_bias
+
+
+@lowering("linear_backward", on={"tpu": _linear_backward_on_tpu})
 def linear_backward(self, grad_output, weight, output_mask, *, out):
     """The two products and the sum that PyTorch's composite makes of it, rounded as they are. What no wanted
     gradient needs, `self` or `weight`, is None.
@@ -160,7 +195,20 @@ _IN_OPMATH: dict[str, Fit] = {"beta": "opmath", "alpha": "opmath"}
 _IN_RESULT: dict[str, Fit] = {"beta": "result", "alpha": "result"}
 
 
-@lowering("addmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat1", "mat2"), fits=_IN_OPMATH)
+def _addmm_on_tpu(self, mat1, mat2, *, beta=1, alpha=1, out=None):
+    is_sum = all(isinstance(factor, (int, float)) and factor == 1 for factor in (beta, alpha))
+    if not (is_sum and mat1.dtype == mat2.dtype and is_16_bit(mat1.dtype)):
+        return addmm(self, mat1, mat2, beta=beta, alpha=alpha, out=out)
+    return jnp.broadcast_to(jnp.asarray(self, mat1.dtype) + _rounded(mat1, mat2), out[0].shape)
+
+
+@lowering(
+    "addmm",
+    on_tpu=NO_INT64_PRODUCTS,
+    one_dtype=("self", "mat1", "mat2"),
+    fits=_IN_OPMATH,
+    on={"tpu": _addmm_on_tpu},
+)
 @lowering("baddbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"), fits=_IN_OPMATH)
 @lowering("addmv", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat", "vec"), fits=_IN_RESULT)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
