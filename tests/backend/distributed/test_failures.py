@@ -97,7 +97,7 @@ SAYINGS = {
         (r"rank 1 \(process {1} on .*\) failed: ValueError: my own mistake", "ValueError: my own mistake"),
     ),
     "shape of a region": (
-        r"rank 1 calls a region .* are new to it: .*, the first new one is aten::.*\[3, 4\]",
+        r"rank 1 calls a region .* are new to it: .*, the first new one is tpu::linear.*\[3, 4\]",
         r"rank 0 calls a region's program of \d+ operations",
     ),
     "index": (r"rank 1 \(process {1} on .*\) failed: IndexError: index 7 is out", r"at <string>:\d+"),
