@@ -1,14 +1,21 @@
-"""The gradients of a linear layer: one operation, and several where somebody looks or differentiates them."""
+"""A linear layer is one operation and its gradients another, unless somebody looks or differentiates them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpu_backend.lowering.platforms import lowering_for
+from tpu_backend.lowering.registry import TABLE, apply
 
 
 def operands(*shape: int, dtype: torch.dtype = torch.float32, out: int = 5) -> list[Tensor]:
@@ -62,6 +69,20 @@ def test_gradients_are_those_of_the_products_and_the_sum(
     assert num_without == (3 if has_bias else 2)
     for each, other in zip(found, expected, strict=True):
         assert torch.equal(each, other)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_layer_is_one_operation(shape: tuple[int, ...], has_gradient: bool) -> None:
+    given = operands(*shape)
+    torch.tpu.flush()
+    before = num_recorded()
+    with torch.set_grad_enabled(has_gradient):
+        output = F.linear(*given)
+    assert num_recorded() - before == 1
+    assert output.requires_grad == has_gradient
+    assert not output._is_view()
+    torch.testing.assert_close(output.detach().cpu(), F.linear(*(each.detach().cpu() for each in given)))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
@@ -144,3 +165,38 @@ def test_a_compiled_layer_takes_batches_of_any_size(dynamic: bool | None) -> Non
         F.linear(*expected).sum().backward()
         torch.testing.assert_close(found, [each.grad for each in expected])
         weight.grad = bias.grad = None
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_tpu_s_products_join_no_rows(dtype: Any, has_bias: bool) -> None:
+    """257 rows are no multiple of a tile's: joined with those of other samples they would be copied."""
+    random = np.random.default_rng(0)
+    x, weight, bias, grad = (
+        jnp.asarray(random.standard_normal(dims), dtype) for dims in ((2, 257, 6), (5, 6), (5,), (2, 257, 5))
+    )
+    given = [x, weight, bias if has_bias else None]
+    shapes = [jax.ShapeDtypeStruct(each.shape, dtype) for each in (grad, x, weight, bias)]
+
+    def run(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> list[jax.Array | None]:
+        wanted = [True, True, has_bias]
+        output = apply(TABLE["tpu::linear"], [x, weight, bias], {}, (shapes[0],))
+        spec = (shapes[1], shapes[2], shapes[3] if has_bias else None)
+        return [*output, *apply(TABLE["linear_backward"], [x, grad, weight, wanted], {}, spec)]
+
+    expected = run(*given)
+    with lowering_for("tpu"):
+        jaxpr = jax.make_jaxpr(run)(*given)
+        found = run(*given)
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert names.count("dot_general") == 3
+    assert "reshape" not in names
+    for each, other in zip(found, expected, strict=True):
+        assert (each is None) == (other is None)
+        if each is not None:  # a product is rounded before the bias is added
+            tolerance = 2.0**-7 if dtype == jnp.bfloat16 else 1e-5
+            wide = np.asarray(other, np.float64)
+            np.testing.assert_allclose(np.asarray(each, np.float64), wide, rtol=tolerance, atol=tolerance * 4)
+    if dtype == jnp.bfloat16:
+        products = [each for each in jaxpr.eqns if each.primitive.name == "dot_general"]
+        assert all(each.outvars[0].aval.dtype == dtype for each in products)
