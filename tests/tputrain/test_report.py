@@ -11,9 +11,9 @@ import pytest
 
 from tputrain.cli import main
 from tputrain.errors import UserError
+from tputrain.figures import bytes_text, moment, plain, scientific, seconds_text
 from tputrain.report import read_run, report_page
 from tputrain.report.chart import Line, bar_chart, line_chart
-from tputrain.report.numbers import bytes_text, moment, plain, scientific, seconds_text
 from tputrain.report.series import MOST_POINTS, histogram, is_noisy, percentile, smoothed, thinned
 from tputrain.run_lock import RunLock, is_locked
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from tputrain.announce import say
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.errors import UserError
+from tputrain.figures import seconds_text
 from tputrain.loggers.logger import Record
-from tputrain.report.numbers import seconds_text
 from tputrain.report.run_files import Run, is_run, read_run
 from tputrain.report.series import points
 

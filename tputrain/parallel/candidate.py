@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tputrain.figures import memory_text
 from tputrain.models.recompute import override
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import CostModel, Seconds
@@ -11,7 +12,6 @@ from tputrain.parallel.layout import Layout, layouts
 from tputrain.parallel.memory_model import RUNGS, Memory, Precision, memory
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload
-from tputrain.report.numbers import memory_text
 
 USABLE = 0.97
 """Of a device's memory. The rest is the runtime's, and the allocator's gaps."""

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from tputrain.errors import UserError
+from tputrain.figures import memory_text
 from tputrain.parallel.candidate import ALIKE, CODES, Candidate, Task, best, candidates
 from tputrain.parallel.changes import what_would_be_faster, what_would_fit
 from tputrain.parallel.topology import GIB
-from tputrain.report.numbers import memory_text
 
 
 @dataclass(frozen=True)

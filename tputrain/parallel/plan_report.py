@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from string import ascii_lowercase, ascii_uppercase
 
+from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
 from tputrain.parallel.memory_model import Memory
 from tputrain.parallel.plan import Plan
-from tputrain.report.numbers import memory_text, seconds_text
 
 SURE = 0.95
 """Of the memory. Steps that libtpu compiled took up to 4 % more than was predicted (docs/plan.md)."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.plan import Plan
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
-from tputrain.report.numbers import memory_text, seconds_text
 
 _SHOWN = 0.005  # of the step
 

@@ -22,6 +22,7 @@ from tputrain.announce import announced
 from tputrain.batches import Batch
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
+from tputrain.figures import memory_text
 from tputrain.loss import LossFunction
 from tputrain.parallel.blocks import lists_of_blocks, period, without_numbers
 from tputrain.parallel.candidate import Modelled
@@ -31,7 +32,6 @@ from tputrain.parallel.topology import Topology
 from tputrain.planning.abstract_step import ONCE, abstract_step
 from tputrain.planning.peak import Peak
 from tputrain.planning.peak import peak as peak_of
-from tputrain.report.numbers import memory_text
 
 FEW = 4
 """Layers that are compiled. The first and the last one have other neighbours than those between them."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from tputrain.announce import say
 from tputrain.errors import UserError
+from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.candidate import Candidate, Task, modelled
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.planning.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
-from tputrain.report.numbers import memory_text, seconds_text
 
 _TRIES = 3  # smaller plans that are compiled until one fits
 

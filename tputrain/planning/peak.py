@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tputrain.figures import memory_text
 from tputrain.parallel.blocks import without_numbers
 from tputrain.parallel.step_schedule import scopes
-from tputrain.report.numbers import memory_text
 
 _SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))
 """Their results are their operands."""

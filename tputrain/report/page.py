@@ -7,10 +7,10 @@ from html import escape
 from typing import Any
 
 from tputrain.errors import UserError
+from tputrain.figures import bytes_text, moment, plain, seconds_text
 from tputrain.loggers.logger import Record
 from tputrain.report.chart import NUM_COLOURS, Line, bar_chart, line_chart
 from tputrain.report.document import document
-from tputrain.report.numbers import bytes_text, moment, plain, seconds_text
 from tputrain.report.run_files import Run, is_number
 from tputrain.report.series import (
     Measure,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
+from tputrain.figures import memory_text, seconds_text, share
 from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
@@ -11,7 +12,6 @@ from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, SECONDS, TEMPORA
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
 from tputrain.report.document import document
-from tputrain.report.numbers import memory_text, seconds_text, share
 from tputrain.report.torus import torus
 
 _MEMORY = (*ARGUMENTS, *GRADIENTS, *TEMPORARIES)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tputrain.figures import bytes_text, plain, scientific, seconds_text, share
 from tputrain.loggers.logger import Record
-from tputrain.report.numbers import bytes_text, plain, scientific, seconds_text, share
 from tputrain.report.run_files import Run, is_number
 
 Point = tuple[float, float]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from tputrain.report.numbers import moment
+from tputrain.figures import moment
 from tputrain.report.run_files import Run, is_number
 
 Mark = tuple[float, str]

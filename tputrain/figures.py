@@ -1,4 +1,4 @@
-"""Numbers as people read them: `1,234`, `0.00123`, `206.9 MB`, `13 ms`."""
+"""Figures as people read them: `1,234`, `0.00123`, `206.9 MB`, `13 ms`, `7.70 GiB`."""
 
 import math
 import time
