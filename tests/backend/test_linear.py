@@ -85,6 +85,20 @@ def test_a_layer_is_one_operation(shape: tuple[int, ...], has_gradient: bool) ->
     torch.testing.assert_close(output.detach().cpu(), F.linear(*(each.detach().cpu() for each in given)))
 
 
+def test_what_is_no_plain_layer_is_made_of_products() -> None:
+    x, weight, bias = operands(4, 6)
+    for given in ((x.detach().t().contiguous().t(), weight, bias), (x.detach()[0], weight, bias)):
+        assert F.linear(*given).shape[-1] == 5
+        assert F.linear(*given).grad_fn.name() != "LinearBackward0"
+    with torch.inference_mode():
+        on_cpu = F.linear(x.cpu(), weight.cpu(), bias.cpu())
+        torch.testing.assert_close(F.linear(x, weight, bias).cpu(), on_cpu)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        torch.ops.tpu.linear(x, weight[:, 1:], None)
+    x, weight = x.detach().cpu(), weight.detach().cpu()
+    assert torch.equal(torch.ops.tpu.linear(x, weight, None), F.linear(x, weight))
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
 def test_only_what_is_wanted_is_computed_and_kept(wanted: tuple[int, ...]) -> None:
     given = operands(4, 6)
@@ -165,6 +179,31 @@ def test_a_compiled_layer_takes_batches_of_any_size(dynamic: bool | None) -> Non
         F.linear(*expected).sum().backward()
         torch.testing.assert_close(found, [each.grad for each in expected])
         weight.grad = bias.grad = None
+
+
+def test_on_a_tpu_a_sum_in_float16_overflows_only_where_it_is_too_large() -> None:
+    x, weight, bias = (
+        jnp.full((1, 6), 200, jnp.float16),
+        jnp.full((1, 6), 60, jnp.float16),
+        jnp.float16([-1e4]),
+    )
+    shaped = (jax.ShapeDtypeStruct((1, 1), jnp.float16),)
+    with lowering_for("tpu"):
+        (layer,) = apply(TABLE["tpu::linear"], [x, weight, bias], {}, shaped)
+        (product,) = apply(TABLE["addmm"], [bias, x, weight.T], {}, shaped)
+    assert layer.item() == product.item() == 62016  # what is next to 62000
+
+
+def test_on_a_tpu_addmm_rounds_its_product_alone() -> None:
+    """Half of the last place of bfloat16 is lost before the bias is added; factors are for float32."""
+    x, weight = jnp.asarray([[256, 1]], jnp.bfloat16), jnp.asarray([[1, 1]], jnp.bfloat16)
+    bias, shaped = jnp.asarray([1], jnp.bfloat16), (jax.ShapeDtypeStruct((1, 1), jnp.bfloat16),)
+    with lowering_for("tpu"):
+        (rounded,) = apply(TABLE["addmm"], [bias, x, weight.T], {}, shaped)
+        (scaled,) = apply(TABLE["addmm"], [bias, x, weight.T], {"beta": 3}, shaped)
+        (layer,) = apply(TABLE["tpu::linear"], [x, weight, bias], {}, shaped)
+    assert rounded.item() == layer.item() == 256
+    assert scaled.item() == 260
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

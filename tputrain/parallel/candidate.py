@@ -153,7 +153,9 @@ def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bo
 
 
 class _Models:
-    """Of memory and time, for a task. Layouts of the same degrees are as large: that is worked out once."""
+    """Models of memory and time, for one task. Layouts of the same degrees need the same memory, which is
+    worked out once.
+    """
 
     def __init__(self, task: Task):
         self._task = task
@@ -186,7 +188,7 @@ class _Models:
         return Candidate(layout, rung, rows, micro_batches, code, " and ".join(missing), found, seconds, mfu)
 
     def _most_rows(self, layout: Layout, rung: str) -> tuple[int, Memory]:
-        """Of a data rank: the most that fit, or the fewest that there can be."""
+        """The largest micro-batch of a data rank that fits, else the smallest, and its memory."""
         task, degrees = self._task, layout.degrees
         key = rung, degrees["shard"], degrees["context"], degrees["tensor"]
         if key not in self._sizes:

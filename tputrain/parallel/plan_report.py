@@ -75,10 +75,10 @@ HIGHEST_PUBLISHED_MFU = 0.70
 """Of MaxText's 64B model on v5p-128, by its makers: AI-Hypercomputer/maxtext, README."""
 
 Names = tuple[tuple[str, str], ...]
-"""Of fields, with words for them."""
+"""Fields, each with a word for it."""
 ARGUMENTS: Names = (("parameters", "parameters"), ("optimizer", "optimizer state"))
 GRADIENTS: Names = (("gradients", "gradients"),)
-"""Arguments where micro-batches add up."""
+"""They are arguments where several micro-batches make a step."""
 TEMPORARIES: Names = (
     ("kept", "kept for the backward pass"),
     ("working", "of the current layer"),

@@ -100,7 +100,7 @@ class CompiledStep:
 
     @property
     def others(self) -> float:
-        """Seconds that no part has."""
+        """Seconds outside of `parts`."""
         return self.seconds - sum(seconds for _, seconds in self.parts)
 
     def as_json(self) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def _compiled(step: CompiledStep) -> str:
         )
         for each in step.collectives
     )
-    parts = [*step.parts, ("all others", step.others)]
+    parts = [*step.parts, *([("all others", step.others)] if step.parts and step.others > 0 else [])]
     shares = ((what, seconds_text(value), share(value / step.seconds)) for what, value in parts)
     notes = "".join(f"<p>{escape(each)}</p>" for each in step.notes)
     return (

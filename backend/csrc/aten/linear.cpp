@@ -1,6 +1,6 @@
 // A linear layer is one operation, and its gradients are another. PyTorch's composite makes them of products and sums,
 // with views of each operand in between: in strict mode three programs for the gradients, in every mode more for the
-// host to do. On a TPU rows that are joined in a view are a copy where their number is no multiple of a tile's.
+// host to do. On a TPU joining the rows copies them, unless their number is a multiple of 8.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/linear_native.h>
@@ -39,7 +39,7 @@ bool is_watched() {
 }
 
 // What does not fit is left to the composite, which says why.
-bool is_fused(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+bool fits_one_operation(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   // A tensor that is only traced has no numbers for its sizes: so they come last.
   const auto is_alike = [&](const at::Tensor& tensor) {
     return is_plain(tensor) && tensor.scalar_type() == input.scalar_type() && tensor.is_contiguous();
@@ -50,11 +50,7 @@ bool is_fused(const at::Tensor& input, const at::Tensor& weight, const at::Tenso
       input.numel() > 0 && weight.numel() > 0;
 }
 
-bool has_gradient(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.requires_grad();
-}
-
-at::Tensor recorded(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+at::Tensor record_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("tpu::linear", "")
@@ -65,11 +61,11 @@ at::Tensor recorded(const at::Tensor& input, const at::Tensor& weight, const std
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& given_bias) {
   const auto bias = given_bias.value_or(at::Tensor());
-  if (!is_fused(input, weight, bias)) {
+  if (!fits_one_operation(input, weight, bias)) {
     return at::native::linear(input, weight, given_bias);
   }
-  auto output = recorded(input, weight, given_bias);
-  if (!at::GradMode::is_enabled() || !(has_gradient(input) || has_gradient(weight) || has_gradient(bias))) {
+  auto output = record_linear(input, weight, given_bias);
+  if (!torch::autograd::compute_requires_grad(input, weight, bias)) {
     return output;
   }
   auto backward = c10::make_intrusive<torch::autograd::generated::LinearBackward0>();
@@ -85,6 +81,12 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
 }
 
 at::Tensor meta(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>&) {
+  TORCH_CHECK(
+      input.dim() >= 1 && weight.dim() == 2 && input.size(-1) == weight.size(1),
+      "tpu::linear: expected (..., K) and (N, K), got ",
+      input.sizes(),
+      " and ",
+      weight.sizes());
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   return at::empty(sizes, input.options());
@@ -111,8 +113,7 @@ composite(const at::Tensor& input, const at::Tensor& gradient, const at::Tensor&
 
 LinearGradients linear_backward(
     const at::Tensor& input, const at::Tensor& gradient, const at::Tensor& weight, std::array<bool, 3> wanted) {
-  const bool is_differentiated =
-      at::GradMode::is_enabled() && (has_gradient(input) || has_gradient(gradient) || has_gradient(weight));
+  const bool is_differentiated = torch::autograd::compute_requires_grad(input, gradient, weight);
   if (is_differentiated || is_watched() || !may_be_plain(input) || !is_plain(gradient) || !may_be_plain(weight)) {
     return composite(input, gradient, weight, wanted);
   }
@@ -131,6 +132,13 @@ TORCH_LIBRARY_FRAGMENT(tpu, m) {
 
 TORCH_LIBRARY_IMPL(tpu, Meta, m) {
   m.impl("linear", &tpu::meta);
+}
+
+// Where the device cannot compile it.
+TORCH_LIBRARY_IMPL(tpu, CPU, m) {
+  m.impl("linear", [](const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+    return at::linear(input, weight, bias);
+  });
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

@@ -2,7 +2,8 @@
 
 Precision, stated once: float32 products follow ``torch.get_float32_matmul_precision()`` ("highest", "high" or
 "medium" map to XLA's HIGHEST, HIGH and DEFAULT); 16-bit floats multiply as they are and accumulate in
-float32; everything else is exact. The setting in force when a product is recorded is part of its program.
+float32; everything else is exact. On a TPU a bfloat16 product is rounded before a bias is added. The setting
+in force when a product is recorded is part of its program.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _add_product(self: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> 
     return scaled(self.astype(product.dtype), beta) + product
 
 
-def _rounded(left: jax.Array, right: jax.Array) -> jax.Array:
+def _rounded_product(left: jax.Array, right: jax.Array) -> jax.Array:
     """On a TPU 16-bit products come rounded out of the matrix unit, which adds in float32 all the same.
     Otherwise XLA leaves out the rounding where what follows is in float32, such as the sum with a bias, and
     keeps values in memory twice as large.
@@ -116,23 +117,28 @@ def _rounded(left: jax.Array, right: jax.Array) -> jax.Array:
     return batched_matmul(left, right) if left.ndim == right.ndim == 3 else matmul(left, right)
 
 
+def _product_for_sum(left: jax.Array, right: jax.Array) -> jax.Array:
+    """To which a bias is added: float16 would overflow where the sum does not."""
+    return matmul(left, right) if left.dtype == jnp.float16 else _rounded_product(left, right)
+
+
 def _mm_on_tpu(self, mat2):
-    return mm(self, mat2) if self.dtype == jnp.int8 else _rounded(self, mat2)
+    return mm(self, mat2) if self.dtype == jnp.int8 else _rounded_product(self, mat2)
 
 
 @lowering("mm", "bmm", "mv", "_int_mm", on_tpu=NO_INT64_PRODUCTS, on={"tpu": _mm_on_tpu})
 def mm(self, mat2):
-    if self.dtype != mat2.dtype:
-        raise NotLoweredError("two dtypes: PyTorch refuses them, in its own words on the CPU")
-    if self.dtype == jnp.int8:  # _int_mm
+    if self.dtype == mat2.dtype == jnp.int8:  # _int_mm
         return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
     return batched_matmul(self, mat2) if self.ndim == 3 else matmul(self, mat2)
 
 
 def _linear_on_tpu(self, weight, bias=None):
     """Without joining rows, which may copy them: XLA finds a layout for all dims."""
-    product = _rounded(self, weight.T)
-    return product if bias is None else product + bias
+    if bias is None:
+        return _rounded_product(self, weight.T)
+    product = _product_for_sum(self, weight.T)
+    return product + bias.astype(product.dtype)
 
 
 @lowering("tpu::linear", on={"tpu": _linear_on_tpu})
@@ -144,15 +150,16 @@ def linear(self, weight, bias=None):
 
 
 def _linear_backward_on_tpu(self, grad_output, weight, output_mask, *, out):
-    """As in `_linear_on_tpu`."""
+    """Sums over all leading dims, without joining them."""
+    if grad_output.ndim < 2:
+        return linear_backward(self, grad_output, weight, output_mask, out=out)
     leading = tuple(range(grad_output.ndim - 1))
-    grad_input = _rounded(grad_output, weight) if output_mask[0] else None
+    grad_input = _rounded_product(grad_output, weight) if output_mask[0] else None
     grad_weight = grad_bias = None
     if output_mask[1]:
         dims = ((leading, leading), ((), ()))
-        kept = self.dtype if is_16_bit(self.dtype) else opmath(self.dtype)
         grad_weight = lax.dot_general(
-            grad_output, self, dims, product_precision(self.dtype), preferred_element_type=kept
+            grad_output, self, dims, product_precision(self.dtype), preferred_element_type=self.dtype
         )
     if output_mask[2]:
         (grad_bias,) = apply(TABLE["sum.dim_IntList"], [grad_output, list(leading)], {}, (out[2],))
@@ -197,9 +204,9 @@ _IN_RESULT: dict[str, Fit] = {"beta": "result", "alpha": "result"}
 
 def _addmm_on_tpu(self, mat1, mat2, *, beta=1, alpha=1, out=None):
     is_sum = all(isinstance(factor, (int, float)) and factor == 1 for factor in (beta, alpha))
-    if not (is_sum and mat1.dtype == mat2.dtype and is_16_bit(mat1.dtype)):
+    if not (is_sum and mat1.dtype == mat2.dtype == jnp.bfloat16):
         return addmm(self, mat1, mat2, beta=beta, alpha=alpha, out=out)
-    return jnp.broadcast_to(jnp.asarray(self, mat1.dtype) + _rounded(mat1, mat2), out[0].shape)
+    return jnp.broadcast_to(jnp.asarray(self, mat1.dtype) + _product_for_sum(mat1, mat2), out[0].shape)
 
 
 @lowering(
