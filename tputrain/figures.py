@@ -54,7 +54,8 @@ def memory_text(num_bytes: float) -> str:
     size = num_bytes / 2**30
     if size < 0.1:
         return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB" if size < 100 else f"{size:,.0f} GiB"
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:,.{digits}f} GiB"
 
 
 def moment(seconds: float) -> str:

@@ -599,6 +599,8 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
         "all-gather",
         "24.0 GiB",
         "40 %",
+        "all others",
+        "60 %",
         "17.0 GiB",
         "bf16[9,7]",
     ):

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 
 from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.plan import Plan
-from tputrain.planning.compiled_step import BAND, CompiledStep
+from tputrain.planning.compiled_step import BAND, SHOWN, CompiledStep
 from tputrain.planning.peak import Peak
-
-_SHOWN = 0.005  # of the step
 
 
 def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
@@ -46,7 +44,7 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         "without an estimate (modelled)": step.unestimated,
     }
     yield "        " + ", ".join(
-        f"{what} {value / seconds:.0%}" for what, value in shares.items() if value / seconds >= _SHOWN
+        f"{what} {value / seconds:.0%}" for what, value in shares.items() if value / seconds >= SHOWN
     )
     yield f"        {step.flops / 1e12:,.2f} TFLOP a device by the compiler's count"
     for number, each in enumerate(step.collectives):
@@ -54,10 +52,8 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
             f"{'moves' if number == 0 else '':7} {each.kind} along {each.axes}: {round(each.count)}, "
             f"{memory_text(each.num_bytes)}, {seconds_text(each.seconds)} (modelled)"
         )
-    for number, (what, value) in enumerate(step.parts):
+    for number, (what, value) in enumerate(step.all_parts):
         yield f"{'parts' if number == 0 else '':7} {value / seconds:4.0%} {seconds_text(value)}  {what}"
-    if step.others > _SHOWN * seconds:
-        yield f"{'':7} {step.others / seconds:4.0%} {seconds_text(step.others)}  all others"
     if step.peak is not None:
         yield from _peak_lines(step.peak, step.depth)
     for note in step.notes:

@@ -33,6 +33,8 @@ from tputrain.planning.abstract_step import ONCE, abstract_step
 from tputrain.planning.peak import Peak
 from tputrain.planning.peak import peak as peak_of
 
+SHOWN = 0.005
+"""Of a step: shares below are not told."""
 FEW = 4
 """Layers that are compiled. The first and the last one have other neighbours than those between them."""
 BAND = 0.15
@@ -99,9 +101,10 @@ class CompiledStep:
         return self.estimated + self.unestimated + self.waiting + self.copying
 
     @property
-    def others(self) -> float:
-        """Seconds outside of `parts`."""
-        return self.seconds - sum(seconds for _, seconds in self.parts)
+    def all_parts(self) -> tuple[tuple[str, float], ...]:
+        """With the rest of the seconds, where that counts."""
+        rest = self.seconds - sum(seconds for _, seconds in self.parts)
+        return (*self.parts, ("all others", rest)) if rest > SHOWN * self.seconds else self.parts
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""

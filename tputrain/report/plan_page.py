@@ -188,13 +188,12 @@ def _compiled(step: CompiledStep) -> str:
         )
         for each in step.collectives
     )
-    parts = [*step.parts, *([("all others", step.others)] if step.parts and step.others > 0 else [])]
-    shares = ((what, seconds_text(value), share(value / step.seconds)) for what, value in parts)
+    parts = ((what, seconds_text(value), share(value / step.seconds)) for what, value in step.all_parts)
     notes = "".join(f"<p>{escape(each)}</p>" for each in step.notes)
     return (
         f"<h2>By the compiler</h2><p>{escape(step.compiler)}: {escape(step.depth)}</p>{notes}"
         f"{_table(('collective', 'along', 'number', 'size', 'seconds (modelled)'), collectives)}"
-        f"{_table(('most expensive parts', 'seconds', 'share'), shares)}"
+        f"{_table(('most expensive parts', 'seconds', 'share'), parts)}"
         f"{'' if step.peak is None else _peak(step.peak, step.depth)}"
     )
 
