@@ -86,7 +86,7 @@ def register() -> None:
             "uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only one of the two"
         )
     _find_extension()
-    from tpu_backend import _C, distributed, dropout_attention, pickling, printing, torch_tpu
+    from tpu_backend import _C, adam, distributed, dropout_attention, pickling, printing, torch_tpu
     from tpu_backend.compiled import dispatch
     from tpu_backend.torch_tpu import optimizer_steps
 
@@ -102,6 +102,7 @@ def register() -> None:
     dispatch.install()
     torch.set_autocast_dtype("tpu", torch.bfloat16)  # PyTorch's default for a device like this is float16
     optimizer_steps.install()
+    adam.install()
     distributed.install()
 
 

@@ -194,15 +194,17 @@ def test_on_a_tpu_a_sum_in_float16_overflows_only_where_it_is_too_large() -> Non
     assert layer.item() == product.item() == 62016  # what is next to 62000
 
 
-def test_on_a_tpu_addmm_rounds_its_product_alone() -> None:
+def test_on_a_tpu_addmm_and_baddbmm_round_their_product_alone() -> None:
     """Half of the last place of bfloat16 is lost before the bias is added; factors are for float32."""
     x, weight = jnp.asarray([[256, 1]], jnp.bfloat16), jnp.asarray([[1, 1]], jnp.bfloat16)
     bias, shaped = jnp.asarray([1], jnp.bfloat16), (jax.ShapeDtypeStruct((1, 1), jnp.bfloat16),)
     with lowering_for("tpu"):
         (rounded,) = apply(TABLE["addmm"], [bias, x, weight.T], {}, shaped)
         (scaled,) = apply(TABLE["addmm"], [bias, x, weight.T], {"beta": 3}, shaped)
+        batch = [each[None] for each in (bias[None], x, weight.T)]
+        (batched,) = apply(TABLE["baddbmm"], batch, {}, (jax.ShapeDtypeStruct((1, 1, 1), jnp.bfloat16),))
         (layer,) = apply(TABLE["tpu::linear"], [x, weight, bias], {}, shaped)
-    assert rounded.item() == layer.item() == 256
+    assert rounded.item() == batched.item() == layer.item() == 256
     assert scaled.item() == 260
 
 

@@ -79,6 +79,75 @@ def test_the_default_adamw_steps_alike_in_the_other_modes(mode, model, batch):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
+def _ops_of_a_step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> int:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = torch.tpu.compile_stats()["ops_recorded"]
+    optimizer.step()
+    return torch.tpu.compile_stats()["ops_recorded"] - before
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_default_form_of_adam_is_one_operation(kind, capturable):
+    """And one that counts, if the counts are on the device."""
+    parameters = [nn.Parameter(torch.ones(3, device="tpu")) for _ in range(5)]
+    optimizer = kind(parameters, capturable=capturable)
+    assert _ops_of_a_step(optimizer, parameters) > 2  # it makes the state
+    assert _ops_of_a_step(optimizer, parameters) == 1 + capturable
+    counts = [optimizer.state[parameter]["step"] for parameter in parameters]
+    assert [count.item() for count in counts] == [2] * 5
+    assert {count.device.type for count in counts} == {"tpu" if capturable else "cpu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_adamw_rounds_once(dtype):
+    """In float32, or in the parameter's wider dtype."""
+    kind, options = OPTIMIZERS["AdamW"]
+    expected, actual = (
+        nn.Parameter(torch.tensor([1.0, -2.0], dtype=dtype, device=device)) for device in ("cpu", "tpu")
+    )
+    for parameter, form in ((expected, {"fused": True}), (actual, {})):
+        optimizer = kind([parameter], **options, **form)
+        for _ in range(STEPS):
+            parameter.grad = torch.full_like(parameter, 0.1)
+            optimizer.step()
+    torch.testing.assert_close(actual.cpu(), expected)
+
+
+def test_the_default_adamw_counts_the_steps_of_each_parameter(model, batch):
+    """A parameter without a gradient stays behind."""
+    kind, options = OPTIMIZERS["AdamW"]
+    results = []
+    for device in ("cpu", "tpu"):
+        moved = copy.deepcopy(model).to(device)
+        optimizer = kind(moved.parameters(), **options)
+        for step in range(STEPS):
+            _gradients(moved, batch)
+            if step == 1:
+                moved[0].weight.grad = None
+            optimizer.step()
+        counts = [optimizer.state[parameter]["step"].item() for parameter in moved.parameters()]
+        assert counts == [2, 3, 3, 3]
+        results.append(_parameters(moved))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_one_operation_of_adam_cannot_do_is_done_over_lists(model, batch):
+    """Complex parameters, tensor subclasses; and what PyTorch refuses stays refused."""
+    results = []
+    for device in ("cpu", "tpu"):
+        parameter = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], device=device))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=True)
+        for _ in range(STEPS):
+            parameter.grad = torch.full_like(parameter, 0.5 - 0.25j)
+            optimizer.step()
+        results.append(parameter.detach().cpu())
+    torch.testing.assert_close(results[1], results[0])
+    with pytest.raises(ValueError, match="lr as a Tensor"):
+        torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=True)
+
+
 def test_a_state_dict_moves_from_cpu_to_tpu_and_back(model, batch):
     kind, options = OPTIMIZERS["AdamW"]
     host = copy.deepcopy(model)

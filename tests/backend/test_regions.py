@@ -226,7 +226,7 @@ def test_inside_another_region_and_inside_a_captured_step_it_just_runs():
 
 def test_a_chain_becomes_one_program_at_a_run_that_all_processes_share():
     with torch.tpu.eager_mode("fused", parts="first"):
-        step = Step(layers=9)
+        step = Step(layers=24)
         counts = []
         for _ in range(260):
             step.run()

@@ -76,7 +76,7 @@ def measure(name: str, way: str, directory: str) -> dict[str, Any]:
     return {"seconds": seconds, "native": native, "tokens": tokens, "expected": expected} | counts
 
 
-def rows(names: Sequence[str]) -> list[Row]:
+def rows(names: Sequence[str] = (*LAYOUTS, *CACHES)) -> list[Row]:
     result = []
     for name, way in itertools.product(names, WAYS):
         expected = None
@@ -104,4 +104,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 4:
         print(json.dumps(measure(*sys.argv[1:])))
     else:
-        sys.exit(not print_table(rows(sys.argv[1:] or [*LAYOUTS, *CACHES])))
+        sys.exit(not print_table(rows(sys.argv[1:]) if sys.argv[1:] else rows()))

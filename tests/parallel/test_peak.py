@@ -25,7 +25,7 @@ def test_what_is_there_from_its_making_to_its_last_use_is_added_up() -> None:
     # Both of 2 MiB: one goes before the other is read. The new weights take the memory of the old ones.
     assert found.num_bytes == 4 * MiB
     assert found.buffers == (Buffer("forward up", "dot_general", "f32[524288]", 2, 4 * MiB),)
-    assert found.buffers[0].said == "forward up: dot_general"
+    assert found.buffers[0].origin == "forward up: dot_general"
 
 
 LOOP = """%body (p: (f32[262144], s32[])) -> (f32[262144], s32[]) {

@@ -91,7 +91,6 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
     """A candidate as the Trainer would run it."""
     layout, degrees = candidate.layout, candidate.layout.degrees
     parallel = replace(cfg.parallel, auto=False, **degrees)  # type: ignore[arg-type]  # they are numbers
-    data_ranks = degrees["replicate"] * degrees["shard"]
     run = replace(
         cfg,
         run_dir=None,
@@ -100,7 +99,10 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
     )
     model_cfg = cfg.model.recomputing(candidate.rung)
     return Subject(
-        lambda: _without_values(cfg, model_cfg), run, _host_batch(cfg, candidate.rows * data_ranks), layout
+        lambda: _without_values(cfg, model_cfg),
+        run,
+        _host_batch(cfg, candidate.rows * layout.data_ranks),
+        layout,
     )
 
 

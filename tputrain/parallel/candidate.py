@@ -99,13 +99,12 @@ def candidates(task: Task) -> Iterator[Candidate]:
     models = _Models(task)
     context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
     for layout in layouts(task.topology, task.workload.tensor_degrees, context):
-        data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
         if task.shards_alone and layout.degrees["shard"] != task.topology.num_devices:
             continue
         rows = task.micro_rows or task.rows
-        if task.rows % data_ranks or rows % data_ranks:
+        if task.rows % layout.data_ranks or rows % layout.data_ranks:
             least = task.micro_rows and f" in micro-batches of {task.micro_rows}"
-            reason = f"{task.rows} rows{least or ''} among {data_ranks} data ranks"
+            reason = f"{task.rows} rows{least or ''} among {layout.data_ranks} data ranks"
             yield Candidate(layout, task.rungs[0], 0, 0, "batch", reason)
             continue
         for rung in task.rungs:
@@ -166,9 +165,8 @@ class _Models:
     def with_most_rows(self, layout: Layout, rung: str) -> Candidate:
         """With the largest micro-batch that fits: fewer of them gather parameters less often."""
         task, context = self._task, layout.degrees["context"]
-        data_ranks = layout.degrees["replicate"] * layout.degrees["shard"]
         rows, found = self._most_rows(layout, rung)
-        micro_batches = task.rows // data_ranks // rows
+        micro_batches = task.rows // layout.data_ranks // rows
         if found.total > task.most:
             reason = f"{memory_text(found.total)} of {memory_text(task.most)}"
             return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
@@ -177,7 +175,7 @@ class _Models:
             reason = f"{memory_text(found.host)} of {limit} of the host's memory"
             return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
         seconds = self._costs.seconds(layout, rows / context, micro_batches, rung)
-        flops = data_ranks * micro_batches * self._model_flops(rows)  # no rank sees the rows of others
+        flops = layout.data_ranks * micro_batches * self._model_flops(rows)  # no rank sees the rows of others
         mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
         missing = []
         if rung not in task.built_rungs:
@@ -192,12 +190,11 @@ class _Models:
         task, degrees = self._task, layout.degrees
         key = rung, degrees["shard"], degrees["context"], degrees["tensor"]
         if key not in self._sizes:
-            data_ranks = degrees["replicate"] * degrees["shard"]
-            all_rows = task.rows // data_ranks
+            all_rows = task.rows // layout.data_ranks
             if task.micro_rows is None:
                 choices = [rows for rows in range(all_rows, 0, -1) if all_rows % rows == 0]
             else:
-                choices = [task.micro_rows // data_ranks]
+                choices = [task.micro_rows // layout.data_ranks]
             for rows in choices:
                 found = _memory(task, layout, rung, rows, is_accumulated=rows != all_rows)
                 if found.total <= task.most and found.host <= task.topology.host_memory:

@@ -33,8 +33,7 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     """The smallest change first. `found`: the task's candidates, of which none can be chosen."""
     undivided = [each for each in found if each.code == "batch"]
     if undivided and all(each.code in ("batch", "not_built") for each in found):
-        degrees = [each.layout.degrees for each in undivided if each.layout.degrees["context"] == 1]
-        data_ranks = min(each["replicate"] * each["shard"] for each in degrees)
+        data_ranks = min(each.layout.data_ranks for each in undivided if each.layout.degrees["context"] == 1)
         rows = -(-task.rows // data_ranks) * data_ranks
         sequence = task.workload.sequence
         example = f"batch.tokens={rows * sequence}" if sequence else str(rows)

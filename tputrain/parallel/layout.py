@@ -98,6 +98,11 @@ class Layout:
         return {name: group.size * group.slices for name, group in self.groups.items()}
 
     @property
+    def data_ranks(self) -> int:
+        """Devices that divide a batch; those of a tensor or context group share their part of it."""
+        return self.degrees["replicate"] * self.degrees["shard"]
+
+    @property
     def num_axes_used(self) -> int:
         """How many of the mesh's axes are longer than 1: how much there is to understand."""
         return sum(degree > 1 for degree in self.degrees.values())

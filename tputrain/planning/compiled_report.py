@@ -65,4 +65,4 @@ def _peak_lines(peak: Peak, depth: str) -> Iterator[str]:
     where = f" in {peak.label}" if peak.label else ""
     yield f"peak    {memory_text(peak.num_bytes)} of temporaries at a time{where}, for {depth}; among them:"
     for each in peak.largest:
-        yield f"        {each.sized}  {each.said}"
+        yield f"        {each.amount}  {each.origin}"

@@ -334,7 +334,7 @@ def largest_of_a_layer(subject: Subject) -> str | None:
         return None
     if most is None:
         return None
-    named = ", ".join(f"{each.sized} ({each.said})" for each in most.largest[:3])
+    named = ", ".join(f"{each.amount} ({each.origin})" for each in most.largest[:3])
     return f"with {depth.said}: {named}"
 
 

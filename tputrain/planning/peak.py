@@ -41,12 +41,12 @@ class Buffer:
     """Of all of them."""
 
     @property
-    def said(self) -> str:
+    def origin(self) -> str:
         """What made them, in words."""
         return f"{self.label or 'made by the compiler'}: {self.operation}"
 
     @property
-    def sized(self) -> str:
+    def amount(self) -> str:
         """How many of what size."""
         times = f"{self.count} x " if self.count > 1 else ""
         return f"{memory_text(self.num_bytes)}  {times}{self.described}"

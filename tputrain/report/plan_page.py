@@ -201,7 +201,7 @@ def _compiled(step: CompiledStep) -> str:
 def _peak(peak: Peak, depth: str) -> str:
     """`depth`: what was compiled."""
     rows = (
-        (each.said, each.described, str(each.count), memory_text(each.num_bytes)) for each in peak.largest
+        (each.origin, each.described, str(each.count), memory_text(each.num_bytes)) for each in peak.largest
     )
     title = f"in memory when most is ({depth}): {memory_text(peak.num_bytes)} of temporaries"
     return _table((title, "each", "number", "size"), rows)

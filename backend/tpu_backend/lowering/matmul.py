@@ -216,7 +216,13 @@ def _addmm_on_tpu(self, mat1, mat2, *, beta=1, alpha=1, out=None):
     fits=_IN_OPMATH,
     on={"tpu": _addmm_on_tpu},
 )
-@lowering("baddbmm", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "batch1", "batch2"), fits=_IN_OPMATH)
+@lowering(
+    "baddbmm",
+    on_tpu=NO_INT64_PRODUCTS,
+    one_dtype=("self", "batch1", "batch2"),
+    fits=_IN_OPMATH,
+    on={"tpu": _addmm_on_tpu},
+)
 @lowering("addmv", on_tpu=NO_INT64_PRODUCTS, one_dtype=("self", "mat", "vec"), fits=_IN_RESULT)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, out=None):
     self = jnp.asarray(self, mat1.dtype)  # a 0-d complex tensor of the host is a number here

@@ -7,6 +7,8 @@ import pytest
 from tests.backend.distributed.ranks import Rank, assert_all_ended_well, run_ranks
 
 FEATURES = """
+    import time
+
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -138,6 +140,9 @@ FEATURES = """
         work = dist.isend(t, 1) if rank == 0 else dist.irecv(t, 0)
         dist.all_reduce(torch.ones(1, device="tpu"))  # the group goes on
         assert t.tolist() == [0.0, 0.0]
+        end = time.monotonic() + 10  # to read the sent tensor is not to wait for the transfer
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(0.01)
         assert work.is_completed()
 
     def many_transfers_in_flight():
