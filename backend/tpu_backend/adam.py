@@ -8,13 +8,14 @@ costs the host its time, and in strict mode a launch. Its form of one operation 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import adam
+
+_PLAIN = (Tensor, nn.Parameter)  # of DTensors and other subclasses the lists are as before
 
 
 def install() -> None:
@@ -40,13 +41,10 @@ def install() -> None:
 
 def _fits_one_operation(params: Sequence[Tensor], options: dict[str, Any]) -> bool:
     numbers = (options["lr"], options["beta1"], options["beta2"])
-    kinds = [Tensor, nn.Parameter]
-    if (distributed := sys.modules.get("torch.distributed.tensor")) is not None:
-        kinds.append(distributed.DTensor)
     return (
         not (options["has_complex"] or options["differentiable"] or torch.compiler.is_compiling())
         and not any(isinstance(number, Tensor) for number in numbers)
-        and all(type(each) in kinds and each.device.type == "tpu" for each in params)
+        and all(type(each) in _PLAIN and each.device.type == "tpu" for each in params)
     )
 
 

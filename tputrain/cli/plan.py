@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TextIO
 
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from tputrain.announce import announced
+from tputrain.errors import UserError
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
 from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate, Task
+from tputrain.parallel.config import DEGREES, ParallelConfig
+from tputrain.parallel.limits import check_forms, may_divide_layers
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
@@ -108,8 +112,16 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
 
 def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
     """What a recipe asks of a topology."""
+    degrees = _given_degrees(cfg.parallel, topology)
+    divides_more = degrees is not None and degrees["context"] * degrees["tensor"] > 1
+    check_forms(cfg.execution, topology.num_devices, divides_more)
     with announced(f"running {cfg.model.name} without values"):
         workload = _workload(cfg)
+    if not may_divide_layers(cfg.execution):
+        workload = replace(workload, tensor_degrees=(1,))
+    if degrees is not None and degrees["tensor"] not in workload.tensor_degrees:
+        known = ", ".join(map(str, workload.tensor_degrees))
+        raise UserError(f"parallel.tensor={degrees['tensor']}: {workload.name} can be divided by {known}")
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
     asked = cfg.model.recomputes
@@ -123,7 +135,26 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         precision=Precision.of(cfg.optim, cfg.execution.autocast),
         rungs=choice if asked is None else (asked,),
         built_rungs=RUNGS if cfg.model.can_recompute else ("none",),
+        degrees=degrees,
     )
+
+
+def _given_degrees(parallel: ParallelConfig, topology: Topology) -> dict[str, int] | None:
+    """Those of the recipe, -1 worked out; None where it sets none."""
+    given = {name: getattr(parallel, name) for name in DEGREES if getattr(parallel, name) != 1}
+    if not given:
+        return None
+    size = topology.num_devices
+    known = prod(degree for degree in given.values() if degree != -1)
+    if known != size and (-1 not in given.values() or size % known):
+        asked = " ".join(f"parallel.{name}={degree}" for name, degree in given.items())
+        raise UserError(
+            f"{asked}: expected degrees that multiply to the {size} devices of {topology.name}, "
+            "or none of them: then the plan chooses"
+        )
+    return dict.fromkeys(DEGREES, 1) | {
+        name: size // known if degree == -1 else degree for name, degree in given.items()
+    }
 
 
 def _workload(cfg: RecipeConfig) -> Workload:

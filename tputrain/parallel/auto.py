@@ -21,6 +21,7 @@ from tputrain.models.recompute import kind_of
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import mesh_of
+from tputrain.parallel.limits import may_divide_layers
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
@@ -73,10 +74,11 @@ def _division(
     places: Sequence[tuple[int, ...] | None],
 ) -> tuple[dict[str, int], list[int]]:
     """Degrees, and the ranks in the order of the mesh."""
+    one_group = dict.fromkeys(DEGREES, 1) | {"shard": len(places)}
     chips = chips_of(chip, places)
     if chips is None:
         say(f"parallel.auto: shard {len(places)}, as plans do not know {chip}")
-        return dict.fromkeys(DEGREES, 1) | {"shard": len(places)}, list(range(len(places)))
+        return one_group, list(range(len(places)))
     rows = batch_of.num_samples(batch)
     has_rungs = [each for each in model.modules() if any(getattr(each, name, False) for name in _RECOMPUTES)]
     with _without_checkpointing(has_rungs):
@@ -88,7 +90,7 @@ def _division(
             plan=cfg.parallel.plan,
             has_masters=cfg.optim.master_weights,
         )
-    if cfg.execution.train == "compile":  # which cuts no layers
+    if not may_divide_layers(cfg.execution):
         workload = replace(workload, tensor_degrees=(1,))
     rung = kind_of(getattr(has_rungs[0], "recomputes", True)) if has_rungs else "none"
     plan = make_plan(
@@ -99,7 +101,7 @@ def _division(
             micro_rows=rows,
             precision=Precision.of(cfg.optim, cfg.execution.autocast),
             rungs=(rung,),
-            shards_alone=chips.topology.chip.name == "cpu",
+            degrees=one_group if chips.topology.chip.name == "cpu" else None,
         )
     )
     refuse(plan)

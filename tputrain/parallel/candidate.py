@@ -1,9 +1,10 @@
 """Candidates of a plan: every way to run a task, and what the models of memory and time say of each."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tputrain.errors import UserError
 from tputrain.figures import memory_text
 from tputrain.models.recompute import override
 from tputrain.parallel.config import DEGREES
@@ -41,8 +42,8 @@ class Task:
     """Of activation checkpointing, those that may be chosen."""
     built_rungs: tuple[str, ...] = RUNGS
     """Of those, the ones that the model can run."""
-    shards_alone: bool = False
-    """Whether no other degree may be chosen than shard."""
+    degrees: Mapping[str, int] | None = None
+    """Of the mesh, where they are given. None: they are chosen."""
     usable: float = USABLE
     """Of a device's memory."""
 
@@ -97,10 +98,7 @@ class Candidate:
 
 def candidates(task: Task) -> Iterator[Candidate]:
     models = _Models(task)
-    context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
-    for layout in layouts(task.topology, task.workload.tensor_degrees, context):
-        if task.shards_alone and layout.degrees["shard"] != task.topology.num_devices:
-            continue
+    for layout in _layouts(task):
         rows = task.micro_rows or task.rows
         if task.rows % layout.data_ranks or rows % layout.data_ranks:
             least = task.micro_rows and f" in micro-batches of {task.micro_rows}"
@@ -109,6 +107,19 @@ def candidates(task: Task) -> Iterator[Candidate]:
             continue
         for rung in task.rungs:
             yield models.with_most_rows(layout, rung)
+
+
+def _layouts(task: Task) -> Iterator[Layout]:
+    if (given := task.degrees) is None:
+        context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
+        yield from layouts(task.topology, task.workload.tensor_degrees, context)
+        return
+    found = layouts(task.topology, (given["tensor"],), (given["context"],))
+    alike = [layout for layout in found if layout.degrees == given]
+    if not alike:
+        asked = " ".join(f"parallel.{name}={degree}" for name, degree in given.items() if degree > 1)
+        raise UserError(f"{asked}: these degrees do not lie on the axes of {task.topology.name}")
+    yield from alike
 
 
 def with_layers(task: Task, share_of: Callable[[str], float]) -> Task:
@@ -180,7 +191,7 @@ class _Models:
         missing = []
         if rung not in task.built_rungs:
             missing.append(f"activation checkpointing of the kind {rung}")
-        if context > 1:
+        if context > 1 and task.degrees is None:
             missing.append(f"parallel.context={context}")
         code = "not_built" if missing else "slower"
         return Candidate(layout, rung, rows, micro_batches, code, " and ".join(missing), found, seconds, mfu)

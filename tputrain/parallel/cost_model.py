@@ -141,7 +141,7 @@ class CostModel:
             recomputed=times * recomputed,
             tensor=times * waiting,
             exposed=times * exposed,
-            optimizer=self._optimizer(shard.size, tensor),
+            optimizer=self._optimizer(shard.size, tensor) + self._orthogonal(shard.size, tensor),
             dcn=self._dcn(layout, shard.size, replicate, tensor),
             host=times * unhidden,
             collectives=times * (gathers + scatters),
@@ -238,6 +238,21 @@ class CostModel:
         moved = trained / shards * (2 * self._precision.optimizer + 3 * itemsize)
         return moved / (self._topology.hbm_bandwidth * HBM_SHARE)
 
+    def _orthogonal(self, shards: int, tensor: int) -> float:
+        """Muon's iterations on the matrices of layers. Ranks of which each has a part of a matrix divide the
+        matrices of its shape among them; where two dims of the mesh divide it, each iterates on all.
+        """
+        if not self._precision.orthogonalises:
+            return 0.0
+        among = 1 if shards > 1 and tensor > 1 else shards * tensor
+        alike: dict[tuple[int, int], int] = {}
+        for part in self._workload.parts[:-1]:
+            for matrix in part.parameters.matrices:
+                size = matrix.rows, matrix.elements // matrix.rows
+                alike[size] = alike.get(size, 0) + part.count
+        flops = sum(ceil(count / among) * newton_schulz_flops(*size) for size, count in alike.items())
+        return flops / (self._topology.peak_flops * MXU_SHARE[self._topology.chip.name])
+
     # -- between devices
 
     def _gathered(self, part: Part) -> float:
@@ -287,6 +302,12 @@ class _PartSeconds:
     forward: float
     forward_attention: float
     forward_traffic: float
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Of Muon's five iterations: X X^T, its square, and the product with X (torch.optim.Muon)."""
+    short, long = sorted((rows, columns))
+    return 5 * (4 * short**2 * long + 2 * short**3)
 
 
 def fill(m: float, k: float, n: float, mxu: int) -> float:

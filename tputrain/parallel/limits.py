@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from tputrain.errors import UserError
+from tputrain.execution import ExecutionConfig
 from tputrain.loss import LossFunction
 from tputrain.parallel.world import World
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from tputrain.config import RunConfig
 
 _FORMS = ("fused", "strict", "debug")
+_PHASES = ("train", "validate", "sample")
 
 
 def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: LossFunction | None) -> None:
@@ -21,12 +23,25 @@ def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: Loss
         return
     if world.context_size > 1:
         _check_takes_parts(f"parallel.context={world.context_size}: {type(model).__name__}", model, loss_fn)
-    divides_more = world.context_size > 1 or world.tensor_size > 1
+    check_forms(cfg.execution, world.size, world.context_size > 1 or world.tensor_size > 1)
+
+
+def check_forms(execution: ExecutionConfig, num_ranks: int, divides_more: bool = False) -> None:
+    """Raise UserError for a form of steps that so many ranks do not take. `divides_more`: by context or
+    tensor parallelism, too.
+    """
+    if num_ranks == 1:
+        return
     forms = _FORMS if divides_more else (*_FORMS, "compile")
-    who = "parallel.context or parallel.tensor" if divides_more else f"{world.size} ranks"
-    for phase in ("train", "validate", "sample"):
-        if (form := getattr(cfg.execution, phase)) not in forms:
+    who = "parallel.context or parallel.tensor" if divides_more else f"{num_ranks} ranks"
+    for phase in _PHASES:
+        if (form := getattr(execution, phase)) not in forms:
             raise UserError(f"execution.{phase}={form}: expected {', '.join(forms)} with {who} so far")
+
+
+def may_divide_layers(execution: ExecutionConfig) -> bool:
+    """Whether context and tensor parallelism take these forms of steps."""
+    return all(getattr(execution, phase) in _FORMS for phase in _PHASES)
 
 
 def _check_takes_parts(who: str, model: nn.Module, loss_fn: LossFunction | None) -> None:

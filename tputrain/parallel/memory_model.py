@@ -39,6 +39,8 @@ class Precision:
     """Of a parameter on its way to those that compute with it. None: as it is stored."""
     scattered: float | None = None
     """Of a gradient on its way. None: as its parameter is stored."""
+    orthogonalises: bool = False
+    """Whether the optimizer iterates on the matrices of layers (Muon)."""
 
     @classmethod
     def of(cls, optimizer: OptimConfig, autocast: str | None) -> "Precision":
@@ -47,7 +49,11 @@ class Precision:
         Under autocast a TPU gathers in its dtype, of 16 bits.
         """
         num_copies = (optimizer.ema_decay is not None) + optimizer.master_weights
-        return cls(optimizer.state_bytes + 4.0 * num_copies, None if autocast is None else 2.0)
+        return cls(
+            optimizer.state_bytes + 4.0 * num_copies,
+            None if autocast is None else 2.0,
+            orthogonalises=optimizer.name == "muon",
+        )
 
 
 @dataclass(frozen=True)

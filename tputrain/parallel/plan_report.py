@@ -59,6 +59,8 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{speed:,.0f} {unit}/s a chip; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
+    if chosen.layout.degrees["context"] > 1:
+        yield "        times of context parallelism were never compared with the compiler's"
     if chosen.mfu > HIGHEST_PUBLISHED_MFU:
         yield (
             f"        expect less: no published step of a dense model on TPUs has over "
