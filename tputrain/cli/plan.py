@@ -25,7 +25,7 @@ from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
-from tputrain.planning.compiled_report import compiled_lines
+from tputrain.planning.compiled_report import compiled_as_json, compiled_lines
 from tputrain.planning.compiled_step import Subject, largest_of_a_layer, start_slice, why_not
 from tputrain.planning.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
 from tputrain.recipe import RecipeConfig, read_recipe
@@ -73,7 +73,7 @@ def plan(
         plain = made.as_json()
         plain["changes"] += advice(made)
         if compiles:
-            plain["compiled"] = {"missing": missing} if step is None else step.as_json()
+            plain["compiled"] = {"missing": missing} if step is None else compiled_as_json(of_best, step)
             plain["compiled"]["change"] = change
         if search is not None:
             plain["search"] = [each.as_json() | {"wins": each is best} for each in judged]

@@ -257,6 +257,7 @@ def memory_as_json(found: Memory) -> dict[str, Any]:
         "kept": _rounded(found.kept),
         "working": _rounded(found.working),
         "gathered": _rounded(found.gathered),
+        "padding": _rounded(found.padding),
         "host": _rounded(found.host),
         "moment": found.moment,
     }

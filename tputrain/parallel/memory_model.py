@@ -84,6 +84,11 @@ class Memory:
         return _PADDING * (own + self.kept + self.working + self.gathered)
 
     @property
+    def padding(self) -> float:
+        """Of the temporaries: what is none of the above."""
+        return self.temporaries * (1 - 1 / _PADDING)
+
+    @property
     def total(self) -> float:
         return self.arguments + self.temporaries
 

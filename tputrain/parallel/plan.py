@@ -31,6 +31,22 @@ class Plan:
         """Reasons for the choice, a sentence each."""
         return [] if self.chosen is None else list(_reasons(self, self.chosen))
 
+    @property
+    def unit(self) -> str:
+        """What a step has so many of."""
+        return "tokens" if self.task.workload.sequence else "rows"
+
+    def speed(self, seconds: float) -> float:
+        """Tokens or rows a second and chip, where a step takes so long."""
+        task = self.task
+        return task.rows * (task.workload.sequence or 1) / seconds / task.topology.num_chips
+
+    def mfu(self, seconds: float) -> float:
+        """Of the chosen plan, where its step takes so long."""
+        assert self.chosen is not None
+        assert self.chosen.seconds is not None
+        return self.chosen.mfu * self.chosen.seconds.total / seconds
+
     def refusal(self) -> str:
         """Why there is no plan, and the smallest change that would make one."""
         task = self.task
@@ -61,10 +77,11 @@ class Plan:
             "devices": topology.num_devices,
             "hosts": topology.num_hosts,
             "hbm_gib": round(topology.hbm / GIB, 2),
+            "usable_gib": round(task.most / GIB, 2),
             "rows": task.rows,
             "sequence": task.workload.sequence,
             "fits": self.chosen is not None,
-            "chosen": None if self.chosen is None else self.chosen.as_json(),
+            "chosen": None if self.chosen is None else self._as_json(self.chosen),
             "why": self.why,
             "changes": list(self.changes),
             "refusal": None if self.chosen is not None else self.refusal(),
@@ -73,6 +90,11 @@ class Plan:
             "counts": counts,
             "candidates": [each.as_json() for each in ranked[:num_candidates]],
         }
+
+    def _as_json(self, chosen: Candidate) -> dict[str, Any]:
+        assert chosen.seconds is not None
+        speed = {f"{self.unit}_per_second_and_chip": round(self.speed(chosen.seconds.total), 1)}
+        return chosen.as_json() | speed | {"settings": chosen.settings(self.task)}
 
 
 MFU_RULE = (

@@ -52,11 +52,9 @@ def lines(plan: Plan) -> Iterator[str]:
         )
     if memory.host:
         yield f"        in the host's memory {memory_text(memory.host)} a device"
-    speed = task.rows * (workload.sequence or 1) / seconds.total / topology.num_chips
-    unit = "tokens" if workload.sequence else "rows"
     yield (
         f"step    {seconds_text(seconds.total)} (predicted), MFU {chosen.mfu:.1%}, "
-        f"{speed:,.0f} {unit}/s a chip; bound by {seconds.bound}"
+        f"{plan.speed(seconds.total):,.0f} {plan.unit}/s a chip; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
     if chosen.layout.degrees["context"] > 1:
@@ -85,6 +83,7 @@ TEMPORARIES: Names = (
     ("kept", "kept for the backward pass"),
     ("working", "of the current layer"),
     ("gathered", "gathered"),
+    ("padding", "padding"),
 )
 SECONDS: Names = (
     ("products", "products"),

@@ -1,6 +1,7 @@
 """What the TPU compiler says of a plan, for people."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.plan import Plan
@@ -30,11 +31,9 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
     if step.host:
         yield f"        in the host's memory {memory_text(step.host)} a device"
     seconds = step.seconds
-    mfu = chosen.mfu * chosen.seconds.total / seconds
-    speed = task.rows * (task.workload.sequence or 1) / seconds / topology.num_chips
-    unit = "tokens" if task.workload.sequence else "rows"
     yield (
-        f"step    {seconds_text(seconds)} +-{BAND:.0%}, MFU {mfu:.1%}, {speed:,.0f} {unit}/s a chip "
+        f"step    {seconds_text(seconds)} +-{BAND:.0%}, MFU {plan.mfu(seconds):.1%}, "
+        f"{plan.speed(seconds):,.0f} {plan.unit}/s a chip "
         f"(the plan's model: {seconds_text(chosen.seconds.total)})"
     )
     shares = {
@@ -58,6 +57,12 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         yield from _peak_lines(step.peak, step.depth)
     for note in step.notes:
         yield f"note    {note}"
+
+
+def compiled_as_json(plan: Plan, step: CompiledStep) -> dict[str, Any]:
+    """All of it as plain values; sizes in bytes."""
+    speed = {f"{plan.unit}_per_second_and_chip": round(plan.speed(step.seconds), 1)}
+    return step.as_json() | {"mfu": round(plan.mfu(step.seconds), 4)} | speed
 
 
 def _peak_lines(peak: Peak, depth: str) -> Iterator[str]:

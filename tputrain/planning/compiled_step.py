@@ -109,6 +109,8 @@ class CompiledStep:
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         found = asdict(self) | {"memory": self.memory, "seconds": self.seconds, "band": BAND}
+        sizes = ("arguments", "temporaries", "host", "memory")  # estimates of all layers have fractions
+        found |= {name: round(found[name]) for name in sizes}
         found["modelled"] = ["unestimated", "waiting", "copying", "collectives.seconds"]
         return found
 

@@ -33,7 +33,7 @@ def plan_page(plan: Plan, step: CompiledStep | None = None) -> str:
     title = f"{task.workload.name} on {task.topology.name}"
     body = "".join(
         (
-            f"<header><h1>{escape(title)}</h1><p>{_sizes(plan)}</p></header>",
+            f"<header><h1>{escape(title)}</h1><p>{_sizes(plan, step)}</p></header>",
             _figures(plan, chosen, step),
             f"<h2>Where the ranks are</h2><figure>{torus(chosen.layout)}</figure>",
             f"<h2>Memory of a device</h2>{_memory(plan, chosen, step)}",
@@ -47,14 +47,15 @@ def plan_page(plan: Plan, step: CompiledStep | None = None) -> str:
     return document(title, body)
 
 
-def _sizes(plan: Plan) -> str:
+def _sizes(plan: Plan, step: CompiledStep | None) -> str:
     task, topology = plan.task, plan.task.topology
     tokens = f" of {task.workload.sequence:,} tokens" if task.workload.sequence else ""
     hosts = f"{topology.num_hosts:,} host{'s' * (topology.num_hosts != 1)}"
     chips = f"{topology.num_chips:,} chip{'s' * (topology.num_chips != 1)}"
+    whose = "All figures are predicted" if step is None else "Figures are the planner's, or the compiler's"
     return (
         f"{task.workload.num_parameters:,} parameters; {chips}, {hosts}; "
-        f"a step has {task.rows:,} rows{tokens}. All figures are predicted."
+        f"a step has {task.rows:,} rows{tokens}. {whose}."
     )
 
 
@@ -63,7 +64,6 @@ def _figures(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
     assert chosen.seconds is not None
     task, seconds = plan.task, chosen.seconds.total
     degrees = [f"{name} {degree}" for name, degree in chosen.layout.degrees.items() if degree > 1]
-    speed = task.rows * (task.workload.sequence or 1) / seconds / task.topology.num_chips
     found = {
         "ranks": " × ".join(degrees) or "one",
         "activation checkpointing": chosen.rung,
@@ -71,10 +71,14 @@ def _figures(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
         "memory a device": f"{memory_text(chosen.memory.total)} of {memory_text(task.most)}",
         "step": f"{seconds_text(seconds)}, bound by {chosen.seconds.bound}",
         "MFU": share(chosen.mfu),
-        f"{'tokens' if task.workload.sequence else 'rows'}/s a chip": f"{speed:,.0f}",
+        f"{plan.unit}/s a chip": f"{plan.speed(seconds):,.0f}",
     }
     if step is not None:
-        found["step, by the compiler"] = f"{seconds_text(step.seconds)} ±{BAND:.0%}"
+        whose = "by the compiler"
+        found[f"memory a device, {whose}"] = f"{memory_text(step.memory)} of {memory_text(task.most)}"
+        found[f"step, {whose}"] = f"{seconds_text(step.seconds)} ±{BAND:.0%}"
+        found[f"MFU, {whose}"] = share(plan.mfu(step.seconds))
+        found[f"{plan.unit}/s a chip, {whose}"] = f"{plan.speed(step.seconds):,.0f}"
     tiles = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(said)}</dd></div>" for name, said in found.items()
     )
