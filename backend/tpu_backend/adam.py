@@ -22,12 +22,12 @@ def install() -> None:
     over_lists = adam._multi_tensor_adam
 
     def step(
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        max_exp_avg_sqs: Sequence[Tensor],
-        state_steps: Sequence[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
         **options: Any,
     ) -> None:
         lists = params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs
@@ -36,10 +36,10 @@ def install() -> None:
         else:
             over_lists(*lists, state_steps, **options)
 
-    adam._multi_tensor_adam = step
+    adam._multi_tensor_adam = step  # type: ignore[assignment]  # it takes the same arguments
 
 
-def _fits_one_operation(params: Sequence[Tensor], options: dict[str, Any]) -> bool:
+def _fits_one_operation(params: list[Tensor], options: dict[str, Any]) -> bool:
     numbers = (options["lr"], options["beta1"], options["beta2"])
     return (
         not (options["has_complex"] or options["differentiable"] or torch.compiler.is_compiling())
@@ -49,8 +49,8 @@ def _fits_one_operation(params: Sequence[Tensor], options: dict[str, Any]) -> bo
 
 
 def _step(
-    lists: tuple[Sequence[Tensor], ...],
-    state_steps: Sequence[Tensor],
+    lists: tuple[list[Tensor], ...],
+    state_steps: list[Tensor],
     *,
     decoupled_weight_decay: bool,
     has_complex: bool,
