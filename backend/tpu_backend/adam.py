@@ -8,7 +8,7 @@ costs the host its time, and in strict mode a launch. Its form of one operation 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
