@@ -86,9 +86,9 @@ def register() -> None:
             "uninstall that package, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only one of the two"
         )
     _find_extension()
-    from tpu_backend import _C, adam, distributed, dropout_attention, pickling, printing, torch_tpu
+    from tpu_backend import _C, distributed, dropout_attention, pickling, printing, torch_tpu
     from tpu_backend.compiled import dispatch
-    from tpu_backend.torch_tpu import optimizer_steps
+    from tpu_backend.torch_tpu import adam, optimizer_steps
 
     backend_registration.rename_privateuse1_backend("tpu")
     _C.register_device()
