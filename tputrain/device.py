@@ -235,6 +235,13 @@ def use_meta_kernels() -> None:
     vocabulary_loss.register()
 
 
+def source_directory() -> Path:
+    """Where the device's own Python files are."""
+    import tpu_backend
+
+    return Path(tpu_backend.__file__).parent
+
+
 def of_slices() -> Any:
     """What the device does for slices that are not here: `tpu_backend.ahead_of_time`."""
     from tpu_backend import ahead_of_time

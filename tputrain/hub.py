@@ -44,8 +44,10 @@ def asking_hub(what: str) -> Iterator[None]:
     except ImportError:
         raise  # of a library that is missing, whatever the hub says
     except Exception as error:  # what the libraries raise has no common type
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-        raise OSError(f"{host} cannot be reached ({reason}), and it was not fetched before ({why})") from None
+        # That it cannot be fetched is said with more words: in an OSError; transformers has ValueErrors, too.
+        is_absent = isinstance(error, OSError) or "couldn't connect to" in str(error).lower()
+        why = "" if is_absent else f" ({type(error).__name__}: {error})".splitlines()[0][:120]
+        raise OSError(f"{host} cannot be reached: {reason}; it was not fetched before{why}") from None
     finally:
         constants.HF_HUB_OFFLINE = False
     say(f"note: {host} cannot be reached ({reason}): {what} is as it was fetched before")

@@ -32,6 +32,13 @@ class Interrupted(SystemExit):
         self.number = number
 
 
+class Terminated(SystemExit):
+    """SIGTERM where nothing is trained: the counterpart of KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
 class WaitBrokenError(BaseException):
     """A wait was given up because of a signal. No Exception: a loader must not take it for one of its own."""
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from tputrain.planning import compiled_step
 from tputrain.planning.abstract_step import ONCE
 from tputrain.planning.compiled_step import DoesNotFitError, shorten
 from tputrain.planning.peak import Buffer, Peak
+from tputrain.signals import Terminated
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -105,8 +107,8 @@ def test_the_compilers_word_is_in_the_plan(tmp_path: Path) -> None:
     command = ["tputrain", "plan", str(recipe), "--topology", TOPOLOGY, "--compile", "--json"]
     output, said = ended(started(*command), 240)
     found = json.loads(output)
-    for what in ("recording", "compiling"):
-        assert f"{what} the whole step for {TOPOLOGY} ..." in said
+    assert f"recording the whole step for {TOPOLOGY} ..." in said
+    assert f"compiling the whole step for {TOPOLOGY} (expect 1 to 5 minutes on two cores) ..." in said
     compiled, model = found["compiled"], found["chosen"]["memory_gib"]["arguments"] * 2**30
     assert compiled["depth"] == "the whole step"
     # Besides the batch, and rows of norms that are filled up to a tile.
@@ -254,8 +256,54 @@ def test_a_search_compiles_within_its_time_and_takes_the_fastest_that_fits_by_th
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["search"]
     assert [each["wins"] for each in found].index(True) == (0 if num_compiled == 1 else 1)
-    assert main([*command[:-1], "0"]) == 2
-    assert "--search=0.0: expected seconds, more than 0" in capsys.readouterr().err
+    for text, said in {"0": "0.0", "inf": "inf", "nan": "nan"}.items():
+        assert main([*command[:-1], text]) == 2
+        assert f"--search={said}: expected seconds, more than 0 and not infinite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+@pytest.mark.parametrize("num_compiled", [0, 2])
+def test_an_interrupted_search_prints_what_it_has(
+    interrupt: type[BaseException],
+    code: int,
+    num_compiled: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    seconds = [2.0, 1.0][:num_compiled]
+    left: list[float] = []
+
+    def compile_step(subject: compiled_step.Subject, modelled: Any) -> compiled_step.CompiledStep:
+        if not left:
+            raise interrupt
+        return compiled_step.CompiledStep(
+            GIB, 0.0, left.pop(0), 0.0, 0.0, 0.0, 1e12, (), (), "the whole step", 1.0, 1.0, "libtpu"
+        )
+
+    monkeypatch.setattr("tputrain.cli.plan.why_not", lambda topology: None)
+    monkeypatch.setattr("tputrain.cli.plan.start_slice", lambda topology: None)
+    monkeypatch.setattr("tputrain.planning.judged.compile_step", compile_step)
+    recipe, page = tmp_path / "tiny.yaml", tmp_path / "plan.html"
+    recipe.write_text(RECIPE)
+    command = ["plan", str(recipe), "--topology", TOPOLOGY, "--search", "600", "--html", str(page)]
+    left[:] = seconds
+    assert main(command) == code
+    printed = capsys.readouterr()
+    assert printed.err.endswith("tputrain: interrupted\n")
+    assert page.exists()
+    is_there = re.search(r"^search  interrupted after 2 of \d+ candidates$", printed.out, re.MULTILINE)
+    assert (is_there is not None) == (num_compiled == 2)
+    why_not = "not compiled: interrupted before the compiler's first result"
+    assert (why_not in printed.out) == (num_compiled == 0)
+    if num_compiled:
+        (line,) = [line for line in printed.out.splitlines() if line.startswith("winner")]
+        assert line.endswith(SECOND)
+    left[:] = seconds
+    assert main([*command, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["interrupted"].startswith(f"interrupted after {num_compiled} of ")
+    assert len(found["search"]) == num_compiled
 
 
 PROGRAM = (Path(__file__).parent / "step.hlo").read_text()

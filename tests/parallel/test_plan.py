@@ -5,6 +5,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -106,6 +109,8 @@ def test_a_plan_is_that_of_its_golden_file(name: str, topology: str, rows: int, 
         ("2x v5e:16x16", "2x v5e:16x16", 512, 128),
         ("3xv5p:8x4x4", "3x v5p:4x4x8", 384, 96),
         ("ironwood:4x4x4", "tpu7x:4x4x4", 64, 16),
+        ("v6e: 2x2", "v6e:2x2", 4, 1),
+        ("2 x v5e : 16 x 16", "2x v5e:16x16", 512, 128),
     ],
 )
 def test_topologies_have_the_names_that_users_write(text: str, name: str, chips: int, hosts: int) -> None:
@@ -123,6 +128,7 @@ def test_topologies_have_the_names_that_users_write(text: str, name: str, chips:
         ("v6e", "expected a slice such as v6e:16x16"),
         ("0x v6e:4x4", "expected at least one slice"),
         ("v6e:4xx4", "expected a slice"),
+        ("v6e:1 6x16", "expected a slice"),
     ],
 )
 def test_an_unknown_topology_is_refused_with_the_nearest(text: str, message: str) -> None:
@@ -336,13 +342,64 @@ def test_thin_shards_cost_time() -> None:
     assert "without replicas the step would take" in "".join(found.why)
 
 
-def test_a_model_that_reads_values_is_refused_in_one_line() -> None:
+def test_a_model_that_reads_values_is_refused_with_the_line_that_does() -> None:
     class Reads(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * x.sum().item()
+            return super().forward(x) * how(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(UserError, match="Reads: cannot be planned: it does not run without values"):
-        workload_of(Reads(4, 4), lambda rows: torch.empty(rows, 4))
+    def item(x: Tensor) -> Any:
+        return x.sum().item()
+
+    def shape(x: Tensor) -> Any:
+        return x[x > 0].shape[0]
+
+    def numpy(x: Tensor) -> Any:
+        return x.numpy().sum()
+
+    for how in (item, shape, numpy):
+        line = how.__code__.co_firstlineno + 1
+        expected = (
+            rf"^Reads: cannot be planned: it reads a value at .*test_plan.py:{line}: return x.*torch.where"
+        )
+        with pytest.raises(UserError, match=expected):
+            workload_of(Reads(4, 4), lambda rows: torch.empty(rows, 4))
+
+
+def test_an_error_of_the_model_or_its_loss_is_told_as_what_it_is() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("an odd width")
+
+    class Logits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    with pytest.raises(UserError, match=r"^Fails: cannot be planned: ValueError: an odd width at .*: raise"):
+        workload_of(Fails(4, 4), lambda rows: torch.empty(rows, 4))
+
+    def batch(rows: int) -> Any:
+        return torch.empty(rows, 7, 4), torch.zeros(rows, 7, dtype=torch.long)
+
+    expected = r"Expected target size \[2, 4\].* in the loss of outputs \[2, 7, 4\] with labels \[2, 7\]$"
+    with pytest.raises(UserError, match=f"^Logits: cannot be planned: RuntimeError: {expected}"):
+        workload_of(Logits(4, 4), batch)
+
+
+def test_a_tensor_that_a_model_makes_on_its_device_does_not_open_it() -> None:
+    code = """
+import torch
+from torch import nn
+from tputrain.parallel.workload import workload_of
+
+class Makes(nn.Linear):
+    def forward(self, x):
+        return (super().forward(x) * torch.tensor([2.0], device=x.device)).sum()
+
+workload_of(Makes(4, 4), lambda rows: torch.empty(rows, 4))
+print(torch.tpu.is_initialized())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("False\n", "")
 
 
 def test_with_master_weights_a_plan_computes_in_bfloat16() -> None:
@@ -754,8 +811,17 @@ def test_the_command_prints_a_plan_its_json_and_a_page(
     assert main([*arguments, "--html", str(file)]) == 0
     assert f"{file}: the plan, " in capsys.readouterr().err
     assert Page(file.read_text()).svgs
-    assert main([*arguments, "--html", str(tmp_path)]) == 2
-    assert "cannot be written (Is a directory)" in capsys.readouterr().err
+    with open("/dev/full", "w") as full, redirect_stdout(full):
+        assert main([*arguments, "--html", str(file)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2].startswith(f"{file}: the plan, ")
+    assert said[-1].startswith(
+        "tputrain: standard output: No space left on device; the result is not written"
+    )
+    assert main([*arguments, "--html", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("llama-5m, ")
+    assert "/dev/full: cannot be written (No space left on device)" in printed.err
     assert main(["plan", "llama", "--topology", "v6e:3x3"]) == 2
     said = capsys.readouterr()
     assert not said.out

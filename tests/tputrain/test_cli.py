@@ -363,6 +363,7 @@ def test_the_first_line_comes_before_pytorch_is_imported():
         process.kill()
 
 
+PLAN = ["plan", "llama", "--topology", "v5e:2x2"]
 EARLY = [
     (["run", "lama"], "lama: no such file, and no shipped recipe .*did you mean llama"),
     (["run", "llama", "optim.lr=1"], "command line: optim.lr=1: unknown key; .*: optim.learning_rate$"),
@@ -371,6 +372,12 @@ EARLY = [
     (["lr-find", "tiny.yaml", "--steps", "3"], "--steps=3: expected 20 or more"),
     (["plan", "llama", "--topology", "v9e:2x2"], "v9e"),
     (["plan", "llama", "--topology", "v5e:2x2", "seeds=1"], "command line: seeds=1: unknown key; .*: seed$"),
+    (
+        [*PLAN, "--html", "/none/x.html"],
+        r"--html=/none/x.html: cannot be written \(no such directory: /none",
+    ),
+    ([*PLAN, "--html", "."], r"--html=.: cannot be written \(it is a directory\)"),
+    ([*PLAN, "--html", "-"], "--html=-: expected the name of a file"),
     (["validate", "runs/none"], "runs/none: no such run directory or recipe file"),
     (["resume", "runs/none"], "runs/none: no such directory; expected the directory of a run"),
     (["resume", "runs/tiny", "trainer.stepz=9"], "command line: trainer.stepz=9: unknown key"),

@@ -50,7 +50,7 @@ def test_without_a_network_a_name_is_one_line_at_once_and_one_at_the_end(key, no
     assert not constants.HF_HUB_OFFLINE
     said = str(caught.value)
     assert said.startswith(f"{key}=")
-    assert "hub.invalid cannot be reached (Name or service not known), and it was not fetched before" in said
+    assert "hub.invalid cannot be reached: Name or service not known; it was not fetched before; " in said
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{key}=not-a-model")
     assert line.endswith("it is fetched from hub.invalid (without a network, name a directory)")

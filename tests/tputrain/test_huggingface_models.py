@@ -12,6 +12,7 @@ from torch import nn
 from tests.tputrain.test_lora import Batches, train
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
 from tputrain.checkpoint.configuration import padding_of, write_configuration
+from tputrain.cli import main
 from tputrain.data import Tokenizer
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer
 from tputrain.errors import UserError
@@ -370,16 +371,46 @@ def test_layers_computed_again_give_the_same_gradients(directory, device, kind):
 
 
 def test_a_directory_without_a_model_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"^model\.path=.*: cannot be loaded \(") as caught:
+    with pytest.raises(UserError, match=r"^model\.path=.*: cannot be loaded: ") as caught:
         load_huggingface(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-CODE = "import torch\ndef build():\n    return torch.nn.Linear(2, 2)\nnumber = int\n"
+CODE = """import json, sys, torch
+def build():
+    return torch.nn.Linear(2, 2)
+number = int
+def fails():
+    raise RuntimeError("not today")
+def lacks():
+    return {}["width"]
+def ends():
+    sys.exit(7)
+def reads():
+    return json.loads("[")
+def takes(width):
+    return build()
+"""
+
+
+def test_a_plan_of_a_directory_reads_no_weights(directory, tmp_path, monkeypatch, capsys):
+    def read(*arguments, **options):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(
+        f"model: {{name: huggingface, path: {directory}}}\n"
+        "batch: {tokens: 256, sequences: 8}\ndata: {sequence_length: 32, vocab_size: 300}"
+    )
+    assert main(["plan", str(recipe), "--topology", "v6e:2x2"]) == 0
+    assert capsys.readouterr().out.startswith(f"{directory}, ")
 
 
 def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch):
     (tmp_path / "my_models.py").write_text(CODE)
+    (tmp_path / "broken_models.py").write_text("\nimport nothing\n")
+    (tmp_path / "worse_models.py").write_text("def (\n")
     monkeypatch.syspath_prepend(tmp_path)
     recipe = tmp_path / "my.yaml"
     text = "model: {name: import, path: 'my_models:build'}"
@@ -397,8 +428,21 @@ def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch)
         ("my_models:missing", "has no attribute 'missing'; expected package.module:function"),
         ("no_such_module:x", "No module named 'no_such_module'; expected"),
         ("my_models:number", "it returned a int, expected an nn.Module"),
+        (
+            "my_models:fails",
+            r'RuntimeError: not today at .*my_models.py:6: raise RuntimeError\("not today"\)$',
+        ),
+        ("my_models:lacks", r"KeyError: 'width' at .*my_models.py:8: return"),
+        ("my_models:ends", r"it ends the process: SystemExit: 7 at .*my_models.py:10: sys.exit\(7\)$"),
+        ("my_models:reads", "JSONDecodeError: .* at .*my_models.py:12: return json.loads"),
+        ("my_models:takes", "missing a required argument: 'width' at .*my_models.py:13; expected a function"),
+        (
+            "broken_models:build",
+            "ModuleNotFoundError: .*'nothing' at .*broken_models.py:2: import",
+        ),
+        ("worse_models:build", r"SyntaxError: .* at .*worse_models.py:1: def \($"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=f"^model.path={path}: .*{message}"):
             ModelConfig(name="import", path=path).build(seed=0)
 
 

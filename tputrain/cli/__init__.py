@@ -1,5 +1,8 @@
 """The command `tputrain`. Importing this imports nothing heavy: the first line must come at once."""
 
-from tputrain.cli.command import main, run
+try:
+    from tputrain.cli.command import main, run
+except KeyboardInterrupt:  # Ctrl-C in the first moment: no traceback of imports
+    raise SystemExit(130) from None
 
 __all__ = ["main", "run"]

@@ -30,7 +30,7 @@ _AGAIN_AFTER = 0.02  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code, or raises SystemExit where a signal ended it."""
+    """Run one command; returns the exit code, or raises SystemExit where a signal ended its training."""
     chosen = _parse(arguments)
     with _leaving_until_training_begins():
         return _reported(chosen)
@@ -44,8 +44,9 @@ def _reported(chosen: argparse.Namespace) -> int:
         return _report(chosen.debug, str(error), code=2)
     except RunFailedError as error:
         return _report(chosen.debug, str(error), code=1)
-    except KeyboardInterrupt:
-        return _report(chosen.debug, _interrupted(chosen.verb), code=130)
+    except (KeyboardInterrupt, signals.Terminated) as interrupt:
+        code = 143 if isinstance(interrupt, signals.Terminated) else 130
+        return _report(chosen.debug, _interrupted(chosen.verb), code)
     except BrokenPipeError:
         return 1  # the reader of our output (`| head`) has gone: nobody is left to tell
     except OSError as error:
@@ -66,6 +67,9 @@ def run() -> NoReturn:
         code: object = main()
     except SystemExit as left:
         code = left.code
+    except KeyboardInterrupt:  # before or behind what `main` takes care of
+        warn("tputrain: interrupted")
+        code = 130
     torch = sys.modules.get("torch")
     if (
         isinstance(code, int)
@@ -172,12 +176,13 @@ def _with_torch(chosen: argparse.Namespace, output: TextIO) -> int:
             from tputrain.cli.hf_import import import_directory
 
             return import_directory(chosen.target, chosen.out)
+    from tputrain.cli.result import print_result
     from tputrain.sampling import printable
 
     text = verbs.sample(
         chosen.target, chosen.overrides, chosen.prompt, chosen.max_new_tokens, chosen.temperature, chosen.seed
     )
-    print(printable(text), file=output, flush=True)
+    print_result(printable(text), output)
     return 0
 
 
@@ -186,7 +191,8 @@ def _report(debug: bool, message: str, code: int) -> int:
     assert error is not None, "called while it is handled"
     if debug:
         traceback.print_exc()
-    record_error(error)  # for whoever started this process as one rank of many
+    if not isinstance(error, signals.Terminated):  # sent by whoever started this process as one rank of many
+        record_error(error)
     if speaks(message):
         print(f"tputrain: {message}", file=sys.stderr, flush=True)
     return code
@@ -226,7 +232,7 @@ def _leaving_until_training_begins() -> Iterator[None]:
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         threading.Thread(target=_insist, args=(number, has_left), daemon=True).start()
-        raised.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raised.append(KeyboardInterrupt() if number == signal.SIGINT else signals.Terminated())
         raise raised[-1]
 
     def tell_unless_ours(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -1,7 +1,9 @@
 """Mistakes that can be seen before PyTorch is loaded, which takes seconds. Imports nothing heavy."""
 
 import argparse
+import os
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from tputrain.config_checks import expect, expect_at_least
@@ -23,10 +25,11 @@ def check_command(chosen: argparse.Namespace) -> None:
         case "plan":
             from tputrain.parallel.topology import Topology
 
-            expect(
-                chosen.search is None or chosen.search > 0, "--search", chosen.search, "seconds, more than 0"
-            )
+            is_finite = chosen.search is None or 0 < chosen.search < inf
+            expect(is_finite, "--search", chosen.search, "seconds, more than 0 and not infinite")
             Topology.parse(chosen.topology)
+            if chosen.html is not None:
+                _check_page(chosen.html)
             _check_recipe(find_recipe(target), chosen.overrides)
         case "validate":
             is_run = Path(target).is_dir()
@@ -69,6 +72,21 @@ def new_directory(out: str) -> Path:
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory}: there already; choose another name, nothing was overwritten")
     return directory
+
+
+def _check_page(name: str) -> None:
+    """Raise UserError where the page of a plan could not be written, which comes after minutes."""
+    expect(name not in ("", "-"), "--html", name, "the name of a file: the plan itself is on standard output")
+    path = Path(name)
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not path.parent.is_dir():
+        reason = f"no such directory: {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "no permission"
+    else:
+        return
+    raise UserError(f"--html={name}: cannot be written ({reason}); name another file")
 
 
 def _check_run_directory(path: str) -> None:

@@ -1,17 +1,18 @@
 """`tputrain plan`: whether a recipe fits a slice, how it is laid out there, and how fast a step is."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
 
 from tputrain.announce import announced
+from tputrain.cli.result import print_result
 from tputrain.errors import UserError
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.models.recompute import OFFLOAD
@@ -21,17 +22,26 @@ from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import DEGREES, ParallelConfig
 from tputrain.parallel.limits import check_forms, may_divide_layers
 from tputrain.parallel.memory_model import RUNGS, Precision
-from tputrain.parallel.plan import make_plan, refuse
+from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_report import compiled_as_json, compiled_lines
-from tputrain.planning.compiled_step import Subject, largest_of_a_layer, start_slice, why_not
-from tputrain.planning.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
+from tputrain.planning.compiled_step import CompiledStep, Subject, largest_of_a_layer, start_slice, why_not
+from tputrain.planning.judged import (
+    Judged,
+    change_that_fits,
+    in_order,
+    judge_by,
+    search_lines,
+    searched,
+    winner,
+)
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.report.document import write_page
 from tputrain.report.plan_page import plan_page
 from tputrain.shipped import find_recipe
+from tputrain.signals import Terminated
 
 
 def plan(
@@ -47,6 +57,9 @@ def plan(
     """Plan the recipe for the topology; the plan goes to `output`. `compiles`: have the TPU's compiler judge
     it. `page`: a file for the HTML page. `search`: have the compiler judge further candidates for so many
     seconds, and take the best by its figures.
+
+    Raises KeyboardInterrupt or Terminated where one comes while the compiler works. What was compiled until
+    then is printed before.
     """
     compiles |= search is not None
     found = Topology.parse(topology)
@@ -55,40 +68,94 @@ def plan(
     if compiles and missing is None:
         start_slice(found)  # before anything uses the device
     made = make_plan(task_of(cfg, found))
-    judged: list[Judged] = []
-    best: Judged | None = None
-    change: str | None = None
+    word = _Word(missing=missing)
     if compiles and missing is None and made.chosen is not None:
-        judge = judge_by(partial(subject_of, cfg), made.task)
-        judged = [judge(made.chosen)] if search is None else searched(made, judge, search)
-        best = winner(made, judged)
-        missing, change = best.problem, change_that_fits(made, judge, best)
-        if best.is_too_large and (largest := largest_of_a_layer(subject_of(cfg, best.candidate))) is not None:
-            missing = f"{missing}; {largest}"
-    step = None if best is None else best.step
-    of_best = made if best is None else replace(made, chosen=best.candidate)
-    if page is not None and made.chosen is not None:
-        write_page(Path(page), plan_page(of_best, step), "the plan")
-    if as_json:
-        plain = made.as_json()
-        plain["changes"] += advice(made)
-        if compiles:
-            plain["compiled"] = {"missing": missing} if step is None else compiled_as_json(of_best, step)
-            plain["compiled"]["change"] = change
-        if search is not None:
-            plain["search"] = [each.as_json() | {"wins": each is best} for each in judged]
-        print(json.dumps(plain, indent=1), file=output, flush=True)
-        return 0 if made.chosen is not None else 2
-    refuse(made)
-    found_lines = list(lines(made))
-    if search is not None and best is not None:
-        found_lines += search_lines(made, judged, best)
+        word = _compilers_word(cfg, made, search)
+    of_best = made if word.best is None else replace(made, chosen=word.best.candidate)
+    try:
+        if as_json:
+            in_words = json.dumps(_as_json(made, of_best, word, compiles, search is not None), indent=1)
+        else:
+            refuse(made)
+            in_words = "\n".join(_as_lines(made, of_best, word, compiles, search is not None))
+        print_result(in_words, output)
+    finally:  # also where nobody reads the output
+        if page is not None and made.chosen is not None:
+            write_page(Path(page), plan_page(of_best, word.step), "the plan")
+    if word.interrupt is not None:
+        raise word.interrupt
+    return 0 if made.chosen is not None else 2
+
+
+@dataclass
+class _Word:
+    """What the compiler says."""
+
+    judged: list[Judged] = field(default_factory=list)
+    best: Judged | None = None
+    missing: str | None = None
+    """Why there is no compiled step."""
+    change: str | None = None
+    """A smaller plan, where the best one is too large."""
+    interrupt: BaseException | None = None
+    """It came while the compiler worked."""
+
+    @property
+    def step(self) -> CompiledStep | None:
+        return None if self.best is None else self.best.step
+
+    def search_end(self, made: Plan) -> str | None:
+        """How a search was interrupted."""
+        if self.interrupt is None:
+            return None
+        return f"interrupted after {len(self.judged)} of {len(list(in_order(made)))} candidates"
+
+
+def _compilers_word(cfg: RecipeConfig, made: Plan, search: float | None) -> _Word:
+    """Of the plan, or of as many candidates as are compiled in `search` seconds, or until an interrupt."""
+    assert made.chosen is not None
+    word = _Word(missing="interrupted before the compiler's first result")
+    judge = judge_by(partial(subject_of, cfg), made.task)
+    try:
+        for each in [judge(made.chosen)] if search is None else searched(made, judge, search):
+            word.judged.append(each)
+            word.best = winner(made, word.judged)
+            word.missing = word.best.problem
+        assert word.best is not None
+        word.change = change_that_fits(made, judge, word.best)
+        if word.best.is_too_large:
+            largest = largest_of_a_layer(subject_of(cfg, word.best.candidate))
+            word.missing = word.missing if largest is None else f"{word.missing}; {largest}"
+    except (KeyboardInterrupt, Terminated) as error:
+        word.interrupt = error
+    return word
+
+
+def _as_json(made: Plan, of_best: Plan, word: _Word, compiles: bool, searches: bool) -> dict[str, Any]:
+    found = made.as_json()
+    found["changes"] += advice(made)
     if compiles:
-        found_lines += compiled_lines(of_best, step) if step is not None else [f"not compiled: {missing}"]
-    if change is not None:
-        found_lines.append(f"change  {change}")
-    print("\n".join(found_lines), file=output, flush=True)
-    return 0
+        step = word.step
+        found["compiled"] = {"missing": word.missing} if step is None else compiled_as_json(of_best, step)
+        found["compiled"]["change"] = word.change
+    if searches:
+        found["search"] = [each.as_json() | {"wins": each is word.best} for each in word.judged]
+        found["interrupted"] = word.search_end(made)
+    return found
+
+
+def _as_lines(made: Plan, of_best: Plan, word: _Word, compiles: bool, searches: bool) -> Iterator[str]:
+    yield from lines(made)
+    if searches and word.best is not None:
+        yield from search_lines(made, word.judged, word.best)
+        if (end := word.search_end(made)) is not None:
+            yield f"search  {end}"
+    if compiles and word.step is not None:
+        yield from compiled_lines(of_best, word.step)
+    elif compiles:
+        yield f"not compiled: {word.missing}"
+    if word.change is not None:
+        yield f"change  {word.change}"
 
 
 def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
@@ -161,7 +228,7 @@ def _workload(cfg: RecipeConfig) -> Workload:
     cfg.check_limits(*cfg.model.limits_there())
     model_cfg = cfg.model.recomputing("none")
     with torch.device("meta"):
-        model = model_cfg.build(cfg.seed) if cfg.model.is_built_whole(False) else model_cfg.build_empty()
+        model = model_cfg.build_empty(cfg.seed)  # no weights are read
         if cfg.lora.rank > 0:
             add_lora(model, cfg.lora, cfg.seed)
     freeze(model, cfg.optim.freeze)

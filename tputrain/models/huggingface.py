@@ -51,7 +51,7 @@ def load_huggingface(
             model = transformers.AutoModelForCausalLM.from_pretrained(directory or path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"model.path={path}: cannot be loaded ({reason}); expected {expected}") from None
+        raise UserError(f"model.path={path}: cannot be loaded: {reason}; expected {expected}") from None
     return _adapted(model, activation_checkpointing)
 
 

@@ -190,7 +190,7 @@ CHIPS = {
     )
 }
 _ALSO_CALLED = {"v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "trillium": "v6e", "ironwood": "tpu7x"}
-_NAME = re.compile(r"(?:(?P<slices>\d+) ?x ?)?(?P<chip>[a-z]+\w*?)(?::(?P<shape>[\dx]+)|-(?P<count>\d+))")
+_NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<chip>[a-z]+\w*?)(?::(?P<shape>[\dx]+)|-(?P<count>\d+))")
 _EXAMPLES = "a slice such as v6e:16x16, v5p-128 (128 cores) or 2x v5e:16x16"
 
 
@@ -216,7 +216,7 @@ class Topology:
     @classmethod
     def parse(cls, text: str) -> "Topology":
         """As users write it. Raises UserError, with the nearest name there is, for what does not exist."""
-        match = _NAME.fullmatch(text.strip().lower())
+        match = _NAME.fullmatch(re.sub(r"\s*([:x])\s*", r"\1", text.strip().lower()))
         if match is None:
             raise UserError(f"topology {text!r}: expected {_EXAMPLES}")
         slices = int(match["slices"] or 1)

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tputrain import batches as batch_of
@@ -24,6 +28,7 @@ from tputrain.models.transformers_masks import Said, attach_documents, attached_
 from tputrain.parallel.blocks import blocks, signature, without_numbers
 from tputrain.parallel.tensor_plan import makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
+from tputrain.user_code import line_of, told
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
 TILE_ROWS = 8
@@ -369,18 +374,44 @@ def _runs(
     """The layers of the model (unless `only_rest`), and last the rest of it."""
     model = settings.model
     devices.use_meta_kernels()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _WithoutDevice(allow_non_fake_inputs=True)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode:
             return _Tracer(settings, mode).runs(batch(rows), only_rest)
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{_title(model)}: cannot be planned: it does not run without values "
-            f"({type(error).__name__}: {reason})"
-        ) from error
+        raise _refusal(model, error) from error
+
+
+class _WithoutDevice(FakeTensorMode):
+    """Does not open the device, which `torch.tensor([0], device=x.device)` would."""
+
+    avoid_device_init = True
+
+
+def _refusal(model: nn.Module, error: Exception, where: str = "") -> UserError:
+    """Of a model that raised an error without values. `where`: in which part that is not the user's own."""
+    begins = f"{_title(model)}: cannot be planned: "
+    is_read = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    if not (is_read or ".numpy() is not supported for tensor subclasses" in str(error)):
+        return UserError(f"{begins}{told(error)}{where}")
+    line = line_of(error)
+    return UserError(
+        f"{begins}it reads a value{'' if line is None else f' at {line}'}{where} ({_first_line(error)}); "
+        "a plan's tensors have none: expected no item(), numpy(), `if tensor`, nonzero() or mask as an "
+        "index; torch.where needs no value"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _shapes(value: Any) -> str:
+    return (
+        ", ".join(str(list(each.shape)) for each in _tensors(value)) or f"no tensor ({type(value).__name__})"
+    )
 
 
 class _Tracer:
@@ -403,7 +434,14 @@ class _Tracer:
 
         def forward() -> Tensor:
             output = self._call(model, lambda: batch_of.call(model, given))
-            return loss_of(output, batch_of.target_of(given), self._settings.loss_fn)
+            target = batch_of.target_of(given)
+            try:
+                return loss_of(output, target, self._settings.loss_fn)
+            except UserError:
+                raise
+            except Exception as error:
+                where = f" in the loss of outputs {_shapes(output)} with labels {_shapes(target)}"
+                raise _refusal(model, error, where) from error
 
         with self._stand_ins(recorder), self._hooks(recorder, model), self._faked(model):
             recorder.run(forward, [], parameters)

@@ -5,12 +5,10 @@ program is the run's.
 """
 
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from tputrain.loop.next_batches import NextBatches
 from tputrain.loss import LossFunction
 from tputrain.models.meta import is_on_meta
 from tputrain.trainer import Trainer
+from tputrain.user_code import line_of
 
 LOSS = "loss"
 AFTER_BACKWARD = "gradients"  # their norm, and clipping
@@ -95,10 +94,8 @@ def _reads_named(title: str) -> Iterator[None]:
     except RuntimeError as error:
         if not devices.of_slices().is_read(error):
             raise
-        not_the_users = tuple(str(Path(str(each.__file__)).parent) for each in (torch, devices.of_slices()))
-        frames = reversed(traceback.extract_tb(error.__traceback__))
-        place = next((each for each in frames if not each.filename.startswith(not_the_users)), None)
-        at = "" if place is None else f" at {place.filename}:{place.lineno}: {place.line}"
+        line = line_of(error)
+        at = "" if line is None else f" at {line}"
         raise UserError(
             f"{title}: cannot be compiled without running it: its step reads a value of the device{at}; "
             "expected a step without item(), print, data-dependent shapes and operations that the CPU does"

@@ -59,30 +59,29 @@ def judge_by(subject_of: Callable[[Candidate], Subject], task: Task) -> Judge:
     return judge
 
 
-def searched(plan: Plan, judge: Judge, seconds: float) -> list[Judged]:
+def searched(plan: Plan, judge: Judge, seconds: float) -> Iterator[Judged]:
     """The plan and the candidates next to it by the models, as many as are compiled within the time.
 
     The first one always is. Each further one is taken to need as long as the longest so far.
     """
     assert plan.chosen is not None
     began, longest = monotonic(), 0.0
-    found: list[Judged] = []
-    for candidate in _in_order(plan):
+    for number, candidate in enumerate(in_order(plan)):
         start = monotonic()
-        if found and start - began + longest > seconds:
+        if number and start - began + longest > seconds:
             break
-        say(f"candidate {len(found) + 1}: {candidate.settings(plan.task)}")
+        say(f"candidate {number + 1}: {candidate.settings(plan.task)}")
         try:
-            found.append(judge(candidate))
+            found = judge(candidate)
         except UserError as error:
-            if not found:
+            if not number:
                 raise
-            found.append(Judged(candidate, None, str(error), inf))
+            found = Judged(candidate, None, str(error), inf)
         longest = max(longest, monotonic() - start)
-    return found
+        yield found
 
 
-def _in_order(plan: Plan) -> Iterator[Candidate]:
+def in_order(plan: Plan) -> Iterator[Candidate]:
     """The plan, then the others that the Trainer can run, the fastest first; of those with the same settings
     the first.
     """

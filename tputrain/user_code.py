@@ -1,0 +1,43 @@
+"""The line of the user's code that an error comes from."""
+
+import sysconfig
+import traceback
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tputrain import device as devices
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def line_of(error: BaseException) -> str | None:
+    """`file:line: source` of the innermost frame below whoever caught the error. Frames of PyTorch, tputrain
+    and the standard library do not count. None: there is no other.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    place = next((each for each in reversed(frames) if _is_users(each.filename)), None)
+    return None if place is None else f"{place.filename}:{place.lineno}: {place.line}"
+
+
+def told(error: BaseException) -> str:
+    """The error's type and first line, and where it comes from, as part of one line."""
+    said = (str(error).strip().splitlines() or ["no message"])[0]
+    line = line_of(error)
+    return f"{type(error).__name__}: {said}" + ("" if line is None else f" at {line}")
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(("<", *_not_the_users())):
+        return False
+    is_installed = any(f"/{each}/" in file for each in _INSTALLED)
+    return is_installed or not file.startswith(sysconfig.get_paths()["stdlib"])
+
+
+@cache
+def _not_the_users() -> tuple[str, ...]:
+    directories = (Path(torch.__file__).parent, Path(__file__).parent, devices.source_directory())
+    return tuple(f"{each}/" for each in directories)
