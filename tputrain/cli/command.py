@@ -60,9 +60,7 @@ def _reported(chosen: argparse.Namespace) -> int:
 
 
 def run() -> NoReturn:
-    """`main`, and the end of the process. It does not wait for threads that still compile what would have
-    come next: XLA cannot be interrupted, and a signal gives little time.
-    """
+    """`main`, and the end of the process."""
     try:
         code: object = main()
     except SystemExit as left:
@@ -70,17 +68,19 @@ def run() -> NoReturn:
     except KeyboardInterrupt:  # before or behind what `main` takes care of
         warn("tputrain: interrupted")
         code = 130
-    torch = sys.modules.get("torch")
-    if (
-        isinstance(code, int)
-        and torch is not None
-        and hasattr(torch, "tpu")
-        and torch.tpu.is_compiling_ahead()
-    ):
+    if isinstance(code, int) and (_is_compiling_ahead() or "tputrain.cli.plan" in sys.modules):
+        # XLA cannot be interrupted, and a signal gives little time: nobody waits for threads that compile
+        # what would come next. A plan has nothing to tidy up. Python's own end, beside threads that want the GIL,
+        # aborted one plan of a hundred after it had been printed.
         logging.shutdown()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)  # type: ignore[arg-type]
+
+
+def _is_compiling_ahead() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "tpu") and torch.tpu.is_compiling_ahead()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
