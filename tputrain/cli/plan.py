@@ -24,6 +24,7 @@ from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_report import compiled_lines
 from tputrain.planning.compiled_step import Subject, largest_of_a_layer, start_slice, why_not
 from tputrain.planning.judged import Judged, change_that_fits, judge_by, search_lines, searched, winner
+from tputrain.planning.recipe_variants import RecipeVariants
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.report.document import write_page
 from tputrain.report.plan_page import plan_page
@@ -106,9 +107,10 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
     )
 
 
-def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
-    """What a recipe asks of a topology."""
-    with announced(f"running {cfg.model.name} without values"):
+def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
+    """What a recipe asks of a topology. `settings`: what is tried with it, for people."""
+    tried = f" with {settings}" if settings else ""
+    with announced(f"running {cfg.model.name}{tried} without values"):
         workload = _workload(cfg)
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
@@ -123,6 +125,7 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         precision=Precision.of(cfg.optim, cfg.execution.autocast),
         rungs=choice if asked is None else (asked,),
         built_rungs=RUNGS if cfg.model.can_recompute else ("none",),
+        variants=RecipeVariants(cfg, lambda changed, settings: task_of(changed, topology, settings)),
     )
 
 

@@ -1,8 +1,8 @@
 """Candidates of a plan: every way to run a task, and what the models of memory and time say of each."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tputrain.figures import memory_text
 from tputrain.models.recompute import override
@@ -12,6 +12,9 @@ from tputrain.parallel.layout import Layout, layouts
 from tputrain.parallel.memory_model import RUNGS, Memory, Precision, memory
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload
+
+if TYPE_CHECKING:
+    from tputrain.parallel.variants import Variants
 
 USABLE = 0.97
 """Of a device's memory. The rest is the runtime's, and the allocator's gaps."""
@@ -45,6 +48,8 @@ class Task:
     """Whether no other degree may be chosen than shard."""
     usable: float = USABLE
     """Of a device's memory."""
+    variants: "Variants | None" = field(default=None, compare=False, repr=False)
+    """The same job with other settings, where it has a recipe."""
 
     @property
     def most(self) -> float:
@@ -95,10 +100,12 @@ class Candidate:
         return found
 
 
-def candidates(task: Task) -> Iterator[Candidate]:
+def candidates(task: Task, among: Iterable[Layout] | None = None) -> Iterator[Candidate]:
+    """`among`: layouts of the task's topology, where not all of them are to be judged."""
     models = _Models(task)
     context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
-    for layout in layouts(task.topology, task.workload.tensor_degrees, context):
+    degrees = task.workload.tensor_degrees
+    for layout in layouts(task.topology, degrees, context) if among is None else among:
         if task.shards_alone and layout.degrees["shard"] != task.topology.num_devices:
             continue
         rows = task.micro_rows or task.rows
