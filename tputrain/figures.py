@@ -50,8 +50,10 @@ def bytes_text(value: float) -> str:
 
 
 def memory_text(num_bytes: float) -> str:
-    """In MiB or GiB, as a device's memory is counted."""
+    """In KiB, MiB or GiB, as a device's memory is counted."""
     size = num_bytes / 2**30
+    if size < 0.1 / 2**10:
+        return f"{num_bytes / 2**10:.1f} KiB"
     if size < 0.1:
         return f"{num_bytes / 2**20:.1f} MiB"
     digits = 2 if size < 9.995 else 1 if size < 99.95 else 0

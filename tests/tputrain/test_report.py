@@ -286,8 +286,8 @@ def test_numbers_are_written_for_people():
         "0", "0.25", "3.142", "1,234", "1e-5", "2e8",
     ]  # fmt: skip
     assert [scientific(value) for value in (0, 3e-4, 1.55e-4, 5)] == ["0", "3e-4", "1.55e-4", "5"]
-    sizes = (2**20, 0.1 * 2**30, 9.996 * 2**30, 10.04 * 2**30, 99.96 * 2**30, 5000 * 2**30)
-    expected = ["1.0 MiB", "0.10 GiB", "10.0 GiB", "10.0 GiB", "100 GiB", "5,000 GiB"]
+    sizes = (600, 2**20, 0.1 * 2**30, 9.996 * 2**30, 10.04 * 2**30, 99.96 * 2**30, 5000 * 2**30)
+    expected = ["0.6 KiB", "1.0 MiB", "0.10 GiB", "10.0 GiB", "10.0 GiB", "100 GiB", "5,000 GiB"]
     assert [memory_text(size) for size in sizes] == expected
     assert [seconds_text(value) for value in (5e-6, 0.0129, 1.5, 90, 7200)] == [
         "5 µs", "12.9 ms", "1.5 s", "1.5 min", "2 h",

@@ -37,6 +37,7 @@ from tputrain.planning.judged import (
     searched,
     winner,
 )
+from tputrain.planning.recipe_variants import RecipeVariants
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.report.document import write_page
 from tputrain.report.plan_page import plan_page
@@ -177,12 +178,13 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
     )
 
 
-def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
-    """What a recipe asks of a topology."""
+def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
+    """What a recipe asks of a topology. `settings`: what is tried with it, for people."""
     degrees = _given_degrees(cfg.parallel, topology)
     divides_more = degrees is not None and degrees["context"] * degrees["tensor"] > 1
     check_forms(cfg.execution, topology.num_devices, divides_more)
-    with announced(f"running {cfg.model.name} without values"):
+    tried = f" with {settings}" if settings else ""
+    with announced(f"running {cfg.model.name}{tried} without values"):
         workload = _workload(cfg)
     if not may_divide_layers(cfg.execution):
         workload = replace(workload, tensor_degrees=(1,))
@@ -203,6 +205,7 @@ def task_of(cfg: RecipeConfig, topology: Topology) -> Task:
         rungs=choice if asked is None else (asked,),
         built_rungs=RUNGS if cfg.model.can_recompute else ("none",),
         degrees=degrees,
+        variants=RecipeVariants(cfg, lambda changed, settings: task_of(changed, topology, settings)),
     )
 
 

@@ -1,8 +1,8 @@
 """Candidates of a plan: every way to run a task, and what the models of memory and time say of each."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tputrain.errors import UserError
 from tputrain.figures import memory_text
@@ -13,6 +13,9 @@ from tputrain.parallel.layout import Layout, layouts
 from tputrain.parallel.memory_model import RUNGS, Memory, Precision, memory
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.parallel.workload import Workload
+
+if TYPE_CHECKING:
+    from tputrain.parallel.variants import Variants
 
 USABLE = 0.97
 """Of a device's memory. The rest is the runtime's, and the allocator's gaps."""
@@ -46,6 +49,8 @@ class Task:
     """Of the mesh, where they are given. None: they are chosen."""
     usable: float = USABLE
     """Of a device's memory."""
+    variants: "Variants | None" = field(default=None, compare=False, repr=False)
+    """The same job with other settings, where it has a recipe."""
 
     @property
     def most(self) -> float:
@@ -96,9 +101,10 @@ class Candidate:
         return found
 
 
-def candidates(task: Task) -> Iterator[Candidate]:
+def candidates(task: Task, among: Iterable[Layout] | None = None) -> Iterator[Candidate]:
+    """`among`: layouts of the task's topology, where not all of them are to be judged."""
     models = _Models(task)
-    for layout in _layouts(task):
+    for layout in _layouts(task) if among is None else among:
         rows = task.micro_rows or task.rows
         if task.rows % layout.data_ranks or rows % layout.data_ranks:
             least = task.micro_rows and f" in micro-batches of {task.micro_rows}"

@@ -64,16 +64,21 @@ class Seconds:
     @property
     def bound(self) -> str:
         """What takes most, in a word for people."""
-        hidden_by_nothing = {
-            "the matrix units": self.products + self.attention,
-            "memory bandwidth": self.traffic + self.optimizer,
-            "computing activations again": self.recomputed,
-            "collectives of tensor and context parallelism": self.tensor,
-            "collectives of data parallelism": self.exposed,
-            "the network between slices": self.dcn,
-            "transfers to the host": self.host,
-        }
-        return max(hidden_by_nothing, key=hidden_by_nothing.__getitem__)
+        return max(SECONDS, key=lambda entry: getattr(self, entry[0]))[1]
+
+
+SECONDS = (
+    ("products", "products"),
+    ("attention", "attention"),
+    ("traffic", "memory traffic"),
+    ("recomputed", "recomputation"),
+    ("tensor", "waiting for tensor ranks"),
+    ("exposed", "waiting for data ranks"),
+    ("optimizer", "optimizer"),
+    ("dcn", "waiting for other slices"),
+    ("host", "waiting for the host"),
+)
+"""The parts of a step that follow each other, each with a word for people."""
 
 
 @dataclass(frozen=True)

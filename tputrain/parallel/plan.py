@@ -12,7 +12,13 @@ from typing import Any
 from tputrain.errors import UserError
 from tputrain.figures import memory_text
 from tputrain.parallel.candidate import ALIKE, CODES, Candidate, Task, best, candidates
-from tputrain.parallel.changes import what_would_be_faster, what_would_fit
+from tputrain.parallel.changes import (
+    is_tight,
+    may_be_chosen,
+    unbuilt_that_fits,
+    what_would_be_faster,
+    what_would_fit,
+)
 from tputrain.parallel.topology import GIB
 
 
@@ -24,7 +30,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     changes: tuple[str, ...]
-    """What would make it fit, or make it faster."""
+    """What would make it fit, or make it faster. Each was planned."""
 
     @cached_property
     def why(self) -> list[str]:
@@ -47,18 +53,31 @@ class Plan:
         assert self.chosen.seconds is not None
         return self.chosen.mfu * self.chosen.seconds.total / seconds
 
+    @cached_property
+    def notes(self) -> list[str]:
+        """What to know of the figures, and of layouts that are not chosen by themselves."""
+        return list(_notes(self))
+
     def refusal(self) -> str:
         """Why there is no plan, and the smallest change that would make one."""
         task = self.task
         least = min(
-            (each for each in self.candidates if each.memory is not None and each.code == "memory"),
-            key=lambda each: each.memory.total,  # type: ignore[union-attr]
+            (each for each in self.candidates if each.code == "memory" and may_be_chosen(task, each)),
+            key=lambda each: _share_needed(task, each),
             default=None,
         )
         what = f"{task.workload.name} on {task.topology.name}"
-        change = f"; what would fit: {self.changes[0]}" if self.changes else ""
+        change = "".join(f"; {each}" for each in self.notes)
+        change += f"; what would fit: {self.changes[0]}" if self.changes else ""
         if least is None or least.memory is None:
-            return f"{what}: {task.rows} sequences a step do not divide among its devices{change}"
+            rows = "sequences" if task.workload.sequence else "rows"
+            return f"{what}: {task.rows} {rows} a step do not divide among its devices{change}"
+        if least.memory.total <= task.most:  # what is offloaded is too much
+            needed = (
+                f"the layout that needs least keeps {memory_text(least.memory.host)} a device on the host"
+            )
+            limit = memory_text(task.topology.host_memory)
+            return f"{what}: does not fit: {needed}, which has room for {limit}{change}"
         needed = f"the layout that needs least takes {memory_text(least.memory.total)} a device"
         return f"{what}: does not fit: {needed}, which has {memory_text(task.most)}{change}"
 
@@ -84,6 +103,7 @@ class Plan:
             "chosen": None if self.chosen is None else self._as_json(self.chosen),
             "why": self.why,
             "changes": list(self.changes),
+            "notes": self.notes,
             "refusal": None if self.chosen is not None else self.refusal(),
             "mfu_rule": MFU_RULE,
             "codes": CODES,
@@ -111,7 +131,7 @@ def make_plan(task: Task) -> Plan:
         return Plan(task, found, None, tuple(what_would_fit(task, found)))
     final = replace(chosen, code="chosen", reason="")
     found = tuple(final if each is chosen else _compared(each, chosen) for each in found)
-    return Plan(task, found, final, tuple(what_would_be_faster(found, final)))
+    return Plan(task, found, final, tuple(what_would_be_faster(task, found, final)))
 
 
 def _compared(candidate: Candidate, chosen: Candidate) -> Candidate:
@@ -129,7 +149,7 @@ def _rank(candidate: Candidate) -> tuple[Any, ...]:
     return order.index(candidate.code), seconds, most, tuple(candidate.layout.degrees.values())
 
 
-# -- reasons and changes -----------------------------------------------------------------------------------
+# -- reasons and notes -------------------------------------------------------------------------------------
 
 
 def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
@@ -151,8 +171,10 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
         inside = degrees["replicate"] // task.topology.slices
         if task.topology.slices > 1:
             yield "slices are replicas: between them only gradients go, once a step"
-        if inside > 1:
+        if inside > 1 and degrees["shard"] * degrees["context"] > 1:
             yield f"{inside} replicas in a slice: parameters are gathered over fewer chips"
+        elif inside > 1:
+            yield f"{inside} replicas in a slice, each with all parameters: no layer is gathered"
     if chosen.rung != "none":
         plain = [
             each
@@ -164,6 +186,49 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
             yield f"activation checkpointing ({chosen.rung}): without it, {most}"
     if chosen.micro_batches > 1 and task.micro_rows is None:
         yield f"{chosen.micro_batches} micro-batches: more rows at a time do not fit"
+
+
+def _share_needed(task: Task, candidate: Candidate) -> float:
+    """Of the memory, a device's or the host's."""
+    assert candidate.memory is not None
+    return max(candidate.memory.total / task.most, candidate.memory.host / task.topology.host_memory)
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    task, chosen = plan.task, plan.chosen
+    if chosen is None or chosen.memory is None or chosen.seconds is None:
+        if (unbuilt := unbuilt_that_fits(plan.candidates)) is not None:
+            yield f"with {unbuilt.reason} it would fit, but {_why_never(unbuilt)}"
+        return
+    if is_tight(task, chosen):
+        size = f"{memory_text(chosen.memory.total)} of {memory_text(task.most)} a device"
+        yield f"tight: {size}, and the compiler may need some percent more; --compile says whether it fits"
+    if task.topology.chip.name == "cpu":
+        yield "step and memory are modelled for a stand-in chip: no CPU was measured"
+    elif task.workload.num_parameters < _SMALL_MODEL or chosen.seconds.total < _SMALL_STEP:
+        yield (
+            "so small a step was not compared with the compiler: time and memory may be off by half; "
+            "--compile asks it"
+        )
+    unbuilt = min(
+        (each for each in plan.candidates if each.code == "not_built"),
+        key=lambda each: each.seconds.total,  # type: ignore[union-attr]
+        default=None,
+    )
+    if unbuilt is not None and unbuilt.seconds is not None:
+        gain = 1 - unbuilt.seconds.total / chosen.seconds.total
+        if gain > _WORTH_SAYING:
+            yield f"{unbuilt.reason} might make the step {gain:.0%} shorter, but {_why_never(unbuilt)}"
+
+
+def _why_never(candidate: Candidate) -> str:
+    if candidate.layout.degrees["context"] > 1:
+        return "context parallelism is not chosen by itself: its times were not checked"
+    return "the model cannot do it"
+
+
+_SMALL_MODEL, _SMALL_STEP = 100e6, 0.01  # parameters, seconds; plans were compared from 1B on
+_WORTH_SAYING = 0.03
 
 
 def _against(plan: Plan, chosen: Candidate, what: str, degree: Any) -> Iterator[str]:

@@ -7,12 +7,11 @@ from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
+from tputrain.parallel.cost_model import SECONDS
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
 from tputrain.parallel.memory_model import Memory
 from tputrain.parallel.plan import Plan
 
-SURE = 0.95
-"""Of the memory. Steps that libtpu compiled took up to 4 % more than was predicted (docs/plan.md)."""
 _DRAWN = (8, 4)  # devices of an axis in the picture, across and down
 _LETTERS = f"{ascii_uppercase}{ascii_lowercase}"  # one for each replica that can be drawn
 _OTHERS = 4  # further plans in the table
@@ -26,9 +25,12 @@ def lines(plan: Plan) -> Iterator[str]:
     assert chosen.memory is not None
     assert chosen.seconds is not None
     topology, workload = task.topology, task.workload
+    is_cpu = topology.chip.name == "cpu"  # a chip of which is one process
+    chip = "process" if is_cpu else "chip"
+    chips = f"{topology.num_chips:,} {chip}{('es' if is_cpu else 's') * (topology.num_chips != 1)}"
     yield (
         f"{workload.name}, {workload.num_parameters:,} parameters, on {topology.name}: "
-        f"{topology.num_chips:,} chip{'s' * (topology.num_chips != 1)}, {topology.chips_per_host} a host"
+        f"{chips}, {topology.chips_per_host} a host"
     )
     tokens = f" x {workload.sequence:,} tokens" if workload.sequence else ""
     yield f"a step: {task.rows:,} rows{tokens}"
@@ -45,21 +47,17 @@ def lines(plan: Plan) -> Iterator[str]:
         arguments, temporaries = (*ARGUMENTS, *GRADIENTS), TEMPORARIES
     yield f"        arguments {memory_text(memory.arguments)}: {_parts(memory, arguments)}"
     yield f"        temporaries {memory_text(memory.temporaries)}: {_parts(memory, temporaries)}"
-    if memory.total > SURE * task.most:
-        yield (
-            f"        {memory_text(task.most - memory.total)} to spare may be less than the prediction's "
-            "error: --compile asks the TPU's compiler"
-        )
     if memory.host:
         yield f"        in the host's memory {memory_text(memory.host)} a device"
+    mfu = "" if is_cpu else f"MFU {chosen.mfu:.1%}, "
     yield (
-        f"step    {seconds_text(seconds.total)} (predicted), MFU {chosen.mfu:.1%}, "
-        f"{plan.speed(seconds.total):,.0f} {plan.unit}/s a chip; bound by {seconds.bound}"
+        f"step    {seconds_text(seconds.total)} (predicted), {mfu}"
+        f"{plan.speed(seconds.total):,.0f} {plan.unit}/s a {chip}; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
     if chosen.layout.degrees["context"] > 1:
         yield "        times of context parallelism were never compared with the compiler's"
-    if chosen.mfu > HIGHEST_PUBLISHED_MFU:
+    if chosen.mfu > HIGHEST_PUBLISHED_MFU and not is_cpu:
         yield (
             f"        expect less: no published step of a dense model on TPUs has over "
             f"{HIGHEST_PUBLISHED_MFU:.0%} MFU; --compile asks the TPU's compiler"
@@ -69,6 +67,8 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"{'why' if number == 0 else '':7} {reason}"
     for number, change in enumerate([*plan.changes, *advice(plan)]):
         yield f"{'change' if number == 0 else '':7} {change}"
+    for number, note in enumerate(plan.notes):
+        yield f"{'note' if number == 0 else '':7} {note}"
 
 
 HIGHEST_PUBLISHED_MFU = 0.70
@@ -84,17 +84,6 @@ TEMPORARIES: Names = (
     ("working", "of the current layer"),
     ("gathered", "gathered"),
     ("padding", "padding"),
-)
-SECONDS: Names = (
-    ("products", "products"),
-    ("attention", "attention"),
-    ("traffic", "memory traffic"),
-    ("recomputed", "computed again"),
-    ("tensor", "waiting for tensor ranks"),
-    ("exposed", "waiting for data ranks"),
-    ("optimizer", "optimizer"),
-    ("dcn", "waiting for other slices"),
-    ("host", "waiting for the host"),
 )
 
 
@@ -147,7 +136,9 @@ def _table(plan: Plan) -> Iterator[str]:
                 f"{each.mfu:.1%}",
             )
         )
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    if plan.task.topology.chip.name == "cpu":  # whose peak nobody measured
+        cells = [row[:-1] for row in cells]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 

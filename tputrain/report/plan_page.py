@@ -7,8 +7,9 @@ from tputrain.figures import memory_text, seconds_text, share
 from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
+from tputrain.parallel.cost_model import SECONDS
 from tputrain.parallel.plan import Plan
-from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, SECONDS, TEMPORARIES, alternatives
+from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, TEMPORARIES, alternatives
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
 from tputrain.report.document import document
@@ -40,6 +41,7 @@ def plan_page(plan: Plan, step: CompiledStep | None = None) -> str:
             f"<h2>Time line of a step</h2>{_times(chosen, step)}",
             _list("Why", plan.why),
             _list("What would be faster", [*plan.changes, *advice(plan)]),
+            _list("Notes", plan.notes),
             f"<h2>Other plans</h2>{_others(plan)}",
             "" if step is None else _compiled(step),
         )
@@ -101,7 +103,7 @@ def _memory(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
     ends = ("0", f"{memory_text(total)}{has}")
     of_host = [("the plan", chosen.memory.host), ("the compiler", 0.0 if step is None else step.host)]
     said = [f"{memory_text(size)} by {whom}" for whom, size in of_host if size]
-    host = f"<p>In the host's memory: {', '.join(said)} a device</p>" if said else ""
+    host = f"<p>Of the host's memory each device takes {', '.join(said)}</p>" if said else ""
     return _bars(bars, total, ends, memory_text) + host
 
 
