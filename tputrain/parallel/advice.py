@@ -123,11 +123,11 @@ def _of_heads(plan: Plan) -> Iterator[tuple[float, str]]:
         better, gain = ceil(head / _LANES) * _LANES, lost / plan.chosen.seconds.total
         if gain < _WORTH_SAYING:
             continue
-        said = f"attention fills {head / mxu:.0%} of the {mxu}x{mxu} matrix unit with heads of {head}"
+        said = f"heads of {head} fill {head / mxu:.0%} of the matrix unit"
         if task.variants is None or not task.variants.sizes:
             yield (
                 gain,
-                f"{said}: fewer heads of {better} have the same products, in a step that may be about "
+                f"{said}: fewer heads of {better} have the same products, and may make the step about "
                 f"{gain:.0%} shorter (not planned)",
             )
             continue
