@@ -566,7 +566,9 @@ def test_what_only_context_parallelism_would_fit_is_told_with_a_change_that_can_
     sizes = ("model.name=llama-405b", "execution.autocast=bfloat16", "batch.tokens=16777216")
     plan = plan_of_recipe("llama", "v5p-2048", *sizes, "data.sequence_length=131072")
     message = plan.refusal()
-    assert "; with parallel.context=16 it would fit, but context parallelism is not chosen by itself" in message
+    assert (
+        "; with parallel.context=16 it would fit, but context parallelism is not chosen by itself" in message
+    )
     figures = re.search(r"takes ([\d.]+) GiB a device, which has ([\d.]+) GiB", message)
     assert figures is not None
     assert float(figures[1]) > float(figures[2])

@@ -1,7 +1,8 @@
-"""`torch.nn.attention.flex_attention` in a graph: a softmax over all scores, in float32 (float64 of float64).
+"""`torch.nn.attention.flex_attention` in a graph: a softmax in float32 (float64 of float64).
 
-The block mask's blocks are not used: its mask function is evaluated for each pair of positions, which XLA
-fuses with what surrounds it. The gradient is `jax.vjp` of the whole, and computes the scores again.
+With a block mask of several blocks only those are computed that it has (`flex_blocks`). Otherwise all scores
+are. The mask function is evaluated for each pair of positions, which XLA fuses with what surrounds it. The
+gradient is `jax.vjp` of the whole, and computes the scores again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from tpu_backend.compiled import flex_blocks
+from tpu_backend.compiled.flex_blocks import Attention, Blocks
 from tpu_backend.compiled.subgraph import SubGraph
 from tpu_backend.lowering.bounds import IN_RANGE, collect_bounds_checks, require_of_part
 from tpu_backend.lowering.matmul import product_precision
@@ -52,16 +55,40 @@ def attention(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -
     the scores in the same unit).
     """
     query, key, value, score_mod, block_mask, scale, _, buffers, mask_buffers = args
-    mask = SubGraph(block_mask[-1], symbols, mask_buffers)
-    return _attend(query, key, value, SubGraph(score_mod, symbols), buffers, mask, scale)
+    mask, score = SubGraph(block_mask[-1], symbols, mask_buffers), SubGraph(score_mod, symbols)
+    if not Blocks.are_several(block_mask, query.shape[2], key.shape[2]):
+        return _attend(query, key, value, score, buffers, mask, scale)
+    attention = _in_blocks(query, key, value, score, block_mask, mask, scale)
+    *found, out_of_range = flex_blocks.forward(attention, buffers)
+    require_of_part([*score.bounds_checks, *mask.bounds_checks], out_of_range)
+    result, logarithms, highest = found
+    return [result, logarithms / math.log(2), highest / math.log(2)]
 
 
 def attention_backward(args: Any, kwargs: Any, specs: Any, symbols: Any, take_key: Any) -> Any:
     """The gradients of query, key, value, and a tuple of those of score_mod's buffers."""
-    query, key, value, _, _, *slopes = args[:7]
+    query, key, value, result, sums, *slopes = args[:7]
     score_mod, _, block_mask, scale, _, buffers, mask_buffers = args[7:]
     mask = SubGraph(block_mask[-1], symbols, mask_buffers)
     places = [place for place, each in enumerate(buffers) if jnp.issubdtype(each.dtype, jnp.floating)]
+    if Blocks.are_several(block_mask, query.shape[2], key.shape[2]):
+        score, logarithms = SubGraph(score_mod, symbols), sums * math.log(2)
+        attention = _in_blocks(query, key, value, score, block_mask, mask, scale)
+        of_result, of_sums = (
+            jnp.zeros_like(output) if each is None else each.astype(output.dtype)
+            for output, each in zip((result, sums), slopes, strict=True)
+        )
+        gradients, _ = flex_blocks.backward(
+            attention, buffers, places, (result, logarithms), (of_result, of_sums / math.log(2))
+        )
+        of_query, of_key, of_value, *of_chosen = gradients
+        found = dict(zip(places, of_chosen, strict=True))
+        return [
+            of_query.astype(query.dtype),
+            _of_own_heads(of_key, key),
+            _of_own_heads(of_value, value),
+            [found.get(place) for place in range(len(buffers))],
+        ]
 
     def forward(query: Any, key: Any, value: Any, *chosen: Any) -> Any:
         given = list(buffers)
@@ -80,16 +107,50 @@ def attention_backward(args: Any, kwargs: Any, specs: Any, symbols: Any, take_ke
     return [of_query, of_key, of_value, [found.get(place) for place in range(len(buffers))]]
 
 
+def _in_blocks(
+    query: Any, key: Any, value: Any, score_mod: SubGraph, block_mask: Any, mask: SubGraph, scale: Any
+) -> Attention:
+    blocks = Blocks(block_mask, query.shape[2], key.shape[2])
+    working = _working(query)
+
+    def scores(raw: Any, *places: Any, buffers: Any) -> Any:
+        return _checked(score_mod, raw, *places, buffers=buffers)
+
+    return Attention(
+        blocks,
+        blocks.padded(query, is_of_keys=False),
+        blocks.padded(_of_all_heads(key, query), is_of_keys=True),
+        blocks.padded(_of_all_heads(value, query), is_of_keys=True),
+        scores,
+        lambda *places: _checked(mask, None, *places),
+        lambda equation, left, right: _product(equation, left, right, working),
+        scale,
+    )
+
+
+def _working(query: Any) -> Any:
+    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+
+
+def _of_all_heads(each: Any, query: Any) -> Any:
+    """Keys or values of groups of heads, for each head of the queries."""
+    batch, heads = query.shape[:2]
+    return jnp.broadcast_to(each.repeat(heads // each.shape[1], axis=1), (batch, heads, *each.shape[2:]))
+
+
+def _of_own_heads(gradient: Any, each: Any) -> Any:
+    """The gradient of `_of_all_heads`."""
+    batch, heads = each.shape[:2]
+    groups = gradient.shape[1] // heads
+    summed = gradient.reshape(-1, heads, groups, *gradient.shape[2:]).sum(2)
+    return (summed.sum(0, keepdims=True) if batch == 1 else summed).astype(each.dtype)
+
+
 def _attend(
     query: Any, key: Any, value: Any, score_mod: SubGraph, buffers: Any, mask: SubGraph, scale: Any
 ) -> Any:
-    batch, heads = query.shape[:2]
-    groups = heads // key.shape[1]
-    key, value = (
-        jnp.broadcast_to(each.repeat(groups, axis=1), (batch, heads, *each.shape[2:]))
-        for each in (key, value)
-    )
-    working = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    key, value = (_of_all_heads(each, query) for each in (key, value))
+    working = _working(query)
     scores = _product("bhqd,bhkd->bhqk", query, key, working) * scale
     places = [jnp.arange(size, dtype=jnp.int32) for size in scores.shape]
     scores = _elementwise(score_mod, scores, *places, buffers=buffers).astype(working)
@@ -111,6 +172,15 @@ def _product(equation: str, left: Any, right: Any, dtype: Any) -> jax.Array:
 
 def _elementwise(function: SubGraph, scores: Any, *places: jax.Array, buffers: Any = ()) -> jax.Array:
     """The function of (score,) batch, head, query and key positions for each, over all of them."""
+    results, out_of_range = _checked(function, scores, *places, buffers=buffers)
+    require_of_part(function.bounds_checks, out_of_range)
+    return results
+
+
+def _checked(
+    function: SubGraph, scores: Any, *places: jax.Array, buffers: Any = ()
+) -> tuple[jax.Array, list[jax.Array]]:
+    """`_elementwise`, and what its bounds checks found."""
 
     def one(*values: Any) -> Any:
         (result,), out_of_range = function(*values, *buffers)
@@ -121,8 +191,7 @@ def _elementwise(function: SubGraph, scores: Any, *places: jax.Array, buffers: A
         axes = [0 if each == dim else None for each in range(4)]
         one = jax.vmap(one, in_axes=(*[0] * first, *axes))
     results, out_of_range = one(*([] if scores is None else [scores]), *places)
-    require_of_part(function.bounds_checks, [jnp.max(each, initial=IN_RANGE) for each in out_of_range])
-    return results
+    return results, [jnp.max(each, initial=IN_RANGE) for each in out_of_range]
 
 
 TABLE = {"flex_attention": attention, "flex_attention_backward": attention_backward}
