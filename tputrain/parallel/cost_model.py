@@ -104,6 +104,7 @@ class CostModel:
         self._workload, self._topology, self._precision = workload, topology, precision
         self._scatters_wait = scatters_wait
         self._known: dict[tuple[float, int], dict[int, _PartSeconds]] = {}
+        self._optimizers: dict[tuple[int, int], float] = {}
 
     def seconds(self, layout: Layout, rows: float, micro_batches: int, rung: str) -> Seconds:
         """Of a step of so many micro-batches, each of `rows` rows a device."""
@@ -111,7 +112,7 @@ class CostModel:
         tensor = degrees["tensor"]
         parts = self._parts(rows, tensor)
         products = attention = traffic = recomputed = gathers = scatters = waiting = offloaded = 0.0
-        shard = layout.groups["shard"].joined(layout.groups["context"])
+        shard = layout.sharing
         replicate = layout.groups["replicate"]
         for index, part in enumerate(self._workload.parts_among(tensor)):
             found, count = parts[index], part.count
@@ -146,7 +147,7 @@ class CostModel:
             recomputed=times * recomputed,
             tensor=times * waiting,
             exposed=times * exposed,
-            optimizer=self._optimizer(shard.size, tensor) + self._orthogonal(shard.size, tensor),
+            optimizer=self._optimizer(shard.size, tensor),
             dcn=self._dcn(layout, shard.size, replicate, tensor),
             host=times * unhidden,
             collectives=times * (gathers + scatters),
@@ -237,6 +238,12 @@ class CostModel:
         return work.count * max(compute, moved / self._topology.hbm_bandwidth)
 
     def _optimizer(self, shards: int, tensor: int) -> float:
+        if (found := self._optimizers.get((shards, tensor))) is None:
+            found = self._elementwise(shards, tensor) + self._orthogonal(shards, tensor)
+            self._optimizers[shards, tensor] = found
+        return found
+
+    def _elementwise(self, shards: int, tensor: int) -> float:
         """Parameters, gradients and state are read, and all but the gradients written."""
         trained = sum(part.count * part.parameters.trained(tensor) for part in self._workload.parts)
         itemsize = self._workload.parts[-1].parameters.itemsize

@@ -97,7 +97,12 @@ class Layout:
     def degrees(self) -> dict[str, int]:
         return {name: group.size * group.slices for name, group in self.groups.items()}
 
-    @property
+    @cached_property
+    def sharing(self) -> Group:
+        """Devices of which each has a part of the parameters that a tensor rank has."""
+        return self.groups["shard"].joined(self.groups["context"])
+
+    @cached_property
     def data_ranks(self) -> int:
         """Devices that divide a batch; those of a tensor or context group share their part of it."""
         return self.degrees["replicate"] * self.degrees["shard"]
