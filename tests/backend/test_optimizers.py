@@ -133,15 +133,25 @@ def test_the_default_adamw_counts_the_steps_of_each_parameter(model, batch):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
-def test_what_one_operation_of_adam_cannot_do_is_done_over_lists(model, batch):
-    """Complex parameters, tensor subclasses; and what PyTorch refuses stays refused."""
+def test_the_default_adamw_steps_where_new_tensors_are_on_the_device(model, batch):
+    kind, options = OPTIMIZERS["AdamW"]
+    expected, _ = _train(model, batch, "tpu", kind, **options)
+    with torch.device("tpu"):
+        actual, _ = _train(model, batch, "tpu", kind, **options)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_complex_parameters_step_over_lists(model):
+    """And what PyTorch refuses stays refused."""
     results = []
     for device in ("cpu", "tpu"):
         parameter = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], device=device))
         optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=True)
         for _ in range(STEPS):
             parameter.grad = torch.full_like(parameter, 0.5 - 0.25j)
+            before = torch.tpu.compile_stats()["ops_recorded"]
             optimizer.step()
+            assert device == "cpu" or torch.tpu.compile_stats()["ops_recorded"] - before > 5
         results.append(parameter.detach().cpu())
     torch.testing.assert_close(results[1], results[0])
     with pytest.raises(ValueError, match="lr as a Tensor"):

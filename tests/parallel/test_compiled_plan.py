@@ -292,7 +292,7 @@ def test_an_interrupted_search_prints_what_it_has(
     printed = capsys.readouterr()
     assert printed.err.endswith("tputrain: interrupted\n")
     assert page.exists()
-    is_there = re.search(r"^search  interrupted after 2 of \d+ candidates$", printed.out, re.MULTILINE)
+    is_there = re.search(r"^search  interrupted after 2 candidates$", printed.out, re.MULTILINE)
     assert (is_there is not None) == (num_compiled == 2)
     why_not = "not compiled: interrupted before the compiler's first result"
     assert (why_not in printed.out) == (num_compiled == 0)
@@ -302,7 +302,7 @@ def test_an_interrupted_search_prints_what_it_has(
     left[:] = seconds
     assert main([*command, "--json"]) == code
     found = json.loads(capsys.readouterr().out)
-    assert found["interrupted"].startswith(f"interrupted after {num_compiled} of ")
+    assert found["interrupted"] == f"interrupted after {num_compiled} candidates"
     assert len(found["search"]) == num_compiled
 
 

@@ -892,7 +892,7 @@ def test_compiled_steps_are_not_divided_by_tensor_parallelism() -> None:
     assert {each.layout.degrees["tensor"] for each in plan.candidates} == {1}
 
 
-def test_muon_s_iterations_count() -> None:
+def test_iterations_of_muon_count() -> None:
     """By hand, of one matrix; and ranks divide the matrices of a shape among them."""
     assert newton_schulz_flops(4, 2) == 5 * (2 * 2 * 4 * 2 + 2 * 2 * 2 * 2 + 2 * 2 * 2 * 4)
     topology, found = Topology.parse("v5p:2x2x1"), {}
@@ -907,8 +907,41 @@ def test_muon_s_iterations_count() -> None:
         for part in plan.task.workload.parts[:-1]
         for matrix in part.parameters.matrices
     )
+    assert not any(each.is_hidden for each in plan.task.workload.parts[-1].parameters.matrices)
     seconds = flops / 4 / (topology.peak_flops * MXU_SHARE["v5p"])
     assert found["muon"] - found["sgd"] == pytest.approx(seconds, rel=0.01)
+
+
+def test_muon_iterates_on_what_it_trains() -> None:
+    def hidden(workload: Workload) -> list[tuple[int, int]]:
+        return [
+            (matrix.rows, matrix.elements // matrix.rows)
+            for part in workload.parts
+            for matrix in part.parameters.matrices
+            if matrix.is_hidden
+            for _ in range(part.count)
+        ]
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2), Loss())  # nothing is repeated
+    assert sorted(hidden(workload_of(model, lambda rows: torch.empty(rows, 4)))) == [(6, 8), (8, 4)]
+    model[0].requires_grad_(False)
+    assert hidden(workload_of(model, lambda rows: torch.empty(rows, 4))) == [(6, 8)]
+
+
+def test_a_plan_of_compiled_steps_has_no_context_parallelism() -> None:
+    said = ["execution.train=compile", "data.sequence_length=1024", "batch.tokens=8192"]
+    plan = make_plan(task_of(read_recipe(find_recipe("llama"), said), Topology.parse("v6e:2x2")))
+    assert {each.layout.degrees["context"] for each in plan.candidates} == {1}
+
+
+def test_degrees_that_slices_cannot_have_are_refused_with_what_they_can() -> None:
+    cfg = read_recipe(find_recipe("llama"), ["parallel.shard=8"])
+    with pytest.raises(UserError, match="slices are replicas: replicate is a multiple of 2"):
+        make_plan(task_of(cfg, Topology.parse("2x v6e:2x2")))
 
 
 def test_the_parts_of_the_memory_are_all_of_it() -> None:

@@ -31,7 +31,6 @@ from tputrain.planning.compiled_step import CompiledStep, Subject, largest_of_a_
 from tputrain.planning.judged import (
     Judged,
     change_that_fits,
-    in_order,
     judge_by,
     search_lines,
     searched,
@@ -59,8 +58,8 @@ def plan(
     it. `page`: a file for the HTML page. `search`: have the compiler judge further candidates for so many
     seconds, and take the best by its figures.
 
-    Raises KeyboardInterrupt or Terminated where one comes while the compiler works. What was compiled until
-    then is printed before.
+    Raises KeyboardInterrupt, Terminated or UserError where one comes while the compiler works. What was
+    compiled until then is printed before.
     """
     compiles |= search is not None
     found = Topology.parse(topology)
@@ -83,8 +82,8 @@ def plan(
     finally:  # also where nobody reads the output
         if page is not None and made.chosen is not None:
             write_page(Path(page), plan_page(of_best, word.step), "the plan")
-    if word.interrupt is not None:
-        raise word.interrupt
+    if word.end is not None:
+        raise word.end
     return 0 if made.chosen is not None else 2
 
 
@@ -98,18 +97,18 @@ class _Word:
     """Why there is no compiled step."""
     change: str | None = None
     """A smaller plan, where the best one is too large."""
-    interrupt: BaseException | None = None
-    """It came while the compiler worked."""
+    end: BaseException | None = None
+    """An interrupt or an error that came while the compiler worked."""
 
     @property
     def step(self) -> CompiledStep | None:
         return None if self.best is None else self.best.step
 
-    def search_end(self, made: Plan) -> str | None:
+    def search_end(self) -> str | None:
         """How a search was interrupted."""
-        if self.interrupt is None:
+        if not isinstance(self.end, KeyboardInterrupt | Terminated):
             return None
-        return f"interrupted after {len(self.judged)} of {len(list(in_order(made)))} candidates"
+        return f"interrupted after {len(self.judged)} candidates"
 
 
 def _compilers_word(cfg: RecipeConfig, made: Plan, search: float | None) -> _Word:
@@ -128,7 +127,11 @@ def _compilers_word(cfg: RecipeConfig, made: Plan, search: float | None) -> _Wor
             largest = largest_of_a_layer(subject_of(cfg, word.best.candidate))
             word.missing = word.missing if largest is None else f"{word.missing}; {largest}"
     except (KeyboardInterrupt, Terminated) as error:
-        word.interrupt = error
+        word.end = error
+    except UserError as error:
+        word.end = error
+        if not word.judged:
+            word.missing = "the step is refused"
     return word
 
 
@@ -141,7 +144,7 @@ def _as_json(made: Plan, of_best: Plan, word: _Word, compiles: bool, searches: b
         found["compiled"]["change"] = word.change
     if searches:
         found["search"] = [each.as_json() | {"wins": each is word.best} for each in word.judged]
-        found["interrupted"] = word.search_end(made)
+        found["interrupted"] = word.search_end()
     return found
 
 
@@ -149,7 +152,7 @@ def _as_lines(made: Plan, of_best: Plan, word: _Word, compiles: bool, searches: 
     yield from lines(made)
     if searches and word.best is not None:
         yield from search_lines(made, word.judged, word.best)
-        if (end := word.search_end(made)) is not None:
+        if (end := word.search_end()) is not None:
             yield f"search  {end}"
     if compiles and word.step is not None:
         yield from compiled_lines(of_best, word.step)
@@ -186,8 +189,6 @@ def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
     tried = f" with {settings}" if settings else ""
     with announced(f"running {cfg.model.name}{tried} without values"):
         workload = _workload(cfg)
-    if not may_divide_layers(cfg.execution):
-        workload = replace(workload, tensor_degrees=(1,))
     if degrees is not None and degrees["tensor"] not in workload.tensor_degrees:
         known = ", ".join(map(str, workload.tensor_degrees))
         raise UserError(f"parallel.tensor={degrees['tensor']}: {workload.name} can be divided by {known}")
@@ -205,6 +206,7 @@ def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
         rungs=choice if asked is None else (asked,),
         built_rungs=RUNGS if cfg.model.can_recompute else ("none",),
         degrees=degrees,
+        divides_layers=may_divide_layers(cfg.execution),
         variants=RecipeVariants(cfg, lambda changed, settings: task_of(changed, topology, settings)),
     )
 

@@ -51,7 +51,7 @@ def split_groups(
     groups: Sequence[dict[str, Any]], model: nn.Module
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """`groups` twice: with what Muon is for, the hidden matrices of `model`, and with the rest."""
-    hidden = _hidden_matrices(model)
+    hidden = hidden_matrices(model)
     ours: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for group in groups:
@@ -62,7 +62,7 @@ def split_groups(
     return ours, others
 
 
-def _hidden_matrices(model: nn.Module) -> set[int]:
+def hidden_matrices(model: nn.Module) -> set[int]:
     """Two-dimensional `weight`s, but no embedding's nor the last linear layer's, the output."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     outside = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)] + linear[-1:]

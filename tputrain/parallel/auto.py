@@ -90,8 +90,6 @@ def _division(
             plan=cfg.parallel.plan,
             has_masters=cfg.optim.master_weights,
         )
-    if not may_divide_layers(cfg.execution):
-        workload = replace(workload, tensor_degrees=(1,))
     rung = kind_of(getattr(has_rungs[0], "recomputes", True)) if has_rungs else "none"
     plan = make_plan(
         Task(
@@ -101,6 +99,7 @@ def _division(
             micro_rows=rows,
             precision=Precision.of(cfg.optim, cfg.execution.autocast),
             rungs=(rung,),
+            divides_layers=may_divide_layers(cfg.execution),
             degrees=one_group if chips.topology.chip.name == "cpu" else None,
         )
     )

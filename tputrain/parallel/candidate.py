@@ -24,7 +24,7 @@ CODES = {
     "slower": "fits, and is slower",
     "memory": "does not fit into a device's memory",
     "batch": "the step's batch does not divide among the data ranks",
-    "not_built": "fits, and is not chosen yet: the model cannot run it, or its time was never checked",
+    "not_built": "fits, and is not chosen by itself: the model cannot run it, or its times were not checked",
 }
 _CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
@@ -47,6 +47,8 @@ class Task:
     """Of those, the ones that the model can run."""
     degrees: Mapping[str, int] | None = None
     """Of the mesh, where they are given. None: they are chosen."""
+    divides_layers: bool = True
+    """Whether tensor and context degrees may be chosen."""
     usable: float = USABLE
     """Of a device's memory."""
     variants: "Variants | None" = field(default=None, compare=False, repr=False)
@@ -117,14 +119,20 @@ def candidates(task: Task, among: Iterable[Layout] | None = None) -> Iterator[Ca
 
 def _layouts(task: Task) -> Iterator[Layout]:
     if (given := task.degrees) is None:
-        context = _CONTEXT_DEGREES if task.workload.sequence else (1,)
-        yield from layouts(task.topology, task.workload.tensor_degrees, context)
+        context = _CONTEXT_DEGREES if task.workload.sequence and task.divides_layers else (1,)
+        tensor = task.workload.tensor_degrees if task.divides_layers else (1,)
+        yield from layouts(task.topology, tensor, context)
         return
     found = layouts(task.topology, (given["tensor"],), (given["context"],))
     alike = [layout for layout in found if layout.degrees == given]
     if not alike:
         asked = " ".join(f"parallel.{name}={degree}" for name, degree in given.items() if degree > 1)
-        raise UserError(f"{asked}: these degrees do not lie on the axes of {task.topology.name}")
+        slices = task.topology.slices
+        whole = f" (slices are replicas: replicate is a multiple of {slices})" if slices > 1 else ""
+        raise UserError(
+            f"{asked}: expected degrees that divide the axes of {task.topology.name}{whole}, "
+            "or none of them: then the plan chooses"
+        )
     yield from alike
 
 

@@ -43,7 +43,7 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     if (divided := _divided(task, found)) is not None:
         yield from _with_other_rows(divided)
         return
-    if task.degrees is not None:
+    if task.degrees is not None and task.topology.chip.name != "cpu":
         chosen = planned(free := replace(task, degrees=None))
         if chosen is not None:
             yield f"{chosen.settings(free)}{_tight(free)}"

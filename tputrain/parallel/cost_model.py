@@ -251,15 +251,15 @@ class CostModel:
         return moved / (self._topology.hbm_bandwidth * HBM_SHARE)
 
     def _orthogonal(self, shards: int, tensor: int) -> float:
-        """Muon's iterations on the matrices of layers. Ranks of which each has a part of a matrix divide the
+        """Muon's iterations on hidden matrices. Ranks of which each has a part of a matrix divide the
         matrices of its shape among them; where two dims of the mesh divide it, each iterates on all.
         """
         if not self._precision.orthogonalises:
             return 0.0
         among = 1 if shards > 1 and tensor > 1 else shards * tensor
         alike: dict[tuple[int, int], int] = {}
-        for part in self._workload.parts[:-1]:
-            for matrix in part.parameters.matrices:
+        for part in self._workload.parts:
+            for matrix in filter(lambda each: each.is_hidden, part.parameters.matrices):
                 size = matrix.rows, matrix.elements // matrix.rows
                 alike[size] = alike.get(size, 0) + part.count
         flops = sum(ceil(count / among) * newton_schulz_flops(*size) for size, count in alike.items())

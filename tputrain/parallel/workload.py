@@ -25,6 +25,7 @@ from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.loss import LossFunction, loss_of
 from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
+from tputrain.optim.muon import hidden_matrices
 from tputrain.parallel.blocks import blocks, signature, without_numbers
 from tputrain.parallel.tensor_plan import makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
@@ -115,6 +116,8 @@ class Matrix:
     elements: int
     cut: int | None
     """The dim that tensor ranks divide."""
+    is_hidden: bool = False
+    """Whether Muon would step it: it is trained, and between the embeddings and the output."""
 
     def rows_among(self, tensor: int) -> float:
         """Of a tensor rank."""
@@ -420,6 +423,7 @@ class _Tracer:
         self._fakes: dict[int, Tensor] = {}
         self._names = {id(module): name for name, module in settings.model.named_modules()}
         self._cut = settings.tensor.cut_parameters(settings.model)
+        self._hidden = hidden_matrices(settings.model)
         self._signatures = {id(each): signature(each) for each in blocks(settings.model)}
         self._calls: dict[Any, _Call] = {}
         self._order: list[_Call] = []
@@ -471,7 +475,12 @@ class _Tracer:
             if isinstance(each, nn.Linear)
         ]
         matrices = tuple(
-            Matrix(each.shape[0], each.numel(), self._cut.get(number))
+            Matrix(
+                each.shape[0],
+                each.numel(),
+                self._cut.get(number),
+                id(each) in self._hidden and each.requires_grad,
+            )
             for number, each in owned.items()
             if each.dim() == 2
         )

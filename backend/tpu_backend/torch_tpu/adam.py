@@ -61,7 +61,7 @@ def _step(
     if not lists[0]:
         return
     if state_steps[0].is_cpu:  # then they are numbers of the operation
-        one = torch.tensor(1.0)  # a Python number would be made a tensor for each of them
+        one = torch.tensor(1.0, device="cpu")  # a Python number would be made a tensor for each of them
         torch._foreach_add_(state_steps, one, alpha=1.0)
     else:
         torch._foreach_add_(state_steps, 1)
