@@ -157,7 +157,7 @@ PARTS_WITH_A_FUNCTION = """
         def forward(self, x):
             return scaled(torch.relu(self.linear(x)))
 
-    model = nn.Sequential(*[Layer() for _ in range(8)]).to("tpu")
+    model = nn.Sequential(*[Layer() for _ in range(40)]).to("tpu")
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4, 16, device="tpu")
     for _ in range(2):
