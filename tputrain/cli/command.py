@@ -70,8 +70,7 @@ def run() -> NoReturn:
         code = 130
     if isinstance(code, int) and (_is_compiling_ahead() or "tputrain.cli.plan" in sys.modules):
         # XLA cannot be interrupted, and a signal gives little time: nobody waits for threads that compile
-        # what would come next. A plan has nothing to tidy up. Python's own end, beside threads that want the
-        # GIL, aborted one plan of a hundred after it had been printed.
+        # what would come next. A plan has nothing to tidy up.
         logging.shutdown()
         sys.stderr.flush()
         os._exit(code)

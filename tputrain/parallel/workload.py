@@ -379,7 +379,10 @@ def _runs(
     devices.use_meta_kernels()
     mode = _WithoutDevice(allow_non_fake_inputs=True)
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), mode:
+        # In this thread: the one that autograd has for a device may let go of tensors while Python ends, and
+        # abort the process then.
+        here = torch.autograd.set_multithreading_enabled(False)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), here, mode:
             return _Tracer(settings, mode).runs(batch(rows), only_rest)
     except UserError:
         raise
