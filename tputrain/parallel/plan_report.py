@@ -56,7 +56,7 @@ def lines(plan: Plan) -> Iterator[str]:
     )
     yield f"        {_times(chosen)}"
     if chosen.layout.degrees["context"] > 1:
-        yield "        times of context parallelism were never compared with the compiler's"
+        yield "        the times of context parallelism were not checked"
     if chosen.mfu > HIGHEST_PUBLISHED_MFU and not is_cpu:
         yield (
             f"        expect less: no published step of a dense model on TPUs has over "

@@ -66,7 +66,7 @@ def searched(plan: Plan, judge: Judge, seconds: float) -> Iterator[Judged]:
     """
     assert plan.chosen is not None
     began, longest = monotonic(), 0.0
-    for number, candidate in enumerate(in_order(plan)):
+    for number, candidate in enumerate(_in_order(plan)):
         start = monotonic()
         if number and start - began + longest > seconds:
             break
@@ -81,7 +81,7 @@ def searched(plan: Plan, judge: Judge, seconds: float) -> Iterator[Judged]:
         yield found
 
 
-def in_order(plan: Plan) -> Iterator[Candidate]:
+def _in_order(plan: Plan) -> Iterator[Candidate]:
     """The plan, then the others that the Trainer can run, the fastest first; of those with the same settings
     the first.
     """
