@@ -1,4 +1,5 @@
 // The Python module tpu_backend._C: what the Python half sees of the C++ half.
+#include "aten/compiled_graph.h"
 #include "distributed/leave.h"
 #include "distributed/process_group.h"
 #include "distributed/quiet.h"
@@ -14,6 +15,8 @@
 #include <c10/util/strides.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <variant>
@@ -108,6 +111,25 @@ py::object lease_array(const at::Tensor& tensor) {
   }
   value->leased = true;
   return py::reinterpret_borrow<py::object>(value->array);
+}
+
+py::tuple call_compiled_graph(const tpu::CompiledGraph& graph, const py::args& arguments) {
+  HANDLE_TH_ERRORS
+  c10::SmallVector<at::Tensor, 16> inputs;
+  for (const auto& argument : arguments) {
+    inputs.push_back(THPVariable_Unpack(argument.ptr()));
+  }
+  torch::autograd::variable_list outputs;
+  {
+    py::gil_scoped_release without_gil;
+    outputs = graph(inputs);
+  }
+  py::tuple returned(outputs.size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    PyTuple_SET_ITEM(returned.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(std::move(outputs[i])));
+  }
+  return returned;
+  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 // A contiguous tensor whose first value is somebody else's jax.Array, which is never donated.
@@ -322,6 +344,12 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("lease_array", [](const at::Tensor& tensor) { return lease_array(tensor); });
   m.def("tensor_over", &tensor_over);
+  // See compiled_graph.h and tpu_backend/compiled/ordinary.py.
+  py::class_<tpu::GraphOperator>(m, "GraphOperator")
+      .def(py::init<const std::string&, std::vector<std::optional<tpu::GraphValue>>>());
+  py::class_<tpu::CompiledGraph>(m, "CompiledGraph")
+      .def(py::init<tpu::GraphOperator, std::vector<bool>, std::optional<tpu::GraphOperator>>())
+      .def("__call__", &call_compiled_graph);
   // See recorded_step.h and tpu_backend/captured/step.py.
   py::class_<tpu::RecordedStep>(m, "RecordedStep")
       .def(py::init([](int device) {

@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+# A value that a graph returns: its place, and sizes, strides and offset of a view.
+_GraphValue: TypeAlias = tuple[int, tuple[list[int], list[int], int] | None]
 _Problem: TypeAlias = tuple[str, str, int, CodeType | None, int]  # text, advice, signature or -1, the line
 
 def register_device() -> None: ...
@@ -81,6 +83,19 @@ def register_lowered_ops(
 ) -> None: ...
 def lease_array(tensor: torch.Tensor) -> Any: ...
 def tensor_over(array: Any, sizes: Sequence[int], dtype: int, device: int) -> torch.Tensor: ...
+
+class GraphOperator:
+    """What a graph of torch.compile became, and the values that it returns (csrc/aten/compiled_graph.h)."""
+
+    def __init__(self, name: str, returned: Sequence[_GraphValue | None]) -> None: ...
+
+class CompiledGraph:
+    """The same file: called with the inputs of a graph, all of them tensors of the device."""
+
+    def __init__(
+        self, forward: GraphOperator, differentiable: list[bool], backward: GraphOperator | None
+    ) -> None: ...
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
 
 class RecordedStep:
     """A call of a step (csrc/launch/recorded_step.h), recorded from here on; with the GIL in one thread."""

@@ -19,6 +19,7 @@ BENCHMARKS = (
     "first_step",
     "memory",
     "compile_step",
+    "small_step",
     "epochs",
     "trainer",
     "fsdp_step",

@@ -24,9 +24,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 import tpu_backend
+from tpu_backend import _C
 from tpu_backend.compiled.constants import lift_constants
 from tpu_backend.compiled.graph import SCATTERS, Graph, concrete
 from tpu_backend.compiled.operation import make_operator, places_of
+from tpu_backend.compiled.ordinary import GraphValue, Halves
 from tpu_backend.compiled.sizes import Sizes
 from tpu_backend.compiled.split import Boxed, OperationByOperation, Split
 from tpu_backend.compiling import compiling
@@ -40,18 +42,22 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **given: Any)
     if any(given.values()):
         raise TypeError(f'torch.compile(backend="tpu") takes no mode and no options, got {given}')
     tpu_backend.register()
-    from tpu_backend import _C
-
     _C.ensure_initialized()
+    halves = Halves(module, example_inputs)
     compiled = aot_autograd(
-        fw_compiler=_compiler("forward"),
-        bw_compiler=_compiler("backward"),
-        inference_compiler=_compiler("inference"),
+        fw_compiler=_compiler("forward", halves),
+        bw_compiler=_compiler("backward", halves),
+        inference_compiler=_compiler("inference", halves),
         decompositions=_decompositions(),
         partition_fn=_partition,
     )
     with compiling(len(module.graph.nodes), what="a graph of torch.compile"):
-        return compiled(module, example_inputs)
+        through_aot = compiled(module, example_inputs)
+
+    def call(*inputs: Any) -> Any:
+        return through_aot(*inputs) if halves.call is None else halves.call(*inputs)
+
+    return call
 
 
 @cache
@@ -81,7 +87,7 @@ def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.Gra
     return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
 
-def _compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Boxed]:
+def _compiler(name: str, halves: Halves) -> Callable[[fx.GraphModule, Sequence[Any]], Boxed]:
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         values = (node.meta.get("val") for node in module.graph.nodes)
         if not any(isinstance(value, torch.Tensor) and value.device.type == "tpu" for value in values):
@@ -91,10 +97,12 @@ def _compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Boxed]:
         graph.check()
         run: Boxed
         if graph.problems:
-            run = Split(module, graph.problems, lambda part: _Compiled(name, Graph(part)))
+            run = Split(module, graph.problems, lambda part: Compiled(name, Graph(part)))
             log.info("torch.compile: the %s graph %s", name, run.described())
         else:
-            run = _Compiled(name, graph)
+            run = Compiled(name, graph)
+            if not constants:
+                halves.add(name, run)
         return _with_constants(run, constants) if constants else run
 
     return compile_graph
@@ -110,7 +118,7 @@ def _with_constants(run: Boxed, constants: Sequence[torch.Tensor]) -> Boxed:
     return call
 
 
-class _Compiled:
+class Compiled:
     """A graph as a function from its inputs to its outputs."""
 
     def __init__(self, name: str, graph: Graph):
@@ -124,13 +132,44 @@ class _Compiled:
             for number, place in enumerate(self.tensors)
             if placeholders[place].meta["val"].device.type != "tpu"
         ]
-        wanted: dict[fx.Node, int] = {}
-        self.outputs = [self._output(node, wanted) for node in graph.outputs]
+        self.wanted: dict[fx.Node, int] = {}
+        self.outputs = [self._output(node, self.wanted) for node in graph.outputs]
         self.operator = None
-        if wanted:
-            self.operator = make_operator(name, self.graph, list(wanted))
+        if self.wanted:
+            self.operator = make_operator(name, self.graph, list(self.wanted))
         # Where forward and backward are one segment, backward's own sizes would make a program a size anyway.
-        self.sizes = Sizes(name, graph, list(wanted), may_pad=name == "inference")
+        self.sizes = Sizes(name, graph, list(self.wanted), may_pad=name == "inference")
+
+    @property
+    def name(self) -> str:
+        """Of its operator."""
+        assert self.operator is not None
+        return self.operator.name()  # type: ignore[attr-defined]
+
+    def values(self) -> list[GraphValue | None] | None:
+        """What it returns, for `_C.GraphOperator`; None if not all inputs and outputs are our tensors."""
+        is_plain = self.operator is not None and not self.elsewhere and not self.sizes.is_dynamic
+        if not is_plain or not 0 < len(self.tensors) == len(self.graph.placeholders):
+            return None
+        values: list[GraphValue | None] = []
+        for node in self.graph.outputs:
+            if node is not None and not isinstance(getattr(node, "meta", {}).get("val"), torch.Tensor):
+                return None
+            values.append(None if node is None else self._value(node))
+        return values
+
+    def _value(self, node: fx.Node) -> GraphValue:
+        if node in self.wanted:
+            return self.wanted[node], None
+        base: Any = node
+        while base.op != "placeholder":
+            base = base.args[0]
+        place = -1 - self.graph.placeholders.index(base)
+        if base is node:
+            return place, None
+        shown, whole = node.meta["val"], base.meta["val"]
+        offset = shown.storage_offset() - whole.storage_offset()
+        return place, (list(shown.shape), list(shown.stride()), offset)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         given = tuple(inputs)
@@ -174,6 +213,9 @@ class _Compiled:
             return None
         base, *rest = node.args
         if not isinstance(base, fx.Node) or node.all_input_nodes != [base]:  # a size that is an input
+            return None
+        shown, whole = node.meta["val"], base.meta["val"]
+        if (shown.dtype, shown.is_conj(), shown.is_neg()) != (whole.dtype, whole.is_conj(), whole.is_neg()):
             return None
         viewed = self._view_of_input(base)
         return None if viewed is None else lambda inputs: target(viewed(inputs), *rest)
