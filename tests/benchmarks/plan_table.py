@@ -74,6 +74,7 @@ ROWS = {
     "8b-v5e": Row("llama-8b", "v5e:16x16", 1, 2048, True),
     "8b-v5p": Row("llama-8b", "v5p:4x4x4", 2, 2048, True),
     "8b-v6e": Row("llama-8b", "v6e:16x16", 2, 2048, True),
+    "8b-v6e-8k": Row("llama-8b", "v6e:16x16", 3, 8192, True),
     "8b-4096": Row("llama-8b", "v5p:16x16x16", 1, 2048, True),
     "8b-4096-replicas": Row("llama-8b", "v5p:16x16x16", 1, 2048, True, replicas=16),
     "70b-v5p": Row("llama-70b", "v5p:8x8x8", 1, 2048, True),
