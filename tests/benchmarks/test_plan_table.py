@@ -1,4 +1,7 @@
-"""The table is made of what the compilations report."""
+"""The table is made of what the compilations report.
+
+`pytest -m sweep tests/benchmarks/test_plan_table.py` compiles its rows: a quarter of an hour for some.
+"""
 
 import pytest
 
@@ -32,3 +35,17 @@ def test_our_step_is_compared_with_the_better_of_the_jax_steps(
     assert "| 1b-v5e | ours | the compiler needs 20.0 GiB | | | | | |" in lines
     assert not any("1b-v5e | ours / JAX" in line or "1b-v5e | jax-unrolled" in line for line in lines)
     assert len(lines) == 2 + 6 + 5
+
+
+# Not that of 4,096 chips in one group, of which no plan is made.
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name in plan_table.ROWS if name != "8b-4096"])
+def test_our_step_is_not_behind_one_in_jax(name: str) -> None:
+    ours, jax = (plan_table.compiled(name, side) for side in ("ours", "jax-kernels"))
+    assert isinstance(ours, dict), ours
+    assert isinstance(jax, dict), jax
+    memory, of_jax = (each["arguments"] + each["temporaries"] for each in (ours, jax))
+    assert ours["seconds"] <= 1.05 * jax["seconds"]
+    assert memory <= 1.05 * of_jax
+    if plan_table.ROWS[name].layers is None:  # the planner is for whole models
+        assert 0.95 * memory <= plan_table.planned(plan_table.ROWS[name])["memory"] <= 1.15 * memory
