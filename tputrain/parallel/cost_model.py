@@ -105,6 +105,7 @@ class CostModel:
         self._scatters_wait = scatters_wait
         self._known: dict[tuple[float, int], dict[int, _PartSeconds]] = {}
         self._optimizers: dict[tuple[int, int], float] = {}
+        self._relayouts: dict[tuple[int, int, int], float] = {}
 
     def seconds(self, layout: Layout, rows: float, micro_batches: int, rung: str) -> Seconds:
         """Of a step of so many micro-batches, each of `rows` rows a device."""
@@ -119,7 +120,7 @@ class CostModel:
             is_layer = index < len(self._workload.parts) - 1
             products += count * found.products
             attention += count * found.attention
-            traffic += count * (found.traffic + self._relayout(part, shard.size, tensor))
+            traffic += count * (found.traffic + self._relayout(index, part, shard.size, tensor))
             if is_layer and rung != "none":
                 again = found.forward_attention + found.forward_traffic
                 recomputed += count * (again if rung == "products" else found.forward)
@@ -270,10 +271,13 @@ class CostModel:
     def _gathered(self, part: Part) -> float:
         return self._precision.gathered or part.parameters.itemsize
 
-    def _relayout(self, part: Part, shards: int, tensor: int) -> float:
-        itemsize = self._gathered(part)
-        moved = 2 * part.parameters.in_thin_shards(shards, tensor, itemsize) * itemsize  # read and written
-        return moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
+    def _relayout(self, index: int, part: Part, shards: int, tensor: int) -> float:
+        if (found := self._relayouts.get((index, shards, tensor))) is None:
+            itemsize = self._gathered(part)
+            moved = 2 * part.parameters.in_thin_shards(shards, tensor, itemsize) * itemsize  # read and written
+            found = moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
+            self._relayouts[index, shards, tensor] = found
+        return found
 
     def _scatter(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
         """Of gradients, and the sums of their shards over replicas."""

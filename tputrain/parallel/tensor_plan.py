@@ -106,8 +106,9 @@ def _matched(
     """The modules that a rule cuts, of several rules the last one's; and the rules that match nothing."""
     chosen: dict[str, tuple[nn.Module, TensorRule]] = {}
     unused = []
+    modules = list(model.named_modules())
     for pattern, rule in rules.items():
-        found = {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}
+        found = {name: module for name, module in modules if fnmatchcase(name, pattern)}
         if not found:
             unused.append(pattern)
         chosen |= {name: (module, rule) for name, module in found.items()}

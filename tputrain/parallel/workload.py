@@ -371,19 +371,16 @@ class _StandIn(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _runs(
-    settings: _Settings, batch: Callable[[int], Batch], rows: int, only_rest: bool = False
-) -> list[_Run]:
+def _runs(tracer: "_Tracer", batch: Callable[[int], Batch], rows: int, only_rest: bool = False) -> list[_Run]:
     """The layers of the model (unless `only_rest`), and last the rest of it."""
-    model = settings.model
+    model = tracer.model
     devices.use_meta_kernels()
-    mode = _WithoutDevice(allow_non_fake_inputs=True)
     try:
         # In this thread: the one that autograd has for a device may let go of tensors while Python ends, and
         # abort the process then.
         here = torch.autograd.set_multithreading_enabled(False)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), here, mode:
-            return _Tracer(settings, mode).runs(batch(rows), only_rest)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), here, tracer.mode:
+            return tracer.runs(batch(rows), only_rest)
     except UserError:
         raise
     except Exception as error:
@@ -421,9 +418,13 @@ def _shapes(value: Any) -> str:
 
 
 class _Tracer:
-    def __init__(self, settings: _Settings, mode: FakeTensorMode):
+    """Runs a model without values, for batches of several sizes."""
+
+    def __init__(self, settings: _Settings):
+        self.model = settings.model
+        self.mode = _WithoutDevice(allow_non_fake_inputs=True)
         self._settings = settings
-        self._fakes: dict[int, Tensor] = {}
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor that each is for: ids are used again
         self._names = {id(module): name for name, module in settings.model.named_modules()}
         self._cut = settings.tensor.cut_parameters(settings.model)
         self._hidden = hidden_matrices(settings.model)
@@ -432,7 +433,8 @@ class _Tracer:
         self._order: list[_Call] = []
 
     def runs(self, batch: Batch, only_rest: bool) -> list[_Run]:
-        model = self._settings.model
+        model = self.model
+        self._calls, self._order = {}, []
         recorder = Recorder()
         parameters = self._external(recorder, model, skip=True)
         given = batch_of.to_device(tree_map(self._fake, batch), _DEVICE)
@@ -540,15 +542,14 @@ class _Tracer:
         """The same tensor without values, on the CPU as far as PyTorch knows; what is no tensor, as it is."""
         if not isinstance(value, Tensor):
             return value
-        found = self._fakes.get(id(value))
-        if found is None:
+        if id(value) not in self._fakes:
             dtype = value.dtype
             if self._settings.has_masters and isinstance(value, nn.Parameter) and dtype is torch.float32:
                 dtype = torch.bfloat16
-            found = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_DEVICE)
-            found.requires_grad_(value.requires_grad)
-            self._fakes[id(value)] = found
-        return found
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_DEVICE)
+            fake.requires_grad_(value.requires_grad)
+            self._fakes[id(value)] = value, fake
+        return self._fakes[id(value)][1]
 
     def _external(self, recorder: Recorder, module: nn.Module, skip: bool = False) -> list[Tensor]:
         """Tell the recorder of the parameters and buffers; returns those that are trained (`skip`: but not
@@ -711,7 +712,8 @@ def _title(model: nn.Module) -> str:
 def _parts(
     settings: _Settings, batch: Callable[[int], Batch], sizes: Sequence[int], only_rest: bool = False
 ) -> tuple[Part, ...]:
-    runs = [_runs(settings, batch, rows, only_rest) for rows in sizes]
+    tracer = _Tracer(settings)
+    runs = [_runs(tracer, batch, rows, only_rest) for rows in sizes]
     if any([run.key for run in each] != [run.key for run in runs[0]] for each in runs):
         raise UserError(
             f"{_title(settings.model)}: cannot be planned: it runs other layers for other sizes of a batch"
