@@ -28,7 +28,6 @@ from tputrain.models import add_lora
 from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.optim.config import AdamWConfig
-from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import MXU_SHARE, newton_schulz_flops
@@ -37,9 +36,11 @@ from tputrain.parallel.memory_model import Precision, memory
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, TEMPORARIES, lines, picture
 from tputrain.parallel.topology import CHIPS, GIB, Topology, shapes
+from tputrain.parallel.variants import Settings, Variant
 from tputrain.parallel.workload import Matrix, Parameters, Workload, workload_of
 from tputrain.planning.compiled_step import CollectiveSum, CompiledStep
 from tputrain.planning.peak import Buffer, Peak
+from tputrain.planning.recipe_variants import RecipeVariants
 from tputrain.recipe import read_recipe
 from tputrain.report.plan_page import plan_page
 from tputrain.shipped import find_recipe
@@ -547,6 +548,25 @@ def test_a_batch_that_is_named_can_be_set_and_divides(
     assert plan_of_recipe(recipe, topology, *overrides, change).chosen is not None
 
 
+def test_changes_are_planned_once_and_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, of = [], RecipeVariants.of
+
+    def counted(variants: RecipeVariants, task: Task, settings: Settings) -> Variant | None:
+        tried.append(settings)
+        return of(variants, task, settings)
+
+    monkeypatch.setattr(RecipeVariants, "of", counted)
+    plan = plan_of_recipe("digits", "v6e:4x4")
+    assert not tried
+    (change,) = plan.changes
+    count = len(tried)
+    assert count > 0
+    assert change in "\n".join(lines(plan))
+    assert change in plan_page(plan)
+    assert plan.as_json()["changes"] == [change]
+    assert len(tried) == count
+
+
 def test_master_weights_are_named_with_the_step_that_they_bring() -> None:
     batch = ("data.sequence_length=4096", "batch.tokens=1048576")
     plan = plan_of_recipe("llama", "v6e:4x4", *LLAMA_8B, *batch)
@@ -595,7 +615,7 @@ def test_heads_are_named_by_settings_that_keep_the_parameters() -> None:
     assert plan.chosen is not None
     assert plan.chosen.seconds is not None
     heads = "model.num_attention_heads=6 model.num_key_value_heads=2 model.head_dim=128"
-    (change,) = [each for each in advice(plan) if "head_dim" in each]
+    (change,) = [each for each in plan.changes if "head_dim" in each]
     assert change.startswith(f"{heads}: as many parameters, and a step ")
     followed = plan_of_recipe("llama", "v5e:2x2", name, *overrides, *heads.split())
     assert followed.chosen is not None
@@ -607,7 +627,7 @@ def test_heads_are_named_by_settings_that_keep_the_parameters() -> None:
 
 def test_a_small_model_is_not_told_of_larger_sizes_or_of_heads_that_it_cannot_have() -> None:
     plan = plan_of_recipe("digits", "v6e:4x4")
-    (change,) = advice(plan)
+    (change,) = plan.changes
     assert change.startswith("execution.autocast=bfloat16: a step 13% shorter")
     assert any(each.startswith("so small a step was not compared") for each in plan.notes)
 
@@ -616,7 +636,7 @@ def test_a_larger_size_is_named_where_the_step_is_hardly_longer() -> None:
     sizes = ("execution.autocast=bfloat16", "model.name=llama-1b", "model.intermediate_size=5140", MASTERS)
     batch = ("data.sequence_length=2048", "batch.tokens=131072")
     plan = plan_of_recipe("llama", "v6e:2x2", *sizes, *batch)
-    (change,) = [each for each in advice(plan) if "intermediate" in each]
+    (change,) = [each for each in plan.changes if "intermediate" in each]
     settings = change.partition(":")[0]
     assert settings == "model.intermediate_size=5376"
     followed = plan_of_recipe("llama", "v6e:2x2", *sizes, *batch, settings)

@@ -17,7 +17,6 @@ from tputrain.errors import UserError
 from tputrain.models import ModelConfig, add_lora, parameters_on_meta
 from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
-from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import DEGREES, ParallelConfig
 from tputrain.parallel.limits import check_forms, may_divide_layers
@@ -68,6 +67,7 @@ def plan(
     if compiles and missing is None:
         start_slice(found)  # before anything uses the device
     made = make_plan(task_of(cfg, found))
+    changes = made.changes  # before the compiler works: an interrupt leaves three seconds to print
     word = _Word(missing=missing)
     if compiles and missing is None and made.chosen is not None:
         word = _compilers_word(cfg, made, search)
@@ -81,7 +81,7 @@ def plan(
         print_result(in_words, output)
     finally:  # also where nobody reads the output
         if page is not None and made.chosen is not None:
-            write_page(Path(page), plan_page(of_best, word.step), "the plan")
+            write_page(Path(page), plan_page(of_best, word.step, changes), "the plan")
     if word.end is not None:
         raise word.end
     return 0 if made.chosen is not None else 2
@@ -137,7 +137,6 @@ def _compilers_word(cfg: RecipeConfig, made: Plan, search: float | None) -> _Wor
 
 def _as_json(made: Plan, of_best: Plan, word: _Word, compiles: bool, searches: bool) -> dict[str, Any]:
     found = made.as_json()
-    found["changes"] += advice(made)
     if compiles:
         step = word.step
         found["compiled"] = {"missing": word.missing} if step is None else compiled_as_json(of_best, step)

@@ -7,11 +7,14 @@ third one to 8. What the padding computes is lost.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from tputrain.parallel.cost_model import CostModel, fill
-from tputrain.parallel.plan import Plan
 from tputrain.parallel.variants import Settings, planned
 from tputrain.parallel.workload import Part, Work
+
+if TYPE_CHECKING:
+    from tputrain.parallel.plan import Plan
 
 _WORTH_SAYING = 0.01  # of the step
 _SAME = 0.02  # of a step: one that is longer by less is about as long
@@ -20,7 +23,7 @@ _NUM_HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 _HEAD_DIM = "model.head_dim"
 
 
-def advice(plan: Plan) -> list[str]:
+def advice(plan: "Plan") -> list[str]:
     """Lines for people, the largest gain first. With a recipe each is of a plan that was made with it."""
     if plan.chosen is None or plan.chosen.seconds is None or plan.task.topology.chip.mxu == 1:
         return []
@@ -28,7 +31,7 @@ def advice(plan: Plan) -> list[str]:
     return [line for _, line in found]
 
 
-def _found(plan: Plan) -> Iterator[tuple[float, str]]:
+def _found(plan: "Plan") -> Iterator[tuple[float, str]]:
     yield from _wide(plan)
     yield from _of_heads(plan)
     yield from _of_sizes(plan)
@@ -42,7 +45,7 @@ def _found(plan: Plan) -> Iterator[tuple[float, str]]:
             )
 
 
-def _growth(plan: Plan, settings: Settings) -> tuple[str, float] | None:
+def _growth(plan: "Plan", settings: Settings) -> tuple[str, float] | None:
     """The settings as overrides, and by how much of the step it grows with them."""
     variants = plan.task.variants
     assert variants is not None
@@ -60,7 +63,7 @@ def _growth(plan: Plan, settings: Settings) -> tuple[str, float] | None:
 class _Seconds:
     """Of products in the chosen plan's step."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: "Plan"):
         assert plan.chosen is not None
         task, chosen = plan.task, plan.chosen
         self.tensor = chosen.layout.degrees["tensor"]
@@ -79,7 +82,7 @@ class _Seconds:
         return self._times * part.count * (seconds(part.forward) * again + seconds(part.backward))
 
 
-def _wide(plan: Plan) -> Iterator[tuple[float, str]]:
+def _wide(plan: "Plan") -> Iterator[tuple[float, str]]:
     """Products of float32."""
     works = [work for part in plan.task.workload.parts for work in part.forward]
     wide = sum(work.flops(1) for work in works if work.product.itemsize >= 4)
@@ -99,7 +102,7 @@ def _wide(plan: Plan) -> Iterator[tuple[float, str]]:
 # -- heads -------------------------------------------------------------------------------------------------
 
 
-def _of_heads(plan: Plan) -> Iterator[tuple[float, str]]:
+def _of_heads(plan: "Plan") -> Iterator[tuple[float, str]]:
     """Heads that are smaller than the matrix unit. Fewer and larger ones have the same products."""
     assert plan.chosen is not None
     assert plan.chosen.seconds is not None
@@ -188,7 +191,7 @@ class _Padded:
     lost: float
 
 
-def _of_sizes(plan: Plan) -> Iterator[tuple[float, str]]:
+def _of_sizes(plan: "Plan") -> Iterator[tuple[float, str]]:
     """Sizes that are padded to the matrix unit: larger ones, where the step would hardly be longer."""
     assert plan.chosen is not None
     assert plan.chosen.seconds is not None
@@ -216,7 +219,7 @@ def _of_sizes(plan: Plan) -> Iterator[tuple[float, str]]:
             yield lost, f"{found[0]}: a larger model in a step {longer} ({said})"
 
 
-def _padded(plan: Plan) -> list[_Padded]:
+def _padded(plan: "Plan") -> list[_Padded]:
     """The sizes of linear layers that are no multiples of the matrix unit's."""
     seconds, mxu = _Seconds(plan), plan.task.topology.chip.mxu
     found: dict[tuple[int, float], _Padded] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from tputrain.errors import UserError
 from tputrain.figures import memory_text
+from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import ALIKE, CODES, Candidate, Task, best, candidates
 from tputrain.parallel.changes import (
     is_tight,
@@ -29,8 +30,13 @@ class Plan:
     task: Task
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
-    changes: tuple[str, ...]
-    """What would make it fit, or make it faster. Each was planned."""
+
+    @cached_property
+    def changes(self) -> list[str]:
+        """What would make it fit, or make it faster. Other settings are planned for it, so it takes time."""
+        if self.chosen is None:
+            return list(what_would_fit(self.task, self.candidates))
+        return [*what_would_be_faster(self.task, self.candidates, self.chosen), *advice(self)]
 
     @cached_property
     def why(self) -> list[str]:
@@ -102,7 +108,7 @@ class Plan:
             "fits": self.chosen is not None,
             "chosen": None if self.chosen is None else self._as_json(self.chosen),
             "why": self.why,
-            "changes": list(self.changes),
+            "changes": self.changes,
             "notes": self.notes,
             "refusal": None if self.chosen is not None else self.refusal(),
             "mfu_rule": MFU_RULE,
@@ -128,10 +134,10 @@ def make_plan(task: Task) -> Plan:
     found = tuple(candidates(task))
     chosen = best([each for each in found if each.code == "slower"])
     if chosen is None:
-        return Plan(task, found, None, tuple(what_would_fit(task, found)))
+        return Plan(task, found, None)
     final = replace(chosen, code="chosen", reason="")
     found = tuple(final if each is chosen else _compared(each, chosen) for each in found)
-    return Plan(task, found, final, tuple(what_would_be_faster(task, found, final)))
+    return Plan(task, found, final)
 
 
 def _compared(candidate: Candidate, chosen: Candidate) -> Candidate:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from string import ascii_lowercase, ascii_uppercase
 
 from tputrain.figures import memory_text, seconds_text
-from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import SECONDS
@@ -65,7 +64,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"set     {chosen.settings(task)}"
     for number, reason in enumerate(plan.why):
         yield f"{'why' if number == 0 else '':7} {reason}"
-    for number, change in enumerate([*plan.changes, *advice(plan)]):
+    for number, change in enumerate(plan.changes):
         yield f"{'change' if number == 0 else '':7} {change}"
     for number, note in enumerate(plan.notes):
         yield f"{'note' if number == 0 else '':7} {note}"

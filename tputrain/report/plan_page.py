@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from tputrain.figures import memory_text, seconds_text, share
-from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import SECONDS
@@ -27,8 +26,11 @@ Parts = Sequence[tuple[str, float]]
 """What follows each other on a bar, each with its length."""
 
 
-def plan_page(plan: Plan, step: CompiledStep | None = None) -> str:
-    """HTML of a plan that fits, and of what the compiler says of it. Names from the recipe are escaped."""
+def plan_page(plan: Plan, step: CompiledStep | None = None, changes: Sequence[str] | None = None) -> str:
+    """HTML of a plan that fits, and of what the compiler says of it. Names from the recipe are escaped.
+
+    `changes`: those of the models' choice, where a search chose another plan. None: the plan's own.
+    """
     assert plan.chosen is not None
     task, chosen = plan.task, plan.chosen
     title = f"{task.workload.name} on {task.topology.name}"
@@ -40,7 +42,7 @@ def plan_page(plan: Plan, step: CompiledStep | None = None) -> str:
             f"<h2>Memory of a device</h2>{_memory(plan, chosen, step)}",
             f"<h2>Time line of a step</h2>{_times(chosen, step)}",
             _list("Why", plan.why),
-            _list("What would be faster", [*plan.changes, *advice(plan)]),
+            _list("What would be faster", plan.changes if changes is None else changes),
             _list("Notes", plan.notes),
             f"<h2>Other plans</h2>{_others(plan)}",
             "" if step is None else _compiled(step),
