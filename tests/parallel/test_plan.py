@@ -891,6 +891,10 @@ def test_a_plan_holds_to_the_degrees_of_the_recipe(given: dict[str, int], degree
         (["parallel.shard=8"], r"parallel.shard=8: expected degrees that multiply to the 4 devices"),
         (["parallel.tensor=4"], r"parallel.tensor=4: llama-5m can be divided by 1, 2"),
         (
+            ["parallel.context=4", "data.sequence_length=12", "batch.tokens=768"],
+            r"parallel.context=4: a sequence of 12 tokens does not divide: expected a multiple of 8",
+        ),
+        (
             ["execution.train=captured"],
             r"execution.train=captured: expected fused, strict, debug, compile with 4",
         ),
@@ -903,6 +907,14 @@ def test_a_plan_holds_to_the_degrees_of_the_recipe(given: dict[str, int], degree
 def test_a_plan_refuses_what_a_run_would_refuse(overrides: list[str], said: str) -> None:
     cfg = read_recipe(find_recipe("llama"), overrides)
     with pytest.raises(UserError, match=said):
+        make_plan(task_of(cfg, Topology.parse("v6e:2x2")))
+
+
+def test_a_plan_refuses_context_parallelism_of_a_model_that_does_not_take_parts() -> None:
+    cfg = read_recipe(find_recipe("digits"), ["parallel.context=4"])
+    with pytest.raises(
+        UserError, match=r"^parallel.context=4: Vit does not take position_ids: expected forw"
+    ):
         make_plan(task_of(cfg, Topology.parse("v6e:2x2")))
 
 

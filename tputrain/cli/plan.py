@@ -19,10 +19,11 @@ from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import DEGREES, ParallelConfig
-from tputrain.parallel.limits import check_forms, may_divide_layers
+from tputrain.parallel.limits import check_forms, check_takes_parts, may_divide_layers
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
+from tputrain.parallel.slices import check_length
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_report import compiled_as_json, compiled_lines
@@ -183,14 +184,16 @@ def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:
 def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
     """What a recipe asks of a topology. `settings`: what is tried with it, for people."""
     degrees = _given_degrees(cfg.parallel, topology)
-    divides_more = degrees is not None and degrees["context"] * degrees["tensor"] > 1
-    check_forms(cfg.execution, topology.num_devices, divides_more)
+    context, tensor = (1, 1) if degrees is None else (degrees["context"], degrees["tensor"])
+    check_forms(cfg.execution, topology.num_devices, context * tensor > 1)
+    for length in cfg.data.lengths:
+        check_length(length, context)
     tried = f" with {settings}" if settings else ""
     with announced(f"running {cfg.model.name}{tried} without values"):
-        workload = _workload(cfg)
-    if degrees is not None and degrees["tensor"] not in workload.tensor_degrees:
+        workload = _workload(cfg, context)
+    if tensor not in workload.tensor_degrees:
         known = ", ".join(map(str, workload.tensor_degrees))
-        raise UserError(f"parallel.tensor={degrees['tensor']}: {workload.name} can be divided by {known}")
+        raise UserError(f"parallel.tensor={tensor}: {workload.name} can be divided by {known}")
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
     asked = cfg.model.recomputes
@@ -228,7 +231,7 @@ def _given_degrees(parallel: ParallelConfig, topology: Topology) -> dict[str, in
     }
 
 
-def _workload(cfg: RecipeConfig) -> Workload:
+def _workload(cfg: RecipeConfig, context: int) -> Workload:
     cfg.check_limits(*cfg.model.limits_there())
     model_cfg = cfg.model.recomputing("none")
     with torch.device("meta"):
@@ -236,6 +239,7 @@ def _workload(cfg: RecipeConfig) -> Workload:
         if cfg.lora.rank > 0:
             add_lora(model, cfg.lora, cfg.seed)
     freeze(model, cfg.optim.freeze)
+    check_takes_parts(context, model)
     return workload_of(
         model,
         cfg.data.example,

@@ -21,8 +21,7 @@ def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: Loss
     """Raise UserError where several ranks would train otherwise than one process does, or not at all."""
     if world.size == 1:
         return
-    if world.context_size > 1:
-        _check_takes_parts(f"parallel.context={world.context_size}: {type(model).__name__}", model, loss_fn)
+    check_takes_parts(world.context_size, model, loss_fn)
     check_forms(cfg.execution, world.size, world.context_size > 1 or world.tensor_size > 1)
 
 
@@ -44,8 +43,14 @@ def may_divide_layers(execution: ExecutionConfig) -> bool:
     return all(getattr(execution, phase) in _FORMS for phase in _PHASES)
 
 
-def _check_takes_parts(who: str, model: nn.Module, loss_fn: LossFunction | None) -> None:
-    """Raise UserError unless a part of a sequence has, in this model, the loss that it has in the whole."""
+def check_takes_parts(context: int, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+    """Raise UserError unless a part of a sequence has, in this model, the loss that it has in the whole.
+
+    `context`: ranks that share a sequence.
+    """
+    if context == 1:
+        return
+    who = f"parallel.context={context}: {type(model).__name__}"
     if loss_fn is None and not hasattr(model, "gives_logits_with_loss"):
         raise UserError(
             f"{who} may shift labels itself, and a rank has not the label after its last token: expected our "
