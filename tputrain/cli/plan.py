@@ -197,7 +197,7 @@ def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
     asked = cfg.model.recomputes
-    has_host = topology.chip.name != "cpu" and cfg.execution.train in ("fused", "captured")
+    has_host = not topology.chip.is_stand_in and cfg.execution.train in ("fused", "captured")
     choice = tuple(each for each in RUNGS if has_host or each != OFFLOAD)
     return Task(
         workload,

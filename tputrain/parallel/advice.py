@@ -25,7 +25,7 @@ _HEAD_DIM = "model.head_dim"
 
 def advice(plan: "Plan") -> list[str]:
     """Lines for people, the largest gain first. With a recipe each is of a plan that was made with it."""
-    if plan.chosen is None or plan.chosen.seconds is None or plan.task.topology.chip.mxu == 1:
+    if plan.chosen is None or plan.chosen.seconds is None or plan.task.topology.chip.is_stand_in:
         return []
     found = sorted(_found(plan), reverse=True)
     return [line for _, line in found]

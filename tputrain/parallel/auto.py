@@ -100,7 +100,7 @@ def _division(
             precision=Precision.of(cfg.optim, cfg.execution.autocast),
             rungs=(rung,),
             divides_layers=may_divide_layers(cfg.execution),
-            degrees=one_group if chips.topology.chip.name == "cpu" else None,
+            degrees=one_group if chips.topology.chip.is_stand_in else None,
         )
     )
     refuse(plan)
@@ -121,7 +121,7 @@ def chips_of(chip: str, places: Sequence[tuple[int, ...] | None]) -> _Chips | No
     found = next((each for each in CHIPS.values() if chip in each.kinds), None)
     if found is None:
         return None
-    if found.name == "cpu":
+    if found.is_stand_in:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", len(places)))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / here
         topology = Topology(replace(found, hbm=memory), (len(places),))

@@ -43,7 +43,7 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     if (divided := _divided(task, found)) is not None:
         yield from _with_other_rows(divided)
         return
-    if task.degrees is not None and task.topology.chip.name != "cpu":
+    if task.degrees is not None and not task.topology.chip.is_stand_in:
         chosen = planned(free := replace(task, degrees=None))
         if chosen is not None:
             yield f"{chosen.settings(free)}{_tight(free)}"
@@ -69,7 +69,7 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     others = [
         _smallest_slice(task, chip)
         for chip in CHIPS.values()
-        if chip.name not in ("cpu", task.topology.chip.name)
+        if not chip.is_stand_in and chip.name != task.topology.chip.name
     ]
     slices = [each for each in others if each is not None]
     slices.sort(key=lambda each: (each.num_chips, -each.chip.peak_flops))

@@ -230,7 +230,7 @@ class CostModel:
         """On a device: limited by the matrix unit, or by reading and writing."""
         batch, m, k, n = work.sizes(rows, tensor)
         itemsize = work.product.itemsize
-        passes = _PASSES if itemsize >= 4 and self._topology.chip.name != "cpu" else 1
+        passes = _PASSES if itemsize >= 4 and not self._topology.chip.is_stand_in else 1
         peak = self._topology.peak_flops * MXU_SHARE[self._topology.chip.name]
         compute = 2 * batch * m * k * n * passes / (peak * fill(m, k, n, self._topology.chip.mxu))
         moved = batch * (m * k + k * n + m * n) * itemsize
@@ -283,7 +283,7 @@ class CostModel:
         """Of gradients, and the sums of their shards over replicas."""
         itemsize = self._precision.scattered or part.parameters.itemsize
         gradients = part.parameters.trained(tensor) * itemsize
-        has_all = shard.size == self._topology.devices_per_slice and self._topology.chip.name != "cpu"
+        has_all = shard.size == self._topology.devices_per_slice and not self._topology.chip.is_stand_in
         num_axes = len({each.axis.name for each in shard.stretches})
         is_all_reduced = has_all and (num_axes > 2 or shard.size > _SCATTERED_WITHIN)
         times = 2 if is_all_reduced and self._scatters_wait else 1

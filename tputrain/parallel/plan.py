@@ -209,7 +209,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     if is_tight(task, chosen):
         size = f"{memory_text(chosen.memory.total)} of {memory_text(task.most)} a device"
         yield f"tight: {size}, and the compiler may need some percent more; --compile says whether it fits"
-    if task.topology.chip.name == "cpu":
+    if task.topology.chip.is_stand_in:
         yield "step and memory are modelled for a stand-in chip: no CPU was measured"
     elif task.workload.num_parameters < _SMALL_MODEL or chosen.seconds.total < _SMALL_STEP:
         yield (

@@ -24,9 +24,9 @@ def lines(plan: Plan) -> Iterator[str]:
     assert chosen.memory is not None
     assert chosen.seconds is not None
     topology, workload = task.topology, task.workload
-    is_cpu = topology.chip.name == "cpu"  # a chip of which is one process
-    chip = "process" if is_cpu else "chip"
-    chips = f"{topology.num_chips:,} {chip}{('es' if is_cpu else 's') * (topology.num_chips != 1)}"
+    is_tpu = not topology.chip.is_stand_in
+    chip, plural = ("chip", "s") if is_tpu else ("process", "es")
+    chips = f"{topology.num_chips:,} {chip}{plural * (topology.num_chips != 1)}"
     yield (
         f"{workload.name}, {workload.num_parameters:,} parameters, on {topology.name}: "
         f"{chips}, {topology.chips_per_host} a host"
@@ -48,7 +48,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"        temporaries {memory_text(memory.temporaries)}: {_parts(memory, temporaries)}"
     if memory.host:
         yield f"        in the host's memory {memory_text(memory.host)} a device"
-    mfu = "" if is_cpu else f"MFU {chosen.mfu:.1%}, "
+    mfu = f"MFU {chosen.mfu:.1%}, " if is_tpu else ""
     yield (
         f"step    {seconds_text(seconds.total)} (predicted), {mfu}"
         f"{plan.speed(seconds.total):,.0f} {plan.unit}/s a {chip}; bound by {seconds.bound}"
@@ -56,7 +56,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"        {_times(chosen)}"
     if chosen.layout.degrees["context"] > 1:
         yield "        the times of context parallelism were not checked"
-    if chosen.mfu > HIGHEST_PUBLISHED_MFU and not is_cpu:
+    if chosen.mfu > HIGHEST_PUBLISHED_MFU and is_tpu:
         yield (
             f"        expect less: no published step of a dense model on TPUs has over "
             f"{HIGHEST_PUBLISHED_MFU:.0%} MFU; --compile asks the TPU's compiler"
@@ -135,7 +135,7 @@ def _table(plan: Plan) -> Iterator[str]:
                 f"{each.mfu:.1%}",
             )
         )
-    if plan.task.topology.chip.name == "cpu":  # whose peak nobody measured
+    if plan.task.topology.chip.is_stand_in:  # whose peak nobody measured
         cells = [row[:-1] for row in cells]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row in cells:

@@ -67,6 +67,11 @@ class Chip:
     """Between the two devices of a chip, in one direction."""
 
     @property
+    def is_stand_in(self) -> bool:
+        """Whether it is no TPU, but a model of processes on a CPU. None of its figures was measured."""
+        return self.name == "cpu"
+
+    @property
     def num_axes(self) -> int:
         return len(self.pod)
 
@@ -327,7 +332,7 @@ def _chip(name: str, text: str) -> Chip:
     if found is None:
         hint = nearest(name, [*CHIPS, *_ALSO_CALLED])
         suggestion = f"; did you mean {hint}?" if hint else ""
-        known = ", ".join(each for each in CHIPS if each != "cpu")
+        known = ", ".join(name for name, chip in CHIPS.items() if not chip.is_stand_in)
         raise UserError(f"topology {text!r}: no TPU is called {name} (known: {known}){suggestion}")
     return found
 

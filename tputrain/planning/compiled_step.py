@@ -143,7 +143,7 @@ def why_not(topology: Topology) -> str | None:
     """Why nothing can be compiled for it here; None: it can."""
     if devices.of_slices().compiler_version() is None:
         return "libtpu, its compiler, is not installed: pip install 'tputrain[tpu]' (Linux on x86-64)"
-    if topology.chip.name == "cpu":
+    if topology.chip.is_stand_in:
         return f"topology {topology.name}: libtpu compiles only for TPUs; give one such as v5e:4x4"
     return None
 
