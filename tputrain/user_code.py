@@ -25,7 +25,7 @@ def line_of(error: BaseException) -> str | None:
     return None if place is None else f"{place.filename}:{place.lineno}: {place.line}"
 
 
-def told(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """The error's type and first line, and where it comes from, as part of one line."""
     said = (str(error).strip().splitlines() or ["no message"])[0]
     line = line_of(error)

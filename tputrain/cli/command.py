@@ -241,15 +241,15 @@ def _leaving_until_training_begins() -> Iterator[None]:
             number = signal.SIGINT if isinstance(unraisable.exc_value, KeyboardInterrupt) else signal.SIGTERM
             threading.Timer(_AGAIN_AFTER, os.kill, (os.getpid(), number)).start()
         else:
-            told(unraisable)
+            previous_hook(unraisable)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    told, sys.unraisablehook = sys.unraisablehook, tell_unless_ours
+    previous_hook, sys.unraisablehook = sys.unraisablehook, tell_unless_ours
     try:
         yield
     finally:
         has_left.set()
-        sys.unraisablehook = told
+        sys.unraisablehook = previous_hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -69,28 +69,28 @@ def plan(
         start_slice(found)  # before anything uses the device
     made = make_plan(task_of(cfg, found))
     changes = made.changes  # before the compiler works: an interrupt leaves three seconds to print
-    word = _Word(missing=missing)
+    compiled = _Compilation(missing=missing)
     if compiles and missing is None and made.chosen is not None:
-        word = _compilers_word(cfg, made, search)
-    of_best = made if word.best is None else replace(made, chosen=word.best.candidate)
+        compiled = _compile(cfg, made, search)
+    of_best = made if compiled.best is None else replace(made, chosen=compiled.best.candidate)
     try:
         if as_json:
-            in_words = json.dumps(_as_json(made, of_best, word, compiles, search is not None), indent=1)
+            in_words = json.dumps(_as_json(made, of_best, compiled, compiles, search is not None), indent=1)
         else:
             refuse(made)
-            in_words = "\n".join(_as_lines(made, of_best, word, compiles, search is not None))
+            in_words = "\n".join(_as_lines(made, of_best, compiled, compiles, search is not None))
         print_result(in_words, output)
     finally:  # also where nobody reads the output
         if page is not None and made.chosen is not None:
-            write_page(Path(page), plan_page(of_best, word.step, changes), "the plan")
-    if word.end is not None:
-        raise word.end
+            write_page(Path(page), plan_page(of_best, compiled.step, changes), "the plan")
+    if compiled.end is not None:
+        raise compiled.end
     return 0 if made.chosen is not None else 2
 
 
 @dataclass
-class _Word:
-    """What the compiler says."""
+class _Compilation:
+    """What became of compiling the plan, or candidates of a search."""
 
     judged: list[Judged] = field(default_factory=list)
     best: Judged | None = None
@@ -112,54 +112,58 @@ class _Word:
         return f"interrupted after {len(self.judged)} candidates"
 
 
-def _compilers_word(cfg: RecipeConfig, made: Plan, search: float | None) -> _Word:
+def _compile(cfg: RecipeConfig, made: Plan, search: float | None) -> _Compilation:
     """Of the plan, or of as many candidates as are compiled in `search` seconds, or until an interrupt."""
     assert made.chosen is not None
-    word = _Word(missing="interrupted before the compiler's first result")
+    compiled = _Compilation(missing="interrupted before the compiler's first result")
     judge = judge_by(partial(subject_of, cfg), made.task)
     try:
         for each in [judge(made.chosen)] if search is None else searched(made, judge, search):
-            word.judged.append(each)
-            word.best = winner(made, word.judged)
-            word.missing = word.best.problem
-        assert word.best is not None
-        word.change = change_that_fits(made, judge, word.best)
-        if word.best.is_too_large:
-            largest = largest_of_a_layer(subject_of(cfg, word.best.candidate))
-            word.missing = word.missing if largest is None else f"{word.missing}; {largest}"
+            compiled.judged.append(each)
+            compiled.best = winner(made, compiled.judged)
+            compiled.missing = compiled.best.problem
+        assert compiled.best is not None
+        compiled.change = change_that_fits(made, judge, compiled.best)
+        if compiled.best.is_too_large:
+            largest = largest_of_a_layer(subject_of(cfg, compiled.best.candidate))
+            compiled.missing = compiled.missing if largest is None else f"{compiled.missing}; {largest}"
     except (KeyboardInterrupt, Terminated) as error:
-        word.end = error
+        compiled.end = error
     except UserError as error:
-        word.end = error
-        if not word.judged:
-            word.missing = "the step is refused"
-    return word
+        compiled.end = error
+        if not compiled.judged:
+            compiled.missing = "the step is refused"
+    return compiled
 
 
-def _as_json(made: Plan, of_best: Plan, word: _Word, compiles: bool, searches: bool) -> dict[str, Any]:
+def _as_json(
+    made: Plan, of_best: Plan, compiled: _Compilation, compiles: bool, searches: bool
+) -> dict[str, Any]:
     found = made.as_json()
     if compiles:
-        step = word.step
-        found["compiled"] = {"missing": word.missing} if step is None else compiled_as_json(of_best, step)
-        found["compiled"]["change"] = word.change
+        step = compiled.step
+        found["compiled"] = {"missing": compiled.missing} if step is None else compiled_as_json(of_best, step)
+        found["compiled"]["change"] = compiled.change
     if searches:
-        found["search"] = [each.as_json() | {"wins": each is word.best} for each in word.judged]
-        found["interrupted"] = word.search_end()
+        found["search"] = [each.as_json() | {"wins": each is compiled.best} for each in compiled.judged]
+        found["interrupted"] = compiled.search_end()
     return found
 
 
-def _as_lines(made: Plan, of_best: Plan, word: _Word, compiles: bool, searches: bool) -> Iterator[str]:
+def _as_lines(
+    made: Plan, of_best: Plan, compiled: _Compilation, compiles: bool, searches: bool
+) -> Iterator[str]:
     yield from lines(made)
-    if searches and word.best is not None:
-        yield from search_lines(made, word.judged, word.best)
-        if (end := word.search_end()) is not None:
+    if searches and compiled.best is not None:
+        yield from search_lines(made, compiled.judged, compiled.best)
+        if (end := compiled.search_end()) is not None:
             yield f"search  {end}"
-    if compiles and word.step is not None:
-        yield from compiled_lines(of_best, word.step)
+    if compiles and compiled.step is not None:
+        yield from compiled_lines(of_best, compiled.step)
     elif compiles:
-        yield f"not compiled: {word.missing}"
-    if word.change is not None:
-        yield f"change  {word.change}"
+        yield f"not compiled: {compiled.missing}"
+    if compiled.change is not None:
+        yield f"change  {compiled.change}"
 
 
 def subject_of(cfg: RecipeConfig, candidate: Candidate) -> Subject:

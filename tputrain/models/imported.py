@@ -10,7 +10,7 @@ from torch import nn
 
 from tputrain.errors import UserError, is_out_of_memory
 from tputrain.signals import Terminated
-from tputrain.user_code import told
+from tputrain.user_code import error_summary
 
 
 def import_model(path: str) -> nn.Module:
@@ -69,8 +69,8 @@ def _errors_named(path: str) -> Iterator[None]:
     except (UserError, Terminated):
         raise
     except SystemExit as left:
-        raise UserError(f"model.path={path}: it ends the process: {told(left)}") from left
+        raise UserError(f"model.path={path}: it ends the process: {error_summary(left)}") from left
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(f"model.path={path}: {told(error)}") from error
+        raise UserError(f"model.path={path}: {error_summary(error)}") from error

@@ -18,7 +18,7 @@ SURE = 0.95
 LAYERS = "model.num_hidden_layers"
 _LEAST_GAIN = 0.02
 _GENERATIONS = 3  # other ones that are named, those with the fewest chips
-_SLOWER = 4  # times that a step on other chips may take, by their peak
+_MAX_SLOWDOWN = 4  # times that a step on other chips may take, by their peak
 
 
 def what_would_be_faster(task: Task, found: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
@@ -40,8 +40,8 @@ def what_would_be_faster(task: Task, found: Sequence[Candidate], chosen: Candida
 
 def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     """The smallest change first. `found`: the task's candidates, of which none can be chosen."""
-    if (divided := _divided(task, found)) is not None:
-        yield from _with_other_rows(divided)
+    if (divisible := _with_divisible_batch(task, found)) is not None:
+        yield from _with_other_rows(divisible)
         return
     if task.degrees is not None and not task.topology.chip.is_stand_in:
         chosen = planned(free := replace(task, degrees=None))
@@ -64,7 +64,7 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
             return
     larger = _smallest_slice(task, task.topology.chip)
     if larger is not None:
-        yield f"a larger slice: {larger.name}{_tight(_on(larger, task))}"
+        yield f"a larger slice: {larger.name}{_tight(_on_slice(task, larger))}"
         return
     others = [
         _smallest_slice(task, chip)
@@ -74,7 +74,7 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     slices = [each for each in others if each is not None]
     slices.sort(key=lambda each: (each.num_chips, -each.chip.peak_flops))
     if slices:
-        said = [f"{each.name} ({_chips(each)}{_tight(_on(each, task), '; ')})" for each in slices]
+        said = [f"{each.name} ({_chips(each)}{_tight(_on_slice(task, each), '; ')})" for each in slices]
         yield f"other chips: {_listed(said[:_GENERATIONS])}"
     yield from _smaller_task(task)
 
@@ -129,7 +129,7 @@ def _with_masters(task: Task) -> Variant | None:
     return variants.of(task, {"optim.master_weights": True})
 
 
-def _divided(task: Task, found: Sequence[Candidate]) -> Variant | None:
+def _with_divisible_batch(task: Task, found: Sequence[Candidate]) -> Variant | None:
     """With a batch that divides among the data ranks; None: the batch is not what is wrong."""
     undivided = [each for each in found if each.code == "batch" and may_be_chosen(task, each)]
     if not undivided or not all(each.code in ("batch", "not_built") for each in found):
@@ -147,14 +147,14 @@ def _divided(task: Task, found: Sequence[Candidate]) -> Variant | None:
     return Variant(said, replace(task, rows=rows, micro_rows=task.micro_rows and rows))
 
 
-def _with_other_rows(divided: Variant) -> Iterator[str]:
+def _with_other_rows(divisible: Variant) -> Iterator[str]:
     """A batch that divides, and what else it needs to fit."""
-    found = tuple(candidates(divided.task))
+    found = tuple(candidates(divisible.task))
     if any(each.code == "slower" for each in found):
-        yield f"{divided.settings}{_tight(divided.task)}"
-    elif _divided(divided.task, found) is None:
-        for change in what_would_fit(divided.task, found):
-            yield f"{divided.settings}, and {change}"
+        yield f"{divisible.settings}{_tight(divisible.task)}"
+    elif _with_divisible_batch(divisible.task, found) is None:
+        for change in what_would_fit(divisible.task, found):
+            yield f"{divisible.settings}, and {change}"
 
 
 def _fewer_rows(task: Task) -> Iterator[Variant]:
@@ -179,7 +179,7 @@ def _fits(task: Task) -> bool:
     return any(each.code == "slower" for each in candidates(replace(task, rungs=tuple(saving_most))))
 
 
-def _on(topology: Topology, task: Task) -> Task:
+def _on_slice(task: Task, topology: Topology) -> Task:
     """On another slice, whose degrees are to be chosen."""
     return replace(task, topology=topology, degrees=None)
 
@@ -197,14 +197,14 @@ def _smallest_slice(task: Task, chip: Chip) -> Topology | None:
         unit = prod(topology.shape)
         least = max(least, unit + 1)
     else:
-        least = max(least, prod(topology.shape) * topology.chip.peak_flops / chip.peak_flops / _SLOWER)
+        least = max(least, prod(topology.shape) * topology.chip.peak_flops / chip.peak_flops / _MAX_SLOWDOWN)
     for shape in shapes(chip):
         # Twice the size at least: every one of hundreds of cubes would be looked at.
         times, rest = divmod(prod(shape), unit)
         if prod(shape) < least or rest or times.bit_count() > 1:
             continue
         other = Topology(chip, shape, topology.slices)
-        if _fits(_on(other, task)):
+        if _fits(_on_slice(task, other)):
             return other
     return None
 

@@ -29,7 +29,7 @@ from tputrain.optim.muon import hidden_matrices
 from tputrain.parallel.blocks import blocks, signature, without_numbers
 from tputrain.parallel.tensor_plan import makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
-from tputrain.user_code import line_of, told
+from tputrain.user_code import error_summary, line_of
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
 TILE_ROWS = 8
@@ -398,7 +398,7 @@ def _refusal(model: nn.Module, error: Exception, where: str = "") -> UserError:
     begins = f"{_title(model)}: cannot be planned: "
     is_read = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
     if not (is_read or ".numpy() is not supported for tensor subclasses" in str(error)):
-        return UserError(f"{begins}{told(error)}{where}")
+        return UserError(f"{begins}{error_summary(error)}{where}")
     line = line_of(error)
     return UserError(
         f"{begins}it reads a value{'' if line is None else f' at {line}'}{where} ({_first_line(error)}); "

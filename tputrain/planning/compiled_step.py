@@ -34,7 +34,7 @@ from tputrain.planning.peak import Peak
 from tputrain.planning.peak import peak as peak_of
 
 SHOWN = 0.005
-"""Of a step: shares below are not told."""
+"""Of a step: shares below are not shown."""
 FEW = 4
 """Layers that are compiled. The first and the last one have other neighbours than those between them."""
 BAND = 0.15
