@@ -1,4 +1,4 @@
-"""Figures as people read them: `1,234`, `0.00123`, `206.9 MB`, `13 ms`, `7.70 GiB`."""
+"""Figures as people read them: `1,234`, `0.00123`, `206.9 MB`, `13 ms`, `7.70 GiB`, `50.7%`."""
 
 import math
 import time
@@ -26,8 +26,13 @@ def scientific(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if int(exponent) else mantissa
 
 
+def percent(value: float) -> str:
+    """A share of 1, such as an MFU."""
+    return f"{value:.1%}"
+
+
 def share(value: float) -> str:
-    """A share of 1 in percent."""
+    """A share of 1 in percent, with digits enough for an axis."""
     return f"{plain(100 * value)} %"
 
 

@@ -14,6 +14,7 @@ from tests.parallel.planned_models import plan_of_recipe, planned
 from tputrain.parallel.layout import Layout, layouts, mesh_of
 from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, TEMPORARIES, lines, picture
 from tputrain.parallel.topology import Topology
+from tputrain.report.plan_page import plan_page
 
 GOLDEN = Path(__file__).parent / "plans"
 # Model, topology, sequences of a step, tokens of one.
@@ -106,10 +107,12 @@ def test_what_bounds_a_step_is_its_largest_share() -> None:
 
 
 def test_a_plan_for_processes_of_a_cpu_has_no_mfu() -> None:
-    said = "\n".join(lines(plan_of_recipe("digits", "cpu:2")))
+    plan = plan_of_recipe("digits", "cpu:2")
+    said = "\n".join(lines(plan))
     assert "2 processes" in said
     assert "rows/s a process" in said
     assert "MFU" not in said
+    assert "MFU" not in plan_page(plan)
     assert "modelled for a stand-in chip" in said
 
 

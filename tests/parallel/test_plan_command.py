@@ -85,6 +85,7 @@ def test_the_page_has_the_torus_memory_and_the_time_line_and_loads_nothing() -> 
     assert sum(core) == pytest.approx(100, abs=0.1)
     assert sum(links) <= 100.1
     assert any(each.startswith("products: ") for each in seen.titles)
+    assert f"{plan.chosen.mfu:.1%}" in seen.text.splitlines()
     for reason in plan.why:
         assert reason in seen.text
 
@@ -116,9 +117,9 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
         "forward model.layers.*: dot_general",
         "all-gather",
         "24.0 GiB",
-        "40 %",
+        "40%",
         "all others",
-        "60 %",
+        "60%",
         "17.0 GiB",
         "bf16[9,7]",
     ):

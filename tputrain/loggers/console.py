@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from tputrain.announce import say
+from tputrain.figures import percent
 from tputrain.loggers.logger import Logger, Record
 
 _LONGEST_SILENCE = 5.0  # seconds
@@ -109,6 +110,6 @@ def _describe_step(record: Record) -> str:
         f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  grad norm {record['grad_norm']:.2f}  "
         f"{record[f'{unit}_per_second']:,.0f} {unit}/s{a_chip}  {record['step_seconds']:.3f} s/step  "
         f"data wait {record['data_wait']:.0%}"
-        + (f"  mfu {record['mfu']:.1%}" if "mfu" in record else "")
+        + (f"  mfu {percent(record['mfu'])}" if "mfu" in record else "")
         + (f"  slowest rank {record['slowest_rank']}" if "slowest_rank" in record else "")
     )

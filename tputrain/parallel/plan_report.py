@@ -1,9 +1,9 @@
 """A plan for people: a table, a picture of the torus with the axes of the mesh on it, and why."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from string import ascii_lowercase, ascii_uppercase
 
-from tputrain.figures import memory_text, seconds_text
+from tputrain.figures import memory_text, percent, seconds_text
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import SECONDS
@@ -34,7 +34,7 @@ def lines(plan: Plan) -> Iterator[str]:
     tokens = f" x {workload.sequence:,} tokens" if workload.sequence else ""
     yield f"a step: {task.rows:,} rows{tokens}"
     yield ""
-    yield from _table(plan)
+    yield from in_columns(table_of_plans(plan))
     yield ""
     yield from picture(chosen.layout)
     yield ""
@@ -48,7 +48,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"        temporaries {memory_text(memory.temporaries)}: {_parts(memory, temporaries)}"
     if memory.host:
         yield f"        in the host's memory {memory_text(memory.host)} a device"
-    mfu = f"MFU {chosen.mfu:.1%}, " if is_tpu else ""
+    mfu = f"MFU {percent(chosen.mfu)}, " if is_tpu else ""
     yield (
         f"step    {seconds_text(seconds.total)} (predicted), {mfu}"
         f"{plan.speed(seconds.total):,.0f} {plan.unit}/s a {chip}; bound by {seconds.bound}"
@@ -117,7 +117,8 @@ def alternatives(plan: Plan) -> list[tuple[str, Candidate]]:
     return found
 
 
-def _table(plan: Plan) -> Iterator[str]:
+def table_of_plans(plan: Plan) -> list[tuple[str, ...]]:
+    """The plan and its alternatives, below a header."""
     header = ("", *DEGREES, "checkpointing", "rows", "micro-batches", "memory", "step", "MFU")
     cells: list[tuple[str, ...]] = [header]
     for what, each in alternatives(plan):
@@ -132,11 +133,16 @@ def _table(plan: Plan) -> Iterator[str]:
                 str(each.micro_batches),
                 memory_text(each.memory.total),
                 seconds_text(each.seconds.total),
-                f"{each.mfu:.1%}",
+                percent(each.mfu),
             )
         )
     if plan.task.topology.chip.is_stand_in:  # whose peak nobody measured
-        cells = [row[:-1] for row in cells]
+        return [row[:-1] for row in cells]
+    return cells
+
+
+def in_columns(cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tputrain.figures import memory_text, seconds_text
+from tputrain.figures import memory_text, percent, seconds_text
 from tputrain.parallel.plan import Plan
 from tputrain.planning.compiled_step import BAND, SHOWN, CompiledStep
 from tputrain.planning.peak import Peak
@@ -32,7 +32,7 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         yield f"        in the host's memory {memory_text(step.host)} a device"
     seconds = step.seconds
     yield (
-        f"step    {seconds_text(seconds)} +-{BAND:.0%}, MFU {plan.mfu(seconds):.1%}, "
+        f"step    {seconds_text(seconds)} +-{BAND:.0%}, MFU {percent(plan.mfu(seconds))}, "
         f"{plan.speed(seconds):,.0f} {plan.unit}/s a chip "
         f"(the plan's model: {seconds_text(chosen.seconds.total)})"
     )

@@ -12,6 +12,7 @@ from tputrain.errors import UserError
 from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.candidate import Candidate, Task, modelled
 from tputrain.parallel.plan import Plan, make_plan
+from tputrain.parallel.plan_report import in_columns
 from tputrain.planning.compiled_step import CompiledStep, DoesNotFitError, Subject, compile_step
 
 _TRIES = 3  # smaller plans that are compiled until one fits
@@ -143,8 +144,6 @@ def search_lines(plan: Plan, found: Sequence[Judged], best: Judged) -> Iterator[
                 f"{fits}{each.candidate.settings(plan.task)}",
             )
         )
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     yield ""
     yield f"{len(found)} compiled:"
-    for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from in_columns(cells)

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from tputrain.figures import memory_text, seconds_text, share
+from tputrain.figures import memory_text, percent, seconds_text
 from tputrain.parallel.candidate import Candidate
-from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import SECONDS
 from tputrain.parallel.plan import Plan
-from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, TEMPORARIES, alternatives
+from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, TEMPORARIES, table_of_plans
 from tputrain.planning.compiled_step import BAND, CompiledStep
 from tputrain.planning.peak import Peak
 from tputrain.report.document import document
@@ -34,6 +33,7 @@ def plan_page(plan: Plan, step: CompiledStep | None = None, changes: Sequence[st
     assert plan.chosen is not None
     task, chosen = plan.task, plan.chosen
     title = f"{task.workload.name} on {task.topology.name}"
+    header, *others = table_of_plans(plan)
     body = "".join(
         (
             f"<header><h1>{escape(title)}</h1><p>{_sizes(plan, step)}</p></header>",
@@ -44,7 +44,7 @@ def plan_page(plan: Plan, step: CompiledStep | None = None, changes: Sequence[st
             _list("Why", plan.why),
             _list("What would be faster", plan.changes if changes is None else changes),
             _list("Notes", plan.notes),
-            f"<h2>Other plans</h2>{_others(plan)}",
+            f"<h2>Other plans</h2>{_table(header, others)}",
             "" if step is None else _compiled(step),
         )
     )
@@ -74,14 +74,16 @@ def _figures(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
         "micro-batches": f"{chosen.micro_batches} of {chosen.rows} row{'s' * (chosen.rows != 1)} a device",
         "memory a device": f"{memory_text(chosen.memory.total)} of {memory_text(task.most)}",
         "step": f"{seconds_text(seconds)}, bound by {chosen.seconds.bound}",
-        "MFU": share(chosen.mfu),
+        "MFU": percent(chosen.mfu),
         f"{plan.unit}/s a chip": f"{plan.speed(seconds):,.0f}",
     }
+    if task.topology.chip.is_stand_in:
+        del found["MFU"]  # of a peak that nobody measured
     if step is not None:
         whose = "by the compiler"
         found[f"memory a device, {whose}"] = f"{memory_text(step.memory)} of {memory_text(task.most)}"
         found[f"step, {whose}"] = f"{seconds_text(step.seconds)} ±{BAND:.0%}"
-        found[f"MFU, {whose}"] = share(plan.mfu(step.seconds))
+        found[f"MFU, {whose}"] = percent(plan.mfu(step.seconds))
         found[f"{plan.unit}/s a chip, {whose}"] = f"{plan.speed(step.seconds):,.0f}"
     tiles = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(said)}</dd></div>" for name, said in found.items()
@@ -166,25 +168,6 @@ def _list(title: str, said: Sequence[str]) -> str:
     return f"<h2>{escape(title)}</h2><ul>{items}</ul>" if said else ""
 
 
-def _others(plan: Plan) -> str:
-    return _table(
-        ("", *DEGREES, "checkpointing", "rows", "micro-batches", "memory", "step", "MFU"),
-        (
-            (
-                what,
-                *(str(each.layout.degrees[name]) for name in DEGREES),
-                each.rung,
-                str(each.rows),
-                str(each.micro_batches),
-                memory_text(each.memory.total) if each.memory else "",
-                seconds_text(each.seconds.total) if each.seconds else "",
-                share(each.mfu),
-            )
-            for what, each in alternatives(plan)
-        ),
-    )
-
-
 def _compiled(step: CompiledStep) -> str:
     collectives = (
         (
@@ -196,7 +179,7 @@ def _compiled(step: CompiledStep) -> str:
         )
         for each in step.collectives
     )
-    parts = ((what, seconds_text(value), share(value / step.seconds)) for what, value in step.all_parts)
+    parts = ((what, seconds_text(value), f"{value / step.seconds:.0%}") for what, value in step.all_parts)
     notes = "".join(f"<p>{escape(each)}</p>" for each in step.notes)
     return (
         f"<h2>By the compiler</h2><p>{escape(step.compiler)}: {escape(step.depth)}</p>{notes}"

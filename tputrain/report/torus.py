@@ -30,7 +30,7 @@ def torus(layout: Layout) -> str:
             if row + 1 < rows and down is not None:
                 is_joined = (row + 1) % splits[down][0] != 0
                 parts.insert(0, _link(column, row, column, row + 1, is_joined))
-    width, height = _MARGIN + columns * _STEP + 30, _MARGIN + rows * _STEP + 30
+    width, height = _middle(columns - 1) + _CHIP, _middle(rows - 1) + _CHIP
     for index in drawn:
         axis = axes[index]
         if axis.wraps and axis.size <= _MOST:
