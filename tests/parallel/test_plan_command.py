@@ -20,6 +20,7 @@ from tputrain.parallel.layout import mesh_of
 from tputrain.parallel.plan import make_plan
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import GIB, Topology
+from tputrain.planning.compiled_report import compiled_lines
 from tputrain.planning.compiled_step import CollectiveSum, CompiledStep
 from tputrain.planning.peak import Buffer, Peak
 from tputrain.recipe import read_recipe
@@ -107,9 +108,11 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
         record_seconds=1.0,
         compile_seconds=1.0,
         compiler="libtpu 0.0",
+        host=3 * GIB,
         peak=Peak(19 * GIB, "loss", (Buffer("forward lm_head", "dot_general", "bf16[9,7]", 2, 17 * GIB),)),
     )
-    page = plan_page(make_plan(named), step)
+    plan = make_plan(named)
+    page = plan_page(plan, step)
     assert "<b>mine" not in page
     seen = Page(page)
     for text in (
@@ -124,6 +127,8 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
         "bf16[9,7]",
     ):
         assert text in seen.text, text
+    assert "In the host's memory 3.00 GiB a device by the compiler" in seen.text
+    assert "        in the host's memory 3.00 GiB a device" in compiled_lines(plan, step)
     assert "temporaries: 20.0 GiB" in seen.titles
     assert "waiting for collectives (modelled): 100 ms" in seen.titles
 

@@ -197,7 +197,7 @@ class _Models:
             return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
         if found.host > task.topology.host_memory:
             limit = memory_text(task.topology.host_memory)
-            reason = f"{memory_text(found.host)} of {limit} of the host's memory"
+            reason = f"in the host's memory {memory_text(found.host)} of {limit}"
             return Candidate(layout, rung, rows, micro_batches, "memory", reason, found)
         seconds = self._costs.seconds(layout, rows / context, micro_batches, rung)
         flops = layout.data_ranks * micro_batches * self._model_flops(rows)  # no rank sees the rows of others

@@ -78,14 +78,11 @@ class Plan:
         if least is None or least.memory is None:
             rows = "sequences" if task.workload.sequence else "rows"
             return f"{what}: {task.rows} {rows} a step do not divide among its devices{change}"
-        if least.memory.total <= task.most:  # what is offloaded is too much
-            needed = (
-                f"the layout that needs least keeps {memory_text(least.memory.host)} a device on the host"
-            )
-            limit = memory_text(task.topology.host_memory)
-            return f"{what}: does not fit: {needed}, which has room for {limit}{change}"
-        needed = f"the layout that needs least takes {memory_text(least.memory.total)} a device"
-        return f"{what}: does not fit: {needed}, which has {memory_text(task.most)}{change}"
+        used, most, where = least.memory.total, task.most, ""
+        if used <= most:  # what is offloaded is too much
+            used, most, where = least.memory.host, task.topology.host_memory, " in the host's memory"
+        needed = f"the layout that needs least takes {memory_text(used)} a device{where}"
+        return f"{what}: does not fit: {needed}, which has {memory_text(most)}{change}"
 
     def as_json(self, num_candidates: int | None = None) -> dict[str, Any]:
         """All of it as plain values. `num_candidates`: only so many of the candidates, the best ones."""

@@ -106,8 +106,8 @@ def _memory(plan: Plan, chosen: Candidate, step: CompiledStep | None) -> str:
     has = ", what a device has" if total == plan.task.most else ""
     ends = ("0", f"{memory_text(total)}{has}")
     of_host = [("the plan", chosen.memory.host), ("the compiler", 0.0 if step is None else step.host)]
-    said = [f"{memory_text(size)} by {whom}" for whom, size in of_host if size]
-    host = f"<p>Of the host's memory each device takes {', '.join(said)}</p>" if said else ""
+    said = [f"{memory_text(size)} a device by {whom}" for whom, size in of_host if size]
+    host = f"<p>In the host's memory {', '.join(said)}</p>" if said else ""
     return _bars(bars, total, ends, memory_text) + host
 
 
