@@ -177,3 +177,23 @@ if __name__ == "__main__":
     for name, topology, rows, sequence in CASES:
         found = planned(name, topology, rows, sequence).as_json(num_candidates=4)
         golden_file(name, topology).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def test_the_bytes_of_collectives_are_those_of_the_layout() -> None:
+    """2 replicas of 8 shards: parameters are gathered twice and gradients scattered once, by micro-batch."""
+    plan = planned("llama-1b", "v5e:4x4", 64, 2048)
+    (found,) = [
+        each
+        for each in plan.candidates
+        if each.layout.degrees == {"replicate": 2, "shard": 8, "tensor": 1, "context": 1}
+        and each.rung == "layers"
+        and each.layout.describe("shard") == "x (2 of 4) x y"
+    ]
+    parameters, itemsize = plan.task.workload.num_parameters, 4
+    gathered = plan.task.precision.gathered or itemsize
+    moved = found.moved(plan.task)
+    assert moved.shard == pytest.approx(
+        found.micro_batches * parameters * (2 * gathered + itemsize) * 7 / 8, rel=1e-6
+    )
+    assert moved.replicate == pytest.approx(found.micro_batches * 2 * parameters * itemsize / 8 / 2, rel=1e-6)
+    assert (moved.tensor, moved.context, moved.dcn) == (0, 0, 0)

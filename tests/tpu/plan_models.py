@@ -169,7 +169,7 @@ def judged(name: str, topology: Topology, compiles: bool) -> dict[str, Any]:
     assert chosen is not None
     assert chosen.memory is not None
     assert chosen.seconds is not None
-    found: dict[str, Any] = {"parameters": task.workload.num_parameters, **chosen.as_json()}
+    found: dict[str, Any] = {"parameters": task.workload.num_parameters, **chosen.as_json(task)}
     found |= {"planned_gib": chosen.memory.total / GIB, "planned_seconds": chosen.seconds.total}
     if compiles:
         by_compiler = judge_by(planned.subject, task)(chosen)

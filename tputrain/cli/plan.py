@@ -145,7 +145,9 @@ def _as_json(
         found["compiled"] = {"missing": compiled.missing} if step is None else compiled_as_json(of_best, step)
         found["compiled"]["change"] = compiled.change
     if searches:
-        found["search"] = [each.as_json() | {"wins": each is compiled.best} for each in compiled.judged]
+        found["search"] = [
+            each.as_json(made.task) | {"wins": each is compiled.best} for each in compiled.judged
+        ]
         found["interrupted"] = compiled.search_end()
     return found
 

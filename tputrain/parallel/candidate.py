@@ -8,7 +8,7 @@ from tputrain.errors import UserError
 from tputrain.figures import memory_text
 from tputrain.models.recompute import override
 from tputrain.parallel.config import DEGREES
-from tputrain.parallel.cost_model import CostModel, Seconds
+from tputrain.parallel.cost_model import MOVED, CostModel, Moved, Seconds
 from tputrain.parallel.layout import Layout, layouts
 from tputrain.parallel.memory_model import RUNGS, Memory, Precision, memory
 from tputrain.parallel.topology import GIB, Topology
@@ -85,7 +85,13 @@ class Candidate:
             found.append(f"batch.sequences={self.rows * degrees['replicate'] * degrees['shard']}")
         return " ".join(found)
 
-    def as_json(self) -> dict[str, Any]:
+    def moved(self, task: Task) -> Moved:
+        """Predicted."""
+        costs = CostModel(task.workload, task.topology, task.precision)
+        rows = self.rows / self.layout.degrees["context"]
+        return costs.moved(self.layout, rows, self.micro_batches, self.rung)
+
+    def as_json(self, task: Task) -> dict[str, Any]:
         found: dict[str, Any] = {
             "degrees": self.layout.degrees,
             "axes": {name: self.layout.describe(name) for name in DEGREES if self.layout.degrees[name] > 1},
@@ -100,6 +106,7 @@ class Candidate:
         if self.seconds is not None:
             found["seconds"] = seconds_as_json(self.seconds)
             found["mfu"] = round(self.mfu, 4)
+            found["moved_gib"] = moved_as_json(self.moved(task))
         return found
 
 
@@ -279,6 +286,11 @@ def memory_as_json(found: Memory) -> dict[str, Any]:
 
 def _rounded(num_bytes: float) -> float:
     return round(num_bytes / GIB, 3)
+
+
+def moved_as_json(found: Moved) -> dict[str, float]:
+    """Bytes that a device takes in from others, in GiB, of each kind that there is."""
+    return {name: round(getattr(found, name) / GIB, 4) for name, _ in MOVED if getattr(found, name)}
 
 
 def seconds_as_json(found: Seconds) -> dict[str, Any]:

@@ -82,14 +82,28 @@ SECONDS = (
 
 
 @dataclass(frozen=True)
-class LayoutBytes:
+class Moved:
     """Bytes that a device takes in from others in a step."""
 
     shard: float
+    """Gathered parameters and scattered gradients; context ranks share in them."""
     replicate: float
+    """Sums of gradients over the replicas of a slice."""
     tensor: float
     context: float
+    """Keys and values, and their gradients."""
     dcn: float
+    """Sums of gradients over slices."""
+
+
+MOVED = (
+    ("shard", "among data ranks"),
+    ("replicate", "among replicas"),
+    ("tensor", "among tensor ranks"),
+    ("context", "among context ranks"),
+    ("dcn", "between slices"),
+)
+"""Each with words for people."""
 
 
 class CostModel:
@@ -149,33 +163,35 @@ class CostModel:
             tensor=times * waiting,
             exposed=times * exposed,
             optimizer=self._optimizer(shard.size, tensor),
-            dcn=self._dcn(layout, shard.size, replicate, tensor),
+            dcn=self._between_slices(shard.size, replicate, tensor) / topology.dcn_bandwidth,
             host=times * unhidden,
             collectives=times * (gathers + scatters),
         )
 
-    def bytes(self, layout: Layout, rows: float, micro_batches: int) -> LayoutBytes:
-        """What each axis of the mesh carries in a step."""
-        tensor = layout.degrees["tensor"]
-        shards = layout.groups["shard"].size * layout.groups["context"].size
-        gathered = scattered = reduced = 0.0
-        for part in self._workload.parts_among(tensor):
-            gathered += part.count * part.parameters.count(tensor) * self._gathered(part) * 2
-            scattered += part.count * part.parameters.trained(tensor) * part.parameters.itemsize
-            reduced += part.count * (
-                part.forward_reductions.at(rows, tensor) + part.backward_reductions.at(rows, tensor)
-            )
-        replicas = layout.groups["replicate"].size
+    def moved(self, layout: Layout, rows: float, micro_batches: int, rung: str) -> Moved:
+        """As `seconds`."""
+        tensor, shard, groups = layout.degrees["tensor"], layout.sharing, layout.groups
+        gathered = scattered = reduced = context = 0.0
+        for index, part in enumerate(self._workload.parts_among(tensor)):
+            is_layer = index < len(self._workload.parts) - 1
+            is_again = is_layer and rung not in ("none", "products")
+            gathered += part.count * 2 * part.parameters.count(tensor) * self._gathered(part)
+            scattered += part.count * self._gradients(part, tensor)
+            forward = part.forward_reductions.at(rows, tensor)
+            reduced += part.count * ((1 + is_again) * forward + part.backward_reductions.at(rows, tensor))
+            if is_layer and groups["context"].size > 1:
+                context += part.count * 3 * self._keys_and_values(part, groups["context"], rows, tensor)
 
-        def share(size: int) -> float:
+        def others(size: int) -> float:
             return (size - 1) / size
 
-        return LayoutBytes(
-            shard=micro_batches * (gathered + scattered) * share(shards),
-            replicate=micro_batches * 2 * scattered / shards * share(replicas),
-            tensor=micro_batches * 2 * reduced * share(tensor),
-            context=0.0,
-            dcn=2 * scattered / shards * share(self._topology.slices),
+        own = scattered / shard.size
+        return Moved(
+            shard=micro_batches * (gathered + scattered) * others(shard.size),
+            replicate=micro_batches * 2 * own * others(groups["replicate"].size),
+            tensor=micro_batches * 2 * reduced * others(tensor),
+            context=micro_batches * context * others(groups["context"].size),
+            dcn=self._between_slices(shard.size, groups["replicate"], tensor),
         )
 
     # -- one device
@@ -279,10 +295,13 @@ class CostModel:
             self._relayouts[index, shards, tensor] = found
         return found
 
+    def _gradients(self, part: Part, tensor: int) -> float:
+        """Bytes."""
+        return part.parameters.trained(tensor) * (self._precision.scattered or part.parameters.itemsize)
+
     def _scatter(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
         """Of gradients, and the sums of their shards over replicas."""
-        itemsize = self._precision.scattered or part.parameters.itemsize
-        gradients = part.parameters.trained(tensor) * itemsize
+        gradients = self._gradients(part, tensor)
         has_all = shard.size == self._topology.devices_per_slice and not self._topology.chip.is_stand_in
         num_axes = len({each.axis.name for each in shard.stretches})
         is_all_reduced = has_all and (num_axes > 2 or shard.size > _SCATTERED_WITHIN)
@@ -293,11 +312,15 @@ class CostModel:
         """Keys and values of all the sequence, gathered forward and backward, and their gradients."""
         if group.size == 1 or not is_layer:
             return 0.0
-        # They are at most as large as the layer's input.
-        return 3 * group.gather_seconds(2 * part.input.at(rows, tensor) * group.size / tensor)
+        return 3 * group.gather_seconds(self._keys_and_values(part, group, rows, tensor))
 
-    def _dcn(self, layout: Layout, shards: int, replicate: Group, tensor: int) -> float:
-        """Slices exchange the shards of gradients, once a step."""
+    @staticmethod
+    def _keys_and_values(part: Part, group: Group, rows: float, tensor: int) -> float:
+        """Bytes, of all the sequence. They are at most as large as the layer's input."""
+        return 2 * part.input.at(rows, tensor) * group.size / tensor
+
+    def _between_slices(self, shards: int, replicate: Group, tensor: int) -> float:
+        """Bytes: slices exchange the shards of gradients, once a step."""
         if replicate.slices == 1:
             return 0.0
         gradients = sum(
@@ -305,7 +328,7 @@ class CostModel:
             for part in self._workload.parts
         )
         share = 2 * (replicate.slices - 1) / replicate.slices
-        return gradients / shards / replicate.size * share / self._topology.dcn_bandwidth
+        return gradients / shards / replicate.size * share
 
 
 @dataclass(frozen=True)

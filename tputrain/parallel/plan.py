@@ -111,13 +111,13 @@ class Plan:
             "mfu_rule": MFU_RULE,
             "codes": CODES,
             "counts": counts,
-            "candidates": [each.as_json() for each in ranked[:num_candidates]],
+            "candidates": [each.as_json(task) for each in ranked[:num_candidates]],
         }
 
     def _as_json(self, chosen: Candidate) -> dict[str, Any]:
         assert chosen.seconds is not None
         speed = {f"{self.unit}_per_second_and_chip": round(self.speed(chosen.seconds.total), 1)}
-        return chosen.as_json() | speed | {"settings": chosen.settings(self.task)}
+        return chosen.as_json(self.task) | speed | {"settings": chosen.settings(self.task)}
 
 
 MFU_RULE = (

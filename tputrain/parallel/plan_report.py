@@ -6,7 +6,7 @@ from string import ascii_lowercase, ascii_uppercase
 from tputrain.figures import memory_text, percent, seconds_text
 from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.config import DEGREES
-from tputrain.parallel.cost_model import SECONDS
+from tputrain.parallel.cost_model import MOVED, SECONDS
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
 from tputrain.parallel.memory_model import Memory
 from tputrain.parallel.plan import Plan
@@ -54,6 +54,9 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{plan.speed(seconds.total):,.0f} {plan.unit}/s a {chip}; bound by {seconds.bound}"
     )
     yield f"        {_times(chosen)}"
+    moved = chosen.moved(task)
+    if sizes := [f"{memory_text(size)} {words}" for name, words in MOVED if (size := getattr(moved, name))]:
+        yield f"moves   {', '.join(sizes)}, into each device (predicted)"
     if chosen.layout.degrees["context"] > 1:
         yield "        the times of context parallelism were not checked"
     if chosen.mfu > HIGHEST_PUBLISHED_MFU and is_tpu:

@@ -38,10 +38,10 @@ class Judged:
         """Whether the compiler ran out of memory."""
         return self.step is None and self.used < inf
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, task: Task) -> dict[str, Any]:
         """What a search says of it."""
         compiled = {"missing": self.problem} if self.step is None else self.step.as_json()
-        return self.candidate.as_json() | {"compiled": compiled}
+        return self.candidate.as_json(task) | {"compiled": compiled}
 
 
 Judge = Callable[[Candidate], Judged]
