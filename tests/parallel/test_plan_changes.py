@@ -4,6 +4,8 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from tests.parallel.planned_models import plan_of_recipe, planned, workload
 from tputrain.figures import memory_text, seconds_text
@@ -12,6 +14,7 @@ from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import CHIPS, Topology
 from tputrain.parallel.variants import Settings, Variant
+from tputrain.parallel.workload import workload_of
 from tputrain.planning.recipe_variants import RecipeVariants
 from tputrain.report.plan_page import plan_page
 
@@ -97,12 +100,12 @@ def test_changes_are_planned_once_and_where_they_are_read(monkeypatch: pytest.Mo
     monkeypatch.setattr(RecipeVariants, "of", counted)
     plan = plan_of_recipe("digits", "v6e:4x4")
     assert not tried
-    (change,) = plan.changes
+    changes = plan.changes
     count = len(tried)
     assert count > 0
-    assert change in "\n".join(lines(plan))
-    assert change in plan_page(plan)
-    assert plan.as_json()["changes"] == [change]
+    text, page = "\n".join(lines(plan)), plan_page(plan)
+    assert all(change in text and change in page for change in changes)
+    assert plan.as_json()["changes"] == changes
     assert len(tried) == count
 
 
@@ -166,7 +169,7 @@ def test_heads_are_named_by_settings_that_keep_the_parameters() -> None:
 
 def test_a_small_model_is_not_told_of_larger_sizes_or_of_heads_that_it_cannot_have() -> None:
     plan = plan_of_recipe("digits", "v6e:4x4")
-    (change,) = plan.changes
+    (change,) = [each for each in plan.changes if "twice the rows" not in each]
     assert change.startswith("execution.autocast=bfloat16: a step 13% shorter")
     assert any(each.startswith("so small a step was not compared") for each in plan.notes)
 
@@ -184,3 +187,48 @@ def test_a_larger_size_is_named_where_the_step_is_hardly_longer() -> None:
     assert plan.chosen is not None
     assert plan.chosen.seconds is not None
     assert followed.chosen.seconds.total < 1.02 * plan.chosen.seconds.total
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.chosen is not None
+    assert plan.chosen.seconds is not None
+    return plan.chosen.seconds.total
+
+
+def test_few_rows_are_told_what_twice_as_many_cost() -> None:
+    """Weights are read once for all rows of a device."""
+
+    def plan(rows: int) -> Plan:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(8192, 8192, dtype=torch.bfloat16) for _ in range(8)))
+
+        def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            features = torch.empty(size, 8192, dtype=torch.bfloat16, device="meta")
+            return features, features
+
+        found = workload_of(model, batch, loss_fn=lambda output, target: (output - target).square().mean())
+        return make_plan(Task(found, Topology.parse("v6e:1x1"), rows))
+
+    few, twice = plan(4), plan(8)
+    assert _seconds(twice) / _seconds(few) - 1 < 0.005
+    assert "a larger batch: twice the rows in a step no longer" in few.changes
+    assert not [change for change in plan(65_536).changes if "twice the rows" in change]
+
+
+def test_twice_the_batch_is_named_as_the_recipe_has_it() -> None:
+    plan = plan_of_recipe("llama", "v6e:16x16", *LLAMA_8B, "data.sequence_length=1024", "batch.tokens=262144")
+    (change,) = [each for each in plan.changes if "twice the rows" in each]
+    settings = change.split(":")[0]
+    assert settings == "batch.tokens=524288"
+    other = plan_of_recipe("llama", "v6e:16x16", *LLAMA_8B, "data.sequence_length=1024", settings)
+    growth = _seconds(other) / _seconds(plan) - 1
+    assert change.endswith(f"{growth:.0%} longer")
+
+
+def test_sequences_that_are_padded_are_told_what_that_costs() -> None:
+    sizes = "data.sequence_length=1000", "batch.tokens=1024000"
+    plan = plan_of_recipe("llama", "v6e:4x4", *LLAMA_8B, *sizes)
+    assert (
+        "sequences of 1000: attention computes 1024, 2% more than there are (tiles are 8 x 128); "
+        "1024 would be used in full"
+    ) in plan.changes

@@ -5,7 +5,7 @@ third one to 8. What the padding computes is lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _WORTH_SAYING = 0.01  # of the step
 _SAME = 0.02  # of a step: one that is longer by less is about as long
+_CHEAP = 0.6  # by which a step may grow for twice the rows
 _LANES = 128
 _NUM_HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 _HEAD_DIM = "model.head_dim"
@@ -35,14 +36,8 @@ def _found(plan: "Plan") -> Iterator[tuple[float, str]]:
     yield from _wide(plan)
     yield from _of_heads(plan)
     yield from _of_sizes(plan)
-    if plan.task.workload.sequence and plan.task.workload.sequence % _LANES:
-        padded = ceil(plan.task.workload.sequence / _LANES) * _LANES
-        lost = 1 - plan.task.workload.sequence / padded
-        if lost >= _WORTH_SAYING:
-            yield (
-                lost,
-                f"sequences of {plan.task.workload.sequence}: computed as {padded} (tiles are 8 x {_LANES})",
-            )
+    yield from _of_rows(plan)
+    yield from _of_sequences(plan)
 
 
 def _growth(plan: "Plan", settings: Settings) -> tuple[str, float] | None:
@@ -58,6 +53,39 @@ def _growth(plan: "Plan", settings: Settings) -> tuple[str, float] | None:
     if other is None or other.seconds is None:
         return None
     return variant.settings, other.seconds.total / plan.chosen.seconds.total - 1
+
+
+def _of_rows(plan: "Plan") -> Iterator[tuple[float, str]]:
+    """So few rows that the weights take as long to read, or to gather, as the products of twice as many."""
+    task, factor = plan.task, 2
+    if task.variants is None:
+        micro_rows = task.micro_rows and factor * task.micro_rows
+        other = planned(replace(task, rows=factor * task.rows, micro_rows=micro_rows), plan.candidates)
+        if other is None or other.seconds is None:
+            return
+        assert plan.chosen is not None
+        assert plan.chosen.seconds is not None
+        change, growth = "a larger batch", other.seconds.total / plan.chosen.seconds.total - 1
+    else:
+        key = "batch.tokens" if task.workload.sequence else "batch.samples"
+        found = _growth(plan, {key: factor * task.rows * (task.workload.sequence or 1)})
+        if found is None:
+            return
+        change, growth = found
+    if growth <= _CHEAP:
+        longer = f"{growth:.0%} longer" if growth >= 0.005 else "no longer"
+        yield factor / (1 + growth) - 1, f"{change}: twice the rows in a step {longer}"
+
+
+def _of_sequences(plan: "Plan") -> Iterator[tuple[float, str]]:
+    """Sequences that are padded to the lanes."""
+    sequence = plan.task.workload.sequence
+    if sequence and sequence % _LANES:
+        padded = ceil(sequence / _LANES) * _LANES
+        if (lost := 1 - sequence / padded) >= _WORTH_SAYING:
+            more = f"{padded / sequence - 1:.0%} more than there are (tiles are 8 x {_LANES})"
+            said = f"sequences of {sequence}: attention computes {padded}, {more}"
+            yield lost, f"{said}; {padded} would be used in full"
 
 
 class _Seconds:

@@ -290,7 +290,9 @@ class CostModel:
     def _relayout(self, index: int, part: Part, shards: int, tensor: int) -> float:
         if (found := self._relayouts.get((index, shards, tensor))) is None:
             itemsize = self._gathered(part)
-            moved = 2 * part.parameters.in_thin_shards(shards, tensor, itemsize) * itemsize  # read and written
+            moved = (
+                2 * part.parameters.in_thin_shards(shards, tensor, itemsize) * itemsize
+            )  # read and written
             found = moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
             self._relayouts[index, shards, tensor] = found
         return found

@@ -424,7 +424,9 @@ class _Tracer:
         self.model = settings.model
         self.mode = _WithoutDevice(allow_non_fake_inputs=True)
         self._settings = settings
-        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor that each is for: ids are used again
+        self._fakes: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # with the tensor that each is for: ids are used again
         self._names = {id(module): name for name, module in settings.model.named_modules()}
         self._cut = settings.tensor.cut_parameters(settings.model)
         self._hidden = hidden_matrices(settings.model)
