@@ -196,6 +196,8 @@ CHIPS = {
 }
 _ALSO_CALLED = {"v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "trillium": "v6e", "ironwood": "tpu7x"}
 _NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<chip>[a-z]+\w*?)(?::(?P<shape>[\dx]+)|-(?P<count>\d+))")
+_CHIP_NAMES = "|".join(sorted([*CHIPS, *_ALSO_CALLED], key=len, reverse=True))
+_MALFORMED = re.compile(rf"(?:(?P<slices>\d+)x)?(?P<chip>{_CHIP_NAMES})[\W_]*(?P<size>\d+(?:x\d+)*)")
 _EXAMPLES = "a slice such as v6e:16x16, v5p-128 (128 cores) or 2x v5e:16x16"
 
 
@@ -223,7 +225,10 @@ class Topology:
         """As users write it. Raises UserError, with the nearest name there is, for what does not exist."""
         match = _NAME.fullmatch(re.sub(r"\s*([:x])\s*", r"\1", text.strip().lower()))
         if match is None:
-            raise UserError(f"topology {text!r}: expected {_EXAMPLES}")
+            if (meant := _well_formed(text)) is None:
+                raise UserError(f"topology {text!r}: expected {_EXAMPLES}")
+            cls.parse(meant)  # raises where there is no such slice
+            raise UserError(f"topology {text!r}: did you mean {meant}?")
         slices = int(match["slices"] or 1)
         if slices < 1:
             raise UserError(f"topology {text!r}: expected at least one slice")
@@ -325,6 +330,16 @@ def shapes(chip: Chip) -> tuple[tuple[int, ...], ...]:
         if all(size <= most for size, most in zip(shape, chip.pod, strict=True))
     ]
     return (*small, *sorted(cubes, key=lambda shape: (prod(shape), shape)))
+
+
+def _well_formed(text: str) -> str | None:
+    """A name with the right signs between its parts, from one with others ("v5p128", "v6e-16x16")."""
+    match = _MALFORMED.fullmatch(re.sub(r"\s*[x*×]\s*", "x", text.strip().lower()))
+    if match is None:
+        return None
+    between = ":" if "x" in match["size"] else "-"
+    slices = f"{match['slices']}x " if match["slices"] else ""
+    return f"{slices}{match['chip']}{between}{match['size']}"
 
 
 def _chip(name: str, text: str) -> Chip:
