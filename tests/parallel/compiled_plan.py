@@ -1,6 +1,6 @@
 """Records the Trainer's step as one rank of a slice that is not here.
 
-Run as a process of its own, with the rank as its argument. Prints one JSON object.
+Run as a process of its own, with the rank and the topology as its arguments. Prints one JSON object.
 """
 
 import hashlib
@@ -35,6 +35,11 @@ THEIRS = {
     "tie_word_embeddings": False,
 }
 TOPOLOGY = "v5e:2x2"
+SLICES = f"2x {TOPOLOGY}"
+LAYOUTS = {
+    TOPOLOGY: ({"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}),
+    SLICES: ({"replicate": 2, "shard": 4}, {"replicate": 2, "shard": 2, "tensor": 2}),
+}
 
 
 class Reading(nn.Module):
@@ -80,16 +85,30 @@ def scattered(step: AbstractStep) -> list[int]:
     return [each.outputs[0].sizes[0] for each in operations if each.name.endswith("::reduce_scatter")]
 
 
-def record(rank: int) -> dict[str, object]:
-    slices = of_slices()
-    slices.start(TOPOLOGY, rank)
+def digest(topology: str, step: AbstractStep) -> str:
+    text = of_slices().lower_for(topology, step.segment).as_text()
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digests(topology: str) -> list[str]:
+    """Of the step's program in each layout."""
+    found = []
+    for degrees in LAYOUTS[topology]:
+        cfg = RunConfig(parallel=ParallelConfig(**degrees), execution=ExecutionConfig(autocast="bfloat16"))
+        with parameters_on_meta():
+            model = Llama(replace(CONFIG, num_key_value_heads=2))
+        found.append(digest(topology, abstract_step(model, cfg, batch(8))))
+    return found
+
+
+def record() -> dict[str, object]:
     vocabulary_loss.MANY_LOGITS = 0  # as if they were many
     cfg = RunConfig(parallel=ParallelConfig(shard=-1), execution=ExecutionConfig(autocast="bfloat16"))
     with parameters_on_meta():
         model = Llama(CONFIG)
     step = abstract_step(model, cfg, batch(8))
     counted = count_joined()
-    text = slices.lower_for(TOPOLOGY, step.segment).as_text()
+    first = digest(TOPOLOGY, step)
     joined = [*counted]
     # Masters and the optimizer's state are there before the first step, so the second one is no other.
     with parameters_on_meta():
@@ -102,7 +121,7 @@ def record(rank: int) -> dict[str, object]:
         refusal = str(error)
     theirs = abstract_step(build_huggingface({"model_type": "llama", **THEIRS}), cfg, batch(8))
     return {
-        "digest": hashlib.sha256(text.encode()).hexdigest(),
+        "digest": first,
         "segments": step.num_segments,
         "joined": joined,
         "world_size": torch.distributed.get_world_size(),
@@ -118,4 +137,7 @@ def record(rank: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(record(int(sys.argv[1]))))
+    rank, topology = int(sys.argv[1]), sys.argv[2]
+    of_slices().start(topology, rank)
+    found = record() if topology == TOPOLOGY else {}
+    print(json.dumps(found | {"digests": digests(topology)}))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from tests.parallel.compiled_plan import TOPOLOGY
+from tests.parallel.compiled_plan import SLICES, TOPOLOGY
 from tests.tpu.test_compile import needs_compiler
 from tpu_backend import hlo
 from tpu_backend.runtime.described import NoArray
@@ -75,10 +75,12 @@ def ended(process: "subprocess.Popen[str]", seconds: float) -> tuple[str, str]:
 
 @needs_compiler
 def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value() -> None:
-    processes = [started("tests.parallel.compiled_plan", rank) for rank in ("0", "3")]
-    first, last = (json.loads(ended(each, 120)[0].splitlines()[-1]) for each in processes)
+    processes = [started("tests.parallel.compiled_plan", rank, TOPOLOGY) for rank in ("0", "3")]
+    first, last = (json.loads(ended(each, 300)[0].splitlines()[-1]) for each in processes)
     assert (first["world_size"], first["backend"]) == (4, "tpu")
     assert first["digest"] == last["digest"]
+    assert first["digests"] == last["digests"]
+    assert len(set(first["digests"])) == 3  # a program for each layout
     assert first["segments"] == 1
     assert first["joined"] == []
     # Each parameter and AdamW's two moments are replaced in place, with activation checkpointing too.
@@ -98,6 +100,14 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     assert first["refusal"].startswith("Reading: cannot be compiled without running it")
     assert "compiled_plan.py:" in first["refusal"]
     assert "hidden.sum().item()" in first["refusal"]
+
+
+@needs_compiler
+def test_ranks_of_two_slices_record_one_program() -> None:
+    processes = [started("tests.parallel.compiled_plan", rank, SLICES) for rank in ("0", "7")]
+    first, last = (json.loads(ended(each, 300)[0].splitlines()[-1])["digests"] for each in processes)
+    assert first == last
+    assert len(set(first)) == 2
 
 
 @needs_compiler
