@@ -19,7 +19,7 @@ def line_of(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    users = [each for each in reversed(frames) if _is_users(each.filename)]
+    users = [each for each in reversed(frames) if is_users(each.filename)]
     own = (each for each in users if not _is_installed(each.filename))
     place = next(own, users[0] if users else None)  # of an error in a library the line that called it
     return None if place is None else f"{place.filename}:{place.lineno}: {place.line}"
@@ -32,14 +32,16 @@ def error_summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" + ("" if line is None else f" at {line}")
 
 
-def _is_installed(file: str) -> bool:
-    return any(f"/{each}/" in file for each in _INSTALLED)
-
-
-def _is_users(file: str) -> bool:
+@cache
+def is_users(file: str) -> bool:
+    """Whether it is of neither PyTorch, tputrain nor the standard library."""
     if file.startswith(("<", *_not_the_users())):
         return False
     return _is_installed(file) or not file.startswith(sysconfig.get_paths()["stdlib"])
+
+
+def _is_installed(file: str) -> bool:
+    return any(f"/{each}/" in file for each in _INSTALLED)
 
 
 @cache

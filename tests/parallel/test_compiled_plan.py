@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ from tputrain import device as devices
 from tputrain.cli import main
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
+from tputrain.models import llama
 from tputrain.parallel.candidate import Modelled
 from tputrain.parallel.layout import Group, Layout, Stretch
 from tputrain.parallel.memory_model import Memory
-from tputrain.parallel.step_schedule import KINDS, Schedule, Spent, schedule
+from tputrain.parallel.step_schedule import KINDS, Origin, Schedule, Spent, schedule
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning import compiled_step
-from tputrain.planning.abstract_step import ONCE
+from tputrain.planning.abstract_step import LOSS, ONCE
 from tputrain.planning.compiled_step import DoesNotFitError, shorten
 from tputrain.planning.peak import Buffer, Peak
 from tputrain.signals import Terminated
@@ -86,7 +87,12 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     # Each parameter and AdamW's two moments are replaced in place, with activation checkpointing too.
     assert first["donated"] == 3 * first["parameters"]
     assert first["masters"] == [1, 4 * first["parameters"]]
-    labels = first["labels"]
+    labels = Counter[str]()
+    lines = defaultdict(set)
+    for name, count in first["labels"].items():
+        label, _, line = name.partition(", ")
+        labels[label] += count
+        lines[label].add(line)
     for layer in ("self_attn.q_proj", "mlp.up_proj"):
         for walk in ("forward", "again", "backward"):
             assert all(labels[f"{walk} model.layers.{number}.{layer}"] > 0 for number in (0, 1))
@@ -96,7 +102,14 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
         assert head == 512 * 128 // 4
         assert len(layers) == 2
         assert embeddings > head
-    assert all(labels[name] > 0 for name in ONCE)
+    assert all(labels[name] > 0 and lines[name] == {""} for name in (LOSS, *ONCE))
+    # Lines are those of the model: of the forward pass in each pass.
+    source = Path(llama.__file__).read_text().splitlines()
+    for walk in ("forward", "again", "backward"):
+        (line,) = lines[f"{walk} model.layers.1.self_attn.q_proj"]
+        file, _, number = line.partition(":")
+        assert file == "llama.py"
+        assert "self.q_proj(" in source[int(number) - 1]
     assert first["refusal"].startswith("Reading: cannot be compiled without running it")
     assert "compiled_plan.py:" in first["refusal"]
     assert "hidden.sum().item()" in first["refusal"]
@@ -132,7 +145,10 @@ def test_the_compilers_word_is_in_the_plan(tmp_path: Path) -> None:
     assert moved["all-gather"]["axes"] == "shard"
     # Most parameters at least once, as bfloat16.
     assert moved["all-gather"]["num_bytes"] > 0.8 * 2 * found["parameters"]
-    assert any("model.layers.*" in name for name, _ in compiled["parts"])
+    assert any(
+        re.match(r"forward model\.layers\.\*.*, llama\.py:\d+: ", name) for name, _ in compiled["parts"]
+    )
+    assert any(re.match(r"backward .*, llama\.py:\d+: ", name) for name, _ in compiled["parts"])
 
 
 # -- without the compiler
@@ -329,7 +345,7 @@ def test_a_schedule_adds_cycles_loops_and_what_is_waited_for() -> None:
     assert spent["waiting"] == pytest.approx(3e-6 + 7e-6)
     assert spent["unestimated"] == pytest.approx(2 * 4 * 2**20 / topology.hbm_bandwidth)  # by its bytes
     assert [each.kind for _, each, _ in found.collectives] == ["all-gather", "all-reduce-scatter"]
-    of_product = Spent("forward model.up", "forward model.up", "dot_general", "estimated")
+    of_product = Spent("forward model.up", Origin("forward model.up", "", "dot_general"), "estimated")
     assert found.spent[of_product] == pytest.approx(2e-6)
     assert found.total == pytest.approx(sum(spent.values()))
 
@@ -456,7 +472,7 @@ def test_a_kernel_counts_its_products_and_another_its_bytes() -> None:
     seconds = 3 * 2 * 25_000_000 * 64 / (topology.peak_flops / 4 * 0.78)
     moved = 2 * 12 * 2048 * 64 * 2 / topology.hbm_bandwidth
     assert _by_kind(found)["unestimated"] == found.total == pytest.approx(seconds + moved)
-    of_kernel = Spent("backward model", "backward model", "pallas_call", "unestimated")
+    of_kernel = Spent("backward model", Origin("backward model", "", "pallas_call"), "unestimated")
     assert found.spent[of_kernel] == pytest.approx(seconds)
 
 
@@ -649,7 +665,7 @@ def test_ctrl_c_does_not_wait_for_the_compiler() -> None:
 def test_what_takes_most_in_a_layer_is_named(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
     buffers = (
-        Buffer("again layers.*", "dot_general", "bf16[9,7]", 2, 3 * GIB),
+        Buffer("again layers.*", "dot_general", "bf16[9,7]", 2, 3 * GIB, "model.py:7"),
         Buffer("", "copy", "f32[8]", 1, 1),
     )
 
@@ -662,7 +678,7 @@ def test_what_takes_most_in_a_layer_is_named(fits: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(compiled_step, "_compiled", compiled)
     layout = Layout(Topology.parse(TOPOLOGY), ((1, 1, 2, 1), (1, 1, 2, 1)))
     subject = compiled_step.Subject(partial(Deep, *(1,) * 32), RunConfig(), {}, layout)
-    named = "with 1 of 32 layers: 3.00 GiB  2 x bf16[9,7] (again layers.*: dot_general)"
+    named = "with 1 of 32 layers: 3.00 GiB  2 x bf16[9,7] (again layers.*, model.py:7: dot_general)"
     assert compiled_step.largest_of_a_layer(subject) == (named if fits else None)
     assert asked == [(1,)]
 

@@ -8,8 +8,8 @@ MiB = 2**20
 # An array of f32[262144] is 1 MiB.
 PROGRAM = """ENTRY %main (w: f32[262144]) -> f32[262144] {
   %w = f32[262144]{0} parameter(0)
-  %up = f32[524288]{0} fusion(%w), calls=%a, metadata={op_name="jit(run)/forward up/dot_general"}
-  %up.2 = f32[524288]{0} fusion(%w), calls=%a, metadata={op_name="jit(run)/forward up/dot_general"}
+  %up = f32[524288]{0} fusion(%w), calls=%a, metadata={op_name="jit(run)/forward up, a.py:7/dot_general"}
+  %up.2 = f32[524288]{0} fusion(%w), calls=%a, metadata={op_name="jit(run)/forward up, a.py:7/dot_general"}
   %onchip = f32[524288]{0:T(1024)S(1)} copy(%up)
   %both = (f32[524288]{0}, f32[524288]{0}) tuple(%up, %up.2)
   %up.3 = f32[524288]{0} get-tuple-element(%both), index=1
@@ -24,8 +24,8 @@ def test_what_is_there_from_its_making_to_its_last_use_is_added_up() -> None:
     found = peak(hlo.program(PROGRAM))
     # Both of 2 MiB: one goes before the other is read. The new weights take the memory of the old ones.
     assert found.num_bytes == 4 * MiB
-    assert found.buffers == (Buffer("forward up", "dot_general", "f32[524288]", 2, 4 * MiB),)
-    assert found.buffers[0].origin == "forward up: dot_general"
+    assert found.buffers == (Buffer("forward up", "dot_general", "f32[524288]", 2, 4 * MiB, "a.py:7"),)
+    assert found.buffers[0].origin == "forward up, a.py:7: dot_general"
 
 
 LOOP = """%body (p: (f32[262144], s32[])) -> (f32[262144], s32[]) {

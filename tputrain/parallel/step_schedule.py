@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tputrain.parallel.blocks import without_numbers
 from tputrain.parallel.cost_model import MXU_SHARE
 from tputrain.parallel.topology import Topology
 
@@ -30,6 +31,7 @@ ATTENTION_SHARES = {"fwd": 0.51, "dq": 0.78, "dkv": 0.80}
 """Of the peak that the size of a head allows, by kernel: final schedules of splash attention for v6e."""
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _SCOPES = ("jit(run)", "shard_map")
+_BEFORE_LINE = ", "
 
 Seconds = Callable[[Any], float]
 """Of a collective (`tpu_backend.hlo.Collective`)."""
@@ -39,15 +41,32 @@ KINDS = ("estimated", "unestimated", "waiting", "copying")
 memory and to the host's."""
 
 
+class Origin(NamedTuple):
+    """What an instruction was recorded as."""
+
+    label: str
+    """The module and its pass; empty: the compiler made it."""
+    line: str
+    """Of the model, as `file.py:12`; empty: there is none."""
+    operation: str
+    """As the compiler names it."""
+
+    @property
+    def in_words(self) -> str:
+        """As people read it."""
+        return f"{with_line(self.label or 'made by the compiler', self.line)}: {self.operation}"
+
+    def without_numbers(self) -> "Origin":
+        """The same for all layers."""
+        return self._replace(label=without_numbers(self.label))
+
+
 class Spent(NamedTuple):
     """What a core spends time on."""
 
     place: str
     """The label of the instruction, or of the last one before it that has one."""
-    label: str
-    """Of the instruction itself; empty: the compiler made it."""
-    operation: str
-    """As the compiler names it."""
+    origin: Origin
     kind: str
     """One of KINDS."""
 
@@ -97,10 +116,10 @@ class _Walk:
         opcode, program = instruction.opcode, self._program
         if opcode in _FREE:
             return
-        self._place = scopes(instruction)[0] or self._place
+        self._place = origin(instruction).label or self._place
         if opcode == "while":
             if (trips := program.trips(instruction)) is None:
-                self.found.unknown_loops[instruction.name] = scopes(instruction)[0]
+                self.found.unknown_loops[instruction.name] = origin(instruction).label
                 trips = 1
             for _ in range(trips):
                 self.run(instruction.called)
@@ -193,10 +212,16 @@ class _Walk:
 
     def _spend(self, instruction: Any, seconds: float, kind: str) -> None:
         self._core += seconds
-        self.found.spent[Spent(self._place, *scopes(instruction), kind)] += seconds
+        self.found.spent[Spent(self._place, origin(instruction), kind)] += seconds
 
 
-def scopes(instruction: Any) -> tuple[str, str]:
-    """The label that an instruction was recorded with, and its operation."""
+def origin(instruction: Any) -> Origin:
+    """Of an instruction: `with_line` of its label and its line is the first scope of its name."""
     names = [each for each in instruction.op_name.split("/") if each and each not in _SCOPES]
-    return (names[0] if len(names) > 1 else "", names[-1] if names else instruction.opcode)
+    label, _, line = (names[0] if len(names) > 1 else "").partition(_BEFORE_LINE)
+    return Origin(label, line, names[-1] if names else instruction.opcode)
+
+
+def with_line(label: str, line: str) -> str:
+    """A label that names a line, too."""
+    return f"{label}{_BEFORE_LINE}{line}" if label and line else label

@@ -4,16 +4,22 @@ The Trainer itself builds the model, lays it out and runs the step; the device o
 program is the run's.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import getfile
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tputrain import device as devices
@@ -24,8 +30,9 @@ from tputrain.feed import feed_of
 from tputrain.loop.next_batches import NextBatches
 from tputrain.loss import LossFunction
 from tputrain.models.meta import is_on_meta
+from tputrain.parallel.step_schedule import with_line
 from tputrain.trainer import Trainer
-from tputrain.user_code import line_of
+from tputrain.user_code import is_users, line_of
 
 LOSS = "loss"
 AFTER_BACKWARD = "gradients"  # their norm, and clipping
@@ -102,18 +109,35 @@ def _reads_named(title: str) -> Iterator[None]:
         ) from error
 
 
-class _Labels:
-    """Gives what is recorded the name of the innermost module it belongs to, and of its pass.
+class _Labels(TorchFunctionMode):
+    """Names what is recorded: the pass, the innermost module, and the line that called PyTorch.
 
-    In the backward pass a module begins where the nodes of its outputs run.
+    That is "forward model.layers.0.mlp, llama.py:212". In the backward pass a module begins where the nodes
+    of its outputs run. A node's line there is the one that made it, in the forward pass.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        super().__init__()
         self._optimizer = optimizer
         self._names = {id(each): name for name, each in model.named_modules()}
+        kinds = {kind for each in model.modules() for kind in type(each).__mro__}
+        # Lines of tputrain are not the user's, but those of its models count.
+        self._files = {getfile(kind) for kind in kinds if kind.__module__.startswith("tputrain.")}
         self._open: list[str] = []
-        self._marked = ""
+        self._label = self._line = self._marked = ""
+        self._outside = "", ""  # label and line of what had something computed again
         self._ends_backward = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = self._line_of(sys._getframe(1))
+        if line is not None:
+            self._mark(self._label, line)
+        first = torch._C._autograd._get_sequence_nr()
+        result = func(*args, **(kwargs or {}))
+        for node in _nodes(result):
+            if node._sequence_nr() >= first:  # else another call made it
+                node.register_prehook(partial(self._in_line, self._line))
+        return result
 
     @contextmanager
     def made(self) -> Iterator[None]:
@@ -128,10 +152,24 @@ class _Labels:
             self._optimizer.register_step_pre_hook(lambda *_: self._mark(OPTIMIZER)),
         ]
         try:
-            yield
+            with self:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _line_of(self, frame: FrameType | None) -> str | None:
+        """The innermost line of the user's or of a model's file, from a frame of the step outwards; empty:
+        there is none. None: the backward pass calls.
+        """
+        while frame is not None and frame.f_code is not abstract_step.__code__:
+            file = frame.f_code.co_filename
+            if frame.f_code is _engine_run_backward.__code__:
+                return None
+            if is_users(file) or file in self._files:
+                return f"{Path(file).name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if id(module) not in self._names:
@@ -139,31 +177,50 @@ class _Labels:
         # A pass inside the backward pass computes again what was not kept.
         is_again = torch._C._current_graph_task_id() >= 0
         label = f"{'again' if is_again else 'forward'} {self._names[id(module)]}".strip()
+        if not self._open and is_again:
+            self._outside = self._label, self._line
+            self.__enter__()  # the mode is off inside `backward()`, as inside of all calls of PyTorch
         self._open.append(label)
-        self._mark(label)
+        self._mark(label, self._line)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if id(module) not in self._names:
             return
         self._open.pop()
         name = f"backward {self._names[id(module)]}".strip()
-        after_all = name if torch._C._current_graph_task_id() >= 0 else LOSS
-        self._mark(self._open[-1] if self._open else after_all)
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.grad_fn is not None:
-                each.grad_fn.register_prehook(partial(self._in_backward, name))
+        for node in _nodes(output):
+            node.register_prehook(partial(self._in_module, name, self._line))
+        if self._open:
+            self._mark(self._open[-1], self._line)
+        elif torch._C._current_graph_task_id() >= 0:
+            self.__exit__(None, None, None)
+            self._mark(*self._outside)
+        else:
+            self._mark(LOSS)
 
-    def _in_backward(self, name: str, *_: Any) -> None:
+    def _in_line(self, line: str, *_: Any) -> None:
+        self._mark(self._label, line)
+
+    def _in_module(self, name: str, line: str, *_: Any) -> None:
         if not self._ends_backward:
             self._ends_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._mark(name)
+        self._mark(name, line)
 
     def _after_backward(self) -> None:
         self._ends_backward = False
         self._mark(AFTER_BACKWARD)
 
-    def _mark(self, label: str) -> None:
-        if label != self._marked:
-            self._marked = label
-            devices.of_slices().mark(label)
+    def _mark(self, label: str, line: str = "") -> None:
+        self._label, self._line = label, line
+        name = label if label in ONCE else with_line(label, line)
+        if name != self._marked:
+            self._marked = name
+            devices.of_slices().mark(name)
+
+
+def _nodes(output: Any) -> list[Any]:
+    """Those of the backward pass that made the tensors of an output."""
+    with torch._C.DisableTorchFunction():
+        nodes = [each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor)]
+    return [each for each in nodes if each is not None]

@@ -79,7 +79,7 @@ class CompiledStep:
     """As the compiler counts them: what is computed again counts again."""
     collectives: tuple["CollectiveSum", ...]
     parts: tuple[tuple[str, float], ...]
-    """The most expensive ones: module and pass, and its operation; with their seconds."""
+    """The most expensive ones: module and pass, line of the model, and operation; with their seconds."""
     depth: str
     """What was compiled."""
     record_seconds: float
@@ -387,7 +387,7 @@ def _figures(
     scheduled = scheduled_step(program, layout)
     for spent, seconds in scheduled.spent.items():
         found["seconds", spent.kind] += times(spent.place) * seconds
-        found["part", without_numbers(spent.label), spent.operation] += times(spent.place) * seconds
+        found["part", spent.origin.without_numbers().in_words] += times(spent.place) * seconds
     found["flops",] = (compiled.cost_analysis() or {}).get("flops", 0.0)
     for place, collective, seconds in scheduled.collectives:
         axes = " x ".join(groups.axes(collective.group)) or "none"
@@ -466,11 +466,7 @@ def _step(one: _Compiled, depth: _Depth) -> CompiledStep:
         )
         for _, kind, axes in sorted({key[:3] for key in figures if key[0] == "collective"})
     ]
-    parts = {
-        f"{key[1] or 'made by the compiler'}: {key[2]}": value
-        for key, value in figures.items()
-        if key[0] == "part"
-    }
+    parts = {key[1]: value for key, value in figures.items() if key[0] == "part"}
     return CompiledStep(
         arguments=figures["arguments",],
         temporaries=figures["temporaries",],

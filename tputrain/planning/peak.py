@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tputrain.figures import memory_text
-from tputrain.parallel.blocks import without_numbers
-from tputrain.parallel.step_schedule import scopes
+from tputrain.parallel.step_schedule import Origin, origin
 
 _SAME = frozenset(("bitcast", "tuple", "while", "opt-barrier", "optimization-barrier", "get-tuple-element"))
 """Their results are their operands."""
@@ -39,11 +38,13 @@ class Buffer:
     count: int
     num_bytes: int
     """Of all of them."""
+    line: str = ""
+    """Of the model, as `file.py:12`; empty: there is none."""
 
     @property
     def origin(self) -> str:
         """What made them, in words."""
-        return f"{self.label or 'made by the compiler'}: {self.operation}"
+        return Origin(self.label, self.line, self.operation).in_words
 
     @property
     def amount(self) -> str:
@@ -73,13 +74,16 @@ def peak(program: Any) -> Peak:
     instructions = program.computations[program.entry]
     lives = _Lives(program, instructions)
     moment, total = lives.largest()
-    kinds: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    kinds: defaultdict[tuple[Origin, str], list[int]] = defaultdict(list)
     for kind, size in lives.at(moment):
         kinds[kind].append(size)
-    found = [Buffer(*kind, len(sizes), sum(sizes)) for kind, sizes in kinds.items()]
+    found = [
+        Buffer(made.label, made.operation, described, len(sizes), sum(sizes), made.line)
+        for (made, described), sizes in kinds.items()
+    ]
     return Peak(
         total,
-        without_numbers(scopes(instructions[moment])[0]),
+        origin(instructions[moment]).without_numbers().label,
         tuple(sorted(found, key=lambda each: -each.num_bytes)[:_KEPT]),
     )
 
@@ -126,15 +130,15 @@ class _Lives:
             found = max(found, (number, now + inside), key=lambda each: each[1])
         return found
 
-    def at(self, number: int) -> Iterator[tuple[tuple[str, str, str], int]]:
-        """The buffers that are there at an instruction: label, operation, dtype and dims; and their bytes."""
+    def at(self, number: int) -> Iterator[tuple[tuple[Origin, str], int]]:
+        """The buffers that are there at an instruction: origin, dtype and dims; and their bytes."""
         for buffer, begin in self._begin.items():
             if begin <= number <= self._end[buffer] and self._sizes[buffer]:
                 name, place = buffer
                 dtype, dims, _ = self.elements[name][place]
                 described = f"{dtype}[{','.join(map(str, dims))}]"
-                label, operation = scopes(self._by_name[name])
-                yield (without_numbers(label), operation, described), self._sizes[buffer]
+                made = origin(self._by_name[name]).without_numbers()
+                yield (made, described), self._sizes[buffer]
         if (inner := self._inner.get(number)) is not None:
             yield from inner.at(inner.largest()[0])
 
