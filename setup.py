@@ -57,6 +57,7 @@ DEPENDENCIES = [
     "fsspec>=2024.2",
     "tokenizers>=0.21",
     "omegaconf>=2.3",
+    "packaging>=22",
     "pyyaml>=6.0",
     "rich>=13.7",
     "shtab>=1.7",

@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from torch._C._distributed_c10d import HashStore
 
 from tpu_backend import _C
@@ -172,7 +173,10 @@ def chips(topology: str) -> tuple[Any, ...]:
     try:
         return tuple(topologies.get_topology_desc(platform="tpu", **arguments).devices)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"unknown topology {topology!r}: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if (differs := mismatch()) is not None:
+            raise RuntimeError(f"{differs}; with these versions: {reason}") from error
+        raise ValueError(f"unknown topology {topology!r}: {reason}") from error
 
 
 def places(topology: str) -> list[Place]:
@@ -188,3 +192,18 @@ def compiler_version() -> str | None:
         return version("libtpu")
     except PackageNotFoundError:
         return None
+
+
+def mismatch() -> str | None:
+    """How the installed libtpu differs from the one that the installed jax asks for, and what to type; None:
+    it does not. Another libtpu may compile, too.
+    """
+    installed, jax = compiler_version(), version("jax")
+    for each in map(Requirement, requires("jax") or ()):
+        is_asked = each.marker is None or each.marker.evaluate({"extra": "tpu"})
+        if each.name == "libtpu" and is_asked and installed is not None and installed not in each.specifier:
+            return (
+                f"jax {jax} asks for libtpu{each.specifier}, and libtpu {installed} is installed: "
+                f"pip install 'jax[tpu]=={jax}'"
+            )
+    return None

@@ -14,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from torch import nn
 
 from tests.parallel.compiled_plan import SLICES, TOPOLOGY
 from tests.tpu.test_compile import needs_compiler
-from tpu_backend import hlo
+from tpu_backend import ahead_of_time, hlo
 from tpu_backend.runtime.described import NoArray
 from tpu_backend.runtime.transfer import copy
 from tputrain import device as devices
@@ -164,6 +166,46 @@ def test_without_a_compiler_the_model_answers_and_a_line_says_what_is_missing(
     printed = capsys.readouterr().out
     assert "MFU" in printed
     assert "not compiled: libtpu, its compiler, is not installed: pip install 'tputrain[tpu]'" in printed
+
+
+WANTED = ["jaxlib<=0.10.2", "libtpu==0.0.42.*; extra == 'tpu'", "libtpu==0.0.1; extra == 'other'"]
+DIFFERS = (
+    "jax 0.10.2 asks for libtpu==0.0.42.*, and libtpu 0.0.30 is installed: pip install 'jax[tpu]==0.10.2'"
+)
+
+
+@pytest.mark.parametrize(("installed", "said"), [("0.0.42.1", None), ("0.0.30", DIFFERS), (None, None)])
+def test_a_libtpu_that_jax_does_not_ask_for_is_named(
+    installed: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead_of_time, "compiler_version", lambda: installed)
+    monkeypatch.setattr(ahead_of_time, "version", lambda name: {"jax": "0.10.2"}[name])
+    monkeypatch.setattr(ahead_of_time, "requires", lambda name: {"jax": WANTED}[name])
+    assert ahead_of_time.mismatch() == said
+
+
+def test_a_mismatch_is_said_before_the_compiler_is_asked_and_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(**_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no\nmore")
+
+    monkeypatch.setattr(ahead_of_time, "find_spec", lambda name: name)
+    monkeypatch.setattr(topologies, "get_topology_desc", unknown)
+    monkeypatch.setattr(ahead_of_time, "mismatch", lambda: None)
+    with pytest.raises(ValueError, match=r"unknown topology 'v5e:9x9': INVALID_ARGUMENT: no$"):
+        ahead_of_time.chips("v5e:9x9")
+    monkeypatch.setattr(ahead_of_time, "mismatch", lambda: DIFFERS)
+    with pytest.raises(RuntimeError) as error:
+        ahead_of_time.chips("v5e:9x9")
+    assert str(error.value) == f"{DIFFERS}; with these versions: INVALID_ARGUMENT: no"
+    refusal = compiled_step._refusal(RuntimeError("INTERNAL: no"), "the whole step")
+    assert str(refusal) == f"the TPU compiler refuses the step (the whole step): INTERNAL: no; {DIFFERS}"
+    monkeypatch.setattr(ahead_of_time, "start", lambda name: print(f"asked for {name}"))
+    compiled_step.start_slice(Topology.parse(TOPOLOGY))
+    assert capsys.readouterr().out.splitlines() == [f"note: {DIFFERS}", f"asked for {TOPOLOGY}"]
+    step = compiled_step._Compiled(defaultdict(float), ("one",), None, 1.0, 1.0)
+    assert compiled_step._step(step, compiled_step._depth(Deep(1))).notes == ("one", DIFFERS)
 
 
 @pytest.mark.parametrize(

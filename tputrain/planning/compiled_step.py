@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from tputrain import device as devices
-from tputrain.announce import announced
+from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.config import RunConfig
 from tputrain.errors import UserError
@@ -181,12 +181,16 @@ def _growth(few: float, all_layers: float) -> float:
 
 
 def start_slice(topology: Topology) -> None:
-    """Make this process stand for one rank of the slice. Once, before it uses the device.
+    """Make this process stand for one rank of the slice. Once, before it uses the device. Where jax and
+    libtpu do not match, a line says so.
 
     Raises UserError where libtpu knows no such slice.
     """
+    slices = devices.of_slices()
+    if (differs := slices.mismatch()) is not None:
+        say(f"note: {differs}")
     try:
-        devices.of_slices().start(_name(topology))
+        slices.start(_name(topology))
     except (ValueError, RuntimeError) as error:
         raise UserError(f"topology {topology.name}: {error}") from error
 
@@ -355,7 +359,9 @@ def _refusal(error: Exception, depth: str) -> Exception:
     if match is not None:
         return DoesNotFitError(float(match[1]) * _UNITS[match[2]], depth)
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return UserError(f"the TPU compiler refuses the step ({depth}): {reason}")
+    differs = devices.of_slices().mismatch()
+    also = "" if differs is None else f"; {differs}"
+    return UserError(f"the TPU compiler refuses the step ({depth}): {reason}{also}")
 
 
 def chips_by_rank(layout: Layout) -> list[int]:
@@ -459,7 +465,7 @@ class _Groups:
 
 
 def _step(one: _Compiled, depth: _Depth) -> CompiledStep:
-    figures = one.figures
+    figures, differs = one.figures, devices.of_slices().mismatch()
     sums = [
         CollectiveSum(
             kind, axes, *(figures["collective", kind, axes, what] for what in ("count", "bytes", "seconds"))
@@ -481,7 +487,7 @@ def _step(one: _Compiled, depth: _Depth) -> CompiledStep:
         record_seconds=one.record_seconds,
         compile_seconds=one.compile_seconds,
         compiler=f"libtpu {devices.of_slices().compiler_version()}",
-        notes=one.notes,
+        notes=one.notes if differs is None else (*one.notes, differs),
         host=figures["host",],
         peak=one.peak,
     )
