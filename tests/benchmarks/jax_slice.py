@@ -35,7 +35,7 @@ from tests.benchmarks.jax_reference import Params, State, llama_loss, training_s
 from tpu_backend import ahead_of_time, hlo
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig, inverse_frequencies
 from tputrain.parallel.layout import Layout
-from tputrain.parallel.step_schedule import ATTENTION_SHARES, Schedule
+from tputrain.parallel.step_schedule import Schedule, attention_share
 from tputrain.parallel.topology import GIB, Topology
 from tputrain.planning.compiled_step import chips_by_rank, scheduled_step
 
@@ -322,7 +322,7 @@ def with_kernels(program: hlo.Program, step: SliceStep) -> hlo.Program:
         if instruction.opcode != "custom-call" or not instruction.name.startswith("splash"):
             return instruction
         kind = next(name for name in _PRODUCTS if f"_{name}" in instruction.name)
-        seconds = _PRODUCTS[kind] * 2 * pairs * step.config.head_dim / (peak * ATTENTION_SHARES[kind])
+        seconds = _PRODUCTS[kind] * 2 * pairs * step.config.head_dim / (peak * attention_share(chip, kind))
         cycles = f' "estimated_cycles":"{round(seconds * chip.clock)}"'
         return replace(instruction, text=instruction.text + cycles)
 

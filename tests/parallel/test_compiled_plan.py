@@ -516,6 +516,12 @@ def test_a_kernel_counts_its_products_and_another_its_bytes() -> None:
     assert _by_kind(found)["unestimated"] == found.total == pytest.approx(seconds + moved)
     of_kernel = Spent("backward model", Origin("backward model", "", "pallas_call"), "unestimated")
     assert found.spent[of_kernel] == pytest.approx(seconds)
+    on_v5e, on_v5p = (
+        schedule(program, Topology.parse(name), lambda _: 0.0).spent[of_kernel]
+        * Topology.parse(name).peak_flops
+        for name in ("v5e:1x1", "v5p:1x1x1")
+    )
+    assert on_v5e / on_v5p == pytest.approx(0.78 / 0.98)  # v5p has the shares of v6e
 
 
 def test_a_kernel_takes_as_long_as_the_products_that_its_author_names() -> None:
