@@ -218,6 +218,12 @@ class _Depth:
             return "the whole step"
         return f"{' and '.join(map(str, self.compiled))} of {' and '.join(map(str, self.wanted))} layers"
 
+    def whole_seconds(self, compile_seconds: float) -> float:
+        """About how long all layers take to compile, where these took so long. A further layer took 3 to 12 %
+        of four (docs/plan.md, depth).
+        """
+        return compile_seconds * (1 + 0.1 * (sum(self.wanted) - sum(self.compiled)))
+
     def share_of(self, name: str) -> float:
         """How much of the layers of this name is compiled."""
         counts = [each for each in zip(self.names, self.compiled, self.wanted) if each[0] == name]
@@ -473,6 +479,16 @@ def _step(one: _Compiled, depth: _Depth) -> CompiledStep:
         for _, kind, axes in sorted({key[:3] for key in figures if key[0] == "collective"})
     ]
     parts = {key[1]: value for key, value in figures.items() if key[0] == "part"}
+    notes = list(one.notes)
+    if depth.compiled != depth.wanted:
+        minutes = max(1, round(depth.whole_seconds(one.compile_seconds) / 60))
+        layers = " and ".join(map(str, depth.wanted))
+        notes.append(
+            f"a run compiles all {layers} layers: about {minutes} minutes at this machine's pace; unless the "
+            "host keeps activations, its first steps are in parts meanwhile (execution.first_steps)"
+        )
+    if differs is not None:
+        notes.append(differs)
     return CompiledStep(
         arguments=figures["arguments",],
         temporaries=figures["temporaries",],
@@ -487,7 +503,7 @@ def _step(one: _Compiled, depth: _Depth) -> CompiledStep:
         record_seconds=one.record_seconds,
         compile_seconds=one.compile_seconds,
         compiler=f"libtpu {devices.of_slices().compiler_version()}",
-        notes=one.notes if differs is None else (*one.notes, differs),
+        notes=tuple(notes),
         host=figures["host",],
         peak=one.peak,
     )

@@ -88,8 +88,11 @@ _FUSION = {
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
 }
+# Of the 128 MiB on the chip an operation may use more than libtpu's own limit: products of large steps read
+# their operands from memory less often. A small step on one chip became slower.
+_ON_CHIP = {"xla_tpu_scoped_vmem_limit_kib": 98_304}
 FOR_COLLECTIVES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), _FUSION),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), _FUSION | _ON_CHIP),
     **dict.fromkeys(("TPU v5", "TPU v5p"), _FUSION | {"xla_tpu_prefer_async_allgather_to_allreduce": True}),
 }
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
