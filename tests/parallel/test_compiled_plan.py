@@ -210,7 +210,7 @@ def test_a_mismatch_is_said_before_the_compiler_is_asked_and_where_it_fails(
 
 def test_a_note_says_how_long_a_run_compiles_all_layers() -> None:
     few = compiled_step._Compiled(defaultdict(float), (), None, 1.0, 300.0)
-    (note, *_) = compiled_step._step(few, compiled_step._depth(Deep(24))).notes
+    (note, *_) = compiled_step._step(few, compiled_step._depth(Deep(*(1,) * 24))).notes
     assert note.startswith("a run compiles all 24 layers: about 15 minutes at this machine's pace; ")
     assert "(execution.first_steps)" in note
 
