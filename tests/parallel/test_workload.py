@@ -190,9 +190,31 @@ def test_a_loss_at_once_rounds_its_gradients_where_it_makes_them() -> None:
     assert [each.moment for each in found] == ["head", "loss"]
     # What is scattered, and what comes of it.
     assert 2.1 * weight < found[0].gathered < 2.3 * weight
-    # In blocks: the gathered weight, sums in float32, and the gradient.
+    # In blocks: the gathered weight, sums in float32, the gradient, and a block's logits, which count twice.
     assert weight < found[1].gathered < 1.3 * weight
-    assert 2 * weight < found[1].working - many.parts_among(1)[-1].most_logits < 3 * weight
+    logits = many.parts_among(1)[-1].most_logits
+    assert 2 * weight < found[1].working - 2 * logits < 3 * weight
+
+
+@pytest.mark.parametrize(("shards", "times"), [(1, 1), (8, 2)])
+def test_logits_of_blocks_count_again_where_a_scatter_follows(shards: int, times: int) -> None:
+    config = LlamaConfig(50_000, 64, 96, 2, 4, 2, 16, 4096, tie_word_embeddings=False)
+    given = workload_of(llama(config).bfloat16(), text(4096))
+    rest = given.parts_among(1)[-1]
+    for has_logits_twice in (False, True):
+        found = memory(
+            given,
+            shards=shards,
+            tensor=1,
+            rows=1,
+            rung="layers",
+            is_accumulated=False,
+            precision=Precision(),
+            has_logits_twice=has_logits_twice,
+        )
+        assert found.moment == "loss"
+        of_values = rest.forward_peak.at(1, 1) + rest.sums
+        assert found.working == of_values + (times + has_logits_twice) * rest.most_logits
 
 
 def test_tensor_parallelism_divides_what_its_plan_cuts() -> None:

@@ -179,7 +179,7 @@ def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bo
         rung=rung,
         is_accumulated=is_accumulated,
         precision=task.precision,
-        is_megacore=task.topology.chip.is_megacore,
+        has_logits_twice=task.topology.chip.has_logits_twice,
     )
 
 

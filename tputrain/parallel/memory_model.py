@@ -102,9 +102,11 @@ def memory(
     rung: str,
     is_accumulated: bool,
     precision: Precision,
-    is_megacore: bool = False,
+    has_logits_twice: bool = False,
 ) -> Memory:
-    """Of a device with `rows` rows of a micro-batch. `shards`: devices that share parameters and state."""
+    """Of a device with `rows` rows of a micro-batch. `shards`: devices that share parameters and state.
+    `has_logits_twice`: a loss's logits and their gradient (`Chip.has_logits_twice`).
+    """
     *layers, rest = parts = workload.parts_among(tensor)
     parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in parts)
     trained = sum(each.count * each.parameters.trained(tensor) for each in parts)
@@ -133,15 +135,19 @@ def memory(
     gathered = head + gradient
     logits = min(rest.logits.at(rows, tensor), rest.most_logits)
     of_loss = max(rest.forward_peak.at(rows, tensor) + logits, rest.backward_peak.at(rows, tensor))
-    if is_megacore:  # two cores do not write the logits' gradient over the logits
+    if has_logits_twice:
         of_loss += logits
     of_rest = rest.parameters.trained(tensor) * _itemsize(rest) / shards
     held = rest.held.at(rows, tensor)
     moments = [("update", gradients / shards, 0.0, 0.0, 0.0)]
     if rest.most_logits:  # the loss makes the weight's gradient itself: it is among what it works with
-        is_in_blocks = rest.logits.at(rows, tensor) > rest.most_logits
-        of_loss += rest.sums if is_in_blocks else 0.0
-        gathered = head if is_in_blocks or not gradient else 0.0  # at once the weight goes before it comes
+        if rest.logits.at(rows, tensor) > rest.most_logits:  # in blocks
+            gathered = head
+            of_loss += rest.sums
+            # libtpu's figure has the values of a loop again, where a scatter follows.
+            of_loss += logits if gradient else 0.0
+        elif gradient:  # the weight goes before it comes
+            gathered = 0.0
         moments.append(("head", 0.0, all_kept, 0.0, (2 + 1 / shards) * gradient + ahead))
     moments.append(("loss", 0.0, all_kept, of_loss, gathered + ahead))
     for each in layers:

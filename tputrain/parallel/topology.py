@@ -76,9 +76,11 @@ class Chip:
         return len(self.pod)
 
     @property
-    def is_megacore(self) -> bool:
-        """Whether a device is two cores with one memory."""
-        return self.cores > self.devices
+    def has_logits_twice(self) -> bool:
+        """Whether libtpu writes the gradient of a loss's logits beside them, not over them: in its programs
+        for chips of two cores (v4, v5p, tpu7x).
+        """
+        return self.cores > 1
 
     @property
     def counts_cores(self) -> bool:
