@@ -144,7 +144,7 @@ def by_hand(row: Row, lower: Lower = jax_slice.lower, has_kernel: bool = False) 
         replicas=row.replicas,
     )
     chips = ahead_of_time.chips(row.topology)
-    options = wanted_for(chips[0].device_kind, len(chips) > 1)
+    options = wanted_for(chips[0].device_kind, len(chips))
     found = jax_slice.compiled(step, options, lower=lower)
     return {
         "compile_seconds": found.compile_seconds,

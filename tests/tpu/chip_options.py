@@ -1,7 +1,8 @@
 """The compiler's options of programs with collectives, as the installed compiler takes them.
 
 Run as a process of its own: it loads libtpu. Prints as JSON, by JAX's kind of device, the options of a
-program with and of one without collectives, and again where the table has an option that no compiler knows.
+program with and of one without collectives, and again where the table has an option that no compiler knows;
+and how many devices the first one has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from tpu_backend.runtime import compiler_options
 from tpu_backend.runtime.target import Target
 
-TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:4x4")
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         of_chip = compiler_options.FOR_COLLECTIVES.get(kind, {})
         compiler_options.FOR_COLLECTIVES[kind] = of_chip | {"xla_tpu_no_such_option": True}
         compiler_options._accepted.cache_clear()
-        found[kind] = [without, with_collectives, compiler_options.options_for({}, together)]
+        found[kind] = [without, with_collectives, compiler_options.options_for({}, together), len(devices)]
     json.dump(found, sys.stdout)
 
 

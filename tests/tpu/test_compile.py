@@ -16,7 +16,7 @@ from tests.tpu.compiler import ROOT
 from tests.tpu.device_calls import device_calls
 from tpu_backend.lowering import CannotCompile, Lowering
 from tpu_backend.runtime import segment
-from tpu_backend.runtime.compiler_options import FOR_ALL, FOR_COLLECTIVES, wanted_for
+from tpu_backend.runtime.compiler_options import FOR_ALL, FOR_COLLECTIVES, FOR_SEVERAL_HOSTS, wanted_for
 
 needs_compiler = pytest.mark.skipif(
     not compiler_is_installed(), reason="libtpu, the TPU compiler, is not installed (Linux on x86-64 only)"
@@ -180,10 +180,10 @@ def test_calls_that_are_written_down_stay_on_the_device():
 def test_programs_have_the_options_of_their_chip():
     found = printed_by("tests.tpu.chip_options")
     assert len(found) == 3
-    assert found["TPU v6 lite"][1]
-    for kind, (alone, together, with_an_unknown_one) in found.items():
-        assert alone == FOR_ALL
-        assert together == with_an_unknown_one == wanted_for(kind, has_collectives=True)
+    assert found["TPU v6 lite"][1]["xla_tpu_scoped_vmem_limit_kib"] == 98_304
+    for kind, (alone, together, with_an_unknown_one, num_devices) in found.items():
+        assert alone == FOR_ALL == wanted_for(kind, 1)
+        assert together == with_an_unknown_one == wanted_for(kind, num_devices)
 
 
 @needs_compiler
@@ -191,4 +191,4 @@ def test_an_option_that_the_user_has_set_is_left_alone(monkeypatch):
     first, second, *others = FOR_COLLECTIVES["TPU v6 lite"]
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{first}=false --{second}=disabled")
     found = printed_by("tests.tpu.chip_options")
-    assert list(found["TPU v6 lite"][1]) == [*FOR_ALL, *others]
+    assert list(found["TPU v6 lite"][1]) == [*FOR_ALL, *others, *FOR_SEVERAL_HOSTS["TPU v6 lite"]]

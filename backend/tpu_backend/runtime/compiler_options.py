@@ -39,7 +39,7 @@ def options_for(
     largest array, where that is not the segment's.
     """
     if target.platform == "tpu":
-        return dict(_accepted(target.device, target.mesh is not None))
+        return dict(_accepted(target.device, target.num_ranks or 1))
     if target.platform != "cpu":
         return None
     values = {value for entry, _, _ in summaries(description["tape"]) for value in entry.values}
@@ -88,31 +88,42 @@ _FUSION = {
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
 }
-# Of the 128 MiB on the chip an operation may use more than libtpu's own limit: products of large steps read
-# their operands from memory less often. A small step on one chip became slower.
-_ON_CHIP = {"xla_tpu_scoped_vmem_limit_kib": 98_304}
+_V6E = ("TPU v6 lite", "TPU v6e")
 FOR_COLLECTIVES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), _FUSION | _ON_CHIP),
+    **dict.fromkeys(_V6E, _FUSION),
     **dict.fromkeys(("TPU v5", "TPU v5p"), _FUSION | {"xla_tpu_prefer_async_allgather_to_allreduce": True}),
 }
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
+# Of the 128 MiB on the chip an operation may use more than libtpu's own limit: products of large steps read
+# their operands from memory less often. A small step on one chip became slower, and on four chips a compilation
+# took more than four times as long.
+_ON_CHIP = {"xla_tpu_scoped_vmem_limit_kib": 98_304}
+FOR_SEVERAL_HOSTS: dict[str, dict[str, Any]] = dict.fromkeys(_V6E, _ON_CHIP)
+"""The same, for programs on more devices than a host has."""
+_HOST = 8  # chips, of a v6e
 FOR_ALL: dict[str, Any] = {
     # libtpu places buffers with large gaps where less than half of the memory is needed. False: closely.
     "xla_tpu_buffer_assignment_enable_fast_merge_fallback": False,
 }
 
 
-def wanted_for(kind: str, has_collectives: bool) -> dict[str, Any]:
-    """The options for a kind of device, as JAX calls it, whatever the installed compiler knows."""
-    return FOR_ALL | (FOR_COLLECTIVES.get(kind, {}) if has_collectives else {})
+def wanted_for(kind: str, num_devices: int) -> dict[str, Any]:
+    """The options for programs on so many devices of a kind, as JAX calls it, whatever the installed compiler
+    knows.
+    """
+    return (
+        FOR_ALL
+        | (FOR_COLLECTIVES.get(kind, {}) if num_devices > 1 else {})
+        | (FOR_SEVERAL_HOSTS.get(kind, {}) if num_devices > _HOST else {})
+    )
 
 
 @cache
-def _accepted(device: Any, has_collectives: bool) -> dict[str, Any]:
+def _accepted(device: Any, num_devices: int) -> dict[str, Any]:
     """Those that the installed compiler knows, but for what LIBTPU_INIT_ARGS sets itself."""
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     given = {argument.lstrip("-").partition("=")[0].removeprefix("no") for argument in arguments}
-    options = wanted_for(device.device_kind, has_collectives)
+    options = wanted_for(device.device_kind, num_devices)
     wanted = {name: value for name, value in options.items() if name not in given}
 
     def are_known(options: dict[str, Any]) -> bool:
