@@ -60,6 +60,8 @@ def expect_types(config: Any, prefix: str = "") -> None:
 
 def described_type(hint: Any) -> str:
     """A field's type for people: `int | None` is "a whole number or null"."""
+    if hint is Any:
+        return "a value or a list"
     if get_origin(hint) is dict:
         return "keys and values"
     if get_origin(hint) is list:

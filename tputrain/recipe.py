@@ -66,9 +66,9 @@ class RecipeConfig(RunConfig):
         )
         form = self.execution.train
         expect(
-            self.model.recomputes != OFFLOAD or form in ("fused", "captured"),
+            OFFLOAD not in (self.model.recomputes or "").split(",") or form in ("fused", "captured"),
             "model.activation_checkpointing",
-            OFFLOAD,
+            self.model.recomputes,
             f"layers or products with execution.train={form}: the host keeps inputs within one program",
         )
         self.check_limits(*self.model.limits())

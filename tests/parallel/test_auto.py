@@ -91,8 +91,19 @@ def test_a_loader_is_where_it_was_after_its_first_batch_was_looked_at() -> None:
 def test_checkpointing_is_taken_off_while_the_model_is_looked_at() -> None:
     from tputrain.parallel.auto import _without_checkpointing
 
-    module = nn.Linear(1, 1)
-    module.recomputes = True  # type: ignore[assignment]
-    with _without_checkpointing([module]):
-        assert not module.recomputes
-    assert module.recomputes
+    kinds = ["products", "none", "products", "none"]
+    layers = nn.ModuleList(nn.Linear(1, 1) for _ in kinds)
+    for layer, kind in zip(layers, kinds, strict=True):
+        layer.recomputes = kind  # type: ignore[assignment]
+    with _without_checkpointing(layers) as rung:
+        assert [layer.recomputes for layer in layers] == ["none"] * 4
+    assert rung == "products,none"
+    assert [layer.recomputes for layer in layers] == kinds
+    of_transformers = nn.Linear(1, 1)
+    of_transformers.gradient_checkpointing = True  # type: ignore[assignment]
+    with _without_checkpointing(of_transformers) as rung:
+        assert not of_transformers.gradient_checkpointing
+    assert rung == "layers"
+    assert of_transformers.gradient_checkpointing
+    with _without_checkpointing(nn.Linear(1, 1)) as rung:
+        assert rung == "none"

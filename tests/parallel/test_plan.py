@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.planned_models import plan_of_recipe, planned
+from tests.parallel.planned_models import plan_of_recipe, planned, workload
+from tputrain.parallel.candidate import Task, candidates
 from tputrain.parallel.layout import Layout, layouts, mesh_of
 from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, TEMPORARIES, lines, picture
 from tputrain.parallel.topology import Topology
@@ -127,6 +128,22 @@ def test_every_candidate_has_a_code_and_figures() -> None:
         assert each["code"] == "batch" or each["memory_gib"]["total"] > 0
     fitting = [each for each in found["candidates"] if each["code"] in ("chosen", "slower")]
     assert all(each["degrees"]["context"] == 1 for each in fitting)
+
+
+def test_the_memory_and_time_of_several_kinds_are_sums_over_the_layers() -> None:
+    task = Task(workload("llama-8b", 4096), Topology.parse("v5p:4x4x4"), 64, 64)
+
+    def found(rung: str) -> tuple[float, float]:
+        asked = replace(task, rungs=(rung,), degrees={"replicate": 1, "shard": 64, "context": 1, "tensor": 1})
+        (candidate, *_) = candidates(asked)
+        assert candidate.code == "slower"  # than the best: it can be run
+        assert candidate.memory is not None
+        assert candidate.seconds is not None
+        return candidate.memory.kept, candidate.seconds.recomputed
+
+    (most, _), (least, again), (products, in_part) = map(found, ("none", "layers", "products"))
+    assert found("layers,none") == pytest.approx(((most + least) / 2, again / 2))
+    assert found("none,products,none,none") == pytest.approx(((3 * most + products) / 4, in_part / 4))
 
 
 def test_more_checkpointing_never_keeps_more() -> None:

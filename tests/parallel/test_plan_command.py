@@ -135,7 +135,12 @@ def test_the_page_of_a_compiled_plan_has_the_compilers_figures_and_names_are_esc
 
 @pytest.mark.parametrize(
     ("said", "rungs"),
-    [("null", {"none", "products", "layers", "offload"}), ("false", {"none"}), ("products", {"products"})],
+    [
+        ("null", {"none", "products", "layers", "offload"}),
+        ("false", {"none"}),
+        ("products", {"products"}),
+        ("[layers, none]", {"layers,none"}),
+    ],
 )
 def test_a_plan_holds_to_the_checkpointing_of_the_recipe(said: str, rungs: set[str]) -> None:
     cfg = read_recipe(find_recipe("llama"), [f"model.activation_checkpointing={said}"])

@@ -370,6 +370,38 @@ def test_layers_computed_again_give_the_same_gradients(directory, device, kind):
         torch.testing.assert_close(ours[name], gradient, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0}
+        | {"embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        | {"num_attention_heads": 2},
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_layers_are_computed_again_as_their_kinds_say(config):
+    model = build_huggingface(config | {"vocab_size": 300}, 0, ["none", "layers"]).train()
+    layers = [each for each in model.modules() if hasattr(each, "recomputes")]
+    assert [layer.recomputes for layer in layers] == ["none", "layers"]
+    times = [0, 0]
+
+    def counting(number):
+        def count(*_):
+            times[number] += 1
+
+        return count
+
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(counting(number))
+    model(**Batches().batch_at(0, 0)).backward()
+    assert times == [1, 2]
+    plain = build_huggingface(config | {"vocab_size": 300}).train()
+    plain(**Batches().batch_at(0, 0)).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
 def test_a_directory_without_a_model_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"^model\.path=.*: cannot be loaded: ") as caught:
         load_huggingface(str(tmp_path))

@@ -204,12 +204,81 @@ def test_what_a_layer_returns_and_takes_may_be_odd(device):
     assert torch.equal(ignores.bias.grad.cpu(), torch.full((2, 4), 2.0))
 
 
-def test_another_kind_is_refused():
-    with pytest.raises(
-        UserError,
-        match=r"^model\.activation_checkpointing=product: expected one of true, false, layers, prod",
-    ):
-        LlamaModelConfig(activation_checkpointing="product")
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        ("product", "product"),
+        ("layers,product", "layers,product"),
+        (["layers", "product"], "['layers', 'product']"),
+        ("", ""),
+        ([], "[]"),
+        (["layers", True], "['layers', True]"),
+        (2, "2"),
+    ],
+)
+def test_another_kind_is_refused(setting, shown):
+    with pytest.raises(UserError) as caught:
+        LlamaModelConfig(activation_checkpointing=setting)
+    expected = (
+        f"model.activation_checkpointing={shown}: expected one of true, false, layers, products, offload, "
+        "or kinds that repeat over the layers, such as [layers, none]"
+    )
+    hint = "; did you mean products?" if "product" in shown else ""
+    assert str(caught.value) == expected + hint
+
+
+def test_more_kinds_than_layers_are_refused():
+    with pytest.raises(UserError, match=r"=layers,none,none: expected at most 2, a kind for each layer$"):
+        LlamaModelConfig(num_hidden_layers=2, activation_checkpointing="layers,none,none")
+
+
+def _of_kinds(kinds):
+    return dataclasses.replace(SMALL, num_hidden_layers=5, activation_checkpointing=kinds)
+
+
+def test_kinds_repeat_over_the_layers():
+    found = [layer.recomputes for layer in Llama(_of_kinds(["layers", "none", "products"])).model.layers]
+    assert found == ["layers", "none", "products", "layers", "none"]
+    config = LlamaModelConfig(activation_checkpointing=["layers", "none", "layers", "none"])
+    assert config.activation_checkpointing == config.recomputes == "layers,none"
+    assert LlamaModelConfig(activation_checkpointing="layers, layers").activation_checkpointing == "layers"
+    assert LlamaModelConfig(activation_checkpointing="none").activation_checkpointing is False
+    assert LlamaModelConfig(activation_checkpointing="layers,none,layers").recomputes == "layers,none,layers"
+
+
+def _step(kinds, device):
+    """The gradients on `device`, and the bytes that the forward pass keeps for the backward pass."""
+    initialize(model := Llama(_of_kinds(kinds)), seed=0)
+    model.to(device)
+    batch = {name: tensor.to(device) for name, tensor in Batches().batch_at(0, 0).items()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor):
+        kept[id(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(**batch)
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in kept.values())
+    loss.backward()
+    return [parameter.grad.cpu() for parameter in model.parameters()], num_bytes
+
+
+@pytest.mark.parametrize("kinds", [["layers", "none"], ["none", "layers", "offload", "none"]])
+def test_layers_of_several_kinds_have_the_same_gradients_to_the_bit_and_keep_less(kinds):
+    (expected, most), (_, least) = _step(False, "cpu"), _step("layers", "cpu")
+    found, between = _step(kinds, "cpu")
+    assert all(map(torch.equal, found, expected))
+    assert least < between < most
+    # As many layers are kept whole as have the kind none; what they share counts once.
+    num_whole = [layer.recomputes for layer in Llama(_of_kinds(kinds)).model.layers].count("none")
+    assert between == pytest.approx(least + num_whole * (most - least) / 5, rel=0.01)
+
+
+def test_layers_of_several_kinds_train_on_the_device_too():
+    expected, found = _step(False, "tpu")[0], _step(["layers", "none", "products"], "tpu")[0]
+    for ours, gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +286,7 @@ def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
     config = LlamaConfig(64, 128, 1024, 4, 2, 1, 64, 1024)
     ids = torch.randint(0, 64, (1, 1024))
 
-    def temporaries(recomputes: bool) -> int:
+    def temporaries(recomputes: bool | list[str]) -> int:
         model = Llama(dataclasses.replace(config, activation_checkpointing=recomputes)).to("tpu")
         monkeypatch.setattr(compiler, "_largest_temporary", 0)
         with torch.tpu.eager_mode("fused"):
@@ -226,7 +295,9 @@ def test_recomputed_layers_save_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
             loss.item()
         return torch.tpu.memory_stats()["executable_temp_bytes"]
 
-    assert temporaries(False) > 1.5 * temporaries(True)
+    most, least = temporaries(False), temporaries(True)
+    assert most > 1.5 * least
+    assert least < temporaries(["layers", "none"]) < most
 
 
 @pytest.mark.parametrize("run", [recomputed, recomputed_call])
@@ -273,12 +344,12 @@ def test_layers_whose_inputs_the_host_keeps_train_under_torch_compile_too():
         torch.testing.assert_close(parameter.grad.cpu(), plain[name], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["compile", "strict"])
-def test_the_host_keeps_inputs_within_one_program_alone(form):
-    overrides = ["model.activation_checkpointing=offload", f"execution.train={form}"]
+@pytest.mark.parametrize(("form", "kinds"), [("compile", "offload"), ("strict", "none,offload")])
+def test_the_host_keeps_inputs_within_one_program_alone(form, kinds):
+    overrides = [f"model.activation_checkpointing={kinds}", f"execution.train={form}"]
     with pytest.raises(
         UserError,
-        match=rf"activation_checkpointing=offload: expected layers or products with execution\.train={form}:",
+        match=rf"activation_checkpointing={kinds}: expected layers or products with execution\.train={form}:",
     ):
         read_recipe(find_recipe("llama"), overrides)
 
@@ -290,6 +361,8 @@ def test_the_host_keeps_inputs_within_one_program_alone(form):
         ("false", False),
         *((each, each) for each in ("layers", "products", "offload")),
         ("null", None),
+        ("[layers, none]", "layers,none"),
+        ("'layers,none'", "layers,none"),
     ],
 )
 def test_a_recipe_says_it_as_a_bool_or_as_a_kind(tmp_path, said, meant):

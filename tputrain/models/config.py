@@ -68,7 +68,7 @@ class ModelConfig(Family, group="model", by="name"):
 
     @property
     def recomputes(self) -> str | None:
-        """The kind of activation checkpointing that it asks for (none: off); None: it says nothing."""
+        """The kind of activation checkpointing that it asks for, or kinds (none: off); None: nothing said."""
         return None
 
     def recomputing(self, kind: str) -> Self:
@@ -121,9 +121,10 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
     rope_theta: float | None = None
     rms_norm_eps: float | None = None
     tie_word_embeddings: bool | None = None
-    activation_checkpointing: bool | str | None = None
+    activation_checkpointing: Any = None
     """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters; offload: as layers, and the host of a TPU keeps their inputs."""
+    parameters; offload: as layers, and the host of a TPU keeps their inputs. [layers, none]: kinds of layer
+    after layer, which repeat."""
 
     can_recompute: ClassVar[bool] = True
 
@@ -153,7 +154,7 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
         return rung_of(self.activation_checkpointing)
 
     def recomputing(self, kind: str) -> Self:
-        return replace(self, activation_checkpointing=SETTINGS[kind])
+        return replace(self, activation_checkpointing=SETTINGS.get(kind, kind))
 
     @property
     def described(self) -> str:
@@ -215,9 +216,10 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
     """weights (those at `path`) or random."""
     config: dict[str, Any] = field(default_factory=dict)
     """Without `path`: model_type and that type's own settings; its weights are random."""
-    activation_checkpointing: bool | str | None = None
+    activation_checkpointing: Any = None
     """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters; offload: as layers, and the host of a TPU keeps their inputs."""
+    parameters; offload: as layers, and the host of a TPU keeps their inputs. [layers, none]: kinds of layer
+    after layer, which repeat."""
 
     is_transformers: ClassVar[bool] = True
     can_recompute: ClassVar[bool] = True
@@ -261,7 +263,7 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
         return rung_of(self.activation_checkpointing)
 
     def recomputing(self, kind: str) -> Self:
-        return replace(self, activation_checkpointing=SETTINGS[kind])
+        return replace(self, activation_checkpointing=SETTINGS.get(kind, kind))
 
     @property
     def described(self) -> str:

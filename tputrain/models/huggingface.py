@@ -17,7 +17,7 @@ from tputrain.errors import UserError
 from tputrain.hub import asking_hub, is_path
 from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
-from tputrain.models.recompute import kind_of, recomputed_call
+from tputrain.models.recompute import Setting, kinds_of, recomputed_call
 from tputrain.models.sequence import places
 from tputrain.models.vocabulary_loss import VocabularyHead, loss_of_head, next_token_loss, pays
 
@@ -28,15 +28,15 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def load_huggingface(
-    path: str, init: str = "weights", seed: int = 0, activation_checkpointing: bool | str = False
+    path: str, init: str = "weights", seed: int = 0, activation_checkpointing: Setting = False
 ) -> nn.Module:
     """The causal language model at `path`, a directory, a run or a name on the hub, with float32 weights.
 
     `init`: its weights, or random ones by `seed`, drawn as `transformers` does. Parameters keep their names,
     so a checkpoint is a directory that `from_pretrained` reads; forward is that of `tputrain.models.Llama`:
     labels are the next tokens, documents in a sequence do not see each other. `activation_checkpointing`:
-    layers are computed again in the backward pass. Code that comes with a model is never run. Raises
-    UserError where it cannot be had.
+    layers are computed again in the backward pass, or some ([layers, none]). Code that comes with a model is
+    never run. Raises UserError where it cannot be had.
     """
     transformers = _transformers()
     expected = "a directory with config.json and weights, a run, or a name on the hub (and a network)"
@@ -56,7 +56,7 @@ def load_huggingface(
 
 
 def build_huggingface(
-    config: Mapping[str, Any], seed: int = 0, activation_checkpointing: bool | str = False
+    config: Mapping[str, Any], seed: int = 0, activation_checkpointing: Setting = False
 ) -> nn.Module:
     """The causal language model that `config` describes: `model_type` and that type's own settings, with
     random weights by `seed`. Raises UserError for a type or a setting that `transformers` does not know.
@@ -121,7 +121,7 @@ def _random(transformers: Any, config: Any, seed: int) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
+def _adapted(model: Any, activation_checkpointing: Setting) -> nn.Module:
     """`model` with the forward of this library's models."""
     transformers_masks.register()
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", False):
@@ -134,7 +134,7 @@ def _adapted(model: Any, activation_checkpointing: bool | str) -> nn.Module:
     windows = _windows(model.config)
     head = _Head(model.get_output_embeddings())
     if activation_checkpointing:
-        _recompute_layers(model, kind_of(activation_checkpointing))
+        _recompute_layers(model, activation_checkpointing)
 
     def adapted(
         input_ids: Tensor,
@@ -229,8 +229,10 @@ def _windows(config: Any) -> dict[str, int | None]:
     return {kind: None if kind == _FULL else window for kind in kinds}
 
 
-def _recompute_layers(model: Any, kind: str) -> None:
+def _recompute_layers(model: Any, setting: Setting) -> None:
     """Have the layers of `model` computed again in the backward pass, by transformers' own switch."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it is there: it made the model
+
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         switch()
@@ -239,7 +241,8 @@ def _recompute_layers(model: Any, kind: str) -> None:
             f"model.activation_checkpointing=True: expected false, {type(model).__name__} of transformers "
             "does not support it"
         ) from None
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = partial(recomputed_call, kind=kind)
-            module.recomputes = kind
+    switched = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    layers = [module for module in switched if isinstance(module, GradientCheckpointingLayer)] or switched
+    for layer, kind in zip(layers, kinds_of(setting, len(layers)), strict=True):
+        layer._gradient_checkpointing_func = partial(recomputed_call, kind=kind)
+        layer.recomputes = kind

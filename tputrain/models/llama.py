@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tputrain.errors import UserError
 from tputrain.models.attention import attend, causal_mask
 from tputrain.models.kv_cache import KeyValueCache, LayerCache
-from tputrain.models.recompute import kind_of, recomputed
+from tputrain.models.recompute import NONE, Setting, kinds_of, recomputed
 from tputrain.models.sequence import places
 from tputrain.models.vocabulary_loss import VocabularyHead, loss_of_head, next_token_loss, vocabulary_loss
 
@@ -55,8 +55,9 @@ class LlamaConfig:
     tie_word_embeddings: bool = True
     bos_token_id: int = 0
     eos_token_id: int = 0
-    activation_checkpointing: bool | str = False
-    """Keep only each layer's input for the backward pass and compute it again: less memory, more time."""
+    activation_checkpointing: Setting = False
+    """Keep only each layer's input for the backward pass and compute it again: less memory, more time. Or the
+    kinds of layer after layer, which repeat: [layers, none]."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -85,6 +86,7 @@ class LlamaConfig:
             raise UserError(
                 f"model.head_dim={self.head_dim}: expected an even number (it is rotated in pairs)"
             )
+        kinds_of(self.activation_checkpointing, self.num_hidden_layers)
 
 
 # What the Llama 3 models below share.
@@ -268,11 +270,10 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        kinds = kinds_of(config.activation_checkpointing, config.num_hidden_layers)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in kinds)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
-        self.recomputes = config.activation_checkpointing
-        """False; True or layers; or products (see `recompute`)."""
 
     def forward(
         self,
@@ -291,18 +292,19 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             if cache is not None:
                 hidden = layer(hidden, rotation, mask, (cache.layers[number], own))
-            elif self.recomputes:
-                hidden = recomputed(layer, hidden, rotation, mask, kind=kind_of(self.recomputes))
             else:
-                hidden = layer(hidden, rotation, mask)
+                kind: Any = layer.recomputes
+                hidden = recomputed(layer, hidden, rotation, mask, kind=kind)
         return self.norm(hidden)
 
 
 class Layer(nn.Module):
     """Attention, then the feed-forward network, each behind a norm and added to the stream."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, recomputes: str = NONE):
         super().__init__()
+        self.recomputes = recomputes
+        """What the backward pass computes again (see `recompute`)."""
         self.self_attn = Attention(config)
         self.mlp = SwiGLU(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

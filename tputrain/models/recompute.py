@@ -1,7 +1,8 @@
 """Activation checkpointing: the backward pass computes a layer again instead of keeping what it computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tputrain.checkpoint.rows import around, is_distributed, local_part
-from tputrain.config_checks import expect_choice
+from tputrain.config_checks import expect, nearest
 from tputrain.device import computed_again, computed_before, held_by_host, taken_from_host
 
+NONE = "none"
+"""A layer is computed once."""
 LAYERS = "layers"
 """A layer is computed again from its input."""
 PRODUCTS = "products"
@@ -22,8 +25,11 @@ PRODUCTS = "products"
 OFFLOAD = "offload"
 """As LAYERS; on a TPU the input is in the host's memory meanwhile."""
 
-SETTINGS = {"none": None, LAYERS: True, PRODUCTS: PRODUCTS, OFFLOAD: OFFLOAD}
-"""By kind: how `model.activation_checkpointing` says it."""
+SETTINGS = {NONE: None, LAYERS: True, PRODUCTS: PRODUCTS, OFFLOAD: OFFLOAD}
+"""By kind: how `model.activation_checkpointing` says it of all layers."""
+Setting = bool | str | Sequence[str] | None
+"""`model.activation_checkpointing`: true (layers), false, or a kind. Or kinds that repeat over the layers, as
+a list ([layers, none]) or as text (layers,none). None: it says nothing."""
 
 _PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -37,41 +43,67 @@ def offloads(model: nn.Module) -> bool:
     return any(getattr(each, "recomputes", None) == OFFLOAD for each in model.modules())
 
 
-def read_setting(setting: bool | str | None) -> bool | str | None:
-    """`model.activation_checkpointing` as it is meant. Raises UserError where it is none of those."""
-    if not isinstance(setting, str):
+def read_setting(setting: Setting) -> bool | str | None:
+    """A setting as it is meant: of several kinds as text. Raises UserError where it is none."""
+    if setting is None or isinstance(setting, bool):
         return setting
-    if setting.lower() in ("true", "false"):  # a recipe's, which may be text
+    if isinstance(setting, str) and setting.lower() in ("true", "false"):  # a recipe's, which may be text
         return setting.lower() == "true"
-    expect_choice("model.activation_checkpointing", setting, ("true", "false", LAYERS, PRODUCTS, OFFLOAD))
-    return setting
+    given = setting.split(",") if isinstance(setting, str) else setting
+    kinds = [str(each).strip() for each in given] if isinstance(given, Sequence) else []
+    hint = next((nearest(each, SETTINGS) for each in kinds if each not in SETTINGS), None)
+    expect(
+        bool(kinds) and set(kinds) <= set(SETTINGS),
+        "model.activation_checkpointing",
+        setting,
+        f"one of true, false, {LAYERS}, {PRODUCTS}, {OFFLOAD}, or kinds that repeat over the layers, such as "
+        f"[{LAYERS}, {NONE}]{f'; did you mean {hint}?' if hint else ''}",
+    )
+    return pattern(kinds) if pattern(kinds) != NONE else False
 
 
-def override(kind: str) -> str | None:
-    """What a recipe sets for a kind: `model.activation_checkpointing=true`; None: nothing."""
-    setting = SETTINGS.get(kind)
+def pattern(kinds: Sequence[str]) -> str:
+    """Kinds of layer after layer, up to where they repeat."""
+    sizes = [size for size in range(1, len(kinds) + 1) if len(kinds) % size == 0]
+    size = next(size for size in sizes if kinds[:-size] == kinds[size:])
+    return ",".join(kinds[:size])
+
+
+def kinds_of(setting: Setting, num_layers: int) -> list[str]:
+    """The kind of each layer. Raises UserError where it is no setting, or names more kinds than layers."""
+    kinds = (rung_of(read_setting(setting)) or NONE).split(",")
+    expect(
+        len(kinds) <= num_layers,
+        "model.activation_checkpointing",
+        ",".join(kinds),
+        f"at most {num_layers}, a kind for each layer",
+    )
+    return list(islice(cycle(kinds), num_layers))
+
+
+def override(rung: str) -> str | None:
+    """What a recipe sets for kinds: `model.activation_checkpointing=true`; None: nothing."""
+    setting = SETTINGS.get(rung, rung)
     return None if setting is None else f"model.activation_checkpointing={str(setting).lower()}"
 
 
-def kind_of(setting: bool | str) -> str:
-    """What `model.activation_checkpointing` asks for, where it is on."""
-    return setting if isinstance(setting, str) else LAYERS
-
-
 def rung_of(setting: bool | str | None) -> str | None:
-    """What `model.activation_checkpointing` asks for, off (none) included; None: it says nothing."""
-    return None if setting is None else kind_of(setting) if setting else "none"
+    """The kind that a setting asks for, or kinds (`layers,none`); off is none. None: it says nothing."""
+    if setting is None or isinstance(setting, str):
+        return setting
+    return LAYERS if setting else NONE
 
 
 def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYERS) -> Tensor:
     """`layer(hidden, *others)`, of which only `hidden` is kept for the backward pass; with PRODUCTS the
-    results of products with parameters too. With OFFLOAD `hidden` is kept in the host's memory.
+    results of products with parameters too, and with NONE everything. With OFFLOAD `hidden` is kept in the
+    host's memory.
 
     The layer must not draw random numbers, and no gradient flows to `others` (Chen et al., 2016).
     torch.utils.checkpoint would not do: on a device that compiles the whole step, both computations of the
     layer are one unless the second is kept apart from the first.
     """
-    if not torch.is_grad_enabled():
+    if kind == NONE or not torch.is_grad_enabled():
         return layer(hidden, *others)
     # torch.compile knows checkpoint(), and keeps both computations apart by itself.
     if kind == PRODUCTS or torch.compiler.is_compiling():
@@ -86,6 +118,8 @@ def recomputed_call(function: Callable[..., Any], *inputs: Any, kind: str = LAYE
     """`function(*inputs)`, computed again in the backward pass, with the same random numbers: what
     transformers asks for of each of its layers, whose outputs and further inputs may be anything.
     """
+    if kind == NONE:
+        return function(*inputs)
     if torch.compiler.is_compiling():
         if kind == OFFLOAD:
             return _not_compiled(function, *inputs, kind=kind)

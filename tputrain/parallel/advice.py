@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+from tputrain.models.recompute import LAYERS, OFFLOAD
 from tputrain.parallel.cost_model import CostModel, fill
+from tputrain.parallel.memory_model import num_layers_by_kind
 from tputrain.parallel.variants import Settings, planned
 from tputrain.parallel.workload import Part, Work
 
@@ -98,16 +100,16 @@ class _Seconds:
         self.rows = chosen.rows / chosen.layout.degrees["context"]
         self._costs = CostModel(task.workload, task.topology, task.precision)
         self._times = chosen.micro_batches
-        # A layer's forward pass, with its recomputation.
-        self._again = 1 if chosen.rung in ("none", "products") else 2
+        self._rung = chosen.rung
 
     def of(self, part: Part, works: Sequence[Work], is_layer: bool) -> float:
         def seconds(of_pass: Sequence[Work]) -> float:
             mine = [work for work in works if work in of_pass]
             return sum(self._costs.product_seconds(work, self.rows, self.tensor) for work in mine)
 
-        again = self._again if is_layer else 1
-        return self._times * part.count * (seconds(part.forward) * again + seconds(part.backward))
+        kinds = num_layers_by_kind(self._rung, part.count if is_layer else 0)
+        num_forward = part.count + kinds[LAYERS] + kinds[OFFLOAD]  # with those that are computed again
+        return self._times * (seconds(part.forward) * num_forward + seconds(part.backward) * part.count)
 
 
 def _wide(plan: "Plan") -> Iterator[tuple[float, str]]:

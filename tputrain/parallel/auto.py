@@ -17,7 +17,7 @@ from tputrain.batches import Batch
 from tputrain.errors import UserError
 from tputrain.feed import feed_of
 from tputrain.loss import LossFunction
-from tputrain.models.recompute import kind_of
+from tputrain.models.recompute import LAYERS, NONE, SETTINGS, pattern
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import mesh_of
@@ -32,8 +32,8 @@ from tputrain.parallel.world import Ranks, World
 if TYPE_CHECKING:
     from tputrain.config import RunConfig
 
-_RECOMPUTES = ("recomputes", "gradient_checkpointing")
-"""Attributes of modules that do activation checkpointing: ours, and those of transformers."""
+_OFF = {"recomputes": NONE, "gradient_checkpointing": False}
+"""Attributes of modules that do activation checkpointing, switched off: ours, and those of transformers."""
 
 
 def divided(
@@ -80,8 +80,7 @@ def _division(
         say(f"parallel.auto: shard {len(places)}, as plans do not know {chip}")
         return one_group, list(range(len(places)))
     rows = batch_of.num_samples(batch)
-    has_rungs = [each for each in model.modules() if any(getattr(each, name, False) for name in _RECOMPUTES)]
-    with _without_checkpointing(has_rungs):
+    with _without_checkpointing(model) as rung:
         workload = workload_of(
             model,
             batch_like(batch),
@@ -90,7 +89,6 @@ def _division(
             plan=cfg.parallel.plan,
             has_masters=cfg.optim.master_weights,
         )
-    rung = kind_of(getattr(has_rungs[0], "recomputes", True)) if has_rungs else "none"
     plan = make_plan(
         Task(
             workload,
@@ -176,13 +174,16 @@ def _first_batch(train_loader: Any, device: torch.device) -> Batch:
 
 
 @contextmanager
-def _without_checkpointing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """A plan adds it itself."""
-    changed = [(each, name) for each in modules for name in _RECOMPUTES if getattr(each, name, False)]
-    for module, name in changed:
-        setattr(module, name, False)
+def _without_checkpointing(model: nn.Module) -> Iterator[str]:
+    """A plan adds it itself: yields the kind, or kinds."""
+    kinds = [getattr(each, "recomputes", None) for each in model.modules()]
+    known = [kind for kind in kinds if kind in SETTINGS]
+    found = [(each, name, getattr(each, name, None)) for each in model.modules() for name in _OFF]
+    changed = [(each, name, was) for each, name, was in found if was not in (None, False, NONE)]
+    for module, name, _ in changed:
+        setattr(module, name, _OFF[name])
     try:
-        yield
+        yield pattern(known or [LAYERS if changed else NONE])
     finally:
-        for module, name in changed:
-            setattr(module, name, True)
+        for module, name, was in changed:
+            setattr(module, name, was)

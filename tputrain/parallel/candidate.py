@@ -54,6 +54,10 @@ class Task:
     variants: "Variants | None" = field(default=None, compare=False, repr=False)
     """The same job with other settings, where it has a recipe."""
 
+    def is_built(self, rung: str) -> bool:
+        """Whether the model can run this kind of activation checkpointing, or these."""
+        return set(rung.split(",")) <= set(self.built_rungs)
+
     @property
     def most(self) -> float:
         """Bytes of a device that may be used."""
@@ -210,7 +214,7 @@ class _Models:
         flops = layout.data_ranks * micro_batches * self._model_flops(rows)  # no rank sees the rows of others
         mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
         missing = []
-        if rung not in task.built_rungs:
+        if not task.is_built(rung):
             missing.append(f"activation checkpointing of the kind {rung}")
         if context > 1 and task.degrees is None:
             missing.append(f"parallel.context={context}")
@@ -254,7 +258,7 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
         return (
             bool(size.host),
             candidate.layout.num_axes_used,
-            RUNGS.index(candidate.rung),
+            max(map(RUNGS.index, candidate.rung.split(","))),
             candidate.micro_batches,
             round(seconds / fastest, 4),
             size.total,

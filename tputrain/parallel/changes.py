@@ -48,8 +48,9 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
         if chosen is not None:
             yield f"{chosen.settings(free)}{_tight(free)}"
             return
-    if len(task.rungs) == 1 and task.rungs[0] in task.built_rungs:
-        for rung in task.built_rungs[task.built_rungs.index(task.rungs[0]) + 1 :]:
+    if len(task.rungs) == 1 and task.is_built(asked := task.rungs[0]):
+        least = max(map(task.built_rungs.index, asked.split(",")))
+        for rung in task.built_rungs[least + (asked in task.built_rungs) :]:
             other = replace(task, rungs=(*task.rungs, rung))
             if (setting := override(rung)) and _fits(other):
                 yield f"{setting}{_tight(other)}"
@@ -87,7 +88,7 @@ def unbuilt_that_fits(found: Sequence[Candidate]) -> Candidate | None:
 def may_be_chosen(task: Task, candidate: Candidate) -> bool:
     """As far as its degrees and its checkpointing go."""
     is_known = task.degrees is not None or candidate.layout.degrees["context"] == 1
-    return is_known and candidate.rung in task.built_rungs
+    return is_known and task.is_built(candidate.rung)
 
 
 def is_tight(task: Task, candidate: Candidate) -> bool:
@@ -172,7 +173,7 @@ def _fewer_rows(task: Task) -> Iterator[Variant]:
 
 
 def _fits(task: Task) -> bool:
-    rungs = [each for each in task.rungs if each in task.built_rungs]
+    rungs = [each for each in task.rungs if task.is_built(each)]
     saving_most = [rung for rung in rungs if rung != OFFLOAD][-1:]
     if OFFLOAD in rungs:  # it saves more, and the host may have no room
         saving_most.append(OFFLOAD)

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
+from tputrain.models.recompute import LAYERS, OFFLOAD, PRODUCTS
 from tputrain.parallel.layout import Group, Layout
-from tputrain.parallel.memory_model import Precision
+from tputrain.parallel.memory_model import Precision, num_layers_by_kind
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import TILE_ROWS, Part, Work, Workload
 
@@ -135,21 +136,21 @@ class CostModel:
             products += count * found.products
             attention += count * found.attention
             traffic += count * (found.traffic + self._relayout(index, part, shard.size, tensor))
-            if is_layer and rung != "none":
-                again = found.forward_attention + found.forward_traffic
-                recomputed += count * (again if rung == "products" else found.forward)
+            kinds = num_layers_by_kind(rung, count if is_layer else 0)
+            wholly = kinds[LAYERS] + kinds[OFFLOAD]
+            again = found.forward_attention + found.forward_traffic
+            recomputed += kinds[PRODUCTS] * again + wholly * found.forward
             gathers += count * 2 * shard.gather_seconds(part.parameters.count(tensor) * self._gathered(part))
             scatters += count * self._scatter(part, shard, replicate, tensor)
             reductions = part.forward_reductions.at(rows, tensor) + part.backward_reductions.at(rows, tensor)
-            if is_layer and rung not in ("none", "products"):
-                reductions += part.forward_reductions.at(rows, tensor)
+            if wholly:
+                reductions += part.forward_reductions.at(rows, tensor) * (wholly / count)
             group = layout.groups["tensor"]
             waiting += count * (
                 2 * group.gather_seconds(reductions) + 2 * part.num_reductions * group.latency
             )
             waiting += count * self._context(part, layout.groups["context"], rows, tensor, is_layer)
-            if is_layer and rung == "offload":
-                offloaded += count * 2 * part.input.at(rows, tensor) / topology.pcie_bandwidth
+            offloaded += kinds[OFFLOAD] * 2 * part.input.at(rows, tensor) / topology.pcie_bandwidth
         compute = products + attention + traffic + recomputed
         beside = gathers if self._scatters_wait else gathers + scatters
         exposed = max(0.0, beside - HIDDEN_SHARE * compute) + scatters * self._scatters_wait

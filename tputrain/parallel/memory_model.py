@@ -9,13 +9,16 @@ add up. Temporaries are what is in memory at the step's worst moment, which is o
 - update: all gradients.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle, islice
 
+from tputrain.models.recompute import LAYERS, NONE, OFFLOAD, PRODUCTS
 from tputrain.optim.config import OptimConfig
 from tputrain.parallel.workload import Amount, Part, Workload
 
-RUNGS = ("none", "products", "layers", "offload")
+RUNGS = (NONE, PRODUCTS, LAYERS, OFFLOAD)
 """Activation checkpointing, from the fastest to the smallest. Kept for the backward pass are: all it needs;
 the results of products with parameters; each layer's input; that, in the host's memory."""
 _PADDING = 1.06
@@ -111,11 +114,16 @@ def memory(
     parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in parts)
     trained = sum(each.count * each.parameters.trained(tensor) for each in parts)
     gradients = sum(each.count * each.parameters.trained(tensor) * _itemsize(each) for each in parts)
-    all_kept = sum(each.count * _kept(each, rung).at(rows, tensor) for each in layers)
-    held_by_host = 0.0
-    if rung == "offload":
-        held_by_host = all_kept
-        all_kept = max((_ON_DEVICE * each.input.at(rows, tensor) for each in layers), default=0.0)
+    all_kept = held_by_host = on_its_way = 0.0
+    for each in layers:
+        for kind, count in num_layers_by_kind(rung, each.count).items():
+            kept = count * _kept(each, kind).at(rows, tensor)
+            if kind == OFFLOAD:
+                held_by_host += kept
+                on_its_way = max(on_its_way, _ON_DEVICE * each.input.at(rows, tensor))
+            else:
+                all_kept += kept
+    all_kept += on_its_way
 
     def whole(part: Part) -> tuple[float, float]:
         """Its parameters gathered, and its gradients before they are divided."""
@@ -151,15 +159,16 @@ def memory(
         moments.append(("head", 0.0, all_kept, 0.0, (2 + 1 / shards) * gradient + ahead))
     moments.append(("loss", 0.0, all_kept, of_loss, gathered + ahead))
     for each in layers:
-        own = each.backward_peak.at(rows, tensor) + held
-        if rung == "none":
-            own -= each.kept.at(rows, tensor)
         weights, gradient = whole(each)
         # A layer's weights go as they are used, while its gradients come.
         gathered = _AHEAD * weights + max(weights, gradient) + _BEFORE * gradient
-        moments.append(("layer", of_rest, all_kept, own, gathered))
-        last = _kept(each, rung).at(rows, tensor)
-        moments.append(("layer", gradients / shards, last, own, gathered))
+        for kind in num_layers_by_kind(rung, each.count):
+            own = each.backward_peak.at(rows, tensor) + held
+            if kind == NONE:
+                own -= each.kept.at(rows, tensor)
+            moments.append(("layer", of_rest, all_kept, own, gathered))
+            last = _kept(each, kind).at(rows, tensor)
+            moments.append(("layer", gradients / shards, last, own, gathered))
     moment, so_far, kept, working, gathered = max(moments, key=lambda each: sum(each[1:]))
     return Memory(
         parameters=parameters / shards,
@@ -178,8 +187,13 @@ def _itemsize(part: Part) -> int:
     return part.parameters.itemsize
 
 
-def _kept(part: Part, rung: str) -> Amount:
+def num_layers_by_kind(rung: str, count: int) -> Counter[str]:
+    """How many of `count` layers are computed again in which way."""
+    return Counter({rung: count} if rung in RUNGS else islice(cycle(rung.split(",")), count))
+
+
+def _kept(part: Part, kind: str) -> Amount:
     """Of one layer."""
-    if rung == "none":
+    if kind == NONE:
         return part.kept.plus(part.input)
-    return part.products_kept.plus(part.input) if rung == "products" else part.input
+    return part.products_kept.plus(part.input) if kind == PRODUCTS else part.input
