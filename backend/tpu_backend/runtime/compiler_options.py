@@ -95,7 +95,7 @@ FOR_COLLECTIVES: dict[str, dict[str, Any]] = {
 }
 """By JAX's kind of device, for programs with collectives (docs/plan.md has what they change)."""
 # Of the 128 MiB on the chip an operation may use more than libtpu's own limit: products of large steps read
-# their operands from memory less often. A small step on one chip became slower, and on four chips a compilation
+# their operands from memory less often. A small step on one chip became slower, and on four chips compiling
 # took more than four times as long.
 _ON_CHIP = {"xla_tpu_scoped_vmem_limit_kib": 98_304}
 FOR_SEVERAL_HOSTS: dict[str, dict[str, Any]] = dict.fromkeys(_V6E, _ON_CHIP)
