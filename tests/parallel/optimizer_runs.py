@@ -54,7 +54,7 @@ WAYS = {
     "muon": Way(optim={"name": "muon", "weight_decay": 0.1}, device="tpu"),
     # Beside one process on the same device: there step counts are on the host, which go on at a bad step.
     "rollback": Way(trainer={"on_nonfinite": "rollback"}, device="tpu"),
-    "rounded": Way(optim={"mean_dtype": "bfloat16"}),
+    "rounded": Way(optim={"mean_dtype": "bfloat16", "squares_dtype": "bfloat16"}),
     "schedulefree": Way(optim={"name": "schedulefree"}),
     "skip": Way(trainer={"on_nonfinite": "skip"}, optim={"ema_decay": 0.5}, device="tpu"),
 }

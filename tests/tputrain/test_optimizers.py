@@ -80,6 +80,7 @@ VARIANTS = [
     *((name, {}) for name in OptimConfig.kinds),
     ("adamw", {"ema_decay": 0.9}),
     ("adamw", {"mean_dtype": "bfloat16"}),
+    ("adamw", {"mean_dtype": "bfloat16", "squares_dtype": "bfloat16"}),
 ]
 named = pytest.mark.parametrize(
     ("name", "optim"), VARIANTS, ids=["-".join([name, *optim]) for name, optim in VARIANTS]
@@ -153,11 +154,17 @@ def drawn_gradients(step: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+KEYS = {"mean_dtype": "exp_avg", "squares_dtype": "exp_avg_sq"}
+rounding = pytest.mark.parametrize("settings", [["mean_dtype"], ["squares_dtype"], [*KEYS]], ids="-".join)
+
+
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-def test_a_rounded_mean_is_adamws_rounded_after_each_step(device):
+@rounding
+def test_rounded_moments_are_adamws_rounded_after_each_step(device, settings):
     models = [Net().to(device) for _ in range(2)]
-    ours = AdamWConfig(mean_dtype="bfloat16").build(models[0])
+    ours = AdamWConfig(**dict.fromkeys(settings, "bfloat16")).build(models[0])
     theirs = AdamWConfig().build(models[1])
+    keys = [KEYS[setting] for setting in settings]
     for step in range(5):
         for model, optimizer in zip(models, (ours, theirs), strict=True):
             given = drawn_gradients(step, [each.shape for each in model.parameters()])
@@ -165,22 +172,52 @@ def test_a_rounded_mean_is_adamws_rounded_after_each_step(device):
                 parameter.grad = gradient.to(device)
             optimizer.step()
         for state in theirs.state.values():
-            state["exp_avg"] = state["exp_avg"].bfloat16().float()
+            state.update({key: state[key].bfloat16().float() for key in keys})
     for mine, reference in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-7)
-        assert ours.state[mine]["exp_avg"].dtype == torch.bfloat16
-        assert ours.state[mine]["exp_avg_sq"].dtype == torch.float32
-        assert torch.equal(
-            ours.state[mine]["exp_avg"].float().cpu(), theirs.state[reference]["exp_avg"].cpu()
-        )
+        for key in KEYS.values():
+            found, expected = ours.state[mine][key], theirs.state[reference][key]
+            assert found.dtype == (torch.bfloat16 if key in keys else torch.float32)
+            if key in keys:
+                assert torch.equal(found.float().cpu(), expected.cpu())
 
 
-def test_a_run_may_go_on_with_a_rounded_mean_and_without(tmp_path):
+@rounding
+def test_a_run_may_go_on_with_rounded_moments_and_without(settings, tmp_path):
+    def dtypes(trainer: Trainer) -> set[torch.dtype]:
+        states = trainer.optimizer.state.values()
+        return {state[KEYS[setting]].dtype for state in states for setting in settings}
+
     train("adamw", "cpu", 4, tmp_path)
-    rounded, _ = train("adamw", "cpu", 6, tmp_path, mean_dtype="bfloat16")
-    assert {state["exp_avg"].dtype for state in rounded.optimizer.state.values()} == {torch.bfloat16}
-    exact, _ = train("adamw", "cpu", 8, tmp_path)
-    assert {state["exp_avg"].dtype for state in exact.optimizer.state.values()} == {torch.float32}
+    assert dtypes(train("adamw", "cpu", 6, tmp_path, **dict.fromkeys(settings, "bfloat16"))[0]) == {
+        torch.bfloat16
+    }
+    assert dtypes(train("adamw", "cpu", 8, tmp_path)[0]) == {torch.float32}
+
+
+def test_moments_in_bfloat16_learn_as_in_float32_and_squares_can_fall():
+    exact, _ = train("adamw", "cpu", 60)
+    rounded, _ = train("adamw", "cpu", 60, **dict.fromkeys(KEYS, "bfloat16"))
+    loss = exact.validate()["loss"]
+    assert rounded.validate()["loss"] == pytest.approx(loss, rel=0.02)
+    model = nn.Linear(1, 1)
+    optimizer = AdamWConfig(squares_dtype="bfloat16", beta2=0.99).build(model)
+    for size in (1.0, *[0.01] * 600):
+        model.weight.grad = torch.full_like(model.weight, size)
+        optimizer.step()
+    # 0.99 ** 600 of 0.01 is left, and what rounds to no change: a fall of 1 % is within half a unit.
+    assert optimizer.state[model.weight]["exp_avg_sq"].item() < 4e-4
+
+
+def test_squares_that_could_not_fall_in_bfloat16_are_refused():
+    with pytest.raises(
+        UserError, match=r"^optim\.beta2=0\.999: expected at most 0\.99 with optim\.squares_dtype=bfloat16,"
+    ):
+        OptimConfig(squares_dtype="bfloat16", beta2=0.999)
+    assert [
+        OptimConfig(**dict.fromkeys(settings, "bfloat16")).state_bytes
+        for settings in ([], ["mean_dtype"], ["squares_dtype"], [*KEYS])
+    ] == [8.0, 6.0, 6.0, 4.0]
 
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest():

@@ -6,7 +6,7 @@ import torch
 
 from tputrain.optim.adafactor import initial_state
 from tputrain.optim.joint import JointOptimizer
-from tputrain.optim.rounded_mean import RoundedMeanAdamW, rounded
+from tputrain.optim.rounded_moments import RoundedAdamW, rounded
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -45,7 +45,7 @@ def _first_state(
 ) -> dict[str, torch.Tensor]:
     if not type(optimizer).__module__.startswith(("torch.optim", "tputrain.")):
         return {}  # a subclass may keep more, and makes it where there is none yet
-    if isinstance(optimizer, RoundedMeanAdamW):
+    if isinstance(optimizer, RoundedAdamW):
         state = _adam_state(parameter, group)
         return state | {key: rounded(state[key]) for key in optimizer.rounded_state}
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one

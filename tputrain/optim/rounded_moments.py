@@ -1,6 +1,6 @@
-"""AdamW whose mean of gradients takes 2 bytes a parameter instead of 4."""
+"""AdamW whose means, of gradients and of their squares, may take 2 bytes a parameter instead of 4."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -9,18 +9,22 @@ from torch.optim.adamw import adamw
 
 from tputrain.optim.closure import evaluated
 
-_ROUNDED = "exp_avg"
+MEAN, SQUARES = "exp_avg", "exp_avg_sq"
 
 
-class RoundedMeanAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW that keeps `exp_avg` in bfloat16 between steps; a step computes as ever.
+class RoundedAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW that keeps MEAN, SQUARES or both in bfloat16 between steps; a step computes as ever.
 
-    The mean of squares stays exact: with a `beta2` near 1 a step changes it by less than bfloat16 can tell.
+    With a `beta2` near 1 the squares must stay exact: a step changes them by less than bfloat16 can tell.
     """
 
     kind: ClassVar[str] = "AdamW"
     """Its checkpoints are AdamW's: a run may go on with either."""
-    rounded_state: ClassVar[frozenset[str]] = frozenset({_ROUNDED})
+
+    def __init__(self, groups: Iterable[Any], rounded_state: Collection[str], **options: Any):
+        """`rounded_state`: which of the two."""
+        self.rounded_state = frozenset(rounded_state)
+        super().__init__(groups, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -29,12 +33,16 @@ class RoundedMeanAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             parameters, grads, means, squares, highest, steps = ([] for _ in range(6))  # type: ignore[var-annotated]
             has_complex = self._init_group(group, parameters, grads, means, squares, highest, steps)
-            exact = [mean.to(p.dtype) for mean, p in zip(means, parameters, strict=True)]
+            kept = {MEAN: means, SQUARES: squares}
+            exact = {
+                key: [value.to(p.dtype) for value, p in zip(values, parameters, strict=True)]
+                for key, values in kept.items()
+            }
             adamw(
                 parameters,
                 grads,
-                exact,
-                squares,
+                exact[MEAN],
+                exact[SQUARES],
                 highest,
                 steps,
                 foreach=group["foreach"],
@@ -52,21 +60,21 @@ class RoundedMeanAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=group["maximize"],
             )
-            for parameter, mean, new in zip(parameters, means, exact, strict=True):
-                if mean.dtype == torch.bfloat16:
-                    mean.copy_(new)
-                else:  # PyTorch has just made it
-                    self.state[parameter][_ROUNDED] = rounded(new)
+            for key in self.rounded_state:
+                for parameter, value, new in zip(parameters, kept[key], exact[key], strict=True):
+                    if value.dtype == torch.bfloat16:
+                        value.copy_(new)
+                    else:  # PyTorch has just made it
+                        self.state[parameter][key] = rounded(new)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave, here or of an AdamW; PyTorch's own way casts to the weights' dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            if _ROUNDED in state:
-                state[_ROUNDED] = rounded(state[_ROUNDED])
+            state.update({key: rounded(state[key]) for key in self.rounded_state & state.keys()})
 
 
-def rounded(mean: Tensor) -> Tensor:
+def rounded(value: Tensor) -> Tensor:
     """As it is kept."""
-    return mean.bfloat16()
+    return value.bfloat16()
