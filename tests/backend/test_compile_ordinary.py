@@ -1,21 +1,39 @@
 """Compiled graphs that are called without AOTAutograd's runtime do what it does; the others still have it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.backend.test_compiled import Block, compiled, entries
+from tpu_backend.compiled.backend import backend
+from tpu_backend.compiled.ordinary import Halves
 
 
 @pytest.fixture(autouse=True)
 def _forget_what_dynamo_knows():
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def called_directly(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each graph that is compiled, with its backward, whether later calls are ours."""
+    found: list[bool] = []
+    chosen = Halves._called
+
+    def noted(halves: Halves, *args: Any) -> Any:
+        call = chosen(halves, *args)
+        found.append(call is not None)
+        return call
+
+    monkeypatch.setattr(Halves, "_called", noted)
+    return found
 
 
 def leaf(*sizes: int) -> Tensor:
@@ -67,7 +85,7 @@ def test_a_step_is_two_entries():
     assert "backward" in backward
 
 
-def test_inference():
+def test_inference(called_directly: list[bool]):
     weight = leaf(3, 3)
     run = compiled(lambda x: (x @ weight).relu())
     x = torch.randn(2, 3, device="tpu")
@@ -76,6 +94,7 @@ def test_inference():
             output = run(x)
             assert not output.requires_grad
             assert torch.equal(output, (x @ weight).relu())
+    assert called_directly == [True]
 
 
 def test_outputs_without_a_gradient():
@@ -111,6 +130,66 @@ def test_what_is_saved_may_not_be_written():
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward()
+
+
+@pytest.mark.parametrize("function", [F.linear, lambda x, w: x[:, 1:] @ w[1:]], ids=["whole", "sliced"])
+def test_that_of_which_a_view_is_saved_may_not_be_written(function: Callable[[Tensor, Tensor], Tensor]):
+    x, w = leaf(4, 4), leaf(4, 4)
+    run = called(function, x, w)
+    output = run(x, w)
+    assert is_ours(output)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(output.sum(), x)
+
+
+def test_an_input_without_a_gradient_is_no_part_of_the_graph():
+    x, w = leaf(3), leaf(3)
+    run = compiled(lambda x, y: (x.sin() * y.detach()).sum())
+    for turn in range(3):
+        y = w * w
+        y.register_hook(lambda gradient: gradient * 2)
+        output = run(x, y)
+        assert is_ours(output) == (turn > 0)
+        output.backward()
+        assert w.grad is None
+        torch.testing.assert_close(*torch.autograd.grad(y.sum(), w), (4 * w).detach())
+
+
+def test_hooks_that_are_graphs_are_left_to_aot_autograd():
+    x, w = leaf(3, 3), leaf(3, 3)
+    pack, unpack = fx.symbolic_trace(lambda t: t + 1), fx.symbolic_trace(lambda t: t * 3)
+    run = compiled(lambda x: (x @ w).sin().sum())
+    found = []
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            output = run(x)
+        assert not is_ours(output)
+        found += torch.autograd.grad(output, x)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_backward_pass_is_as_deterministic_as_its_forward_pass():
+    x = leaf(3)
+    run = called(torch.sin, x)
+    output = run(x)
+    assert is_ours(output)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+            torch.autograd.grad(output.sum(), x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_graph_that_dynamo_did_not_make():
+    x = torch.ones(3, device="tpu")
+    run = backend(fx.symbolic_trace(lambda x: (x.sin(), x.cos())), [x])
+    for _ in range(2):
+        for made, expected in zip(run(x), (x.sin(), x.cos()), strict=True):
+            torch.testing.assert_close(made, expected)
 
 
 def test_an_output_that_is_saved_may_not_be_written():
@@ -154,6 +233,10 @@ def test_a_backward_pass_within_vmap_is_refused():
     assert is_ours(output)
     with pytest.raises(RuntimeError, match="within vmap, grad or vjp"):
         torch.autograd.grad(output, x, torch.eye(3, device="tpu"), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="within vmap, grad or vjp"):
+        torch.func.vmap(lambda gradient: torch.autograd.grad(output, x, gradient)[0])(
+            torch.eye(3, device="tpu")
+        )
 
 
 def test_hooks_of_what_is_saved():
@@ -199,19 +282,20 @@ def test_a_view_of_an_input_that_is_kept():
     torch.testing.assert_close(gradients, torch.autograd.grad((given @ weight).relu().sum(), weight))
 
 
+# Dynamo itself makes some of what is returned, so that the graph is ordinary.
 @pytest.mark.parametrize(
-    "function",
+    ("function", "is_ordinary"),
     [
-        pytest.param(lambda x: x.view(-1), id="a view of an input"),
-        pytest.param(lambda x: (x, x.sin())[1].t(), id="a view of what it computes"),
-        pytest.param(lambda x: (x.sin(),) * 2, id="one output twice"),
-        pytest.param(lambda x: (x.sin(), x.shape[0]), id="a number"),
-        pytest.param(lambda x: (x.sin(), x), id="an input"),
-        pytest.param(lambda x: (x.sin(), x.detach()), id="an input without its gradient"),
-        pytest.param(lambda x: (x * torch.arange(4, device="tpu"), x.cos()), id="a constant"),
+        pytest.param(lambda x: x.view(-1), False, id="a view of an input"),
+        pytest.param(lambda x: (x, x.sin())[1].t(), True, id="a view of what it computes"),
+        pytest.param(lambda x: (x.sin(),) * 2, True, id="one output twice"),
+        pytest.param(lambda x: (x.sin(), x.shape[0]), True, id="a number"),
+        pytest.param(lambda x: (x.sin(), x), True, id="an input"),
+        pytest.param(lambda x: (x.sin(), x.detach()), False, id="an input without its gradient"),
+        pytest.param(lambda x: (x * torch.arange(4, device="tpu"), x.cos()), True, id="a constant"),
     ],
 )
-def test_other_outputs(function: Callable[[Tensor], object]):
+def test_other_outputs(function: Callable[[Tensor], object], is_ordinary: bool, called_directly: list[bool]):
     run, x = compiled(function), leaf(3, 4)
 
     def values(made: object, x: Tensor) -> tuple[list[object], list[Tensor]]:
@@ -230,6 +314,7 @@ def test_other_outputs(function: Callable[[Tensor], object]):
                 assert (one._base is given) == (other._base is given)
             else:
                 assert one == other
+    assert called_directly == [is_ordinary]
 
 
 def test_what_is_written_is_left_to_aot_autograd():

@@ -214,3 +214,26 @@ def test_the_bytes_of_collectives_are_those_of_the_layout() -> None:
     )
     assert moved.replicate == pytest.approx(found.micro_batches * 2 * parameters * itemsize / 8 / 2, rel=1e-6)
     assert (moved.tensor, moved.context, moved.dcn) == (0, 0, 0)
+
+
+def test_what_is_computed_again_is_summed_again_by_the_layers_that_are() -> None:
+    plan = planned("llama-8b", "v6e:4x4", 64, 2048)
+    found = next(each for each in plan.candidates if each.layout.degrees["tensor"] == 4 and each.rows == 16)
+
+    def summed(rung: str) -> float:
+        return replace(found, rung=rung).moved(plan.task).tensor
+
+    assert summed("products") == summed("none") == summed("products,none")
+    assert summed("layers,none") == pytest.approx((summed("layers") + summed("none")) / 2)
+    assert summed("layers") > summed("none")
+
+
+def test_a_scatter_that_is_an_all_reduce_moves_twice_as_much() -> None:
+    plan = planned("llama-8b", "v6e:16x16", 256, 2048)
+    (one,) = {
+        each.moved(plan.task).shard
+        for each in plan.candidates
+        if each.layout.degrees["shard"] == 256 and each.rung == "layers"
+    }
+    parameters, gathered = plan.task.workload.num_parameters, plan.task.precision.gathered
+    assert one == pytest.approx(parameters * (2 * gathered + 2 * 4) * 255 / 256, rel=1e-6)

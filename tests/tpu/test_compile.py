@@ -186,6 +186,13 @@ def test_programs_have_the_options_of_their_chip():
         assert together == with_an_unknown_one == wanted_for(kind, num_devices)
 
 
+def test_more_memory_on_the_chip_is_for_several_hosts():
+    """On four chips the compiler took more than four times as long with it."""
+    for num_devices in (1, 8, 9, 256):
+        options = wanted_for("TPU v6 lite", num_devices)
+        assert ("xla_tpu_scoped_vmem_limit_kib" in options) == (num_devices > 8)
+
+
 @needs_compiler
 def test_an_option_that_the_user_has_set_is_left_alone(monkeypatch):
     first, second, *others = FOR_COLLECTIVES["TPU v6 lite"]

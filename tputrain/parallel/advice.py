@@ -1,7 +1,8 @@
-"""Sizes of a model that waste the matrix unit, and what would not.
+"""Sizes of a model and a batch that waste the matrix unit, and what would not.
 
 A product's sizes are padded: the dimension that is summed over and one other to the unit's 128 or 256, the
-third one to 8. What the padding computes is lost.
+third one to 8. What the padding computes is lost. Few rows waste it, too: weights are read, and gathered, for
+however many there are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -142,9 +142,7 @@ class CostModel:
             recomputed += kinds[PRODUCTS] * again + wholly * found.forward
             gathers += count * 2 * shard.gather_seconds(part.parameters.count(tensor) * self._gathered(part))
             scatters += count * self._scatter(part, shard, replicate, tensor)
-            reductions = part.forward_reductions.at(rows, tensor) + part.backward_reductions.at(rows, tensor)
-            if wholly:
-                reductions += part.forward_reductions.at(rows, tensor) * (wholly / count)
+            reductions = self._reductions(part, rows, tensor, wholly)
             group = layout.groups["tensor"]
             waiting += count * (
                 2 * group.gather_seconds(reductions) + 2 * part.num_reductions * group.latency
@@ -175,11 +173,10 @@ class CostModel:
         gathered = scattered = reduced = context = 0.0
         for index, part in enumerate(self._workload.parts_among(tensor)):
             is_layer = index < len(self._workload.parts) - 1
-            is_again = is_layer and rung not in ("none", "products")
+            kinds = num_layers_by_kind(rung, part.count if is_layer else 0)
             gathered += part.count * 2 * part.parameters.count(tensor) * self._gathered(part)
             scattered += part.count * self._gradients(part, tensor)
-            forward = part.forward_reductions.at(rows, tensor)
-            reduced += part.count * ((1 + is_again) * forward + part.backward_reductions.at(rows, tensor))
+            reduced += part.count * self._reductions(part, rows, tensor, kinds[LAYERS] + kinds[OFFLOAD])
             if is_layer and groups["context"].size > 1:
                 context += part.count * 3 * self._keys_and_values(part, groups["context"], rows, tensor)
 
@@ -188,7 +185,7 @@ class CostModel:
 
         own = scattered / shard.size
         return Moved(
-            shard=micro_batches * (gathered + scattered) * others(shard.size),
+            shard=micro_batches * (gathered + self._times_scattered(shard) * scattered) * others(shard.size),
             replicate=micro_batches * 2 * own * others(groups["replicate"].size),
             tensor=micro_batches * 2 * reduced * others(tensor),
             context=micro_batches * context * others(groups["context"].size),
@@ -305,11 +302,21 @@ class CostModel:
     def _scatter(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
         """Of gradients, and the sums of their shards over replicas."""
         gradients = self._gradients(part, tensor)
+        times = self._times_scattered(shard)
+        return times * shard.gather_seconds(gradients) + 2 * replicate.gather_seconds(gradients / shard.size)
+
+    def _times_scattered(self, shard: Group) -> int:
+        """2 where a scatter is an all-reduce, which moves as much again."""
         has_all = shard.size == self._topology.devices_per_slice and not self._topology.chip.is_stand_in
         num_axes = len({each.axis.name for each in shard.stretches})
         is_all_reduced = has_all and (num_axes > 2 or shard.size > _SCATTERED_WITHIN)
-        times = 2 if is_all_reduced and self._scatters_wait else 1
-        return times * shard.gather_seconds(gradients) + 2 * replicate.gather_seconds(gradients / shard.size)
+        return 2 if is_all_reduced and self._scatters_wait else 1
+
+    @staticmethod
+    def _reductions(part: Part, rows: float, tensor: int, num_again: float) -> float:
+        """Bytes that tensor ranks sum in each of the part's layers, of which so many are computed again."""
+        forward = part.forward_reductions.at(rows, tensor)
+        return forward * (1 + num_again / max(part.count, 1)) + part.backward_reductions.at(rows, tensor)
 
     def _context(self, part: Part, group: Group, rows: float, tensor: int, is_layer: bool) -> float:
         """Keys and values of all the sequence, gathered forward and backward, and their gradients."""

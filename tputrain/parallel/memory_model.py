@@ -152,7 +152,7 @@ def memory(
         if rest.logits.at(rows, tensor) > rest.most_logits:  # in blocks
             gathered = head
             of_loss += rest.sums
-            # libtpu's figure has the values of a loop again, where a scatter follows.
+            # libtpu's figure counts a block's logits twice, if their gradient is scattered.
             of_loss += logits if gradient else 0.0
         elif gradient:  # the weight goes before it comes
             gathered = 0.0

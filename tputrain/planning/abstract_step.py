@@ -129,6 +129,8 @@ class _Labels(TorchFunctionMode):
         self._ends_backward = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo would trace what follows into the user's graph
+            return func(*args, **(kwargs or {}))
         line = self._line_of(sys._getframe(1))
         if line is not None:
             self._mark(self._label, line)

@@ -222,7 +222,8 @@ class _Depth:
         """About how long all layers take to compile, where these took so long. A further layer took 3 to 12 %
         of four (docs/plan.md, depth).
         """
-        return compile_seconds * (1 + 0.1 * (sum(self.wanted) - sum(self.compiled)))
+        further = [max(0, sum(each) - FEW) for each in (self.compiled, self.wanted)]
+        return compile_seconds * (1 + 0.1 * further[1]) / (1 + 0.1 * further[0])
 
     def share_of(self, name: str) -> float:
         """How much of the layers of this name is compiled."""

@@ -42,7 +42,7 @@ def plan_page(plan: Plan, step: CompiledStep | None = None, changes: Sequence[st
             f"<h2>Memory of a device</h2>{_memory(plan, chosen, step)}",
             f"<h2>Time line of a step</h2>{_times(chosen, step)}",
             _list("Why", plan.why),
-            _list("What would be faster", plan.changes if changes is None else changes),
+            _list("What would pay", plan.changes if changes is None else changes),
             _list("Notes", plan.notes),
             f"<h2>Other plans</h2>{_table(header, others)}",
             "" if step is None else _compiled(step),

@@ -19,7 +19,8 @@ using torch::autograd::variable_list;
 class CompiledGraphBackward : public torch::autograd::Node {
  public:
   CompiledGraphBackward(GraphOperator backward, torch::autograd::edge_list&& edges)
-      : Node(std::move(edges)), backward_(std::move(backward)) {}
+      : Node(std::move(edges)), backward_(std::move(backward)),
+        was_deterministic_(at::globalContext().deterministicAlgorithms()) {}
 
   void keep(const at::Tensor& tensor, bool is_output) { kept_.emplace_back(tensor, is_output); }
 
@@ -28,9 +29,15 @@ class CompiledGraphBackward : public torch::autograd::Node {
   }
 
   variable_list apply(variable_list&& gradients) override {
+    static const auto kTransforms =
+        c10::functorch_transforms_ks | c10::DispatchKeySet(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
     TORCH_CHECK(
-        !c10::impl::tls_local_dispatch_key_set().included_.has_any(c10::functorch_transforms_ks),
+        !c10::impl::tls_local_dispatch_key_set().included_.has_any(kTransforms),
         "the backward pass of a compiled function cannot run within vmap, grad or vjp; put them inside torch.compile");
+    TORCH_CHECK(
+        was_deterministic_ || !at::globalContext().deterministicAlgorithms(),
+        "the backward pass of a compiled function runs with torch.use_deterministic_algorithms(True), and its forward "
+        "pass ran without; set it before the forward pass");
     variable_list inputs;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -79,6 +86,7 @@ class CompiledGraphBackward : public torch::autograd::Node {
 
  private:
   GraphOperator backward_;
+  bool was_deterministic_;
   std::vector<SavedVariable> kept_;
 };
 
@@ -107,6 +115,8 @@ variable_list GraphOperator::operator()(at::ArrayRef<at::Tensor> inputs) const {
     } else if (const at::Tensor& input = inputs[-1 - place]; view.has_value()) {
       const auto& [sizes, strides, offset] = *view;
       values.push_back(input.as_strided(sizes, strides, input.storage_offset() + offset));
+      // Autograd looks there for what was written since.
+      torch::autograd::impl::set_version_counter(values.back(), torch::autograd::impl::version_counter(input));
     } else {
       values.push_back(input);
     }
@@ -122,8 +132,15 @@ variable_list CompiledGraph::operator()(at::ArrayRef<at::Tensor> inputs) const {
   auto values = forward_(inputs);
   const size_t num_outputs = differentiable_.size();
   if (backward_.has_value()) {
+    // An input that gets no gradient is no part of the graph, as if it were detached.
+    variable_list differentiated(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (backward_->returned[i].has_value()) {
+        differentiated[i] = inputs[i];
+      }
+    }
     const auto node =
-        c10::make_intrusive<CompiledGraphBackward>(*backward_, torch::autograd::collect_next_edges(inputs));
+        c10::make_intrusive<CompiledGraphBackward>(*backward_, torch::autograd::collect_next_edges(differentiated));
     for (size_t i = 0; i < num_outputs; ++i) {
       if (differentiable_[i]) {
         torch::autograd::set_history(values[i], node);

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+from torch._functorch._aot_autograd.utils import saved_tensors_hooks_are_inlineable, top_saved_tensors_hooks
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -33,10 +34,9 @@ class Halves:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]):
         (outputs,) = next(node for node in reversed(module.graph.nodes) if node.op == "output").args
-        values = [
-            *inputs,
-            *(isinstance(node, fx.Node) and node.meta.get("example_value") for node in outputs),
-        ]
+        nodes = outputs if isinstance(outputs, list | tuple) else [outputs]
+        made = (node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in nodes)
+        values = [*inputs, *made]
         self.num_inputs = len(inputs)
         self.are_tensors = all(
             isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) for value in values
@@ -50,7 +50,10 @@ class Halves:
         """One of them is compiled."""
         self.made[name] = compiled
         if name != "backward":
-            self.metadata = TracingContext.get().fw_metadata
+            context = TracingContext.try_get()
+            # AOTAutograd computes hooks that are graphs in its own, and switches them off in a call.
+            if context is not None and not saved_tensors_hooks_are_inlineable(top_saved_tensors_hooks()):
+                self.metadata = context.fw_metadata
         if name == "forward" or not self.are_tensors or self.metadata is None:
             return
         self.call = self._called(self.metadata, self.made.get("forward", compiled), self.made.get("backward"))
