@@ -300,7 +300,8 @@ def _compiled(subject: Subject, depth: _Depth, growth: float = 1.0) -> _Compiled
     slices = devices.of_slices()
     began = time.perf_counter()
     try:
-        with announced(f"compiling {what} (expect 1 to 5 minutes on two cores)"):
+        pace = "1 to 5 minutes" if sum(depth.compiled) <= 2 * FEW else "10 minutes and more"
+        with announced(f"compiling {what} (expect {pace} on two cores)"):
             compiled = _in_thread(
                 lambda: slices.compile_for(_name(layout.topology), step.segment, order=chips_by_rank(layout))
             )
