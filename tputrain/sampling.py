@@ -13,6 +13,8 @@ from tputrain.errors import UserError
 
 _PAYS_FROM = 64
 """New tokens from which another program, for one token, takes less than it saves."""
+_SMALLEST = 64
+"""The window of a short text."""
 
 
 @torch.no_grad()
@@ -32,9 +34,11 @@ def generate(
     logits of one position, from which the host draws: the same seed draws the same numbers on every device.
     `temperature=0` takes the most likely token.
 
-    Calls of the model have two shapes at most, so a compiling device compiles two programs: a window; and,
-    where the model has a `new_cache` for the keys and values of the tokens so far, and the text is long
-    enough for it to pay, one token. Once the window is full it moves, and is computed whole for each token.
+    Calls of the model have few shapes, so that a compiling device compiles few programs. Where the model has
+    a `new_cache` for the keys and values of the tokens so far, and the text is long enough for it to pay, it
+    is called once with the prompt, and then with one token. Else it is called with the whole text. Prompt and
+    text are padded to a power of two, from 64 up to the window. Once the window is full it moves, and is
+    computed whole for each token.
     """
     if temperature < 0:
         raise UserError(f"temperature={temperature}: expected 0 or more")
@@ -45,18 +49,16 @@ def generate(
     ids = [tokenizer.start_of_text_id, *tokenizer.encode(prompt)]
     num_given = len(ids)
     cache = _new_cache(model, window) if max_new_tokens >= _PAYS_FROM else None
+    whole = _padded(num_given + max_new_tokens, window)
     was_training = model.training
     model.eval()
     try:
         for number in range(max_new_tokens):
             if cache is None or len(ids) > window:
-                cache, size, options = None, window, {}
+                cache, size = None, whole
             else:
-                size = window if number == 0 else 1
-                first = 0 if number == 0 else len(ids) - 1
-                positions = torch.arange(first, first + size)[None].to(device)
-                options = {"cache": cache, "position_ids": positions}
-            logits = _next_logits(model, ids[-size:], size, device, options).numpy()
+                size = _padded(num_given, window) if number == 0 else 1
+            logits = _next_logits(model, ids, size, device, cache).numpy()
             token = _draw(logits[: tokenizer.vocab_size], temperature, top_k, uniforms)
             if token == tokenizer.end_of_text_id:
                 break
@@ -72,10 +74,20 @@ def _new_cache(model: Any, window: int) -> Any:
     return model.new_cache(window) if can_cache else None
 
 
-def _next_logits(
-    model: nn.Module, ids: list[int], size: int, device: torch.device, options: dict[str, Any]
-) -> Tensor:
-    """float32 logits (V,), on the host, for the token after `ids` (at most `size` of them)."""
+def _padded(num_tokens: int, window: int) -> int:
+    """The tokens that the model is called with for so many, or for the last of them."""
+    return min(window, max(_SMALLEST, 1 << (num_tokens - 1).bit_length()))
+
+
+def _next_logits(model: nn.Module, ids: list[int], size: int, device: torch.device, cache: Any) -> Tensor:
+    """float32 logits (V,), on the host, for the token after `ids`, of which the model sees the last `size`;
+    with a cache it has seen those before.
+    """
+    options = {}
+    if cache is not None:
+        first = max(0, len(ids) - size)
+        options = {"cache": cache, "position_ids": torch.arange(first, first + size)[None].to(device)}
+    ids = ids[-size:]
     # Padding comes after the text, where causal attention does not look.
     padded = torch.tensor([ids + [0] * (size - len(ids))]).to(device)
     last = torch.tensor([len(ids) - 1]).to(device)  # a tensor: as a number it would be part of the program

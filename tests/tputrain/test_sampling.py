@@ -1,11 +1,13 @@
 """Text from a model."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
+from tputrain import sampling
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.models.llama import Llama, LlamaConfig
@@ -103,6 +105,47 @@ def test_on_tpu_a_token_is_one_program_however_long_the_text_is(llama, tokenizer
     before = torch.tpu.compile_stats()["compilations"]
     assert generate(model, tokenizer, "abc", 70, temperature=0) == expected
     assert torch.tpu.compile_stats()["compilations"] - before <= 3
+
+
+PROMPTS = {3: "abc", 60: TEXT[:60], 100: TEXT[:100]}  # with the token before a text: 4, 61 and 101
+
+
+@pytest.mark.parametrize("max_new_tokens", [8, 70])
+@pytest.mark.parametrize("length", PROMPTS)
+def test_a_short_text_in_a_long_window_is_that_of_the_whole_window(
+    llama, tokenizer, length, max_new_tokens, monkeypatch
+):
+    sizes: Counter[int] = Counter()
+    llama.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.update([args[0].shape[1]]), with_kwargs=True
+    )
+
+    def written() -> str:
+        sizes.clear()
+        return generate(llama, tokenizer, PROMPTS[length], max_new_tokens, 0.9, top_k=None, window=256)
+
+    short = written()
+    if max_new_tokens == 8:  # without a cache
+        assert set(sizes) == {128 if length > 50 else 64}
+    else:
+        assert {size for size in sizes if size != 1} == {128 if length > 63 else 64}
+    monkeypatch.setattr(sampling, "_SMALLEST", 256)
+    assert written() == short
+    assert {size for size in sizes if size != 1} == {256}
+
+
+def test_on_tpu_prompts_share_few_programs(llama, tokenizer):
+    model = copy.deepcopy(llama).to("tpu")
+
+    def compilations(prompt: str) -> int:
+        before = torch.tpu.compile_stats()["compilations"]
+        generate(model, tokenizer, prompt, 64, temperature=0, window=256)
+        return torch.tpu.compile_stats()["compilations"] - before
+
+    compilations("abc")
+    assert compilations("xyzabc") == 0
+    assert compilations(TEXT[:60]) == 0
+    assert compilations(TEXT[:100]) <= 1  # another prefill, and the same program for each further token
 
 
 def test_control_characters_of_a_sample_do_not_reach_the_terminal():
