@@ -1,6 +1,9 @@
 """Text from a model, one token at a time."""
 
+import time
 import unicodedata
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,28 @@ _SMALLEST = 64
 """The window of a short text."""
 
 
+@dataclass
+class Speed:
+    """How fast a text was written, by calls of the model that compile nothing."""
+
+    num_given: int = 0
+    """Tokens of the prompt."""
+    prefill: float = 0.0
+    """Seconds of the call that takes them in."""
+    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of each further token, by the number of tokens that the model was called with."""
+
+    @property
+    def said(self) -> str:
+        """For people."""
+        found = f"prefill {self.num_given} tokens, {self.num_given / self.prefill:.4g} tokens/s"
+        warm = [seconds for times in self.seconds.values() for seconds in times[1:]]  # the first may compile
+        if not warm:
+            return f"{found}; decoding not measured, as each call may have compiled"
+        rate = f"{len(warm) / sum(warm):.4g} tokens/s"
+        return f"{found}; decoding {rate} (of {len(warm)}, which compiled nothing)"
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -27,6 +52,7 @@ def generate(
     top_k: int | None = 50,
     seed: int = 0,
     window: int = 128,
+    speed: Speed | None = None,
 ) -> str:
     """The prompt and up to `max_new_tokens` tokens after it, ended early where the model ends the document.
 
@@ -39,6 +65,8 @@ def generate(
     is called once with the prompt, and then with one token. Else it is called with the whole text. Prompt and
     text are padded to a power of two, from 64 up to the window. Once the window is full it moves, and is
     computed whole for each token.
+
+    `speed` is filled in. The prompt is then computed twice, as the first time may compile.
     """
     if temperature < 0:
         raise UserError(f"temperature={temperature}: expected 0 or more")
@@ -58,7 +86,13 @@ def generate(
                 cache, size = None, whole
             else:
                 size = _padded(num_given, window) if number == 0 else 1
+            if speed is not None and number == 0:
+                again = None if cache is None else _new_cache(model, window)
+                _next_logits(model, ids, size, device, again)
+            began = time.perf_counter()
             logits = _next_logits(model, ids, size, device, cache).numpy()
+            if speed is not None:
+                _note(speed, number, num_given, size, time.perf_counter() - began)
             token = _draw(logits[: tokenizer.vocab_size], temperature, top_k, uniforms)
             if token == tokenizer.end_of_text_id:
                 break
@@ -77,6 +111,13 @@ def _new_cache(model: Any, window: int) -> Any:
 def _padded(num_tokens: int, window: int) -> int:
     """The tokens that the model is called with for so many, or for the last of them."""
     return min(window, max(_SMALLEST, 1 << (num_tokens - 1).bit_length()))
+
+
+def _note(speed: Speed, number: int, num_given: int, size: int, seconds: float) -> None:
+    if number == 0:
+        speed.num_given, speed.prefill = min(num_given, size), seconds
+    else:
+        speed.seconds[size].append(seconds)
 
 
 def _next_logits(model: nn.Module, ids: list[int], size: int, device: torch.device, cache: Any) -> Tensor:

@@ -190,6 +190,7 @@ def test_sample_writes_text_that_begins_with_the_prompt(capsys):
     first = capsys.readouterr()
     assert first.out.startswith("def add(")  # and nothing before it: it may go into a file
     assert "writing ..." in first.err
+    assert re.search(r"^prefill \d+ tokens, \S+ tokens/s; decoding \S+ tokens/s", first.err, re.MULTILINE)
     assert main(command) == 0
     assert capsys.readouterr().out == first.out
 

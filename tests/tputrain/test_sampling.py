@@ -11,7 +11,7 @@ from tputrain import sampling
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.models.llama import Llama, LlamaConfig
-from tputrain.sampling import generate, printable
+from tputrain.sampling import Speed, generate, printable
 
 TEXT = "abcdefghijklmnopqrstuvwxyz" * 4
 
@@ -146,6 +146,26 @@ def test_on_tpu_prompts_share_few_programs(llama, tokenizer):
     assert compilations("xyzabc") == 0
     assert compilations(TEXT[:60]) == 0
     assert compilations(TEXT[:100]) <= 1  # another prefill, and the same program for each further token
+
+
+@pytest.mark.parametrize("max_new_tokens", [8, 64])
+def test_the_speed_of_a_text_has_no_compilation(llama, tokenizer, max_new_tokens):
+    model = copy.deepcopy(llama).to("tpu")
+    expected = generate(llama, tokenizer, "abc", max_new_tokens, temperature=0)
+    speed = Speed()
+    assert generate(model, tokenizer, "abc", max_new_tokens, temperature=0, speed=speed) == expected
+    assert speed.num_given == len(tokenizer.encode("abc")) + 1
+    (size,) = speed.seconds
+    assert size == (1 if max_new_tokens >= 64 else 64)
+    seconds = speed.seconds[size]
+    assert len(seconds) == max_new_tokens - 1
+    assert f" tokens/s (of {len(seconds) - 1}, which compiled nothing)" in speed.said
+    assert speed.said.startswith(f"prefill {speed.num_given} tokens, ")
+
+
+def test_a_text_too_short_to_measure_says_so(tokenizer):
+    generate(NextLetter(20.0), tokenizer, "a", 1, speed=(speed := Speed()))
+    assert speed.said.endswith("; decoding not measured, as each call may have compiled")
 
 
 def test_control_characters_of_a_sample_do_not_reach_the_terminal():

@@ -23,7 +23,7 @@ from tputrain.recipe import RecipeConfig, config_from_json, kind_keys
 from tputrain.report.run_files import is_run
 from tputrain.resume import check_same_run, locked_where_changed, newest_checkpoint, started_from
 from tputrain.run_lock import RunLock
-from tputrain.sampling import generate
+from tputrain.sampling import Speed, generate
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
 from tputrain.snapshot import contents
@@ -173,9 +173,9 @@ def sample(
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
     window = cfg.data.sequence_length
     assert window is not None, "a model without text was refused"
-    execution = Execution(model, device, cfg.execution)
+    execution, speed = Execution(model, device, cfg.execution), Speed()
     with announced("writing"), execution.phase("sample"):
-        return generate(
+        text = generate(
             execution.model,
             tokenizer,
             prompt,
@@ -183,7 +183,10 @@ def sample(
             temperature=temperature,
             seed=seed,
             window=window,
+            speed=speed,
         )
+    say(speed.said)
+    return text
 
 
 def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig]:
