@@ -6,10 +6,10 @@ bandwidth of the torus axes that a group has, and 1 us a hop.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
-from tputrain.models.recompute import LAYERS, OFFLOAD, PRODUCTS
+from tputrain.models.recompute import LAYERS, NONE, OFFLOAD, PRODUCTS
 from tputrain.parallel.layout import Group, Layout
 from tputrain.parallel.memory_model import Precision, num_layers_by_kind
 from tputrain.parallel.topology import Topology
@@ -44,7 +44,9 @@ class Seconds:
     traffic: float
     recomputed: float
     tensor: float
-    """All-reduces among tensor ranks, and exchanges among context ranks: compute waits for them."""
+    """All-reduces among tensor ranks: compute waits for them."""
+    context: float
+    """Keys and values of other context ranks, and their gradients: compute waits for them."""
     exposed: float
     """Collectives of FSDP that compute does not hide."""
     optimizer: float
@@ -60,7 +62,8 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return self.compute + self.tensor + self.exposed + self.optimizer + self.dcn + self.host
+        waiting = self.tensor + self.context + self.exposed + self.dcn + self.host
+        return self.compute + waiting + self.optimizer
 
     @property
     def bound(self) -> str:
@@ -74,6 +77,7 @@ SECONDS = (
     ("traffic", "memory traffic"),
     ("recomputed", "recomputation"),
     ("tensor", "waiting for tensor ranks"),
+    ("context", "waiting for context ranks"),
     ("exposed", "waiting for data ranks"),
     ("optimizer", "optimizer"),
     ("dcn", "waiting for other slices"),
@@ -118,88 +122,84 @@ class CostModel:
         """
         self._workload, self._topology, self._precision = workload, topology, precision
         self._scatters_wait = scatters_wait
-        self._known: dict[tuple[float, int], dict[int, _PartSeconds]] = {}
+        self._known: dict[tuple[float, int, str], _MicroBatch] = {}
         self._optimizers: dict[tuple[int, int], float] = {}
-        self._relayouts: dict[tuple[int, int, int], float] = {}
+        self._relayouts: dict[tuple[int, int], float] = {}
 
     def seconds(self, layout: Layout, rows: float, micro_batches: int, rung: str) -> Seconds:
         """Of a step of so many micro-batches, each of `rows` rows a device."""
-        topology, degrees = self._topology, layout.degrees
-        tensor = degrees["tensor"]
-        parts = self._parts(rows, tensor)
-        products = attention = traffic = recomputed = gathers = scatters = waiting = offloaded = 0.0
-        shard = layout.sharing
-        replicate = layout.groups["replicate"]
-        for index, part in enumerate(self._workload.parts_among(tensor)):
-            found, count = parts[index], part.count
-            is_layer = index < len(self._workload.parts) - 1
-            products += count * found.products
-            attention += count * found.attention
-            traffic += count * (found.traffic + self._relayout(index, part, shard.size, tensor))
-            kinds = num_layers_by_kind(rung, count if is_layer else 0)
-            wholly = kinds[LAYERS] + kinds[OFFLOAD]
-            again = found.forward_attention + found.forward_traffic
-            recomputed += kinds[PRODUCTS] * again + wholly * found.forward
-            gathers += count * 2 * shard.gather_seconds(part.parameters.count(tensor) * self._gathered(part))
-            scatters += count * self._scatter(part, shard, replicate, tensor)
-            reductions = self._reductions(part, rows, tensor, wholly)
-            group = layout.groups["tensor"]
-            waiting += count * (
-                2 * group.gather_seconds(reductions) + 2 * part.num_reductions * group.latency
-            )
-            waiting += count * self._context(part, layout.groups["context"], rows, tensor, is_layer)
-            offloaded += kinds[OFFLOAD] * 2 * part.input.at(rows, tensor) / topology.pcie_bandwidth
-        compute = products + attention + traffic + recomputed
+        topology, tensor, groups = self._topology, layout.degrees["tensor"], layout.groups
+        shard, context = layout.sharing, groups["context"]
+        found = self._micro_batch(rows, tensor, rung)
+        traffic = found.traffic + self._relayout(shard.size, tensor)
+        compute = found.products + found.attention + traffic + found.recomputed
+        gathers = found.gathered.seconds(shard)
+        scatters = self._times_scattered(shard) * found.scattered.seconds(shard)
+        scatters += 2 * found.scattered.seconds(groups["replicate"], 1 / shard.size)
         beside = gathers if self._scatters_wait else gathers + scatters
         exposed = max(0.0, beside - HIDDEN_SHARE * compute) + scatters * self._scatters_wait
-        unhidden = max(0.0, offloaded - HIDDEN_SHARE * compute)
-        times = micro_batches
+        offloading = found.offloaded / topology.pcie_bandwidth
         return Seconds(
-            products=times * products,
-            attention=times * attention,
-            traffic=times * traffic,
-            recomputed=times * recomputed,
-            tensor=times * waiting,
-            exposed=times * exposed,
+            products=micro_batches * found.products,
+            attention=micro_batches * found.attention,
+            traffic=micro_batches * traffic,
+            recomputed=micro_batches * found.recomputed,
+            tensor=micro_batches * 2 * found.reduced.seconds(groups["tensor"]),
+            context=micro_batches * found.context.seconds(context, context.size),
+            exposed=micro_batches * exposed,
             optimizer=self._optimizer(shard.size, tensor),
-            dcn=self._between_slices(shard.size, replicate, tensor) / topology.dcn_bandwidth,
-            host=times * unhidden,
-            collectives=times * (gathers + scatters),
+            dcn=self._between_slices(shard.size, groups["replicate"], tensor) / topology.dcn_bandwidth,
+            host=micro_batches * max(0.0, offloading - HIDDEN_SHARE * compute),
+            collectives=micro_batches * (gathers + scatters),
         )
 
     def moved(self, layout: Layout, rows: float, micro_batches: int, rung: str) -> Moved:
         """As `seconds`."""
         tensor, shard, groups = layout.degrees["tensor"], layout.sharing, layout.groups
-        gathered = scattered = reduced = context = 0.0
-        for index, part in enumerate(self._workload.parts_among(tensor)):
-            is_layer = index < len(self._workload.parts) - 1
-            kinds = num_layers_by_kind(rung, part.count if is_layer else 0)
-            gathered += part.count * 2 * part.parameters.count(tensor) * self._gathered(part)
-            scattered += part.count * self._gradients(part, tensor)
-            reduced += part.count * self._reductions(part, rows, tensor, kinds[LAYERS] + kinds[OFFLOAD])
-            if is_layer and groups["context"].size > 1:
-                context += part.count * 3 * self._keys_and_values(part, groups["context"], rows, tensor)
+        found = self._micro_batch(rows, tensor, rung)
+        scattered = found.scattered.num_bytes
+        of_shard = found.gathered.num_bytes + self._times_scattered(shard) * scattered
 
         def others(size: int) -> float:
             return (size - 1) / size
 
-        own = scattered / shard.size
         return Moved(
-            shard=micro_batches * (gathered + self._times_scattered(shard) * scattered) * others(shard.size),
-            replicate=micro_batches * 2 * own * others(groups["replicate"].size),
-            tensor=micro_batches * 2 * reduced * others(tensor),
-            context=micro_batches * context * others(groups["context"].size),
+            shard=micro_batches * of_shard * others(shard.size),
+            replicate=micro_batches * 2 * scattered / shard.size * others(groups["replicate"].size),
+            tensor=micro_batches * 2 * found.reduced.num_bytes * others(tensor),
+            context=micro_batches * found.context.num_bytes * (groups["context"].size - 1),
             dcn=self._between_slices(shard.size, groups["replicate"], tensor),
         )
 
     # -- one device
 
-    def _parts(self, rows: float, tensor: int) -> "dict[int, _PartSeconds]":
-        found = self._known.get((rows, tensor))
-        if found is None:
-            parts = enumerate(self._workload.parts_among(tensor))
-            found = {index: self._part(part, rows, tensor) for index, part in parts}
-            self._known[rows, tensor] = found
+    def _micro_batch(self, rows: float, tensor: int, rung: str) -> "_MicroBatch":
+        key = rows, tensor, rung
+        if key not in self._known:
+            self._known[key] = self._all_parts(rows, tensor, rung)
+        return self._known[key]
+
+    def _all_parts(self, rows: float, tensor: int, rung: str) -> "_MicroBatch":
+        found = _MicroBatch()
+        *layers, rest = self._workload.parts_among(tensor)
+        for part in (*layers, rest):
+            seconds, count = self._part(part, rows, tensor), part.count
+            kinds = num_layers_by_kind(rung, 0 if part is rest else count)
+            wholly = kinds[LAYERS] + kinds[OFFLOAD]
+            found.products += count * seconds.products
+            found.attention += count * seconds.attention
+            found.traffic += count * seconds.traffic
+            cheap = seconds.forward_attention + seconds.forward_traffic
+            found.recomputed += kinds[PRODUCTS] * cheap + wholly * seconds.forward
+            found.gathered.add(2 * count, part.parameters.count(tensor) * self._gathered(part))
+            found.scattered.add(count, part.parameters.trained(tensor) * self._scattered(part))
+            reduced = (count + wholly) * part.forward_reductions.at(rows, tensor)
+            found.reduced.num_bytes += reduced + count * part.backward_reductions.at(rows, tensor)
+            found.reduced.number += count * part.num_reductions
+            again = sum(kinds.values()) - kinds[NONE]
+            both = part.keys_and_values.at(rows, tensor)
+            found.context.add(2 * (2 * count + again), both / 2)  # gathered, and their gradients scattered
+            found.offloaded += kinds[OFFLOAD] * 2 * part.input.at(rows, tensor)
         return found
 
     def _part(self, part: Part, rows: float, tensor: int) -> "_PartSeconds":
@@ -285,25 +285,18 @@ class CostModel:
     def _gathered(self, part: Part) -> float:
         return self._precision.gathered or part.parameters.itemsize
 
-    def _relayout(self, index: int, part: Part, shards: int, tensor: int) -> float:
-        if (found := self._relayouts.get((index, shards, tensor))) is None:
-            itemsize = self._gathered(part)
-            moved = (
-                2 * part.parameters.in_thin_shards(shards, tensor, itemsize) * itemsize
-            )  # read and written
-            found = moved / (self._topology.hbm_bandwidth * RELAYOUT_SHARE)
-            self._relayouts[index, shards, tensor] = found
-        return found
+    def _scattered(self, part: Part) -> float:
+        return self._precision.scattered or part.parameters.itemsize
 
-    def _gradients(self, part: Part, tensor: int) -> float:
-        """Bytes."""
-        return part.parameters.trained(tensor) * (self._precision.scattered or part.parameters.itemsize)
-
-    def _scatter(self, part: Part, shard: Group, replicate: Group, tensor: int) -> float:
-        """Of gradients, and the sums of their shards over replicas."""
-        gradients = self._gradients(part, tensor)
-        times = self._times_scattered(shard)
-        return times * shard.gather_seconds(gradients) + 2 * replicate.gather_seconds(gradients / shard.size)
+    def _relayout(self, shards: int, tensor: int) -> float:
+        if (shards, tensor) not in self._relayouts:
+            joined = 0.0
+            for part in self._workload.parts_among(tensor):
+                itemsize = self._gathered(part)
+                joined += part.count * part.parameters.in_thin_shards(shards, tensor, itemsize) * itemsize
+            bandwidth = self._topology.hbm_bandwidth * RELAYOUT_SHARE
+            self._relayouts[shards, tensor] = 2 * joined / bandwidth  # read and written
+        return self._relayouts[shards, tensor]
 
     def _times_scattered(self, shard: Group) -> int:
         """2 where a scatter is an all-reduce, which moves as much again."""
@@ -311,23 +304,6 @@ class CostModel:
         num_axes = len({each.axis.name for each in shard.stretches})
         is_all_reduced = has_all and (num_axes > 2 or shard.size > _SCATTERED_WITHIN)
         return 2 if is_all_reduced and self._scatters_wait else 1
-
-    @staticmethod
-    def _reductions(part: Part, rows: float, tensor: int, num_again: float) -> float:
-        """Bytes that tensor ranks sum in each of the part's layers, of which so many are computed again."""
-        forward = part.forward_reductions.at(rows, tensor)
-        return forward * (1 + num_again / max(part.count, 1)) + part.backward_reductions.at(rows, tensor)
-
-    def _context(self, part: Part, group: Group, rows: float, tensor: int, is_layer: bool) -> float:
-        """Keys and values of all the sequence, gathered forward and backward, and their gradients."""
-        if group.size == 1 or not is_layer:
-            return 0.0
-        return 3 * group.gather_seconds(self._keys_and_values(part, group, rows, tensor))
-
-    @staticmethod
-    def _keys_and_values(part: Part, group: Group, rows: float, tensor: int) -> float:
-        """Bytes, of all the sequence. They are at most as large as the layer's input."""
-        return 2 * part.input.at(rows, tensor) * group.size / tensor
 
     def _between_slices(self, shards: int, replicate: Group, tensor: int) -> float:
         """Bytes: slices exchange the shards of gradients, once a step."""
@@ -351,6 +327,44 @@ class _PartSeconds:
     forward: float
     forward_attention: float
     forward_traffic: float
+
+
+@dataclass
+class _Collectives:
+    """Of one kind."""
+
+    num_bytes: float = 0.0
+    """Of all, together."""
+    number: float = 0.0
+
+    def add(self, number: float, num_bytes: float) -> None:
+        """`num_bytes`: of each."""
+        self.number += number
+        self.num_bytes += number * num_bytes
+
+    def seconds(self, group: Group, share: float = 1.0) -> float:
+        """Of gathers to so many bytes, or scatters of them. `share`: of those bytes."""
+        return group.gather_seconds(self.num_bytes * share, self.number)
+
+
+@dataclass
+class _MicroBatch:
+    """What a device does for one, in all layers and the rest. All but the bytes are seconds."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    recomputed: float = 0.0
+    gathered: _Collectives = field(default_factory=_Collectives)
+    """Parameters."""
+    scattered: _Collectives = field(default_factory=_Collectives)
+    """Gradients."""
+    reduced: _Collectives = field(default_factory=_Collectives)
+    """Among tensor ranks."""
+    context: _Collectives = field(default_factory=_Collectives)
+    """Keys and values, as a context rank has them of its rows."""
+    offloaded: float = 0.0
+    """Bytes to the host, and back."""
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:

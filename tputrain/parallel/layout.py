@@ -60,11 +60,11 @@ class Group:
     def latency(self) -> float:
         return _HOP * sum(each.hops for each in self.stretches)
 
-    def gather_seconds(self, num_bytes: float) -> float:
-        """Of an all-gather to `num_bytes`, or a reduce-scatter of them, within a slice."""
+    def gather_seconds(self, num_bytes: float, number: float = 1) -> float:
+        """Of all-gathers to `num_bytes` together, or reduce-scatters of them, within a slice."""
         if self.size == 1:
             return 0.0
-        return num_bytes * (self.size - 1) / self.size / self.bandwidth + self.latency
+        return num_bytes * (self.size - 1) / self.size / self.bandwidth + number * self.latency
 
     def joined(self, other: "Group") -> "Group":
         return Group(self.stretches + other.stretches, self.slices * other.slices)

@@ -111,6 +111,8 @@ class Trace:
     forward_peak: Bytes = field(default_factory=Bytes)
     backward_peak: Bytes = field(default_factory=Bytes)
     """The most that is in memory at a time, `kept` included; without inputs and gradients of parameters."""
+    keys_and_values: Bytes = field(default_factory=Bytes)
+    """What attention reads beside its queries: context ranks gather it."""
     held: Bytes = field(default_factory=Bytes)
     """Gradients of parameters with several uses (tied ones), which wait for the last while layers are run."""
     logits: Bytes = field(default_factory=Bytes)
@@ -357,6 +359,8 @@ class Recorder(TorchDispatchMode):
         query, key, value = args[1:4] if is_backward else args[:3]
         batch, heads, length, features = query.shape
         is_cut = any(self._value(each).is_cut for each in (query, key, value))
+        if not is_backward:
+            self.trace.keys_and_values.add(_bytes(key) + _bytes(value), is_cut)
         is_causal = any(each is True for each in args)
         cut, size, keys = Cut.BATCH if is_cut else Cut.NOT, batch * heads, key.shape[2]
         mask = args[4 if is_backward else 3]

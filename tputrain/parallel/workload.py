@@ -175,6 +175,8 @@ class Part:
     products_kept: Amount
     forward_peak: Amount
     backward_peak: Amount
+    keys_and_values: Amount
+    """Of attention, as much as a rank's own rows have."""
     held: Amount
     """While layers go backward."""
     logits: Amount
@@ -251,12 +253,11 @@ def workload_of(
         parts = _parts(settings, batch, sizes)
     whole_rest = None
     if tensor.cuts_rest(model):
-        undivided = replace(settings, tensor=_TensorPlan({}, (1,)))
-        (whole_rest,) = _parts(undivided, batch, sizes, only_rest=True)
+        *parts, whole_rest = parts
     example = batch(ROWS[0])
     return Workload(
         name or type(model).__name__,
-        parts,
+        tuple(parts),
         example["input_ids"].shape[1] if batch_of.is_text(example) else None,
         tensor.degrees,
         tensor.why_not,
@@ -288,6 +289,8 @@ class _TensorPlan:
     """By the names of modules."""
     degrees: tuple[int, ...]
     why_not: str = ""
+    cut: Mapping[int, int] = field(default_factory=dict)
+    """The dim that is cut, by the identities of the parameters that are."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: Mapping[str, Any]) -> "_TensorPlan":
@@ -304,25 +307,26 @@ class _TensorPlan:
                 reason = reason or str(error)
                 continue
             degrees.append(degree)
-        return cls({name: rule for name, (_, rule) in rules.items()}, tuple(degrees), reason)
+        by_name = {name: rule for name, (_, rule) in rules.items()}
+        return cls(by_name, tuple(degrees), reason, _cut_parameters(model, by_name))
 
     def cuts_rest(self, model: nn.Module) -> bool:
         """Whether it cuts modules that are in no layer."""
         in_layers = {id(each) for block in blocks(model) for each in block.modules()}
         return any(id(model.get_submodule(name)) not in in_layers for name in self.rules)
 
-    def cut_parameters(self, model: nn.Module) -> dict[int, int]:
-        """The dim that is cut, by the identities of the parameters that are."""
-        found = {}
-        for name, rule in self.rules.items():
-            if rule.style not in ("colwise", "rowwise"):
-                continue
-            module = model.get_submodule(name)
-            by_rows = (rule.style == "colwise") != isinstance(module, nn.Embedding)
-            for own, parameter in module.named_parameters(recurse=False):
-                if rule.style == "colwise" or own == "weight":
-                    found[id(parameter)] = 0 if by_rows else 1
-        return found
+
+def _cut_parameters(model: nn.Module, rules: Mapping[str, Any]) -> dict[int, int]:
+    found = {}
+    for name, rule in rules.items():
+        if rule.style not in ("colwise", "rowwise"):
+            continue
+        module = model.get_submodule(name)
+        by_rows = (rule.style == "colwise") != isinstance(module, nn.Embedding)
+        for own, parameter in module.named_parameters(recurse=False):
+            if rule.style == "colwise" or own == "weight":
+                found[id(parameter)] = 0 if by_rows else 1
+    return found
 
 
 # -- running -----------------------------------------------------------------------------------------------
@@ -371,8 +375,8 @@ class _StandIn(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _runs(tracer: "_Tracer", batch: Callable[[int], Batch], rows: int, only_rest: bool = False) -> list[_Run]:
-    """The layers of the model (unless `only_rest`), and last the rest of it."""
+def _runs(tracer: "_Tracer", batch: Callable[[int], Batch], rows: int) -> list[_Run]:
+    """As `_Tracer.runs`."""
     model = tracer.model
     devices.use_meta_kernels()
     try:
@@ -380,7 +384,7 @@ def _runs(tracer: "_Tracer", batch: Callable[[int], Batch], rows: int, only_rest
         # abort the process then.
         here = torch.autograd.set_multithreading_enabled(False)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), here, tracer.mode:
-            return tracer.runs(batch(rows), only_rest)
+            return tracer.runs(batch(rows))
     except UserError:
         raise
     except Exception as error:
@@ -424,28 +428,35 @@ class _Tracer:
         self.model = settings.model
         self.mode = _WithoutDevice(allow_non_fake_inputs=True)
         self._settings = settings
-        self._fakes: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # with the tensor that each is for: ids are used again
+        # With the tensor that each is for: ids are used again.
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
         self._names = {id(module): name for name, module in settings.model.named_modules()}
-        self._cut = settings.tensor.cut_parameters(settings.model)
         self._hidden = hidden_matrices(settings.model)
         self._signatures = {id(each): signature(each) for each in blocks(settings.model)}
         self._calls: dict[Any, _Call] = {}
         self._order: list[_Call] = []
 
-    def runs(self, batch: Batch, only_rest: bool) -> list[_Run]:
-        model = self.model
+    def runs(self, batch: Batch) -> list[_Run]:
+        """The layers of the model, the rest of it, and if tensor parallelism cuts that: the rest uncut."""
+        tensor = self._settings.tensor
         self._calls, self._order = {}, []
-        recorder = Recorder()
-        parameters = self._external(recorder, model, skip=True)
         given = batch_of.to_device(tree_map(self._fake, batch), _DEVICE)
-        for each in _tensors(given):
+        rest = self._run_rest(given, tensor)
+        runs = [*map(self._run_layer, self._order), rest]
+        if tensor.cuts_rest(self.model):
+            runs.append(self._run_rest(given, _TensorPlan({}, (1,))))
+        return runs
+
+    def _run_rest(self, batch: Batch, tensor: _TensorPlan) -> _Run:
+        model = self.model
+        recorder = Recorder()
+        parameters = self._external(recorder, model, tensor, skip=True)
+        for each in _tensors(batch):
             recorder.external(each)
 
         def forward() -> Tensor:
-            output = self._call(model, lambda: batch_of.call(model, given))
-            target = batch_of.target_of(given)
+            output = self._call(model, lambda: batch_of.call(model, batch))
+            target = batch_of.target_of(batch)
             try:
                 return loss_of(output, target, self._settings.loss_fn)
             except UserError:
@@ -454,15 +465,21 @@ class _Tracer:
                 where = f" in the loss of outputs {_shapes(output)} with labels {_shapes(target)}"
                 raise _refusal(model, error, where) from error
 
-        with self._stand_ins(recorder), self._hooks(recorder, model), self._faked(model):
+        with self._stand_ins(recorder), self._hooks(recorder, model, tensor), self._faked(model):
             recorder.run(forward, [], parameters)
         inside = {id(each) for block in blocks(model) for each in block.modules()}
-        rest = self._run("rest", "the rest", 1, model, recorder.trace, Bytes(), inside)
-        layers = [] if only_rest else [self._run_layer(call) for call in self._order]
-        return [*layers, rest]
+        return self._run("rest", "the rest", 1, model, recorder.trace, Bytes(), tensor, inside)
 
     def _run(
-        self, key: Any, name: str, count: int, module: nn.Module, trace: Trace, held: Bytes, without: set[int]
+        self,
+        key: Any,
+        name: str,
+        count: int,
+        module: nn.Module,
+        trace: Trace,
+        held: Bytes,
+        tensor: _TensorPlan,
+        without: set[int],
     ) -> _Run:
         """`without`: modules that are parts of their own."""
         modules = [(name, each) for name, each in module.named_modules() if id(each) not in without]
@@ -471,7 +488,7 @@ class _Tracer:
             owned |= {id(own): own for own in each.parameters(recurse=False)}
         sizes = {"whole": 0, "cut": 0, "trained_whole": 0, "trained_cut": 0}
         for number, parameter in owned.items():
-            kind = "cut" if number in self._cut else "whole"
+            kind = "cut" if number in tensor.cut else "whole"
             sizes[kind] += parameter.numel()
             sizes[f"trained_{kind}"] += parameter.numel() * parameter.requires_grad
         largest = max((each.numel() for each in owned.values()), default=0)
@@ -485,7 +502,7 @@ class _Tracer:
             Matrix(
                 each.shape[0],
                 each.numel(),
-                self._cut.get(number),
+                tensor.cut.get(number),
                 id(each) in self._hidden and each.requires_grad,
             )
             for number, each in owned.items()
@@ -495,29 +512,29 @@ class _Tracer:
         return _Run(key, name, count, parameters, tuple(linears), trace, held)
 
     def _run_layer(self, call: "_Call") -> _Run:
-        module = call.module
+        module, tensor = call.module, self._settings.tensor
         recorder = Recorder()
         leaves, spec = tree_flatten(call.arguments)
         inputs, held = [], Bytes()
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, _Form):
-                tensor = leaf.new()
-                leaves[index] = tensor.requires_grad_(leaf.requires_grad)
-                for each in _tensors((tensor, leaf.said)):
+                given = leaf.new()
+                leaves[index] = given.requires_grad_(leaf.requires_grad)
+                for each in _tensors((given, leaf.said)):
                     recorder.external(each)
                 if leaf.requires_grad:
-                    inputs.append(tensor)
-                    held.add(tensor.numel() * tensor.element_size(), False)
+                    inputs.append(given)
+                    held.add(given.numel() * given.element_size(), False)
         args, kwargs = tree_unflatten(leaves, spec)
-        parameters = self._external(recorder, module)
+        parameters = self._external(recorder, module, tensor)
 
         def forward() -> Any:
             return self._call(module, lambda: module(*args, **kwargs))
 
-        with self._hooks(recorder, module), self._faked(module):
+        with self._hooks(recorder, module, tensor), self._faked(module):
             recorder.run(forward, inputs, parameters)
         name = self._layer_name(module)
-        return self._run(call.key, name, call.count, module, recorder.trace, held, set())
+        return self._run(call.key, name, call.count, module, recorder.trace, held, tensor, set())
 
     def _call(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         dtype = self._settings.autocast
@@ -553,7 +570,9 @@ class _Tracer:
             self._fakes[id(value)] = value, fake
         return self._fakes[id(value)][1]
 
-    def _external(self, recorder: Recorder, module: nn.Module, skip: bool = False) -> list[Tensor]:
+    def _external(
+        self, recorder: Recorder, module: nn.Module, tensor: _TensorPlan, skip: bool = False
+    ) -> list[Tensor]:
         """Tell the recorder of the parameters and buffers; returns those that are trained (`skip`: but not
         those of layers)."""
         inside: set[int] = set()
@@ -563,7 +582,7 @@ class _Tracer:
         for parameter in module.parameters():
             if id(parameter) not in inside:
                 fake = self._fake(parameter)
-                recorder.external(fake, id(parameter) in self._cut, is_parameter=True)
+                recorder.external(fake, id(parameter) in tensor.cut, is_parameter=True)
                 trained.append(fake)
         for buffer in module.buffers():
             recorder.external(self._fake(buffer))
@@ -631,13 +650,13 @@ class _Tracer:
     # -- tensor parallelism
 
     @contextmanager
-    def _hooks(self, recorder: Recorder, module: nn.Module) -> Iterator[None]:
+    def _hooks(self, recorder: Recorder, module: nn.Module, tensor: _TensorPlan) -> Iterator[None]:
         """In here modules that are cut tell the recorder what their outputs are, and what is summed."""
         model, handles = self._settings.model, []
         own = {id(each) for each in module.modules()}
         if module is model:
             own -= {id(each) for block in blocks(model) for each in block.modules()}
-        for name, rule in self._settings.tensor.rules.items():
+        for name, rule in tensor.rules.items():
             cut = model.get_submodule(name)
             if id(cut) in own and rule.style in ("colwise", "rowwise"):
                 handles.append(cut.register_forward_hook(_CutModule(recorder, rule)))
@@ -711,16 +730,15 @@ def _title(model: nn.Module) -> str:
 # -- from two runs to a part -------------------------------------------------------------------------------
 
 
-def _parts(
-    settings: _Settings, batch: Callable[[int], Batch], sizes: Sequence[int], only_rest: bool = False
-) -> tuple[Part, ...]:
+def _parts(settings: _Settings, batch: Callable[[int], Batch], sizes: Sequence[int]) -> list[Part]:
+    """As `_Tracer.runs`."""
     tracer = _Tracer(settings)
-    runs = [_runs(tracer, batch, rows, only_rest) for rows in sizes]
+    runs = [_runs(tracer, batch, rows) for rows in sizes]
     if any([run.key for run in each] != [run.key for run in runs[0]] for each in runs):
         raise UserError(
             f"{_title(settings.model)}: cannot be planned: it runs other layers for other sizes of a batch"
         )
-    return tuple(_part(settings.model, sizes, found) for found in zip(*runs, strict=True))
+    return [_part(settings.model, sizes, found) for found in zip(*runs, strict=True)]
 
 
 def _part(model: nn.Module, sizes: Sequence[int], runs: Sequence[_Run]) -> Part:
@@ -747,6 +765,7 @@ def _part(model: nn.Module, sizes: Sequence[int], runs: Sequence[_Run]) -> Part:
         products_kept=line("products_kept"),
         forward_peak=line("forward_peak"),
         backward_peak=line("backward_peak"),
+        keys_and_values=line("keys_and_values"),
         held=line("held"),
         logits=line("logits"),
         most_logits=one.most_logits,
