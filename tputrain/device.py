@@ -201,6 +201,13 @@ def attention_scores(
     return max(sequences * heads * rows * keys, MOST_TOGETHER)  # so many a rank of few heads has together
 
 
+def padded_length(length: int) -> int:
+    """Queries or keys that a kernel of attention computes on a TPU, for so many that there are."""
+    from tpu_backend.attention import padded_length
+
+    return padded_length(length)
+
+
 def failure_of_peers(seconds: float) -> str | None:
     """Which rank failed, and why, as soon as the device knows it; None: it does not, after `seconds`."""
     from tpu_backend.distributed.peers import failure_of_peers

@@ -152,7 +152,12 @@ def default_scale(features: int) -> float:
 LEAST_LENGTH = 1024
 """Keys of the kernels on a TPU, at least. Shorter attention has its scores in memory."""
 BLOCKS = (1024, 512)
-"""Sizes of a kernel's blocks of queries, and of keys, the best first. One of them divides a length."""
+"""Sizes of a kernel's blocks of queries, and of keys, the best first. One of them divides a padded length."""
+
+
+def padded_length(length: int) -> int:
+    """Queries or keys that a kernel on a TPU computes, for so many that there are."""
+    return math.ceil(length / BLOCKS[-1]) * BLOCKS[-1]
 
 
 def is_kernel_on_tpu(
@@ -163,7 +168,8 @@ def is_kernel_on_tpu(
     bias: tuple[Sequence[int], str] | None,
 ) -> bool:
     """Whether attention of these shapes has no scores in memory on a TPU: that of long sequences in bfloat16,
-    which no mask of pairs limits. `bias`: shape and dtype of a mask; integers are documents.
+    which no mask of pairs limits. `bias`: shape and dtype of a mask; integers are documents. Lengths are
+    padded; a few queries alone, such as a token of generated text, are not worth it.
     """
     if bias is not None and "int" not in bias[1]:
         return False
@@ -171,7 +177,7 @@ def is_kernel_on_tpu(
         dtype.endswith("bfloat16")
         and tuple(key)[:3] == tuple(value)[:3]
         and key[2] >= LEAST_LENGTH
-        and all(length % BLOCKS[-1] == 0 for length in (query[2], key[2]))
+        and padded_length(query[2]) < 2 * query[2]
     )
 
 

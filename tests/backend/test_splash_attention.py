@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_backend import attention
 from tpu_backend.lowering import blocked_attention, splash_attention
 from tpu_backend.lowering.platforms import lowering_for
 from tpu_backend.lowering.registry import TABLE, apply
@@ -28,25 +29,30 @@ def _arrays(length: int, batch: int, features: int, of_values: int = 0) -> list[
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the interpreter computes in little time. The rule stays."""
-    monkeypatch.setattr(splash_attention, "BLOCKS", (256, 128))
+    for module in (attention, splash_attention):
+        monkeypatch.setattr(module, "BLOCKS", (256, 128))
     monkeypatch.setattr(splash_attention, "COMPUTED", 128)
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "has_documents", "batch", "features"),
+    ("is_causal", "has_documents", "batch", "features", "length"),
     [
-        (True, True, 2, (64,)),
-        (True, False, 1, (192, 128)),  # as latent attention has them
-        (False, True, 1, (128,)),
-        (False, False, 2, (64, 96)),
+        (True, True, 2, (64,), LENGTH),
+        (True, False, 1, (192, 128), LENGTH),  # as latent attention has them
+        (False, True, 1, (128,), LENGTH),
+        (False, False, 2, (64, 96), LENGTH),
+        (True, True, 2, (64,), LENGTH - 100),  # padded
+        (True, False, 1, (64,), LENGTH - 100),
+        (False, True, 1, (64,), LENGTH - 1),
+        (False, False, 2, (64,), LENGTH - 100),
     ],
 )
 def test_values_and_gradients_are_those_of_all_scores(
-    is_causal: bool, has_documents: bool, batch: int, features: tuple[int, ...]
+    is_causal: bool, has_documents: bool, batch: int, features: tuple[int, ...], length: int
 ) -> None:
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        query, key, value, grad = _arrays(LENGTH, batch, *features)
-        ids = jnp.asarray(np.random.default_rng(1).integers(0, 5, (batch, LENGTH)))
+        query, key, value, grad = _arrays(length, batch, *features)
+        ids = jnp.asarray(np.random.default_rng(1).integers(0, 5, (batch, length)))
         documents = jnp.sort(ids, 1)[:, None, None, :] if has_documents else None
         factor = jnp.float32(0.3)
         output, log_sums = splash_attention.forward(
@@ -61,6 +67,7 @@ def test_values_and_gradients_are_those_of_all_scores(
             wide[3], *wide[:3], documents, exact, exact_sums, is_causal, factor
         )
     assert output.dtype == jnp.bfloat16
+    assert output.shape == query.shape[:3] + value.shape[3:]
     assert log_sums.dtype == jnp.float32
     np.testing.assert_allclose(log_sums, exact_sums, rtol=1e-2, atol=1e-2)  # the scaled query is rounded
     for ours, theirs in zip((output, *found), (exact, *gradients), strict=True):
@@ -162,20 +169,22 @@ def _query(length: int, dtype: str = "bfloat16", size: int = 64) -> jax.ShapeDty
     return jax.ShapeDtypeStruct((1, 2, length, size), dtype)
 
 
-def test_the_rule() -> None:
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     mask, ids = (jax.ShapeDtypeStruct((1, 1, 1, 4096), dtype) for dtype in ("bool", "int64"))
     with lowering_for("tpu"):
         for length in (1024, 2560, 4096, 32_768):
             assert splash_attention.fits(*[_query(length)] * 3, None)
         assert splash_attention.fits(*[_query(4096, size=192)] * 2, _query(4096), None)
-        for length in (512, 2049, 4000):  # short, or in no whole blocks
-            assert not splash_attention.fits(*[_query(length)] * 3, None)
+        assert not splash_attention.fits(*[_query(1023)] * 3, None)  # short
         assert splash_attention.fits(*[_query(4096)] * 3, ids)
         assert not splash_attention.fits(*[_query(4096)] * 3, mask)
         window, at_place = (jax.ShapeDtypeStruct((1, 1, 512, n), "int64") for n in (4096, 2 * 4096 + 1))
         assert splash_attention.fits(*[_query(4096)] * 3, window)
         assert splash_attention.fits(*[_query(4096)] * 3, at_place)
         assert splash_attention.fits(_query(512), *[_query(4096)] * 2, at_place)  # half of a rank's part
+        assert splash_attention.fits(_query(257), *[_query(4000)] * 2, at_place)
+        assert not splash_attention.fits(_query(256), *[_query(4096)] * 2, at_place)
         assert not splash_attention.fits(*[_query(4096, "float32")] * 3, None)
         assert not splash_attention.fits(_query(1), *[_query(4096)] * 2, None)  # a token of generated text
     for platform in ("cpu", "cuda"):
@@ -183,7 +192,7 @@ def test_the_rule() -> None:
             assert not splash_attention.fits(*[_query(4096)] * 3, None)
 
 
-@pytest.mark.parametrize(("length", "count"), [(2048, 1), (512, 0)])
+@pytest.mark.parametrize(("length", "count"), [(2048, 1), (1100, 1), (512, 0)])
 def test_a_tpus_program_has_the_kernels(monkeypatch: pytest.MonkeyPatch, length: int, count: int) -> None:
     """One forward, two backward; and no scores."""
     monkeypatch.undo()

@@ -102,8 +102,11 @@ def test_what_bounds_a_step_is_its_largest_share() -> None:
     plan = plan_of_recipe("instruct", "v6e:4x4")
     said = list(lines(plan))
     (step,) = [number for number, line in enumerate(said) if line.startswith("step ")]
-    assert said[step].endswith("; bound by waiting for tensor ranks")
-    assert said[step + 1].strip().startswith("waiting for tensor ranks ")
+    shares = [each.rpartition(" ") for each in said[step + 1].strip().split(", ")]
+    percents = [int(share.rstrip("%")) for _, _, share in shares]
+    assert percents == sorted(percents, reverse=True)
+    assert len(percents) > 3
+    assert said[step].endswith(f"; bound by {shares[0][0]}")
     assert "8 replicas in a slice, each with all parameters: no layer is gathered" in plan.why
 
 
@@ -126,8 +129,6 @@ def test_every_candidate_has_a_code_and_figures() -> None:
         assert each["code"] in found["codes"]
         assert each["code"] == "chosen" or each["reason"]
         assert each["code"] == "batch" or each["memory_gib"]["total"] > 0
-    fitting = [each for each in found["candidates"] if each["code"] in ("chosen", "slower")]
-    assert all(each["degrees"]["context"] == 1 for each in fitting)
 
 
 def test_the_memory_and_time_of_several_kinds_are_sums_over_the_layers() -> None:

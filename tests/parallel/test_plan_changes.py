@@ -19,6 +19,8 @@ from tputrain.planning.recipe_variants import RecipeVariants
 from tputrain.report.plan_page import plan_page
 
 MASTERS = "optim.master_weights=true"
+COMPILED = "execution.train=compile"
+"""Steps that neither context nor tensor ranks divide."""
 LLAMA_8B = ("model.name=llama-8b", "execution.autocast=bfloat16")
 
 
@@ -124,14 +126,27 @@ def test_master_weights_are_named_with_the_step_that_they_bring() -> None:
     assert not followed.changes
 
 
-def test_what_only_context_parallelism_would_fit_is_told_with_a_change_that_can_be_followed() -> None:
+def test_a_long_sequence_is_divided_unless_a_compiled_step_is_asked_for() -> None:
     sizes = ("model.name=llama-405b", "execution.autocast=bfloat16", "batch.tokens=16777216")
-    plan = plan_of_recipe("llama", "v5p-2048", *sizes, "data.sequence_length=131072")
-    message = plan.refusal()
-    assert (
-        "; with parallel.context=16 it would fit, but context parallelism is not chosen by itself" in message
-    )
-    figures = re.search(r"takes ([\d.]+) GiB a device, which has ([\d.]+) GiB", message)
+    divided = plan_of_recipe("llama", "v5p-2048", *sizes, "data.sequence_length=131072")
+    assert divided.chosen is not None
+    assert divided.chosen.layout.degrees["context"] == 16
+    plan = plan_of_recipe("llama", "v5p-2048", *sizes, COMPILED, "data.sequence_length=131072")
+    assert plan.chosen is None
+    setting, *others = plan.changes[0].split()
+    assert setting == "execution.train=fused"
+    assert "parallel.context=16" in others
+
+
+def _of_whole_sequences(plan: Plan) -> Plan:
+    """Of a model that takes no parts of one."""
+    return make_plan(replace(plan.task, workload=replace(plan.task.workload, context_degrees=(1,))))
+
+
+def test_a_shorter_sequence_is_named_where_no_ranks_divide_it() -> None:
+    sizes = ("model.name=llama-405b", "execution.autocast=bfloat16", "batch.tokens=16777216")
+    plan = _of_whole_sequences(plan_of_recipe("llama", "v5p-2048", *sizes, "data.sequence_length=131072"))
+    figures = re.search(r"takes ([\d.]+) GiB a device, which has ([\d.]+) GiB", plan.refusal())
     assert figures is not None
     assert float(figures[1]) > float(figures[2])
     assert plan.changes[0].startswith("data.sequence_length=8192 in place of 131072")
@@ -140,7 +155,7 @@ def test_what_only_context_parallelism_would_fit_is_told_with_a_change_that_can_
 
 def test_other_chips_are_those_that_fit_and_are_not_much_slower() -> None:
     overrides = (*LLAMA_8B, "data.sequence_length=131072", "batch.tokens=4194304")
-    plan = plan_of_recipe("llama", "v5e:4x4", *overrides)
+    plan = _of_whole_sequences(plan_of_recipe("llama", "v5e:4x4", *overrides))
     change = plan.changes[0]
     slices = [Topology.parse(each) for each in re.findall(r"\w+:[\dx]+", change)]
     assert [each.name for each in slices] == ["tpu7x:1x1x1", "v5p:2x2x1", "v6e:2x4"]
@@ -226,9 +241,11 @@ def test_twice_the_batch_is_named_as_the_recipe_has_it() -> None:
 
 
 def test_sequences_that_are_padded_are_told_what_that_costs() -> None:
-    sizes = "data.sequence_length=1000", "batch.tokens=1024000"
-    plan = plan_of_recipe("llama", "v6e:4x4", *LLAMA_8B, *sizes)
-    assert (
-        "sequences of 1000: attention computes 1024, 2% more than there are (tiles are 8 x 128); "
-        "1024 would be used in full"
-    ) in plan.changes
+    for length, padded, more in (
+        (1000, 1024, "2% more than there are (tiles are 8 x 128)"),
+        (2176, 2560, "18% more than there are (a kernel's blocks)"),
+    ):
+        sizes = f"data.sequence_length={length}", f"batch.tokens={length * 1024}"
+        plan = plan_of_recipe("llama", "v6e:4x4", *LLAMA_8B, *sizes)
+        said = f"sequences of {length}: attention computes {padded}, {more}"
+        assert f"{said}; {padded} would be used in full" in plan.changes

@@ -23,7 +23,7 @@ from tputrain.parallel.limits import check_forms, check_takes_parts, may_divide_
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
-from tputrain.parallel.slices import check_length
+from tputrain.parallel.slices import check_length, divides
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, workload_of
 from tputrain.planning.compiled_report import compiled_as_json, compiled_lines
@@ -246,7 +246,7 @@ def _workload(cfg: RecipeConfig, context: int) -> Workload:
             add_lora(model, cfg.lora, cfg.seed)
     freeze(model, cfg.optim.freeze)
     check_takes_parts(context, model)
-    return workload_of(
+    found = workload_of(
         model,
         cfg.data.example,
         name=cfg.model.described,
@@ -254,6 +254,8 @@ def _workload(cfg: RecipeConfig, context: int) -> Workload:
         plan=cfg.parallel.plan,
         has_masters=cfg.optim.master_weights,
     )
+    every = [each for each in found.context_degrees if all(divides(n, each) for n in cfg.data.lengths)]
+    return replace(found, context_degrees=tuple(every))
 
 
 def _without_values(cfg: RecipeConfig, model_cfg: ModelConfig) -> nn.Module:

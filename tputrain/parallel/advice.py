@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+from tputrain import device as devices
 from tputrain.models.recompute import LAYERS, OFFLOAD
 from tputrain.parallel.cost_model import CostModel, fill
 from tputrain.parallel.memory_model import num_layers_by_kind
@@ -81,12 +82,16 @@ def _of_rows(plan: "Plan") -> Iterator[tuple[float, str]]:
 
 
 def _of_sequences(plan: "Plan") -> Iterator[tuple[float, str]]:
-    """Sequences that are padded to the lanes."""
-    sequence = plan.task.workload.sequence
-    if sequence and sequence % _LANES:
-        padded = ceil(sequence / _LANES) * _LANES
+    """Sequences that are padded to the blocks of a kernel, or to the lanes."""
+    sequence, parts = plan.task.workload.sequence, plan.task.workload.parts
+    if sequence:
+        padded, why = ceil(sequence / _LANES) * _LANES, f"tiles are 8 x {_LANES}"
+        if any(
+            work.product.is_attention and work.product.is_kernel for part in parts for work in part.forward
+        ):
+            padded, why = devices.padded_length(sequence), "a kernel's blocks"
         if (lost := 1 - sequence / padded) >= _WORTH_SAYING:
-            more = f"{padded / sequence - 1:.0%} more than there are (tiles are 8 x {_LANES})"
+            more = f"{padded / sequence - 1:.0%} more than there are ({why})"
             said = f"sequences of {sequence}: attention computes {padded}, {more}"
             yield lost, f"{said}; {padded} would be used in full"
 

@@ -24,9 +24,10 @@ CODES = {
     "slower": "fits, and is slower",
     "memory": "does not fit into a device's memory",
     "batch": "the step's batch does not divide among the data ranks",
-    "not_built": "fits, and is not chosen by itself: the model cannot run it, or its times were not checked",
+    "not_built": "fits, and the model cannot run it",
 }
-_CONTEXT_DEGREES = (1, 2, 4, 8, 16)
+WORTH_CONTEXT = 0.03
+"""Context ranks have to make a step shorter by as much: of theirs, two were compared with the compiler."""
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
 
 
@@ -130,7 +131,7 @@ def candidates(task: Task, among: Iterable[Layout] | None = None) -> Iterator[Ca
 
 def _layouts(task: Task) -> Iterator[Layout]:
     if (given := task.degrees) is None:
-        context = _CONTEXT_DEGREES if task.workload.sequence and task.divides_layers else (1,)
+        context = task.workload.context_degrees if task.divides_layers else (1,)
         tensor = task.workload.tensor_degrees if task.divides_layers else (1,)
         yield from layouts(task.topology, tensor, context)
         return
@@ -179,6 +180,7 @@ def _memory(task: Task, layout: Layout, rung: str, rows: int, is_accumulated: bo
         task.workload,
         shards=layout.groups["shard"].size * context,
         tensor=layout.degrees["tensor"],
+        context=context,
         rows=rows / context,
         rung=rung,
         is_accumulated=is_accumulated,
@@ -213,13 +215,10 @@ class _Models:
         seconds = self._costs.seconds(layout, rows / context, micro_batches, rung)
         flops = layout.data_ranks * micro_batches * self._model_flops(rows)  # no rank sees the rows of others
         mfu = flops / (seconds.total * task.topology.num_devices * task.topology.peak_flops)
-        missing = []
+        code, reason = "slower", ""
         if not task.is_built(rung):
-            missing.append(f"activation checkpointing of the kind {rung}")
-        if context > 1 and task.degrees is None:
-            missing.append(f"parallel.context={context}")
-        code = "not_built" if missing else "slower"
-        return Candidate(layout, rung, rows, micro_batches, code, " and ".join(missing), found, seconds, mfu)
+            code, reason = "not_built", f"activation checkpointing of the kind {rung}"
+        return Candidate(layout, rung, rows, micro_batches, code, reason, found, seconds, mfu)
 
     def _most_rows(self, layout: Layout, rung: str) -> tuple[int, Memory]:
         """The largest micro-batch of a data rank that fits, else the smallest, and its memory."""
@@ -247,7 +246,7 @@ class _Models:
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
     """The fastest. Of those as fast: one without the host's memory, then the simplest, then the smallest."""
     judged = [
-        (each, each.memory, each.seconds.total)
+        (each, each.memory, each.seconds.total * (1 + WORTH_CONTEXT * (each.layout.degrees["context"] > 1)))
         for each in candidates
         if each.memory is not None and each.seconds is not None
     ]

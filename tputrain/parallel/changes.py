@@ -40,7 +40,12 @@ def what_would_be_faster(task: Task, found: Sequence[Candidate], chosen: Candida
 
 def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     """The smallest change first. `found`: the task's candidates, of which none can be chosen."""
-    if (divisible := _with_divisible_batch(task, found)) is not None:
+    divisible = _with_divisible_batch(task, found)
+    is_divided = divisible is not None and _fits(divisible.task)
+    if not is_divided and (fused := _with_fused_steps(task)) is not None:
+        yield fused
+        return
+    if divisible is not None:
         yield from _with_other_rows(divisible)
         return
     if task.degrees is not None and not task.topology.chip.is_stand_in:
@@ -85,12 +90,6 @@ def unbuilt_that_fits(found: Sequence[Candidate]) -> Candidate | None:
     return best([each for each in found if each.code == "not_built"])
 
 
-def may_be_chosen(task: Task, candidate: Candidate) -> bool:
-    """As far as its degrees and its checkpointing go."""
-    is_known = task.degrees is not None or candidate.layout.degrees["context"] == 1
-    return is_known and task.is_built(candidate.rung)
-
-
 def is_tight(task: Task, candidate: Candidate) -> bool:
     """Whether the prediction's error may be larger than what is left of the memory."""
     return candidate.memory is not None and candidate.memory.total > SURE * task.most
@@ -130,9 +129,19 @@ def _with_masters(task: Task) -> Variant | None:
     return variants.of(task, {"optim.master_weights": True})
 
 
+def _with_fused_steps(task: Task) -> str | None:
+    """Steps that context and tensor ranks divide, and how."""
+    if task.divides_layers or task.variants is None:
+        return None
+    fused = task.variants.of(task, {"execution.train": "fused"})
+    if fused is None or (chosen := planned(fused.task)) is None:
+        return None
+    return f"{fused.settings} {chosen.settings(fused.task)}{_tight(fused.task)}"
+
+
 def _with_divisible_batch(task: Task, found: Sequence[Candidate]) -> Variant | None:
     """With a batch that divides among the data ranks; None: the batch is not what is wrong."""
-    undivided = [each for each in found if each.code == "batch" and may_be_chosen(task, each)]
+    undivided = [each for each in found if each.code == "batch" and task.is_built(each.rung)]
     if not undivided or not all(each.code in ("batch", "not_built") for each in found):
         return None
     data_ranks = min(each.layout.data_ranks for each in undivided)

@@ -229,7 +229,7 @@ class CostModel:
             if self._is_attention(work):
                 own = self.product_seconds(work, rows, tensor)
                 if work.product.is_attention:  # a kernel
-                    own /= share
+                    own *= work.product.padding / share
                     if work.product.is_causal:
                         own *= _CORNER + _DIAGONAL
                 seconds += own

@@ -127,13 +127,15 @@ class Layout:
 def layouts(
     topology: Topology, tensor_degrees: Sequence[int], context_degrees: Sequence[int]
 ) -> Iterator[Layout]:
-    """All that are worth a look. An axis is divided only where a degree needs it, and equal ones are one."""
+    """All that are worth a look. An axis is divided only where a degree needs it, and equal ones are one. No
+    run has tensor and context ranks both.
+    """
     axes = topology.axes
     sizes = [axis.size for axis in axes]
     seen = set()
     for tensor in _factorings(sizes, tensor_degrees):
         left = [size // factor for size, factor in zip(sizes, tensor, strict=True)]
-        for context in _factorings(left, context_degrees):
+        for context in _factorings(left, context_degrees if prod(tensor) == 1 else (1,)):
             rest = [size // factor for size, factor in zip(left, context, strict=True)]
             for shard in _shares(rest):
                 replicate = [size // factor for size, factor in zip(rest, shard, strict=True)]

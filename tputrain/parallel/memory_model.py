@@ -101,6 +101,7 @@ def memory(
     *,
     shards: int,
     tensor: int,
+    context: int = 1,
     rows: float,
     rung: str,
     is_accumulated: bool,
@@ -108,16 +109,22 @@ def memory(
     has_logits_twice: bool = False,
 ) -> Memory:
     """Of a device with `rows` rows of a micro-batch. `shards`: devices that share parameters and state.
+    `context`: those that share a row, and exchange keys and values.
     `has_logits_twice`: a loss's logits and their gradient (`Chip.has_logits_twice`).
     """
     *layers, rest = parts = workload.parts_among(tensor)
     parameters = sum(each.count * each.parameters.count(tensor) * _itemsize(each) for each in parts)
     trained = sum(each.count * each.parameters.trained(tensor) for each in parts)
     gradients = sum(each.count * each.parameters.trained(tensor) * _itemsize(each) for each in parts)
+
+    def of_others(part: Part) -> float:
+        """Keys and values of the other context ranks."""
+        return (context - 1) * part.keys_and_values.at(rows, tensor)
+
     all_kept = held_by_host = on_its_way = 0.0
     for each in layers:
         for kind, count in num_layers_by_kind(rung, each.count).items():
-            kept = count * _kept(each, kind).at(rows, tensor)
+            kept = count * (_kept(each, kind).at(rows, tensor) + of_others(each) * (kind == NONE))
             if kind == OFFLOAD:
                 held_by_host += kept
                 on_its_way = max(on_its_way, _ON_DEVICE * each.input.at(rows, tensor))
@@ -166,6 +173,8 @@ def memory(
             own = each.backward_peak.at(rows, tensor) + held
             if kind == NONE:
                 own -= each.kept.at(rows, tensor)
+            else:
+                own += of_others(each)
             moments.append(("layer", of_rest, all_kept, own, gathered))
             last = _kept(each, kind).at(rows, tensor)
             moments.append(("layer", gradients / shards, last, own, gathered))

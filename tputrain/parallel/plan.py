@@ -15,7 +15,6 @@ from tputrain.parallel.advice import advice
 from tputrain.parallel.candidate import ALIKE, CODES, Candidate, Task, best, candidates
 from tputrain.parallel.changes import (
     is_tight,
-    may_be_chosen,
     unbuilt_that_fits,
     what_would_be_faster,
     what_would_fit,
@@ -68,7 +67,7 @@ class Plan:
         """Why there is no plan, and the smallest change that would make one."""
         task = self.task
         least = min(
-            (each for each in self.candidates if each.code == "memory" and may_be_chosen(task, each)),
+            (each for each in self.candidates if each.code == "memory" and task.is_built(each.rung)),
             key=lambda each: _share_needed(task, each),
             default=None,
         )
@@ -170,6 +169,8 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
         )
     yield from _against(plan, chosen, "replicas", lambda each: each["replicate"])
     yield from _against(plan, chosen, "tensor parallelism", lambda each: each["tensor"])
+    if degrees["context"] > 1:
+        yield from _against(plan, chosen, "context parallelism", lambda each: each["context"])
     if degrees["replicate"] > 1:
         inside = degrees["replicate"] // task.topology.slices
         if task.topology.slices > 1:
@@ -201,7 +202,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     task, chosen = plan.task, plan.chosen
     if chosen is None or chosen.memory is None or chosen.seconds is None:
         if (unbuilt := unbuilt_that_fits(plan.candidates)) is not None:
-            yield f"with {unbuilt.reason} it would fit, but {_why_never(unbuilt)}"
+            yield f"with {unbuilt.reason} it would fit, but the model cannot do it"
         return
     if is_tight(task, chosen):
         size = f"{memory_text(chosen.memory.total)} of {memory_text(task.most)} a device"
@@ -221,13 +222,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     if unbuilt is not None and unbuilt.seconds is not None:
         gain = 1 - unbuilt.seconds.total / chosen.seconds.total
         if gain > _WORTH_SAYING:
-            yield f"{unbuilt.reason} might make the step {gain:.0%} shorter, but {_why_never(unbuilt)}"
-
-
-def _why_never(candidate: Candidate) -> str:
-    if candidate.layout.degrees["context"] > 1:
-        return "context parallelism is not chosen by itself: its times were not checked"
-    return "the model cannot do it"
+            yield f"{unbuilt.reason} might make the step {gain:.0%} shorter, but the model cannot do it"
 
 
 _SMALL_MODEL, _SMALL_STEP = 100e6, 0.01  # parameters, seconds; plans were compared from 1B on

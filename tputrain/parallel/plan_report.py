@@ -57,8 +57,6 @@ def lines(plan: Plan) -> Iterator[str]:
     moved = chosen.moved(task)
     if sizes := [f"{memory_text(size)} {words}" for name, words in MOVED if (size := getattr(moved, name))]:
         yield f"moves   {', '.join(sizes)}, into each device (predicted)"
-    if chosen.layout.degrees["context"] > 1:
-        yield "        the times of context parallelism were not checked"
     if chosen.mfu > HIGHEST_PUBLISHED_MFU and is_tpu:
         yield (
             f"        expect less: no published step of a dense model on TPUs has over "

@@ -70,9 +70,14 @@ def columns(batch: Batch | None, count: int) -> list[Batch | None]:
     return [_stretches(batch, stretches_of(rank, count), length // (2 * count)) for rank in range(count)]
 
 
+def divides(length: int, count: int) -> bool:
+    """Whether a sequence of `length` tokens has two stretches for each of `count` ranks, or one for one."""
+    return count == 1 or length % (2 * count) == 0
+
+
 def check_length(length: int, count: int) -> None:
-    """Raise UserError where a sequence of `length` tokens has no two stretches for each of `count` ranks."""
-    if length % (2 * count) and count > 1:
+    """Raise UserError where a sequence of `length` tokens does not divide among `count` ranks."""
+    if not divides(length, count):
         raise UserError(
             f"parallel.context={count}: a sequence of {length} tokens does not divide: expected a multiple "
             f"of {2 * count}, as each rank has two stretches (data.sequence_length in a recipe; padded "

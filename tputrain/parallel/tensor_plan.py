@@ -6,7 +6,7 @@ The rules are the user's (`parallel.plan`), or else the model's own attribute `t
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.weak import TensorWeakRef
 
 from tputrain.announce import say
 from tputrain.errors import UserError
@@ -51,12 +52,13 @@ def parallelise_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
     """
     source, chosen, unused = _chosen(model, plan, mesh.size())
     tied = _tied(model)
+    shared = _SharedInput()
     for module, rule in chosen.values():
         if rule.output == "sequence" and rule.style != "sequence":
             module.register_forward_pre_hook(_SequenceDivides(mesh.size()))
         narrow = _taken_off(module) if rule.style in _NARROW else {}
         # Every rank has built the whole model alike: nothing is sent.
-        parallelize_module(module, mesh, _style(module, rule), src_data_rank=None)
+        parallelize_module(module, mesh, _style(module, rule, shared), src_data_rank=None)
         for name, parameter in narrow.items():
             _divide(module, name, parameter, mesh, _NARROW[rule.style][name])
     for owners in tied:
@@ -64,14 +66,18 @@ def parallelise_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
     _list_what_is_left(model, source, unused)
 
 
-def matched_rules(
-    model: nn.Module, plan: Mapping[str, Any], degree: int = 1
-) -> dict[str, tuple[nn.Module, TensorRule]]:
+def matched_rules(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, tuple[nn.Module, TensorRule]]:
     """The modules that tensor parallelism cuts, by name, and how: by `plan`, or else by the model's own.
 
-    Raises UserError where there is no plan, or a layer does not divide into `degree` parts.
+    Raises UserError where there is no plan, or it names what cannot be cut.
     """
-    return _chosen(model, plan, degree)[1]
+    return _chosen(model, plan, 1)[1]
+
+
+def check_divides(model: nn.Module, rules: Mapping[str, tuple[nn.Module, TensorRule]], degree: int) -> None:
+    """Raise UserError where a layer does not divide into `degree` parts. `rules`: of `matched_rules`."""
+    for name, (module, rule) in rules.items():
+        _check_divides(model, name, module, rule, degree)
 
 
 def _chosen(
@@ -80,8 +86,7 @@ def _chosen(
     """Where the plan comes from, what it cuts, and its rules that match nothing."""
     source, rules = _rules(model, plan, degree)
     chosen, unused = _matched(model, rules)
-    for name, (module, rule) in chosen.items():
-        _check_divides(model, name, module, rule, degree)
+    check_divides(model, chosen, degree)
     return source, chosen, unused
 
 
@@ -141,7 +146,7 @@ def _check_divides(model: nn.Module, name: str, module: nn.Module, rule: TensorR
         )
 
 
-def _style(module: nn.Module, rule: TensorRule) -> ParallelStyle:
+def _style(module: nn.Module, rule: TensorRule, shared: "_SharedInput") -> ParallelStyle:
     taken, given = _LAYOUTS[rule.input], _LAYOUTS[rule.output]
     if makes_loss_of_part(module, rule):
         return _DividedHead()
@@ -151,7 +156,7 @@ def _style(module: nn.Module, rule: TensorRule) -> ParallelStyle:
         taken = taken or Replicate()  # RowwiseParallel's own default is for a Linear
     match rule.style:
         case "colwise":
-            return ColwiseParallel(input_layouts=taken, output_layouts=given)
+            return _Colwise(shared, input_layouts=taken, output_layouts=given)
         case "rowwise":
             return RowwiseParallel(input_layouts=taken, output_layouts=given)
         case "sequence":
@@ -174,6 +179,44 @@ def _taken_off(module: nn.Module) -> dict[str, nn.Parameter]:
 def makes_loss_of_part(module: nn.Module, rule: TensorRule) -> bool:
     """Whether a rank needs no more than its part of the logits for the loss."""
     return isinstance(module, VocabularyHead) and rule in _WHOLE_LOGITS
+
+
+class _SharedInput:
+    """The last tensor that modules cut by columns have taken, and the DTensor made of it.
+
+    Both are weak references: autograd has the DTensor as long as its gradient is to come.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, TensorWeakRef, TensorWeakRef] | None = None
+
+    def of(self, tensor: Tensor, layouts: Any, make: Callable[[], Tensor]) -> Tensor:
+        key = layouts, tensor._version, torch.is_grad_enabled()
+        if self._known is not None and self._known[:1] == (key,) and self._known[1]() is tensor:
+            made = self._known[2]()
+            if made is not None:
+                return made
+        made = make()
+        self._known = key, TensorWeakRef(tensor), TensorWeakRef(made)
+        return made
+
+
+class _Colwise(ColwiseParallel):
+    """Modules that take one tensor after each other (queries, keys and values; gate and up) share its
+    DTensor: ranks gather it once, and sum its gradient once.
+    """
+
+    def __init__(self, shared: _SharedInput, **layouts: Any):
+        super().__init__(**layouts)
+        self._shared = shared
+
+    def _prepare_input_fn(  # type: ignore[override]  # PyTorch's is static, and is taken from the instance
+        self, given: Any, wanted: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
+    ) -> Tensor:
+        def make() -> Tensor:
+            return ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)
+
+        return self._shared.of(inputs[0], given, make)
 
 
 class _DividedHead(ParallelStyle):

@@ -69,6 +69,8 @@ class Product:
     memory, products of groups."""
     is_whole: bool = False
     """Of attention whose scores are in memory all together."""
+    padding: float = 1.0
+    """What a kernel of attention computes, for each score that is asked for."""
 
     @property
     def flops(self) -> int:
@@ -371,6 +373,7 @@ class Recorder(TorchDispatchMode):
             *(size, length, features, keys, cut, False, query.element_size(), True, is_causal),
             is_kernel=most == 0,
             is_whole=most is None,
+            padding=1.0 if most != 0 else prod(devices.padded_length(n) / n for n in (length, keys)),
         )
         mixed = replace(scores, k=keys, n=value.shape[3])
         if most != 0:  # values like any other: float32, and as many again

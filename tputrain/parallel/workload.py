@@ -27,13 +27,16 @@ from tputrain.loss import LossFunction, loss_of
 from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
 from tputrain.optim.muon import hidden_matrices
 from tputrain.parallel.blocks import blocks, signature, without_numbers
-from tputrain.parallel.tensor_plan import makes_loss_of_part, matched_rules
+from tputrain.parallel.limits import check_takes_parts
+from tputrain.parallel.slices import divides
+from tputrain.parallel.tensor_plan import check_divides, makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
 from tputrain.user_code import error_summary, line_of
 
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
 TILE_ROWS = 8
 """Of a TPU's tile in 32 bits, which has 128 columns: products pad to it, and several shards share one."""
+CONTEXT_DEGREES = (1, 2, 4, 8, 16)
 SQUARE_ROWS = (1024, 1536, 2048)
 """Of the three runs of a model that compares rows with rows, so many that what grows with their square is
 part of the peaks."""
@@ -202,6 +205,8 @@ class Workload:
     """Tokens of a row, where rows are text."""
     tensor_degrees: tuple[int, ...]
     """Degrees that divide the layers; (1,) without a plan for cutting them."""
+    context_degrees: tuple[int, ...] = (1,)
+    """Degrees that divide a sequence; (1,) for a model that takes no parts of one."""
     why_not_tensor: str = ""
     whole_rest: Part | None = None
     """The rest without tensor parallelism, where that changes what it does: a head that is cut makes the
@@ -255,14 +260,26 @@ def workload_of(
     if tensor.cuts_rest(model):
         *parts, whole_rest = parts
     example = batch(ROWS[0])
+    sequence = example["input_ids"].shape[1] if batch_of.is_text(example) else None
     return Workload(
         name or type(model).__name__,
         tuple(parts),
-        example["input_ids"].shape[1] if batch_of.is_text(example) else None,
+        sequence,
         tensor.degrees,
+        _context_degrees(sequence, model, loss_fn),
         tensor.why_not,
         whole_rest,
     )
+
+
+def _context_degrees(sequence: int | None, model: nn.Module, loss_fn: LossFunction | None) -> tuple[int, ...]:
+    if sequence is None:
+        return (1,)
+    try:
+        check_takes_parts(2, model, loss_fn)
+    except UserError:
+        return (1,)
+    return tuple(degree for degree in CONTEXT_DEGREES if divides(sequence, degree))
 
 
 def batch_like(example: Batch) -> Callable[[int], Batch]:
@@ -302,7 +319,7 @@ class _TensorPlan:
         reason = ""
         for degree in (1, 2, 4, 8, 16, 32, 64):
             try:
-                matched_rules(model, plan, degree)
+                check_divides(model, rules, degree)
             except UserError as error:
                 reason = reason or str(error)
                 continue

@@ -35,6 +35,7 @@ class RecipeVariants(Variants):
         found = self._tasks[said]
         if found is None:
             return None
+        has_other_steps = any(key.startswith("execution.") for key in settings)
         return Variant(
             said,
             replace(
@@ -43,6 +44,8 @@ class RecipeVariants(Variants):
                 precision=found.precision,
                 rows=found.rows,
                 micro_rows=found.micro_rows,
+                rungs=found.rungs if has_other_steps else task.rungs,
+                divides_layers=found.divides_layers,
                 variants=found.variants,
             ),
         )

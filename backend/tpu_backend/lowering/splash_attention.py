@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from tpu_backend.attention import BLOCKS, default_scale, is_kernel_on_tpu
+from tpu_backend.attention import BLOCKS, default_scale, is_kernel_on_tpu, padded_length
 from tpu_backend.lowering.documents import Documents, documents_of
 from tpu_backend.lowering.platforms import lowered_for
 
@@ -59,9 +59,12 @@ def forward(
         found = kernel(*tensors, ids)
         return (found[0], found[1][0]) if needs_log_sums else (found, jnp.zeros((query.shape[1], 0)))
 
-    said = documents_of(documents, query.shape[2], key.shape[2])
+    length = query.shape[2]
+    said = documents_of(documents, length, key.shape[2])
     may_look_nowhere = said is not None and said.keys is not said.queries
     needs_log_sums = has_log_sums or may_look_nowhere
+    said = _padded_documents(said, length, key.shape[2], is_causal)
+    query, key, value = map(_padded, (query, key, value))
     with jax.enable_x64(False), _noting_work(query, key, value, is_causal, said):
         kernel = _kernel(query, key, is_causal, said, needs_log_sums, interpret)
         output, log_sums = _of_sequences(of_sequence, said, _scaled(query, scale), key, value)
@@ -70,7 +73,7 @@ def forward(
             looks_nowhere = log_sums < kernel.kwargs["mask_value"] / 2
             output = jnp.where(looks_nowhere[..., None], 0, output)
             log_sums = jnp.where(looks_nowhere, -jnp.inf, log_sums)
-        return output, log_sums if has_log_sums else log_sums[..., :0]
+        return output[:, :, :length], log_sums[..., : length if has_log_sums else 0]
 
 
 def backward(
@@ -94,14 +97,51 @@ def backward(
         # The library differentiates its own results alone: log sums of others need its inner function.
         return kernels._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)[3:6]
 
-    said = documents_of(documents, query.shape[2], key.shape[2])
+    length, num_keys = query.shape[2], key.shape[2]
+    said = documents_of(documents, length, num_keys)
+    said = _padded_documents(said, length, num_keys, is_causal)
+    # Weights are exp(score - log sum): those of a query that looks nowhere, or is padding, become 0.
+    log_sums = _padded(jnp.where(log_sums == -jnp.inf, jnp.inf, log_sums), jnp.inf)
+    query, key, value, output, grad_out = map(_padded, (query, key, value, output, grad_out))
     with jax.enable_x64(False), _noting_work(query, key, value, is_causal, said):
         kernel = _kernel(query, key, is_causal, said, True, interpret)
-        # Weights are exp(score - log sum): those of a query that looks nowhere become 0.
-        log_sums = jnp.where(log_sums == -jnp.inf, jnp.inf, log_sums)
         given = _scaled(query, scale), key, value, output, log_sums, grad_out
         grad_query, grad_key, grad_value = _of_sequences(of_sequence, said, *given)
-        return _scaled(grad_query, scale), grad_key, grad_value
+        grad_query = _scaled(grad_query, scale)
+        return grad_query[:, :, :length], grad_key[:, :, :num_keys], grad_value[:, :, :num_keys]
+
+
+def _padded(tensor: jax.Array, with_value: float = 0.0) -> jax.Array:
+    """(B, H, L, ...) with as many queries or keys as a kernel computes."""
+    missing = padded_length(tensor.shape[2]) - tensor.shape[2]
+    if not missing:
+        return tensor
+    sizes = [(0, missing if dim == 2 else 0) for dim in range(tensor.ndim)]
+    return jnp.pad(tensor, sizes, constant_values=with_value)
+
+
+def _padded_documents(
+    documents: Documents | None, queries: int, keys: int, is_causal: bool
+) -> Documents | None:
+    """With padding that no query looks at: it is a document of its own, unless it comes after all that
+    a causal mask shows.
+    """
+    if padded_length(keys) == keys and padded_length(queries) == queries:
+        return documents
+    if documents is None:
+        if padded_length(keys) == keys or (is_causal and queries == keys):
+            return None
+        of_queries, of_keys = (jnp.zeros((1, length), jnp.int32) for length in (queries, keys))
+        documents = Documents(of_queries, of_keys, None)
+    own = 1 + jnp.maximum(documents.queries.max(), documents.keys.max())
+
+    def padded(ids: jax.Array) -> jax.Array:
+        missing = padded_length(ids.shape[1]) - ids.shape[1]
+        return jnp.pad(ids, ((0, 0), (0, missing)), constant_values=own)
+
+    is_same = documents.keys is documents.queries
+    of_queries = padded(documents.queries)
+    return documents._replace(queries=of_queries, keys=of_queries if is_same else padded(documents.keys))
 
 
 def _scaled(query: jax.Array, scale: jax.Array | None) -> jax.Array:
