@@ -99,16 +99,26 @@ def test_gradients_of_a_part_of_the_keys_use_the_log_sums_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "batch", "window"),
-    [(0, 1, None), (128, 2, None), (512, 2, None), (0, 1, 2), (384, 1, 100), (512, 1, 513)],
+    ("place", "batch", "window", "length"),
+    [
+        (0, 1, None, LENGTH),
+        (128, 2, None, LENGTH),
+        (512, 2, None, LENGTH),
+        (0, 1, 2, LENGTH),
+        (384, 1, 100, LENGTH),
+        (512, 1, 513, LENGTH),
+        (300, 1, 100, LENGTH - 44),  # padded
+    ],
 )
-def test_queries_from_a_place_that_is_data_on(place: int, batch: int, window: int | None) -> None:
+def test_queries_from_a_place_that_is_data_on(
+    place: int, batch: int, window: int | None, length: int
+) -> None:
     """As ranks that share a sequence have them. Some keys are of no document of the queries."""
-    query, _, _, grad = _arrays(LENGTH, batch, 64)
-    _, key, value, _ = _arrays(2 * LENGTH, batch, 64)
-    ids = np.sort(np.random.default_rng(1).integers(0, 5, (batch, 2 * LENGTH)), 1)
+    query, _, _, grad = _arrays(length, batch, 64)
+    _, key, value, _ = _arrays(2 * length, batch, 64)
+    ids = np.sort(np.random.default_rng(1).integers(0, 5, (batch, 2 * length)), 1)
     of_keys = np.where(np.random.default_rng(2).random(ids.shape) > 0.9, 9, ids)
-    said = np.concatenate([ids[:, place : place + LENGTH], of_keys, np.full((batch, 1), place)], 1)
+    said = np.concatenate([ids[:, place : place + length], of_keys, np.full((batch, 1), place)], 1)
     factor = jnp.float32(0.125)
 
     @jax.jit
@@ -139,11 +149,11 @@ def _ours_and_exact(
     return (output, sums, *found), (exact, exact_sums, *gradients)
 
 
-@pytest.mark.parametrize("window", [2, 200, 513])
-def test_a_window(window: int) -> None:
-    ids = np.sort(np.random.default_rng(1).integers(0, 2, (1, 2 * LENGTH)), 1)
-    documents = jnp.broadcast_to(ids[:, None, None, :], (1, 1, window, 2 * LENGTH))
-    found, exact = _ours_and_exact(_arrays(2 * LENGTH, 1, 64), documents, jnp.float32(0.125))
+@pytest.mark.parametrize(("window", "length"), [(2, 1024), (200, 1024), (513, 1024), (200, 900)])
+def test_a_window(window: int, length: int) -> None:
+    ids = np.sort(np.random.default_rng(1).integers(0, 2, (1, length)), 1)
+    documents = jnp.broadcast_to(ids[:, None, None, :], (1, 1, window, length))
+    found, exact = _ours_and_exact(_arrays(length, 1, 64), documents, jnp.float32(0.125))
     for ours, theirs in zip(found, exact, strict=True):
         assert np.linalg.norm(ours.astype("float32") - theirs) < 0.01 * np.linalg.norm(theirs)
 

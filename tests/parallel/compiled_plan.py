@@ -85,6 +85,17 @@ def scattered(step: AbstractStep) -> list[int]:
     return [each.outputs[0].sizes[0] for each in operations if each.name.endswith("::reduce_scatter")]
 
 
+def num_summed(topology: str) -> int:
+    """All-reduces of a layer's input or its gradient, in a step of two tensor ranks."""
+    cfg = RunConfig(parallel=ParallelConfig(**LAYOUTS[topology][-1]))
+    with parameters_on_meta():
+        model = Llama(replace(CONFIG, num_key_value_heads=2, activation_checkpointing=False))
+    step = abstract_step(model, cfg, batch(8))
+    operations = (entry for entry, _, _ in entries(step.segment["tape"]))
+    summed = (each.outputs[0].sizes for each in operations if each.name.endswith("::all_reduce"))
+    return sum(list(sizes)[1:] == [64, CONFIG.hidden_size] for sizes in summed)
+
+
 def digest(topology: str, step: AbstractStep) -> str:
     text = of_slices().lower_for(topology, step.segment).as_text()
     return hashlib.sha256(text.encode()).hexdigest()
@@ -131,6 +142,7 @@ def record() -> dict[str, object]:
         "masters": [masters.num_segments, len(masters.segment["donated"])],
         "labels": Counter(step.segment["labels"]),
         "losses": [num_losses(each) for each in (step, theirs)],
+        "summed": num_summed(TOPOLOGY),
         "scattered": [scattered(each) for each in (step, theirs)],
         "refusal": refusal,
     }

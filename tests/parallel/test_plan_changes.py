@@ -140,7 +140,8 @@ def test_a_long_sequence_is_divided_unless_a_compiled_step_is_asked_for() -> Non
 
 def _of_whole_sequences(plan: Plan) -> Plan:
     """Of a model that takes no parts of one."""
-    return make_plan(replace(plan.task, workload=replace(plan.task.workload, context_degrees=(1,))))
+    workload = replace(plan.task.workload, context_degrees=(1,))
+    return make_plan(replace(plan.task, workload=workload, variants=None))
 
 
 def test_a_shorter_sequence_is_named_where_no_ranks_divide_it() -> None:

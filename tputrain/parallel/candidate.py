@@ -26,8 +26,9 @@ CODES = {
     "batch": "the step's batch does not divide among the data ranks",
     "not_built": "fits, and the model cannot run it",
 }
-WORTH_CONTEXT = 0.03
-"""Context ranks have to make a step shorter by as much: of theirs, two were compared with the compiler."""
+WORTH_CONTEXT = 0.1
+"""Context ranks have to make a step shorter by as much, the planner's error between kinds of steps. Llama 8B
+on 2x v5e:16x16 was planned 6 % shorter with them, and was 7 % longer by the compiler."""
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
 
 

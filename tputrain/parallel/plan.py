@@ -7,6 +7,7 @@ became of it. The chosen one is the fastest that fits and that the Trainer can r
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from tputrain.errors import UserError
@@ -213,6 +214,15 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield (
             "so small a step was not compared with the compiler: time and memory may be off by half; "
             "--compile asks it"
+        )
+    with_context = [
+        each for each in plan.candidates if each.code == "slower" and each.layout.degrees["context"] > 1
+    ]
+    shorter = min((each.seconds.total for each in with_context if each.seconds), default=inf)
+    if chosen.layout.degrees["context"] == 1 and (gain := 1 - shorter / chosen.seconds.total) > _WORTH_SAYING:
+        yield (
+            f"context parallelism might make the step {gain:.0%} shorter, which is within the planner's "
+            "error; --search asks the compiler"
         )
     unbuilt = min(
         (each for each in plan.candidates if each.code == "not_built"),
