@@ -191,7 +191,9 @@ class _SharedInput:
         self._known: tuple[Any, TensorWeakRef, TensorWeakRef] | None = None
 
     def of(self, tensor: Tensor, layouts: Any, make: Callable[[], Tensor]) -> Tensor:
-        key = layouts, tensor._version, torch.is_grad_enabled()
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return make()
+        key = layouts, tensor._version
         if self._known is not None and self._known[:1] == (key,) and self._known[1]() is tensor:
             made = self._known[2]()
             if made is not None:

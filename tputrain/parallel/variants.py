@@ -60,5 +60,9 @@ def _fastest(task: Task, found: Sequence[Candidate]) -> list[Layout]:
     fitting = [each for each in found if each.code in ("slower", "chosen")]
     fitting.sort(key=lambda each: each.seconds.total if each.seconds else 0.0)
     layouts = {id(each.layout): each.layout for each in fitting}
-    degrees = task.workload.tensor_degrees
-    return [each for each in layouts.values() if each.degrees["tensor"] in degrees][:_FASTEST]
+    tensor, context = task.workload.tensor_degrees, task.workload.context_degrees
+    return [
+        each
+        for each in layouts.values()
+        if each.degrees["tensor"] in tensor and each.degrees["context"] in context
+    ][:_FASTEST]
