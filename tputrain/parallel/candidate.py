@@ -272,20 +272,8 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def memory_as_json(found: Memory) -> dict[str, Any]:
-    return {
-        "total": _rounded(found.total),
-        "arguments": _rounded(found.arguments),
-        "temporaries": _rounded(found.temporaries),
-        "parameters": _rounded(found.parameters),
-        "optimizer": _rounded(found.optimizer),
-        "gradients": _rounded(found.gradients),
-        "kept": _rounded(found.kept),
-        "working": _rounded(found.working),
-        "gathered": _rounded(found.gathered),
-        "padding": _rounded(found.padding),
-        "host": _rounded(found.host),
-        "moment": found.moment,
-    }
+    sizes = "total arguments temporaries parameters optimizer gradients kept working gathered padding host"
+    return {name: _rounded(getattr(found, name)) for name in sizes.split()} | {"moment": found.moment}
 
 
 def _rounded(num_bytes: float) -> float:

@@ -240,7 +240,7 @@ def _smaller_task(task: Task) -> Iterator[str]:
 
 def _shorter(task: Task, times: int) -> Task | None:
     """With rows of a part of their length, and as many more of them, where that fits."""
-    workload = replace(_with_rows(task.workload, 1 / times))
+    workload = _with_rows(task.workload, 1 / times)
     assert task.workload.sequence is not None
     length = task.workload.sequence // times
     scaled = replace(task, workload=replace(workload, sequence=length), rows=task.rows * times)

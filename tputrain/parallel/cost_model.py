@@ -204,8 +204,8 @@ class CostModel:
 
     def _part(self, part: Part, rows: float, tensor: int) -> "_PartSeconds":
         bandwidth = self._topology.hbm_bandwidth * HBM_SHARE
-        forward = self._products(part.forward, rows, tensor, False)
-        backward = self._products(part.backward, rows, tensor, True)
+        forward = self._products(part.forward, rows, tensor)
+        backward = self._products(part.backward, rows, tensor)
         attention = self._attention(part.forward, rows, tensor, False)
         attention_backward = self._attention(part.backward, rows, tensor, True)
         forward_traffic = part.forward_traffic.at(rows, tensor) / bandwidth
@@ -219,7 +219,7 @@ class CostModel:
             forward_traffic=forward_traffic,
         )
 
-    def _products(self, works: Iterable[Work], rows: float, tensor: int, is_backward: bool) -> float:
+    def _products(self, works: Iterable[Work], rows: float, tensor: int) -> float:
         return sum(self.product_seconds(work, rows, tensor) for work in works if not self._is_attention(work))
 
     def _attention(self, works: Iterable[Work], rows: float, tensor: int, is_backward: bool) -> float:

@@ -108,8 +108,6 @@ class Trace:
     """What the backward pass needs of the forward pass, beside inputs and parameters."""
     products_kept: Bytes = field(default_factory=Bytes)
     """The results of products with parameters: what is kept if all else is computed again."""
-    attention_kept: Bytes = field(default_factory=Bytes)
-    """Of `kept`, what attention alone asks for (its scores)."""
     forward_peak: Bytes = field(default_factory=Bytes)
     backward_peak: Bytes = field(default_factory=Bytes)
     """The most that is in memory at a time, `kept` included; without inputs and gradients of parameters."""

@@ -207,7 +207,6 @@ class Workload:
     """Degrees that divide the layers; (1,) without a plan for cutting them."""
     context_degrees: tuple[int, ...] = (1,)
     """Degrees that divide a sequence; (1,) for a model that takes no parts of one."""
-    why_not_tensor: str = ""
     whole_rest: Part | None = None
     """The rest without tensor parallelism, where that changes what it does: a head that is cut makes the
     logits of its part, one that is not may make the loss of blocks."""
@@ -267,7 +266,6 @@ def workload_of(
         sequence,
         tensor.degrees,
         _context_degrees(sequence, model, loss_fn),
-        tensor.why_not,
         whole_rest,
     )
 
@@ -305,7 +303,6 @@ class _TensorPlan:
     rules: dict[str, Any]
     """By the names of modules."""
     degrees: tuple[int, ...]
-    why_not: str = ""
     cut: Mapping[int, int] = field(default_factory=dict)
     """The dim that is cut, by the identities of the parameters that are."""
 
@@ -313,19 +310,17 @@ class _TensorPlan:
     def of(cls, model: nn.Module, plan: Mapping[str, Any]) -> "_TensorPlan":
         try:
             rules = matched_rules(model, plan)
-        except UserError as error:
-            return cls({}, (1,), str(error))
+        except UserError:
+            return cls({}, (1,))
         degrees = []
-        reason = ""
         for degree in (1, 2, 4, 8, 16, 32, 64):
             try:
                 check_divides(model, rules, degree)
-            except UserError as error:
-                reason = reason or str(error)
+            except UserError:
                 continue
             degrees.append(degree)
         by_name = {name: rule for name, (_, rule) in rules.items()}
-        return cls(by_name, tuple(degrees), reason, _cut_parameters(model, by_name))
+        return cls(by_name, tuple(degrees), _cut_parameters(model, by_name))
 
     def cuts_rest(self, model: nn.Module) -> bool:
         """Whether it cuts modules that are in no layer."""
@@ -762,8 +757,11 @@ def _part(model: nn.Module, sizes: Sequence[int], runs: Sequence[_Run]) -> Part:
     """From runs with so many rows each."""
     traces = [run.trace for run in runs]
 
-    def line(name: str) -> Amount:
-        return Amount.through(sizes, [getattr(each, name) for each in traces])
+    lines: dict[str, Any] = {
+        name: Amount.through(sizes, [getattr(each, name) for each in traces])
+        for name, value in vars(traces[0]).items()
+        if isinstance(value, Bytes)
+    }
 
     def summed(name: str) -> Amount:
         return Amount.through(sizes, [Bytes(sum(getattr(each, name))) for each in traces])
@@ -775,22 +773,14 @@ def _part(model: nn.Module, sizes: Sequence[int], runs: Sequence[_Run]) -> Part:
         parameters=few.parameters,
         forward=_works(model, sizes, [each.forward for each in traces]),
         backward=_works(model, sizes, [each.backward for each in traces]),
-        forward_traffic=line("forward_traffic"),
-        backward_traffic=line("backward_traffic"),
         input=Amount.through(sizes, [run.input for run in runs]),
-        kept=line("kept"),
-        products_kept=line("products_kept"),
-        forward_peak=line("forward_peak"),
-        backward_peak=line("backward_peak"),
-        keys_and_values=line("keys_and_values"),
-        held=line("held"),
-        logits=line("logits"),
         most_logits=one.most_logits,
         sums=one.sums,
         forward_reductions=summed("forward_reductions"),
         backward_reductions=summed("backward_reductions"),
         num_reductions=len(one.forward_reductions) + len(one.backward_reductions),
         linears=few.linears,
+        **lines,
     )
 
 
