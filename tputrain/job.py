@@ -25,7 +25,7 @@ from tputrain.models.lora import initialize_lora
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.slices import check_length
-from tputrain.parallel.tensor_plan import check_divides, matched_rules
+from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.resume import started_from
@@ -112,7 +112,7 @@ def check_before_ranks(cfg: RecipeConfig, checkpoint: Path | None) -> None:
     if degrees["tensor"] > 1 and not cfg.model.is_built_whole(goes_on=checkpoint is not None):
         with parameters_on_meta():
             model = cfg.model.build_empty(cfg.seed) if checkpoint is None else _build_shape(cfg, checkpoint)
-        check_divides(model, matched_rules(model, cfg.parallel.plan), degrees["tensor"])
+        matched_rules(model, cfg.parallel.plan, degrees["tensor"])
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:

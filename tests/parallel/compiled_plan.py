@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import jax
 import torch
@@ -85,11 +86,12 @@ def scattered(step: AbstractStep) -> list[int]:
     return [each.outputs[0].sizes[0] for each in operations if each.name.endswith("::reduce_scatter")]
 
 
-def num_summed(topology: str) -> int:
+def num_summed(topology: str, checkpointing: Any, autocast: str | None) -> int:
     """All-reduces of a layer's input or its gradient, in a step of two tensor ranks."""
-    cfg = RunConfig(parallel=ParallelConfig(**LAYOUTS[topology][-1]))
+    parallel = ParallelConfig(**LAYOUTS[topology][-1])
+    cfg = RunConfig(parallel=parallel, execution=ExecutionConfig(autocast=autocast))
     with parameters_on_meta():
-        model = Llama(replace(CONFIG, num_key_value_heads=2, activation_checkpointing=False))
+        model = Llama(replace(CONFIG, num_key_value_heads=2, activation_checkpointing=checkpointing))
     step = abstract_step(model, cfg, batch(8))
     operations = (entry for entry, _, _ in entries(step.segment["tape"]))
     summed = (each.outputs[0].sizes for each in operations if each.name.endswith("::all_reduce"))
@@ -142,7 +144,11 @@ def record() -> dict[str, object]:
         "masters": [masters.num_segments, len(masters.segment["donated"])],
         "labels": Counter(step.segment["labels"]),
         "losses": [num_losses(each) for each in (step, theirs)],
-        "summed": num_summed(TOPOLOGY),
+        "summed": [
+            num_summed(TOPOLOGY, kind, autocast)
+            for kind in (False, True, "products")
+            for autocast in (None, "bfloat16")
+        ],
         "scattered": [scattered(each) for each in (step, theirs)],
         "refusal": refusal,
     }

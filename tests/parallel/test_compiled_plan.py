@@ -107,7 +107,8 @@ def test_ranks_record_one_program_that_trains_every_parameter_and_reads_no_value
     assert all(labels[name] > 0 and lines[name] == {""} for name in (LOSS, *ONCE))
     # Queries, keys and values share their input, and gate and up theirs: its gradient is summed once.
     num_layers = 2
-    assert first["summed"] == num_layers * (2 + 2) + 2  # forward and backward; the embedding and the head
+    summed = num_layers * (2 + 2) + 2  # forward and backward; the embedding and the head
+    assert first["summed"] == [summed] * 2 + [summed + num_layers] * 4  # what attention gives, again
     # Lines are those of the model: of the forward pass in each pass.
     source = Path(llama.__file__).read_text().splitlines()
     for walk in ("forward", "again", "backward"):

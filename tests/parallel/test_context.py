@@ -16,6 +16,7 @@ from tputrain import ExecutionConfig, ParallelConfig, RunConfig
 from tputrain.batches import IGNORED_LABEL, counted
 from tputrain.errors import UserError
 from tputrain.models import attention, sequence
+from tputrain.models.huggingface import build_huggingface
 from tputrain.models.sequence import SplitSequence, sequence_split
 from tputrain.parallel.limits import check_limits
 from tputrain.parallel.slices import columns
@@ -84,6 +85,14 @@ def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
         check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), nn.Linear(1, 1), None)
     model = context_runs.build("split-qwen3")
     check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), model, None)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}
+    convolves = build_huggingface({"model_type": "lfm2", **sizes, **heads})
+    with pytest.raises(UserError, match=r"Lfm2ForCausalLM has conv, which sees only the part of a seq"):
+        check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), convolves, None)
+    convolves.config.layer_types = None  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"has model.layers.0.conv.conv \(Conv1d\), which sees only the part"):
+        check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), convolves, None)
     model.config._attn_implementation = "eager"  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"Qwen3ForCausalLM has the attention eager, which"):
         check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), model, None)

@@ -243,10 +243,10 @@ def test_twice_the_batch_is_named_as_the_recipe_has_it() -> None:
 
 def test_sequences_that_are_padded_are_told_what_that_costs() -> None:
     for length, padded, more in (
-        (1000, 1024, "2% more than there are (tiles are 8 x 128)"),
-        (2176, 2560, "18% more than there are (a kernel's blocks)"),
+        (1000, 1024, "5% more scores (tiles are 8 x 128)"),
+        (2176, 2560, "38% more scores (a kernel's blocks)"),
     ):
         sizes = f"data.sequence_length={length}", f"batch.tokens={length * 1024}"
         plan = plan_of_recipe("llama", "v6e:4x4", *LLAMA_8B, *sizes)
-        said = f"sequences of {length}: attention computes {padded}, {more}"
+        said = f"sequences of {length}: attention computes {padded} tokens, {more}"
         assert f"{said}; {padded} would be used in full" in plan.changes

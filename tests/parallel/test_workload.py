@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.parallel.compiled_plan import THEIRS
 from tests.parallel.planned_models import llama, text, workload
 from tputrain.cli.plan import task_of
 from tputrain.errors import UserError
@@ -18,13 +19,13 @@ from tputrain.metrics.flops import count_flops
 from tputrain.models import add_lora
 from tputrain.models.huggingface import build_huggingface
 from tputrain.models.llama import LLAMA_CONFIGS, LlamaConfig
-from tputrain.parallel.candidate import Task
+from tputrain.parallel.candidate import Candidate, Task, best, candidates
 from tputrain.parallel.config import DEGREES
-from tputrain.parallel.cost_model import MXU_SHARE, newton_schulz_flops
+from tputrain.parallel.cost_model import MXU_SHARE, Seconds, newton_schulz_flops
 from tputrain.parallel.memory_model import Precision, memory
 from tputrain.parallel.plan import make_plan
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Matrix, Parameters, Workload, workload_of
+from tputrain.parallel.workload import Matrix, Parameters, Workload, for_lengths, workload_of
 from tputrain.recipe import read_recipe
 from tputrain.shipped import find_recipe
 
@@ -224,6 +225,47 @@ def test_tensor_parallelism_divides_what_its_plan_cuts() -> None:
     assert layer.parameters.whole == 2 * 4096  # norms
     forward = layer.forward_reductions.at(1, 8)
     assert forward == 2 * 4096 * 4096 * 2  # o_proj and down_proj: [4096, 4096] in bfloat16
+
+
+def test_context_degrees_are_those_that_a_run_takes_with_kernels_of_whole_blocks() -> None:
+    found = workload("llama-8b", 32_768)
+    assert found.context_degrees == (1, 2, 4, 8, 16)
+    assert workload("llama-8b", 4096).context_degrees == (1, 2, 4)  # two stretches of 512 tokens
+    assert for_lengths(found, [32_768, 8192]).context_degrees == (1, 2, 4, 8)
+    assert for_lengths(found, [32_768, 1000]).context_degrees == (1,)
+    assert for_lengths(found, []).context_degrees == (1,)  # batches of any length may come
+
+    config = LlamaConfig(512, 64, 96, 3, 4, 2, 16, 64)
+    given = workload_of(llama(config), text(4096), loss_fn=lambda output, labels: output)
+    assert given.context_degrees == (1,)  # it may shift labels itself
+    theirs = build_huggingface({"model_type": "llama", **THEIRS})
+    assert workload_of(theirs, text(4096)).context_degrees == (1,)
+
+
+def test_context_ranks_have_to_be_worth_a_tenth_of_the_step() -> None:
+    task = Task(workload("llama-8b", 4096), Topology.parse("2x v5e:16x16"), 1024)
+    found = [each for each in candidates(task) if each.code == "slower"]
+    plain, divided = (
+        min((each for each in found if (each.layout.degrees["context"] > 1) == is_divided), key=_seconds)
+        for is_divided in (False, True)
+    )
+
+    def with_gain(gain: float) -> Candidate:
+        return replace(divided, seconds=_of(_seconds(plain) * (1 - gain)))
+
+    plain = replace(plain, seconds=_of(_seconds(plain)))
+    assert best([plain, with_gain(0.09)]) is plain
+    worth = with_gain(0.11)
+    assert best([plain, worth]) is worth
+
+
+def _seconds(candidate: Candidate) -> float:
+    assert candidate.seconds is not None
+    return candidate.seconds.total
+
+
+def _of(products: float) -> Seconds:
+    return Seconds(products, *[0.0] * (len(fields(Seconds)) - 2))
 
 
 def test_thin_shards_are_those_with_fewer_rows_than_a_tile() -> None:

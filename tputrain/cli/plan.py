@@ -19,13 +19,13 @@ from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import DEGREES, ParallelConfig
-from tputrain.parallel.limits import check_forms, check_takes_parts, may_divide_layers
+from tputrain.parallel.limits import check_forms, check_takes_parts, undividing_phases
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
-from tputrain.parallel.slices import check_length, divides
+from tputrain.parallel.slices import check_length
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Workload, workload_of
+from tputrain.parallel.workload import Workload, for_lengths, workload_of
 from tputrain.planning.compiled_report import compiled_as_json, compiled_lines
 from tputrain.planning.compiled_step import CompiledStep, Subject, largest_of_a_layer, start_slice, why_not
 from tputrain.planning.judged import (
@@ -214,7 +214,7 @@ def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
         rungs=choice if asked is None else (asked,),
         built_rungs=RUNGS if cfg.model.can_recompute else ("none",),
         degrees=degrees,
-        divides_layers=may_divide_layers(cfg.execution),
+        divides_layers=not undividing_phases(cfg.execution),
         variants=RecipeVariants(cfg, lambda changed, settings: task_of(changed, topology, settings)),
     )
 
@@ -254,8 +254,7 @@ def _workload(cfg: RecipeConfig, context: int) -> Workload:
         plan=cfg.parallel.plan,
         has_masters=cfg.optim.master_weights,
     )
-    every = [each for each in found.context_degrees if all(divides(n, each) for n in cfg.data.lengths)]
-    return replace(found, context_degrees=tuple(every))
+    return for_lengths(found, cfg.data.lengths)
 
 
 def _without_values(cfg: RecipeConfig, model_cfg: ModelConfig) -> nn.Module:

@@ -21,6 +21,11 @@ class TrainingBatches:
     micro_batches: int
     fingerprint: str
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that a row of a batch may have."""
+        return [int(each) for each in getattr(self.sequences, "lengths", [self.sequences.sequence_length])]
+
     def batch_at(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of step `step`: `batch_size` sequences."""
         return self.sequences.batch_at(step, micro, self.batch_size, self.micro_batches)

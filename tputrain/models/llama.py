@@ -156,6 +156,8 @@ class Llama(nn.Module):
 
     gives_logits_with_loss = False
     """Where labels are given: {"loss", "logits"} instead of the loss alone, for metrics."""
+    takes_parts = True
+    """Of a sequence: plans may divide it among context ranks. Tokens meet in attention alone."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

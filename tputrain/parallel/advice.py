@@ -91,8 +91,8 @@ def _of_sequences(plan: "Plan") -> Iterator[tuple[float, str]]:
         ):
             padded, why = devices.padded_length(sequence), "a kernel's blocks"
         if (lost := 1 - sequence / padded) >= _WORTH_SAYING:
-            more = f"{padded / sequence - 1:.0%} more than there are ({why})"
-            said = f"sequences of {sequence}: attention computes {padded}, {more}"
+            more = f"{(padded / sequence) ** 2 - 1:.0%} more scores ({why})"
+            said = f"sequences of {sequence}: attention computes {padded} tokens, {more}"
             yield lost, f"{said}; {padded} would be used in full"
 
 

@@ -21,12 +21,12 @@ from tputrain.models.recompute import LAYERS, NONE, SETTINGS, pattern
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.layout import mesh_of
-from tputrain.parallel.limits import may_divide_layers
+from tputrain.parallel.limits import undividing_phases
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import CHIPS, Topology
-from tputrain.parallel.workload import batch_like, workload_of
+from tputrain.parallel.workload import batch_like, for_lengths, workload_of
 from tputrain.parallel.world import Ranks, World
 
 if TYPE_CHECKING:
@@ -53,7 +53,15 @@ def divided(
     places = world.of_all(devices.place(device))
     chip = devices.chip_name(device) or ""
     degrees, order = world.first(
-        lambda: _division(model, cfg, _first_batch(train_loader, device), loss_fn, chip, places)
+        lambda: _division(
+            model,
+            cfg,
+            _first_batch(train_loader, device),
+            getattr(train_loader, "lengths", ()),
+            loss_fn,
+            chip,
+            places,
+        )
     )
     return world.divided(degrees, order)
 
@@ -69,11 +77,12 @@ def _division(
     model: nn.Module,
     cfg: "RunConfig",
     batch: Batch,
+    lengths: Sequence[int],
     loss_fn: LossFunction | None,
     chip: str,
     places: Sequence[tuple[int, ...] | None],
 ) -> tuple[dict[str, int], list[int]]:
-    """Degrees, and the ranks in the order of the mesh."""
+    """Degrees, and the ranks in the order of the mesh. `lengths`: of rows in all batches, as far as known."""
     one_group = dict.fromkeys(DEGREES, 1) | {"shard": len(places)}
     chips = chips_of(chip, places)
     if chips is None:
@@ -91,13 +100,13 @@ def _division(
         )
     plan = make_plan(
         Task(
-            workload,
+            for_lengths(workload, lengths),
             chips.topology,
             rows * cfg.trainer.accumulate,
             micro_rows=rows,
             precision=Precision.of(cfg.optim, cfg.execution.autocast),
             rungs=(rung,),
-            divides_layers=may_divide_layers(cfg.execution),
+            divides_layers=not undividing_phases(cfg.execution),
             degrees=one_group if chips.topology.chip.is_stand_in else None,
         )
     )

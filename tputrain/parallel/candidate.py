@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from tputrain.errors import UserError
@@ -21,14 +22,14 @@ USABLE = 0.97
 """Of a device's memory. The rest is the runtime's, and the allocator's gaps."""
 CODES = {
     "chosen": "the plan",
-    "slower": "fits, and is slower",
+    "slower": "fits, and is slower, or shorter by less than context ranks must be worth",
     "memory": "does not fit into a device's memory",
     "batch": "the step's batch does not divide among the data ranks",
     "not_built": "fits, and the model cannot run it",
 }
-WORTH_CONTEXT = 0.1
-"""Context ranks have to make a step shorter by as much, the planner's error between kinds of steps. Llama 8B
-on 2x v5e:16x16 was planned 6 % shorter with them, and was 7 % longer by the compiler."""
+LEAST_GAIN_OF_CONTEXT = 0.1
+"""Context ranks have to make a step shorter by as much: planned times are up to 12 % from the compiler's.
+Llama 8B on 2x v5e:16x16 was planned 6 % shorter with them, and was 7 % longer by the compiler."""
 ALIKE = 0.005  # plans whose steps differ by less are as fast; the simplest is taken
 
 
@@ -80,6 +81,12 @@ class Candidate:
     memory: Memory | None = None
     seconds: Seconds | None = None
     mfu: float = 0.0
+
+    @property
+    def weighed_seconds(self) -> float:
+        """By which candidates are compared: more than those of its step, where it must be worth something."""
+        gain = LEAST_GAIN_OF_CONTEXT if self.layout.degrees["context"] > 1 else 0.0
+        return inf if self.seconds is None else self.seconds.total / (1 - gain)
 
     def settings(self, task: Task) -> str:
         """What a recipe sets for it, as overrides."""
@@ -247,7 +254,7 @@ class _Models:
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
     """The fastest. Of those as fast: one without the host's memory, then the simplest, then the smallest."""
     judged = [
-        (each, each.memory, each.seconds.total * (1 + WORTH_CONTEXT * (each.layout.degrees["context"] > 1)))
+        (each, each.memory, each.weighed_seconds)
         for each in candidates
         if each.memory is not None and each.seconds is not None
     ]

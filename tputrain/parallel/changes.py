@@ -41,8 +41,8 @@ def what_would_be_faster(task: Task, found: Sequence[Candidate], chosen: Candida
 def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     """The smallest change first. `found`: the task's candidates, of which none can be chosen."""
     divisible = _with_divisible_batch(task, found)
-    is_divided = divisible is not None and _fits(divisible.task)
-    if not is_divided and (fused := _with_fused_steps(task)) is not None:
+    divides_and_fits = divisible is not None and _fits(divisible.task)
+    if not divides_and_fits and (fused := _with_fused_steps(task)) is not None:
         yield fused
         return
     if divisible is not None:
@@ -133,7 +133,9 @@ def _with_fused_steps(task: Task) -> str | None:
     """Steps that context and tensor ranks divide, and how."""
     if task.divides_layers or task.variants is None:
         return None
-    fused = task.variants.of(task, {"execution.train": "fused"})
+    fused = task.variants.of(
+        task, {f"execution.{phase}": "fused" for phase in task.variants.undividing_phases}
+    )
     if fused is None or (chosen := planned(fused.task)) is None:
         return None
     return f"{fused.settings} {chosen.settings(fused.task)}{_tight(fused.task)}"

@@ -191,14 +191,14 @@ class CostModel:
             found.traffic += count * seconds.traffic
             cheap = seconds.forward_attention + seconds.forward_traffic
             found.recomputed += kinds[PRODUCTS] * cheap + wholly * seconds.forward
-            found.gathered.add(2 * count, part.parameters.count(tensor) * self._gathered(part))
-            found.scattered.add(count, part.parameters.trained(tensor) * self._scattered(part))
+            found.gathered.add(2 * count, 2 * count * part.parameters.count(tensor) * self._gathered(part))
+            found.scattered.add(count, count * part.parameters.trained(tensor) * self._scattered(part))
             reduced = (count + wholly) * part.forward_reductions.at(rows, tensor)
-            found.reduced.num_bytes += reduced + count * part.backward_reductions.at(rows, tensor)
-            found.reduced.number += count * part.num_reductions
-            again = sum(kinds.values()) - kinds[NONE]
-            both = part.keys_and_values.at(rows, tensor)
-            found.context.add(2 * (2 * count + again), both / 2)  # gathered, and their gradients scattered
+            reduced += count * part.backward_reductions.at(rows, tensor)
+            found.reduced.add(count * part.num_reductions, reduced)
+            if exchanged := part.keys_and_values.at(rows, tensor):  # gathered, and their gradients scattered
+                times = 2 * count + sum(kinds.values()) - kinds[NONE]
+                found.context.add(2 * times, times * exchanged)
             found.offloaded += kinds[OFFLOAD] * 2 * part.input.at(rows, tensor)
         return found
 
@@ -338,9 +338,9 @@ class _Collectives:
     number: float = 0.0
 
     def add(self, number: float, num_bytes: float) -> None:
-        """`num_bytes`: of each."""
+        """`num_bytes`: of all of them."""
         self.number += number
-        self.num_bytes += number * num_bytes
+        self.num_bytes += num_bytes
 
     def seconds(self, group: Group, share: float = 1.0) -> float:
         """Of gathers to so many bytes, or scatters of them. `share`: of those bytes."""
@@ -349,8 +349,9 @@ class _Collectives:
 
 @dataclass
 class _MicroBatch:
-    """What a device does for one, in all layers and the rest. All but the bytes are seconds."""
+    """What a device does for one, in all layers and the rest."""
 
+    # Seconds.
     products: float = 0.0
     attention: float = 0.0
     traffic: float = 0.0

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _FORMS = ("fused", "strict", "debug")
 _PHASES = ("train", "validate", "sample")
+_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layers of transformers
 
 
 def check_limits(world: World, cfg: "RunConfig", model: nn.Module, loss_fn: LossFunction | None) -> None:
@@ -38,9 +40,9 @@ def check_forms(execution: ExecutionConfig, num_ranks: int, divides_more: bool =
             raise UserError(f"execution.{phase}={form}: expected {', '.join(forms)} with {who} so far")
 
 
-def may_divide_layers(execution: ExecutionConfig) -> bool:
-    """Whether context and tensor parallelism take these forms of steps."""
-    return all(getattr(execution, phase) in _FORMS for phase in _PHASES)
+def undividing_phases(execution: ExecutionConfig) -> list[str]:
+    """Those whose form of steps context and tensor parallelism do not take."""
+    return [phase for phase in _PHASES if getattr(execution, phase) not in _FORMS]
 
 
 def check_takes_parts(context: int, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
@@ -61,7 +63,17 @@ def check_takes_parts(context: int, model: nn.Module, loss_fn: LossFunction | No
             f"{who} does not take position_ids: expected forward(input_ids, position_ids, ...), as the first "
             "token of a rank need not be that of a sequence"
         )
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)  # of transformers
+    config = getattr(model, "config", None)  # of transformers
+    kinds = [each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION]
+    kinds += [
+        f"{name} ({type(each).__name__})" for name, each in model.named_modules() if isinstance(each, _MIXERS)
+    ]
+    if kinds:
+        raise UserError(
+            f"{who} has {kinds[0]}, which sees only the part of a sequence that a rank has: expected a model "
+            "whose tokens meet in attention alone"
+        )
+    attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa"):
         raise UserError(
             f"{who} has the attention {attention}, which sees only the part of a sequence that a rank has: "

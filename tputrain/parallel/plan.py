@@ -7,7 +7,6 @@ became of it. The chosen one is the fastest that fits and that the Trainer can r
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 from typing import Any
 
 from tputrain.errors import UserError
@@ -142,7 +141,8 @@ def _compared(candidate: Candidate, chosen: Candidate) -> Candidate:
     if candidate.code != "slower" or candidate.seconds is None or chosen.seconds is None:
         return candidate
     times = candidate.seconds.total / chosen.seconds.total
-    return replace(candidate, reason=f"{times:.2f} times the chosen step")
+    doubt = ", which is within the planner's error" if times < 1 else ""
+    return replace(candidate, reason=f"{times:.2f} times the chosen step{doubt}")
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
@@ -215,14 +215,13 @@ def _notes(plan: Plan) -> Iterator[str]:
             "so small a step was not compared with the compiler: time and memory may be off by half; "
             "--compile asks it"
         )
-    with_context = [
-        each for each in plan.candidates if each.code == "slower" and each.layout.degrees["context"] > 1
-    ]
-    shorter = min((each.seconds.total for each in with_context if each.seconds), default=inf)
-    if chosen.layout.degrees["context"] == 1 and (gain := 1 - shorter / chosen.seconds.total) > _WORTH_SAYING:
+    fitting = [each for each in plan.candidates if each.code == "slower" and each.seconds]
+    fastest = min(fitting, key=lambda each: each.seconds.total, default=chosen)  # type: ignore[union-attr]
+    assert fastest.seconds is not None
+    if (gain := 1 - fastest.seconds.total / chosen.seconds.total) > _WORTH_SAYING:
         yield (
-            f"context parallelism might make the step {gain:.0%} shorter, which is within the planner's "
-            "error; --search asks the compiler"
+            f"{fastest.settings(task)} might make the step {gain:.0%} shorter, which is within the planner's "
+            "error; tputrain plan --search asks the compiler"
         )
     unbuilt = min(
         (each for each in plan.candidates if each.code == "not_built"),

@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.weak import TensorWeakRef
 
 from tputrain.announce import say
 from tputrain.errors import UserError
@@ -66,12 +65,14 @@ def parallelise_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
     _list_what_is_left(model, source, unused)
 
 
-def matched_rules(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, tuple[nn.Module, TensorRule]]:
+def matched_rules(
+    model: nn.Module, plan: Mapping[str, Any], degree: int = 1
+) -> dict[str, tuple[nn.Module, TensorRule]]:
     """The modules that tensor parallelism cuts, by name, and how: by `plan`, or else by the model's own.
 
-    Raises UserError where there is no plan, or it names what cannot be cut.
+    Raises UserError where there is no plan, or a layer does not divide into `degree` parts.
     """
-    return _chosen(model, plan, 1)[1]
+    return _chosen(model, plan, degree)[1]
 
 
 def check_divides(model: nn.Module, rules: Mapping[str, tuple[nn.Module, TensorRule]], degree: int) -> None:
@@ -184,23 +185,26 @@ def makes_loss_of_part(module: nn.Module, rule: TensorRule) -> bool:
 class _SharedInput:
     """The last tensor that modules cut by columns have taken, and the DTensor made of it.
 
-    Both are weak references: autograd has the DTensor as long as its gradient is to come.
+    It is kept until its gradient comes, or another tensor is taken: autograd need not keep it, since under
+    autocast a linear layer saves a copy.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[Any, TensorWeakRef, TensorWeakRef] | None = None
+        self._known: tuple[Any, Tensor, Tensor] | None = None
 
     def of(self, tensor: Tensor, layouts: Any, make: Callable[[], Tensor]) -> Tensor:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return make()
-        key = layouts, tensor._version
-        if self._known is not None and self._known[:1] == (key,) and self._known[1]() is tensor:
-            made = self._known[2]()
-            if made is not None:
-                return made
+        key, known = (layouts, tensor._version), self._known
+        if known is not None and known[0] == key and known[1] is tensor:
+            return known[2]
         made = make()
-        self._known = key, TensorWeakRef(tensor), TensorWeakRef(made)
+        self._known = key, tensor, made
+        made.register_hook(self._forget)
         return made
+
+    def _forget(self, gradient: Tensor) -> None:
+        self._known = None
 
 
 class _Colwise(ColwiseParallel):

@@ -28,6 +28,8 @@ class Variants(ABC):
 
     sizes: Mapping[str, int]
     """Of the model, by their keys; empty where the recipe cannot change them."""
+    undividing_phases: Sequence[str]
+    """Those whose form of steps context and tensor parallelism do not take."""
     has_fixed_sizes: bool
     """Whether the model's sizes cannot be changed: it begins with weights that are there."""
 
@@ -58,7 +60,7 @@ def planned(task: Task, found: Sequence[Candidate] = ()) -> Candidate | None:
 
 def _fastest(task: Task, found: Sequence[Candidate]) -> list[Layout]:
     fitting = [each for each in found if each.code in ("slower", "chosen")]
-    fitting.sort(key=lambda each: each.seconds.total if each.seconds else 0.0)
+    fitting.sort(key=lambda each: each.weighed_seconds)
     layouts = {id(each.layout): each.layout for each in fitting}
     tensor, context = task.workload.tensor_degrees, task.workload.context_degrees
     return [

@@ -27,7 +27,6 @@ from tputrain.loss import LossFunction, loss_of
 from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
 from tputrain.optim.muon import hidden_matrices
 from tputrain.parallel.blocks import blocks, signature, without_numbers
-from tputrain.parallel.limits import check_takes_parts
 from tputrain.parallel.slices import divides
 from tputrain.parallel.tensor_plan import check_divides, makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Cut, Product, Recorder, Trace
@@ -36,7 +35,7 @@ from tputrain.user_code import error_summary, line_of
 ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for broadcasts
 TILE_ROWS = 8
 """Of a TPU's tile in 32 bits, which has 128 columns: products pad to it, and several shards share one."""
-CONTEXT_DEGREES = (1, 2, 4, 8, 16)
+CONTEXT_DEGREES = (2, 4, 8, 16)
 SQUARE_ROWS = (1024, 1536, 2048)
 """Of the three runs of a model that compares rows with rows, so many that what grows with their square is
 part of the peaks."""
@@ -206,7 +205,8 @@ class Workload:
     tensor_degrees: tuple[int, ...]
     """Degrees that divide the layers; (1,) without a plan for cutting them."""
     context_degrees: tuple[int, ...] = (1,)
-    """Degrees that divide a sequence; (1,) for a model that takes no parts of one."""
+    """Degrees that plans choose among; (1,) for a model of which it is not known that it takes parts of a
+    sequence."""
     whole_rest: Part | None = None
     """The rest without tensor parallelism, where that changes what it does: a head that is cut makes the
     logits of its part, one that is not may make the loss of blocks."""
@@ -260,24 +260,35 @@ def workload_of(
         *parts, whole_rest = parts
     example = batch(ROWS[0])
     sequence = example["input_ids"].shape[1] if batch_of.is_text(example) else None
+    takes_parts = loss_fn is None and getattr(model, "takes_parts", False)
     return Workload(
         name or type(model).__name__,
         tuple(parts),
         sequence,
         tensor.degrees,
-        _context_degrees(sequence, model, loss_fn),
+        _context_degrees(sequence) if sequence is not None and takes_parts else (1,),
         whole_rest,
     )
 
 
-def _context_degrees(sequence: int | None, model: nn.Module, loss_fn: LossFunction | None) -> tuple[int, ...]:
-    if sequence is None:
-        return (1,)
-    try:
-        check_takes_parts(2, model, loss_fn)
-    except UserError:
-        return (1,)
-    return tuple(degree for degree in CONTEXT_DEGREES if divides(sequence, degree))
+def _context_degrees(*lengths: int) -> tuple[int, ...]:
+    """Those whose ranks have stretches of whole blocks of an attention kernel, for sequences of any of these
+    lengths.
+    """
+
+    def is_whole(length: int, degree: int) -> bool:
+        stretch = length // (2 * degree)
+        return divides(length, degree) and devices.padded_length(stretch) == stretch
+
+    return (1, *(each for each in CONTEXT_DEGREES if lengths and all(is_whole(n, each) for n in lengths)))
+
+
+def for_lengths(workload: Workload, lengths: Sequence[int]) -> Workload:
+    """With the context degrees that its batches take, whose rows may have any of these lengths. None: they
+    are not known.
+    """
+    fitting = _context_degrees(*lengths)
+    return replace(workload, context_degrees=tuple(n for n in workload.context_degrees if n in fitting))
 
 
 def batch_like(example: Batch) -> Callable[[int], Batch]:

@@ -7,6 +7,7 @@ from typing import Any
 from tputrain.errors import UserError
 from tputrain.models.config import LlamaModelConfig, VitModelConfig
 from tputrain.parallel.candidate import Task
+from tputrain.parallel.limits import undividing_phases
 from tputrain.parallel.variants import Settings, Variant, Variants, overrides
 from tputrain.recipe import RecipeConfig
 
@@ -17,6 +18,7 @@ class RecipeVariants(Variants):
     def __init__(self, cfg: RecipeConfig, task_of: Callable[[RecipeConfig, str], Task]):
         self._cfg, self._task_of = cfg, task_of
         self._tasks: dict[str, Task | None] = {}
+        self.undividing_phases = undividing_phases(cfg.execution)
         model = cfg.model
         self.has_fixed_sizes = model.is_trained and not model.runs_code
         self.sizes = {}

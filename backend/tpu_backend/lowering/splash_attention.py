@@ -133,15 +133,18 @@ def _padded_documents(
             return None
         of_queries, of_keys = (jnp.zeros((1, length), jnp.int32) for length in (queries, keys))
         documents = Documents(of_queries, of_keys, None)
-    own = 1 + jnp.maximum(documents.queries.max(), documents.keys.max())
+    is_same = documents.keys is documents.queries
+    of_queries, of_keys = (each.astype(jnp.int32) for each in documents[:2])
+    last = jnp.maximum(of_queries.max(), of_keys.max())
+    first = jnp.minimum(of_queries.min(), of_keys.min())
+    own = jnp.where(last < jnp.iinfo(jnp.int32).max, last + 1, first - 1)
 
     def padded(ids: jax.Array) -> jax.Array:
         missing = padded_length(ids.shape[1]) - ids.shape[1]
         return jnp.pad(ids, ((0, 0), (0, missing)), constant_values=own)
 
-    is_same = documents.keys is documents.queries
-    of_queries = padded(documents.queries)
-    return documents._replace(queries=of_queries, keys=of_queries if is_same else padded(documents.keys))
+    of_queries = padded(of_queries)
+    return documents._replace(queries=of_queries, keys=of_queries if is_same else padded(of_keys))
 
 
 def _scaled(query: jax.Array, scale: jax.Array | None) -> jax.Array:
