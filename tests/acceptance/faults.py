@@ -7,44 +7,33 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.acceptance import campaign
+from tests.acceptance.campaign import FURTHEST, INTERVAL, FaultError, telling_line
 from tests.acceptance.recipe_process import RecipeProcess, RecipeRun
 from tests.acceptance.small_disk import SmallDisk
 from tests.file_modes import obey_file_modes
 from tputrain.checkpoint.unsealed import is_written
 
-INTERVAL = 20  # steps between checkpoints
-FURTHEST = 30  # steps that a process makes at most before its fault comes
 LONGEST_EXIT = 30.0  # seconds from a SIGTERM to the end
 LONGEST_HANG = 75.0  # seconds until a step that is stuck has ended the process, its start not counted
 MAX_TRIES = 5  # a save lasts milliseconds: it may be over before the signal arrives
 
 
-@dataclass
-class Struck:
-    """What a fault did to one process."""
+@dataclass(kw_only=True)
+class Struck(campaign.Struck):
+    """What a fault did to one process, which ended by it."""
 
-    moment: str
     code: int
     expected_code: int
-    reached: int
-    """The last step that the process had logged; where it did not come to a step, the one it went on from."""
-    said: str
     process: int
     """Its number in the run."""
-    may_lose: int = INTERVAL
-    """Steps."""
-    problems: list[str] = field(default_factory=list)
 
 
-class MissedError(Exception):
+class MissedError(FaultError):
     """The run was over before the fault could come."""
-
-
-class FaultError(Exception):
-    """After a fault the process did not do what it must; one line says what."""
 
 
 @dataclass
@@ -80,12 +69,12 @@ class Scene:
     def struck(self, process: RecipeProcess, moment: str, expected_code: int) -> Struck:
         """`process` has ended."""
         return Struck(
-            moment,
-            process.process.returncode,
-            expected_code,
-            self.reached(process),
-            telling_line(process),
-            self.run.num_processes,
+            moment=f"{moment}, exit {process.process.returncode}",
+            code=process.process.returncode,
+            expected_code=expected_code,
+            reached=self.reached(process),
+            said=telling_line(process, process.output()),
+            process=self.run.num_processes,
         )
 
 
@@ -350,15 +339,6 @@ def expect(process: RecipeProcess, condition: Callable[[], bool], otherwise: str
     if not condition():
         process.kill()
         raise FaultError(f"{otherwise}; exit code {process.process.returncode}: {process.last_line()}")
-
-
-def telling_line(process: RecipeProcess) -> str:
-    """What the process said of the fault, in one line; else the last that it said."""
-    words = ("NOT SAVED", "cannot be saved", "hangs at", "data worker", " is nan", "SIGTERM: ")
-    for line in reversed(process.output().splitlines()):
-        if any(word in line for word in words):
-            return line.strip()
-    return process.last_line()
 
 
 def said_after(process: RecipeProcess, first: str, then: str) -> bool:

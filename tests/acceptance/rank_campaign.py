@@ -12,25 +12,17 @@ Takes 15 to 30 minutes on 2 cores. Needs root, to have a disk that it may fill u
 (where there are none, the network is not cut, and that is said). Exits with 1 where a bar does not hold.
 """
 
-import random
 import signal
 import sys
-import tempfile
-import time
-from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
+from typing import ClassVar
 
-from tests.acceptance.fault_campaign import parse_arguments, some_text
-from tests.acceptance.main_job import differing_losses
+from tests.acceptance.campaign import INTERVAL, Campaign, Entry, FaultError, run_campaign
 from tests.acceptance.rank_faults import (
-    INTERVAL,
     LONGEST_START,
     NUM_RANKS,
-    FaultError,
     Inflict,
     Scene,
-    Struck,
     damaged,
     disk_full,
     launcher_ended,
@@ -44,12 +36,10 @@ from tests.acceptance.rank_faults import (
     rank_terminated,
 )
 from tests.acceptance.recipe_process import RecipeRun
-from tests.acceptance.small_disk import SmallDisk
 from tests.acceptance.two_hosts import TwoHosts
-from tests.benchmarks.bars import Row, print_table
+from tests.benchmarks.bars import Row
 
 STEPS = 240
-LAST_FAULT_AFTER = 180  # a run that has come so far is finished without further faults
 RECIPE = f"""
 device: tpu
 model:
@@ -88,98 +78,26 @@ FAULTS: dict[str, tuple[Inflict, int]] = {
 """By name: the fault, and how often it comes in 40."""
 
 
-@dataclass
-class Entry:
-    """A fault, the run that it was done to, and what became of both."""
+class RankCampaign(Campaign):
+    name = "rank_campaign"
+    recipe = RECIPE
+    steps = STEPS
+    last_fault_after = 180
+    faults: ClassVar = {name: inflict for name, (inflict, _) in FAULTS.items()}
+    scene = Scene
+    environment: ClassVar = {"TPU_CACHE_DIR": "../programs"}
 
-    fault: str
-    run: RecipeRun
-    struck: Struck | None = None
-    complaint: str = ""
+    @classmethod
+    def in_turn(cls) -> list[str]:
+        names = [name for name, (_, count) in FAULTS.items() for _ in range(count)]
+        if (reason := TwoHosts.why_not()) is not None:
+            print(f"the network is not cut: {reason}", flush=True)
+            names = [name for name in names if name != "network cut"]
+        return names
 
-    @property
-    def holds(self) -> bool:
-        return not self.complaint
-
-
-def main() -> int:
-    options = parse_arguments("rank_campaign", __doc__, FAULTS, number=40)
-    seed = options.seed if options.seed is not None else random.randrange(10**6)
-    work = options.work or Path(tempfile.mkdtemp(prefix="ranks-"))
-    print(f"working in {work}, faults chosen with --seed {seed}", flush=True)
-    (work / "text.txt").write_text(some_text())
-    (work / "small.yaml").write_text(RECIPE)
-    began = time.perf_counter()
-    chosen = [name for name, (_, count) in FAULTS.items() for _ in range(count) if options.only in name]
-    if (reason := TwoHosts.why_not()) is not None:
-        print(f"the network is not cut: {reason}", flush=True)
-        chosen = [name for name in chosen if name != "network cut"]
-    with SmallDisk(work / "disk", 64 << 20) as disk:
-        campaign = Campaign(work, disk, random.Random(seed))
-        campaign.choice.shuffle(chosen)
-        campaign.go_through(list(islice(cycle(chosen), options.faults)))
-    print(f"\n{len(campaign.entries)} faults in {time.perf_counter() - began:.0f} s\n")
-    print_entries(campaign.entries)
-    return 0 if print_table(bars(campaign.entries)) else 1
-
-
-class Campaign:
-    """Runs, one after the other, that faults are done to."""
-
-    def __init__(self, work: Path, disk: SmallDisk, choice: random.Random):
-        self.work, self.disk, self.choice = work, disk, choice
-        self.environment = {"TPU_CACHE_DIR": str(work / "programs")}
-        self.entries: list[Entry] = []
-        self.num_runs = 0
-        self.undisturbed = self.new_run("undisturbed")
-        began = time.perf_counter()
-        self.undisturbed.start(("tputrain.cli",), self.environment).wait_for(lambda: False)
-        seconds = time.perf_counter() - began
-        print(f"undisturbed: {self.undisturbed.last_step()} steps in {seconds:.0f} s", flush=True)
-
-    def new_run(self, name: str) -> RecipeRun:
-        """A run whose directory is on the disk that can be filled, and its output elsewhere."""
-        directory = self.work / name
-        (self.disk.path / name).mkdir()
-        directory.mkdir()
-        (directory / "runs").symlink_to(self.disk.path / name)
-        return RecipeRun(directory, self.work / "small.yaml", ())
-
-    def go_through(self, names: list[str]) -> None:
-        while names:
-            self.num_runs += 1
-            names = self.disturb(self.new_run(f"run-{self.num_runs}"), names)
-
-    def disturb(self, run: RecipeRun, names: list[str]) -> list[str]:
-        """Do as many of these faults as the run has room for, and finish it; returns those left over."""
-        scene = Scene(run, self.choice, self.disk, self.environment)
-        entries: list[Entry] = []
-        left, is_lost = list(names), False
-        while left and not is_lost and scene.run.newest_step() < LAST_FAULT_AFTER:
-            entry = Entry(left.pop(0), run)
-            entries.append(entry)
-            try:
-                entry.struck = FAULTS[entry.fault][0](scene)
-            except FaultError as error:
-                entry.complaint = f"{type(error).__name__}: {error}"
-                is_lost = True
-                scene.forget()
-            self.say(entry)
-        self.judge(scene, entries)
-        self.entries += entries
-        return left
-
-    def say(self, entry: Entry) -> None:
-        struck, what = entry.struck, entry.complaint
-        if struck is not None:
-            problems = "".join(f"; PROBLEM: {each}" for each in struck.problems)
-            what = (
-                f"{struck.moment}, lost {struck.lost}, {struck.seconds:.0f} s{problems}: {struck.said[:160]}"
-            )
-        print(f"{entry.run.directory.name}: {entry.fault}: {what}", flush=True)
-
-    def judge(self, scene: Scene, entries: list[Entry]) -> None:
-        """Finish the run, and say of each fault what was wrong with it or with the run."""
+    def finish(self, scene: Scene, entries: list[Entry]) -> None:
+        if entries[-1].struck is None:
+            scene.forget()
         try:
             command = scene.training()
             command.wait_for_end(LONGEST_START)
@@ -187,86 +105,44 @@ class Campaign:
             if left := command.gone({pid for pid, _, _ in command.processes()}):
                 wrong = f"left behind at the end: {', '.join(left)}"
             scene.command = None
-            wrong = wrong or self.wrong_in(scene.run)
         except FaultError as error:
             wrong = f"could not be finished: {error}"
         finally:
             scene.forget()
-        if wrong:
-            print(f"{scene.run.directory.name}: {wrong}", flush=True)
-        for entry in entries:
-            struck = entry.struck
-            if struck is None:
-                continue
-            problems = list(struck.problems)
-            if struck.lost > struck.may_lose:
-                problems.append(f"lost {struck.lost} steps, at most {struck.may_lose}")
-            entry.complaint = "; ".join([*problems, *([wrong] if wrong else [])])
+        self.judge(scene.run, entries, wrong)
 
     def wrong_in(self, run: RecipeRun) -> str:
-        """Where the finished run differs from the undisturbed one; "" where it does not."""
-        if [record["step"] for record in run.steps()] != list(range(1, STEPS + 1)):
-            return f"not every step up to {STEPS} is logged once, in order"
-        for name in ("steps", "evaluations"):
-            if different := differing_losses(getattr(self.undisturbed, name)(), getattr(run, name)()):
-                return f"{len(different)} losses of {name} differ, first {different[0]}"
+        if wrong := super().wrong_in(run):
+            return wrong
         for path in sorted(checkpoint_of(self.undisturbed).glob("*.safetensors")):
             if path.read_bytes() != (checkpoint_of(run) / path.name).read_bytes():
                 return f"{path.name} of the last checkpoint differs"
         return ""
+
+    def bars(self) -> list[Row]:
+        recovered, cost = super().bars()
+        of_kills = [
+            entry
+            for entry in self.entries
+            if entry.fault.startswith("SIGKILL") and "launcher" not in entry.fault
+        ]
+        return [
+            recovered,
+            Row(
+                "SIGKILLs of a rank after which bits differ",
+                sum(not entry.holds for entry in of_kills),
+                "==",
+                0,
+                f"of {len(of_kills)}",
+            ),
+            Row("processes left behind", sum("left" in entry.complaint for entry in self.entries), "==", 0),
+            cost,
+        ]
 
 
 def checkpoint_of(run: RecipeRun) -> Path:
     return run.run_dir / "checkpoints" / f"step-{STEPS}"
 
 
-def print_entries(entries: list[Entry]) -> None:
-    for number, entry in enumerate(entries, 1):
-        struck = entry.struck
-        verdict = "recovered" if entry.holds else f"FAILED: {entry.complaint}"
-        if struck is None:
-            print(f"{number:2}  {entry.fault:30}  {verdict}")
-            continue
-        lost = f"lost {struck.lost:>2} of {struck.may_lose:>2}"
-        print(
-            f"{number:2}  {entry.fault:30}  {struck.moment:34}  {struck.seconds:>4.0f} s  {lost}  {verdict}"
-        )
-        print(f"      {struck.said[:170]}")
-    print()
-
-
-def bars(entries: list[Entry]) -> list[Row]:
-    failed = [entry for entry in entries if not entry.holds]
-    struck = [entry.struck for entry in entries if entry.struck is not None]
-    too_many = [each for each in struck if each.lost > each.may_lose]
-    of_kills = [
-        entry for entry in entries if entry.fault.startswith("SIGKILL") and "launcher" not in entry.fault
-    ]
-    return [
-        Row(
-            "faults not recovered from",
-            len(failed),
-            "==",
-            0,
-            "; ".join(f"{entry.fault}: {entry.complaint}" for entry in failed[:3]) or f"of {len(entries)}",
-        ),
-        Row(
-            "SIGKILLs of a rank after which bits differ",
-            sum(not entry.holds for entry in of_kills),
-            "==",
-            0,
-            f"of {len(of_kills)}",
-        ),
-        Row("processes left behind", sum("left" in entry.complaint for entry in entries), "==", 0),
-        Row(
-            "faults that cost more steps than they may",
-            len(too_many),
-            "==",
-            0,
-            f"an interval is {INTERVAL}; most lost {max((each.lost for each in struck), default=0)}",
-        ),
-    ]
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_campaign(RankCampaign, __doc__, num_faults=40))

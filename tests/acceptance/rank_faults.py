@@ -7,17 +7,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.acceptance.campaign import FURTHEST, INTERVAL, FaultError, Struck, telling_line
 from tests.acceptance.faults import damage
-from tests.acceptance.recipe_process import RecipeProcess, RecipeRun
+from tests.acceptance.recipe_process import RecipeProcess, RecipeRun, resumed_at
 from tests.acceptance.small_disk import SmallDisk
 from tests.acceptance.two_hosts import TwoHosts
 
 NUM_RANKS = 4
-INTERVAL = 20  # steps between checkpoints
-FURTHEST = 30  # steps from a checkpoint to the fault, at most
 LONGEST_START = 240.0  # seconds, on a machine that others use too
 LONGEST_RECOVERY = 180.0  # from the fault until all ranks train again, a start and all
 LONGEST_HANG = 90.0  # more than that, until a rank that does not answer is noticed and ended
@@ -25,31 +24,6 @@ LONGEST_EXIT = 60.0  # until a command that was told to stop has ended
 LONGEST_TIDYING = 15.0  # until nothing is left of a command or of ranks that have ended
 MARK = "RANK_CAMPAIGN"
 """Variable: all processes of a command have it, whoever started them."""
-
-
-class FaultError(Exception):
-    """After a fault the run did not do what it must; one line says what."""
-
-
-@dataclass
-class Struck:
-    """What a fault did, and what became of the run."""
-
-    moment: str
-    reached: int
-    """The last step that was logged before the ranks ended."""
-    resumed: int
-    """The step from which they went on."""
-    may_lose: int
-    """Steps."""
-    seconds: float
-    """Until they trained again, or the command had ended."""
-    said: str
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def lost(self) -> int:
-        return max(0, self.reached - self.resumed)
 
 
 class Command:
@@ -205,16 +179,15 @@ def ranks_start_again(
         problems.append(f"left of the ranks before: {', '.join(left)}")
     command.begin_anew()
     command.wait_for(command.trains, seconds, "to train again")
-    resumed = resumed_at(command)
+    resumed = resumed_at(command.said()) or 0
     scene.base = resumed
     return Struck(
-        moment,
-        reached,
-        resumed,
-        INTERVAL + max(0, reached - begun),  # the write in flight counts from its end on
-        time.monotonic() - began,
-        said,
-        problems,
+        moment=f"{moment}, {time.monotonic() - began:.0f} s",
+        reached=reached,
+        resumed=resumed,
+        may_lose=INTERVAL + max(0, reached - begun),  # the write in flight counts from its end on
+        said=said,
+        problems=problems,
     )
 
 
@@ -232,25 +205,12 @@ def command_ends(
     took = time.monotonic() - began
     scene.command = None
     return Struck(
-        moment,
-        scene.run.last_step(),
-        scene.run.newest_step(),
-        INTERVAL,
-        took,
-        telling_line(command),
-        problems,
+        moment=f"{moment}, {took:.0f} s",
+        reached=scene.run.last_step(),
+        resumed=scene.run.newest_step(),
+        said=telling_line(command.process, command.said()),
+        problems=problems,
     )
-
-
-def resumed_at(command: Command) -> int:
-    _, found, rest = command.said().partition("\nresumed from ")
-    return int(rest.partition(" at step ")[2].split()[0]) if found else 0
-
-
-def telling_line(command: Command) -> str:
-    words = ("NOT SAVED", "cannot be saved", "hangs ", "failed first", " is nan", "SIGTERM: ")
-    lines = [line.strip() for line in command.said().splitlines()]
-    return next((line for line in lines if any(word in line for word in words)), command.process.last_line())
 
 
 # -- the faults ---------------------------------------------------------------------------------------------
@@ -422,9 +382,9 @@ def damaged(how: str) -> Inflict:
         files = sorted((scene.run.checkpoints.directory / f"step-{step}").iterdir())
         file = scene.choice.choice(files)
         damage(file, how, scene.choice)
-        struck.moment = f"{file.name} of step {step}"
+        struck.moment = f"{file.name} of step {step}{struck.moment}"
         command = scene.training()
-        struck.resumed = scene.base = resumed_at(command)
+        struck.resumed = scene.base = resumed_at(command.said()) or 0
         if struck.resumed >= step:
             struck.problems.append(f"damaged checkpoint of step {step} accepted")
         refused = [line for line in command.said().splitlines() if " refused: " in line]
@@ -465,9 +425,15 @@ def network_cut(scene: Scene) -> Struck:
                 each.end_all()
     reached = scene.run.last_step()
     command = scene.training()
-    scene.base = resumed_at(command)
-    said = next((line for line in first.said().splitlines() if " waits for " in line), telling_line(first))
-    return Struck(f"step {step}", reached, scene.base, INTERVAL, took, said, problems)
+    scene.base = resumed_at(command.said()) or 0
+    waiting = [line for line in first.said().splitlines() if " waits for " in line]
+    return Struck(
+        moment=f"step {step}, {took:.0f} s",
+        reached=reached,
+        resumed=scene.base,
+        said=waiting[0] if waiting else telling_line(first.process, first.said()),
+        problems=problems,
+    )
 
 
 def faulty(scene: Scene, fault: str, rank: int) -> tuple[Command, set[int], int]:

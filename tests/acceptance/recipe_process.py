@@ -110,8 +110,7 @@ class RecipeProcess:
 
     def resumed_at(self) -> int | None:
         """The step that this process went on from; None where it began at the beginning."""
-        match = re.search(r"^resumed from .* at step (\d+)", self.output(), re.MULTILINE)
-        return int(match[1]) if match else None
+        return resumed_at(self.output())
 
     def trains(self) -> bool:
         """Whether its first step is done: from here on the metrics are its own, not an earlier process's."""
@@ -178,6 +177,12 @@ class RecipeProcess:
     def _complaint(self, what: str) -> str:
         last = "".join(f"\n  {line}" for line in self.output().splitlines()[-20:])
         return f"the run in {self.run.directory} {what}; it ended with:{last}"
+
+
+def resumed_at(output: str) -> int | None:
+    """The step that a process with this output went on from; None where it began at the beginning."""
+    match = re.search(r"^resumed from .* at step (\d+)", output, re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def read_records(path: Path) -> list[Record]:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from tests.acceptance.fault_campaign import some_text
+from tests.acceptance.campaign import some_text
 from tests.benchmarks.bars import Row, print_table
 from tputrain import Callback, Trainer
 from tputrain import device as devices
