@@ -1,9 +1,11 @@
 """Many tests of the device look at what is recorded, cut, launched and kept; others at what XLA computes."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from tests.backend.quick_xla import quick_programs
 
@@ -62,3 +64,28 @@ def compiled_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     is_quick = request.module.__name__.rpartition(".")[2] in _QUICK
     with quick_programs() if is_quick else nullcontext():
         yield
+
+
+@pytest.fixture
+def no_fallback() -> Iterator[None]:
+    """Nothing that the test does is left to the CPU."""
+    torch.tpu.reset_fallback_stats()
+    yield
+    assert torch.tpu.fallback_stats() == {}
+
+
+@pytest.fixture
+def forgotten_by_dynamo() -> Iterator[None]:
+    """Dynamo knows no code of other tests, and afterwards none of this one."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def whole_graphs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No graph of the test is split."""
+    with caplog.at_level(logging.INFO, "tpu_backend.compile"):
+        yield
+    assert "is split" not in caplog.text

@@ -1,6 +1,5 @@
 """`cond`, `while_loop`, `scan` and `associative_scan` in a graph: eager mode's values and gradients."""
 
-import logging
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,11 +8,7 @@ from torch import Tensor
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops.associative_scan import associative_scan_op
 
-
-@pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo", "whole_graphs")
 
 
 def both(function: Callable, *values: Tensor, eager: Callable | None = None, gradients: bool = True) -> None:
@@ -29,14 +24,6 @@ def both(function: Callable, *values: Tensor, eager: Callable | None = None, gra
         found.append([each.detach().cpu() for each in (*results, *slopes)])
     for ours, theirs in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.fixture(autouse=True)
-def _whole_graphs(caplog):
-    """No test's graph is split."""
-    with caplog.at_level(logging.INFO, "tpu_backend.compile"):
-        yield
-    assert "is split" not in caplog.text
 
 
 X, W = torch.linspace(-1, 1.5, 12).reshape(4, 3), torch.tensor([0.5, -1.0, 2.0])

@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-
-@pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
 
 
 @pytest.fixture

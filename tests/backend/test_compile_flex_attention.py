@@ -1,6 +1,5 @@
 """flex_attention under `torch.compile`: values and gradients of the same attention written out on the cpu."""
 
-import logging
 import math
 
 import pytest
@@ -8,15 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo", "whole_graphs")
+
 LENGTH = 12
-
-
-@pytest.fixture(autouse=True)
-def _whole_graphs(caplog):
-    with caplog.at_level(logging.INFO, "tpu_backend.compile"):
-        yield
-    torch._dynamo.reset()
-    assert "is split" not in caplog.text
 
 
 def window(b, h, q, k):

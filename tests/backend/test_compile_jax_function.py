@@ -10,13 +10,7 @@ from torch._dynamo.utils import counters
 
 from tpu_backend import jax_op
 
-
-@pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
 
 
 @jax_op

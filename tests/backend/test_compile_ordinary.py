@@ -14,11 +14,7 @@ from tests.backend.test_compiled import Block, compiled, entries
 from tpu_backend.compiled.backend import backend
 from tpu_backend.compiled.ordinary import Halves
 
-
-@pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
 
 
 @pytest.fixture

@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from tpu_backend.buckets import bucket
 
-
-@pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
 
 
 def test_buckets():

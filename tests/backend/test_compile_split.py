@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
+
 called: list[str] = []
 
 
@@ -47,10 +49,8 @@ def count_up(total: Tensor, x: Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
+def _nothing_called():
     called.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def recorded(run: Callable[[], object]) -> list[str]:

@@ -9,6 +9,8 @@ from torch._dynamo.utils import counters
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
+
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -22,14 +24,6 @@ SIZES = {
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GPT2 = {"vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2, **NO_DROPOUT}
-
-
-@pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def make(architecture: str) -> torch.nn.Module:

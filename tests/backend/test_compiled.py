@@ -12,11 +12,7 @@ from torch._dynamo import compiled_autograd
 
 from tpu_backend import compiling
 
-
-@pytest.fixture(autouse=True)
-def _forget_what_dynamo_knows():
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_by_dynamo")
 
 
 def compiled(function: Callable, **options: object) -> Callable:

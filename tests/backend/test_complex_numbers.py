@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tpu_backend import to_jax
 
+pytestmark = pytest.mark.usefixtures("no_fallback")
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp": lambda x: x.logsumexp(1),
     "logcumsumexp": lambda x: x.logcumsumexp(1),
@@ -22,13 +24,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "power by a number": lambda x: torch.pow(x, torch.tensor(2j)),
 }
-
-
-@pytest.fixture(autouse=True)
-def without_fallback():
-    torch.tpu.reset_fallback_stats()
-    yield
-    assert torch.tpu.fallback_stats() == {}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -4,14 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytestmark = pytest.mark.usefixtures("no_fallback")
+
 MATRIX = torch.tensor([[4.0, 1.0, -2.0], [0.5, -3.0, 1.5], [2.0, 0.25, 5.0]])
-
-
-@pytest.fixture(autouse=True)
-def without_fallback():
-    torch.tpu.reset_fallback_stats()
-    yield
-    assert torch.tpu.fallback_stats() == {}
 
 
 def gradients(function, *leaves):

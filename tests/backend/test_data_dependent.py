@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+pytestmark = pytest.mark.usefixtures("no_fallback")
+
 T = torch.tensor
 aten = torch.ops.aten
 
@@ -17,13 +19,6 @@ TABLE = torch.arange(12.0).reshape(3, 4)
 ROWS, COLUMNS = T([True, False, True]), T([True, False, True, True])
 ODD = TABLE % 2 > 0
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def no_fallback() -> Iterator[None]:
-    torch.tpu.reset_fallback_stats()
-    yield
-    assert torch.tpu.fallback_stats() == {}
 
 
 class Moved:

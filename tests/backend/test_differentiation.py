@@ -10,17 +10,12 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+pytestmark = pytest.mark.usefixtures("no_fallback")
+
 
 def _double(*shape):
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to("tpu")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_falls_back():
-    torch.tpu.reset_fallback_stats()
-    yield
-    assert torch.tpu.fallback_stats() == {}
 
 
 # ---- torch.func --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """grouped_mm, which mixtures of experts are made of, on the device against the CPU, and its refusals."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,9 @@ from torch.nn.functional import grouped_mm
 from tpu_backend.lowering import grouped_sums
 from tpu_backend.lowering.platforms import lowering_for
 
+pytestmark = pytest.mark.usefixtures("no_fallback")
+
 ENDS = torch.tensor([4, 4, 16], dtype=torch.int32)  # three groups, the second one empty
-
-
-@pytest.fixture(autouse=True)
-def no_fallback() -> Iterator[None]:
-    before = torch.tpu.fallback_stats()
-    yield
-    assert torch.tpu.fallback_stats() == before
 
 
 def _matrix(*shape: int, seed: int) -> Tensor:

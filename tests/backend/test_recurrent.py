@@ -1,13 +1,15 @@
 """Recurrent layers and cells on the device against the CPU: outputs, states and every gradient."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+pytestmark = pytest.mark.usefixtures("no_fallback")
 
 BATCH, LENGTH, INPUT, HIDDEN = 3, 2, 4, 5
 
@@ -17,13 +19,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "bidirectional": {"bidirectional": True},
     "no bias": {"bias": False},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_fallback() -> Iterator[None]:
-    before = torch.tpu.fallback_stats()
-    yield
-    assert torch.tpu.fallback_stats() == before
 
 
 def _seeded(kind: type[nn.Module], *sizes: int, **options: Any) -> nn.Module:
