@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.backend.fresh_process import PYTHONPATH
 from tputrain.checkpoint.store import CheckpointStore
 
 Record = dict[str, Any]
-_ROOT = str(Path(__file__).resolve().parents[2])
-_OUR_MODULES = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))  # for programs of tests.*
 LONGEST_SILENCE = 900.0  # seconds without a word, after which a run counts as hanging
 
 
@@ -97,7 +96,7 @@ class RecipeProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *program, *run.arguments],
                 cwd=run.directory,
-                env=os.environ | {"PYTHONPATH": _OUR_MODULES} | (environment or {}),
+                env=os.environ | {"PYTHONPATH": PYTHONPATH} | (environment or {}),
                 preexec_fn=preexec,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import replace
 
 import torch
 
+from tests.backend.fresh_process import found_by
 from tests.benchmarks import torch_step
 from tests.benchmarks.bars import Row, print_table
 from tputrain.models.llama import LLAMA_CONFIGS
@@ -53,12 +53,8 @@ def measure(name: str, length: int, recomputes: bool, steps: int) -> dict[str, f
 
 def measured(name: str, length: int, recomputes: bool, steps: int) -> dict[str, float]:
     """The same, in a process of its own."""
-    command = [sys.executable, "-m", "tests.benchmarks.attention_memory", "--model", name]
-    command += ["--own", str(length), "--steps", str(steps)] + ["--recompute"] * recomputes
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{length} tokens: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    given = ["--model", name, "--own", length, "--steps", steps, *["--recompute"] * recomputes]
+    return found_by("tests.benchmarks.attention_memory", *given)
 
 
 def main() -> bool:

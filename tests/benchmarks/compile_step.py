@@ -15,8 +15,6 @@ on CPU tensors of a few numbers. A loop leaves the caches alone, as PyTorch's wo
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.backend.fresh_process import found_by
 from tests.benchmarks import jax_reference, torch_step
 from tests.benchmarks.bars import Row, print_table
 from tests.benchmarks.interleaved import interleave
@@ -153,14 +152,7 @@ def mlp_rows(name: str) -> list[Row]:
 
 def in_a_process_with_one_core_for_xla(name: str) -> list[Row]:
     """`mlp_rows` where XLA:CPU has one thread to compute with."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.compile_step", name],
-        env=os.environ | {"NPROC": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return [Row(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+    return [Row(**row) for row in found_by("tests.benchmarks.compile_step", name, NPROC="1")]
 
 
 # As many buffers as the Llama of the bars, and as few operations as may be.

@@ -14,17 +14,15 @@ take turns. JAX's own compilation cache is off in all of them.
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from tests.backend.fresh_process import found_by
 from tests.benchmarks.bars import Row, print_table
 from tests.benchmarks.interleaved import Timing
 
-ROOT = Path(__file__).resolve().parents[2]
 MODES = {
     "fused": {"mode": "fused"},
     "script": {"mode": "fused", "parts": "first"},
@@ -85,16 +83,8 @@ def jax_step() -> dict[str, float]:
 
 def in_a_fresh_process(cache: Path, which: str, *arguments: object) -> dict[str, float]:
     """What `device_step` or `jax_step` found."""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.first_step", which, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment | {"TPU_CACHE_DIR": str(cache)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    environment = {"JAX_COMPILATION_CACHE_DIR": None, "TPU_CACHE_DIR": str(cache)}
+    return found_by("tests.benchmarks.first_step", which, *arguments, **environment)
 
 
 def rows(rounds: int = 5) -> list[Row]:

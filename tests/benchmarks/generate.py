@@ -7,7 +7,6 @@ with such a cache, which then is what grows, and without. Beside each figure: wh
 
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.backend.fresh_process import found_by
 from tests.backend.test_growing_sizes import Decoder
 from tests.benchmarks.bars import Row, print_table
 
@@ -82,9 +82,7 @@ def rows(names: Sequence[str] = (*LAYOUTS, *CACHES)) -> list[Row]:
         expected = None
         with tempfile.TemporaryDirectory() as directory:
             for state, bar in (("cold", 15.0), ("warm", 1.0)):
-                command = [sys.executable, "-m", "tests.benchmarks.generate", name, way, directory]
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-                found = json.loads(done.stdout.splitlines()[-1])
+                found = found_by("tests.benchmarks.generate", name, way, directory)
                 programs = f"{found['compilations']} programs compiled, {found['disk_hits']} found"
                 detail = f"{programs}; the CPU device {found['native']:.2f} s"
                 title = f"{name}, {way}, {state}"

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +19,7 @@ import jax
 import torch
 from torch import Tensor
 
+from tests.backend.fresh_process import FailedProcessError, found_by
 from tests.benchmarks import jax_slice
 from tpu_backend import ahead_of_time
 from tpu_backend.runtime.compiler_options import wanted_for
@@ -215,11 +214,10 @@ def sides(row: Row) -> list[str]:
 
 def compiled(name: str, side: str) -> dict[str, float] | str:
     """One side of a row, or in a line why there is none."""
-    command = [sys.executable, "-m", "tests.benchmarks.plan_table", "--rows", name, "--side", side]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["no word"])[-1]
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        return found_by("tests.benchmarks.plan_table", "--rows", name, "--side", side)
+    except FailedProcessError as error:
+        return str(error)
 
 
 def table(names: list[str]) -> list[str]:

@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.backend.fresh_process import PYTHONPATH, ROOT
 from tests.tpu.call import Call
 from tests.tpu.chips import ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parents[2]
 BATCH = 24
 LIFETIME = 24  # batches: the compiler gives no memory back, some 12 GB after 90 of them
 TIME_LIMIT = 400  # seconds a batch; what alone takes longer counts as a failure
@@ -74,10 +74,9 @@ class Compiler:
         return f"aborts the process: {self._last_words()}"
 
     def _start(self) -> subprocess.Popen[str]:
-        paths = [str(ROOT / "backend"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
             [sys.executable, "-m", "tests.tpu.compile_worker", str(self._calls_file)],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHONPATH},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("w"),

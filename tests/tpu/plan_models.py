@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.backend.fresh_process import FailedProcessError, found_by
 from tests.tpu.chips import compiler_is_installed
 from tputrain.batches import Batch
 from tputrain.cli.plan import subject_of, task_of
@@ -214,11 +214,10 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 def in_a_process(name: str, topology: str) -> dict[str, Any] | str:
     """What `judged` gives, or in a line why it gives nothing."""
-    command = [sys.executable, "-m", "tests.tpu.plan_models", "--alone", "--topology", topology, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["no word"])[-1]
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        return found_by("tests.tpu.plan_models", "--alone", "--topology", topology, name)
+    except FailedProcessError as error:
+        return str(error)
 
 
 def main() -> int:

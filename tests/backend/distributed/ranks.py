@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 import socket
 import subprocess
@@ -11,12 +10,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.backend.distributed.preloaded import PreloadedProcess, start_server
+from tests.backend.fresh_process import environment_of_tests
 from tests.backend.quick_xla import QUICK_XLA_FLAGS
-
-ROOT = Path(__file__).resolve().parents[3]
 
 READ_AT_IMPORT = ("TPU_", "JAX_", "XLA_", "TORCH_", "PYTHON", "OMP_")
 
@@ -71,14 +68,7 @@ def free_port() -> int:
 
 def environment_of_ranks() -> dict[str, str]:
     """The environment variables of all ranks, but for those of a launcher."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
-    return {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "backend"), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-        "TPU_CACHE_DIR": "none",
-        "XLA_FLAGS": QUICK_XLA_FLAGS,
-    }
+    return environment_of_tests() | {"XLA_FLAGS": QUICK_XLA_FLAGS}
 
 
 @functools.cache

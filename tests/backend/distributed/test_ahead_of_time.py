@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-from tests.backend.distributed.ranks import ROOT
 from tests.backend.distributed.sharded_step import HIDDEN, LAYERS, WIDTH
+from tests.backend.fresh_process import PYTHONPATH, ROOT
 from tests.tpu.test_compile import needs_compiler
 
 
@@ -15,7 +15,7 @@ from tests.tpu.test_compile import needs_compiler
 def test_each_gradient_of_a_matrix_is_scattered_and_each_parameter_is_gathered_in_its_own_dims():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.backend.distributed.sharded_step"],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'backend'}{os.pathsep}{ROOT}", "TPU_PLATFORM": "cpu"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TPU_PLATFORM": "cpu"},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 
-from tests.backend.distributed.ranks import PROLOGUE, ROOT, environment_of_ranks, run_ranks
+from tests.backend.distributed.ranks import PROLOGUE, environment_of_ranks, run_ranks
+from tests.backend.fresh_process import ROOT
 
 TIMEOUT = 6
 
