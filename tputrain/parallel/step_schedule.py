@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tputrain.parallel.blocks import without_numbers
 from tputrain.parallel.cost_model import MXU_SHARE
-from tputrain.parallel.topology import Chip, Topology
+from tputrain.parallel.topology import Topology
 
 _FREE = frozenset(
     (
@@ -31,7 +31,9 @@ _ATTENTION_SHARES = {
     "v5e": {"fwd": 0.68, "dq": 0.98, "dkv": 0.98},
     "v6e": {"fwd": 0.51, "dq": 0.78, "dkv": 0.80},
 }
-"""By chip and kernel: final schedules of splash attention. Other chips have v6e's, the lower ones."""
+"""By chip and kernel, of the peak that the size of a head allows: final schedules of splash attention. Other
+chips have v6e's, the lower ones.
+"""
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _SCOPES = ("jit(run)", "shard_map")
 _BEFORE_LINE = ", "
@@ -188,7 +190,8 @@ class _Walk:
             return max(moved, instruction.kernel_flops / (chip.peak_flops * MXU_SHARE[chip.name]))
         # Fewer features than the matrix unit is wide take as long as so many.
         flops = 2 * kernel.pairs * sum(max(features, chip.mxu) for features in kernel.products)
-        return max(moved, flops / (chip.peak_flops * attention_share(chip, kernel.kind)))
+        share = _ATTENTION_SHARES.get(chip.name, _ATTENTION_SHARES["v6e"])[kernel.kind]
+        return max(moved, flops / (chip.peak_flops * share))
 
     def _send(self, collective: Any) -> float:
         """Begin a collective; when it ends. The links take one after the other, as does the network."""
@@ -216,11 +219,6 @@ class _Walk:
     def _spend(self, instruction: Any, seconds: float, kind: str) -> None:
         self._core += seconds
         self.found.spent[Spent(self._place, origin(instruction), kind)] += seconds
-
-
-def attention_share(chip: Chip, kind: str) -> float:
-    """Of the peak that the size of a head allows, what a kernel of attention reaches ("fwd", "dq", "dkv")."""
-    return _ATTENTION_SHARES.get(chip.name, _ATTENTION_SHARES["v6e"])[kind]
 
 
 def origin(instruction: Any) -> Origin:
