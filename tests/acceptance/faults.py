@@ -253,7 +253,7 @@ def stuck(scene: Scene) -> Struck:
     wait_for_end(process, LONGEST_HANG)
     struck = scene.struck(process, f"step {step}, ended after {time.monotonic() - began:.0f} s", 1)
     reports = [path.read_text() for path in scene.run.run_dir.glob("hang-*.txt")]
-    told = (f"hangs at step {step - 1} in phase 'step'", " in wait_for_ever")
+    told = (f"hangs at step {step - 1} in phase 'step'", " in hang")
     if not any(all(words in text for words in told) for text in reports):
         struck.problems.append("no report names the step and its stack")
     return struck

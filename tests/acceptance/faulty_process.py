@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.tputrain.hanging_run import hang
 from tputrain import batches as batch_of
 from tputrain.batches import Batch
 from tputrain.cli import main
@@ -48,20 +49,13 @@ def break_step(fault: str, step: int) -> None:
         if not self.training or named.get("input_ids") is not faulty:
             return forward(self, *inputs, **named)
         if fault == "stuck":
-            wait_for_ever()
+            hang(ctypes.CDLL(None))
         loss = forward(self, *inputs, **named)
         return (loss - loss) / (loss - loss)
 
     IndexedFeed.batches = noted_batches
     batch_of.to_device = noted_to_device
     Llama.forward = faulty_forward
-
-
-def wait_for_ever() -> None:
-    """Lock a mutex that this very thread holds."""
-    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
 
 
 if __name__ == "__main__":

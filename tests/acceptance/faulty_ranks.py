@@ -11,6 +11,7 @@ first time; started again they do nothing of the kind:
     full     the first checkpoint after it finds no room for what this rank writes
 """
 
+import ctypes
 import errno
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.acceptance.faulty_process import wait_for_ever
+from tests.tputrain.hanging_run import hang
 from tputrain.cli import main
 from tputrain.parallel import launch
 
@@ -57,7 +58,7 @@ def break_step(fault: str, step: int) -> None:
             if fault == "raises":
                 raise ValueError("a fault of this rank")
             if fault == "stuck":
-                wait_for_ever()
+                hang(ctypes.CDLL(None))
             with torch.no_grad():
                 next(each for each in self.parameters if each.to_local().numel()).to_local().fill_(torch.nan)
         return take_step(self, *arguments, **named)

@@ -266,7 +266,7 @@ def rank_stuck(scene: Scene) -> Struck:
         scene, command, before, f"rank {rank}, step {step}", LONGEST_RECOVERY + LONGEST_HANG
     )
     reports = [path.read_text() for path in scene.run.run_dir.rglob(f"hang-*-rank-{rank}.txt")]
-    if not any(" in wait_for_ever" in text for text in reports):
+    if not any(" in hang" in text for text in reports):
         struck.problems.append("no report has its stack")
     return named_as_awaited(struck, command, rank)
 

@@ -49,16 +49,7 @@ def step_rows(
     """`yardsticks`: by form, a target that its time is also told beside."""
     yardsticks = yardsticks or {}
 
-    def steps(**form: bool) -> torch_step.DeviceSteps:
-        return torch_step.DeviceSteps(
-            torch_step.TrainingStep(make_model(), loss, batch, "tpu", **form), "fused"
-        )
-
-    targets = {
-        "captured": steps(captured=True),
-        "compile": steps(compiled=True),
-        "fused": steps(),
-    }
+    targets = torch_step.in_each_form(make_model, loss, batch)
     timings = interleave(
         {
             **targets,

@@ -5,25 +5,16 @@ Bars: nothing after the first epoch, and no two compilations of the same operati
 
 import sys
 from collections import Counter
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.benchmarks.bars import Row, print_table
+from tests.tputrain.kept_records import KeptRecords
 from tputrain import ExecutionConfig, LogConfig, RunConfig, ScheduleConfig, Trainer, TrainerConfig
-from tputrain.loggers.logger import Logger
 
 STEPS, EPOCH, ACCUMULATE, SAMPLES, BATCH = 200, 20, 2, 39 * 8 + 3, 8  # of 40 batches the last has 3 samples
-
-
-class Records(Logger):
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def log(self, records: list[dict[str, Any]]) -> None:
-        self.steps += records
 
 
 def dataset(seed: int) -> list[tuple[Tensor, Tensor]]:
@@ -36,7 +27,7 @@ def dataset(seed: int) -> list[tuple[Tensor, Tensor]]:
 def form_rows(form: str) -> list[Row]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 10))
-    records = Records()
+    records = KeptRecords()
     programs_before = len(torch.tpu.compilations())
     compiled_before = torch.tpu.compile_stats()["compilations"]
     Trainer(

@@ -49,17 +49,6 @@ class ShardedStep(torch_step.TrainingStep):
         return loss
 
 
-class HostSteps:
-    """A target for `interleave`: steps on CPU tensors, which are done when they return."""
-
-    def __init__(self, step: ShardedStep) -> None:
-        self.step = step
-
-    def __call__(self, calls: int) -> None:
-        for _ in range(calls):
-            self.loss = self.step()
-
-
 class RegionSteps(torch_step.DeviceSteps):
     """Steps in a region, with the host's seconds of each."""
 
@@ -86,7 +75,7 @@ def rank(rounds: int, result: Path) -> None:
         "region": region,
         "jax, mapped": jax_sharded.ShardedJaxSteps(state, jax_sharded.mapped, loss, batch),
         "jax, partitioned": jax_sharded.ShardedJaxSteps(state, jax_sharded.partitioned, loss, batch),
-        "gloo": HostSteps(ShardedStep("cpu")),
+        "gloo": torch_step.NativeSteps(ShardedStep("cpu")),
     }
     timings = interleave(targets, calls=CALLS, rounds=rounds)
     assert len(region.step.step.digests) == 1  # the step is one program

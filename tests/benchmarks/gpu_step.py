@@ -22,19 +22,6 @@ from tests.benchmarks.jax_target import JaxSteps
 from tputrain.models.llama import LLAMA_CONFIGS, Llama
 
 
-class InductorSteps:
-    """A target for `interleave`: PyTorch's own compiled step on its own device."""
-
-    def __init__(self, step: torch_step.TrainingStep, synchronize: Callable[[], None]):
-        self.step = step
-        self.synchronize = synchronize
-
-    def __call__(self, calls: int) -> None:
-        for _ in range(calls):
-            self.step()
-        self.synchronize()
-
-
 def rows(name: str, size: int, length: int, rounds: int, calls: int, on_gpu: bool) -> list[Row]:
     config = LLAMA_CONFIGS[name]
     batch = torch_step.llama_batch(config, size, length)
@@ -42,25 +29,17 @@ def rows(name: str, size: int, length: int, rounds: int, calls: int, on_gpu: boo
     def model() -> Llama:
         return torch_step.llama(config).to(torch.bfloat16)
 
-    def steps(**form: bool) -> torch_step.DeviceSteps:
-        step = torch_step.TrainingStep(model(), torch_step.llama_loss, batch, "tpu", **form)
-        return torch_step.DeviceSteps(step, "fused")
-
-    own = "cuda" if on_gpu else "cpu"
     targets: dict[str, Callable[[int], None]] = {
-        "captured": steps(captured=True),
-        "compile": steps(compiled=True),
-        "fused": steps(),
+        **torch_step.in_each_form(model, torch_step.llama_loss, batch)
     }
     attention: dict[str, str | None] = {"jax": None, "jax, cuDNN": "cudnn"} if on_gpu else {"jax": None}
     for other, implementation in attention.items():
         state = jax_reference.initial_state(model())
         targets[other] = JaxSteps(state, jax_reference.llama_loss(config, implementation), batch)
     if torch.cuda.is_available() or not on_gpu:
-        targets["inductor"] = InductorSteps(
-            torch_step.TrainingStep(model(), torch_step.llama_loss, batch, own, compiled=True),
-            torch.cuda.synchronize if on_gpu else lambda: None,
-        )
+        own = "cuda" if on_gpu else "cpu"
+        step = torch_step.TrainingStep(model(), torch_step.llama_loss, batch, own, compiled=True)
+        targets["inductor"] = torch_step.NativeSteps(step)
     timings = interleave(targets, calls=calls, rounds=rounds)
     return [
         Row(

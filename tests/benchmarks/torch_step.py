@@ -125,3 +125,24 @@ class DeviceSteps:
         """One step, not waited for."""
         self.step()
         torch.tpu.flush()
+
+
+def in_each_form(make_model: Callable[[], nn.Module], loss: Loss, batch: Batch) -> dict[str, DeviceSteps]:
+    """The step captured, by `torch.compile`, and as it is, in fused mode."""
+    forms = {"captured": {"captured": True}, "compile": {"compiled": True}, "fused": {}}
+    return {
+        name: DeviceSteps(TrainingStep(make_model(), loss, batch, "tpu", **form), "fused")
+        for name, form in forms.items()
+    }
+
+
+class NativeSteps:
+    """A target for `interleave`: steps on a device of PyTorch's own; a loss is there when they are done."""
+
+    def __init__(self, step: TrainingStep):
+        self.step = step
+
+    def __call__(self, calls: int) -> None:
+        for _ in range(calls):
+            self.loss = self.step()
+        self.loss.item()
