@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +32,9 @@ def import_model(path: str) -> nn.Module:
 
 def _found(path: str) -> Any:
     module_name, _, name = path.partition(":")
-    expected = "expected package.module:function, importable from here"
+    expected = f"expected package.module:function, in {os.getcwd()} or installed"
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
     try:
         with _errors_named(path):
             module = importlib.import_module(module_name)

@@ -23,29 +23,26 @@ _MAX_SLOWDOWN = 4  # times that a step on other chips may take, by their peak
 
 def what_would_be_faster(task: Task, found: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
     """Settings that make the step shorter. `found`: the task's candidates."""
-    masters = _with_masters(task)
-    if masters is None:
-        return
-    better = planned(masters.task, found)
-    if better is None or better.memory is None or better.seconds is None:
-        return
-    assert chosen.seconds is not None
-    gain = 1 - better.seconds.total / chosen.seconds.total
-    if gain >= _LEAST_GAIN:
-        yield (
-            f"{masters.settings}: a step {gain:.0%} shorter, {seconds_text(better.seconds.total)}, with "
-            f"{memory_text(better.memory.total)} a device (bfloat16 weights and float32 copies)"
-        )
+    for variant, what in (
+        (_with_masters(task), "bfloat16 weights and float32 copies"),
+        (_with_fused_steps(task), "context or tensor ranks, which do not divide compiled steps"),
+    ):
+        better = None if variant is None else planned(variant.task, found if task.divides_layers else ())
+        if variant is None or better is None or better.memory is None or better.seconds is None:
+            continue
+        assert chosen.seconds is not None
+        gain = 1 - better.seconds.total / chosen.seconds.total
+        if gain >= _LEAST_GAIN:
+            yield (
+                f"{variant.settings}: a step {gain:.0%} shorter, {seconds_text(better.seconds.total)}, with "
+                f"{memory_text(better.memory.total)} a device ({what})"
+            )
 
 
 def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     """The smallest change first. `found`: the task's candidates, of which none can be chosen."""
-    divisible = _with_divisible_batch(task, found)
-    divides_and_fits = divisible is not None and _fits(divisible.task)
-    if not divides_and_fits and (fused := _with_fused_steps(task)) is not None:
-        yield fused
-        return
-    if divisible is not None:
+    divisible, fused = _with_divisible_batch(task, found), _with_fused_steps(task)
+    if divisible is not None and (_fits(divisible.task) or fused is None or not _fits(fused.task)):
         yield from _with_other_rows(divisible)
         return
     if task.degrees is not None and not task.topology.chip.is_stand_in:
@@ -63,6 +60,9 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     masters = _with_masters(task)
     if masters is not None and _fits(masters.task):
         yield f"{masters.settings}{_tight(masters.task)}"
+        return
+    if fused is not None and (divided := planned(fused.task)) is not None:
+        yield f"{fused.settings} {divided.settings(fused.task)}{_tight(fused.task)}"
         return
     for fewer in _fewer_rows(task):
         if _fits(fewer.task):
@@ -82,7 +82,11 @@ def what_would_fit(task: Task, found: Sequence[Candidate]) -> Iterator[str]:
     if slices:
         said = [f"{each.name} ({_chips(each)}{_tight(_on_slice(task, each), '; ')})" for each in slices]
         yield f"other chips: {_listed(said[:_GENERATIONS])}"
-    yield from _smaller_task(task)
+    smaller = list(_smaller_task(task))
+    yield from smaller
+    if masters is not None and not slices and not smaller:
+        for change in what_would_fit(masters.task, ()):
+            yield f"{masters.settings}, and {change}"
 
 
 def unbuilt_that_fits(found: Sequence[Candidate]) -> Candidate | None:
@@ -129,16 +133,12 @@ def _with_masters(task: Task) -> Variant | None:
     return variants.of(task, {"optim.master_weights": True})
 
 
-def _with_fused_steps(task: Task) -> str | None:
-    """Steps that context and tensor ranks divide, and how."""
+def _with_fused_steps(task: Task) -> Variant | None:
+    """With steps that context and tensor ranks divide."""
     if task.divides_layers or task.variants is None:
         return None
-    fused = task.variants.of(
-        task, {f"execution.{phase}": "fused" for phase in task.variants.undividing_phases}
-    )
-    if fused is None or (chosen := planned(fused.task)) is None:
-        return None
-    return f"{fused.settings} {chosen.settings(fused.task)}{_tight(fused.task)}"
+    settings = {f"execution.{phase}": "fused" for phase in task.variants.undividing_phases}
+    return task.variants.of(task, settings)
 
 
 def _with_divisible_batch(task: Task, found: Sequence[Candidate]) -> Variant | None:

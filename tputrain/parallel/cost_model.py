@@ -78,7 +78,7 @@ SECONDS = (
     ("recomputed", "recomputation"),
     ("tensor", "waiting for tensor ranks"),
     ("context", "waiting for context ranks"),
-    ("exposed", "waiting for data ranks"),
+    ("exposed", "waiting for weights and gradients"),
     ("optimizer", "optimizer"),
     ("dcn", "waiting for other slices"),
     ("host", "waiting for the host"),
@@ -102,7 +102,7 @@ class Moved:
 
 
 MOVED = (
-    ("shard", "among data ranks"),
+    ("shard", "of weights and gradients"),
     ("replicate", "among replicas"),
     ("tensor", "among tensor ranks"),
     ("context", "among context ranks"),

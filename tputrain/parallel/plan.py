@@ -163,9 +163,10 @@ def _reasons(plan: Plan, chosen: Candidate) -> Iterator[str]:
         part.count * (part.parameters.whole + part.parameters.cut) for part in task.workload.parts
     ) * (task.workload.parts[-1].parameters.itemsize + task.precision.optimizer)
     held = chosen.memory.parameters + chosen.memory.optimizer
-    if degrees["shard"] > 1:
+    if degrees["shard"] * degrees["context"] > 1:
+        ranks = f"shard {degrees['shard']}" + f" x context {degrees['context']}" * (degrees["context"] > 1)
         yield (
-            f"shard {degrees['shard']}: parameters and optimizer state take {memory_text(held)} a device; "
+            f"{ranks}: parameters and optimizer state take {memory_text(held)} a device; "
             f"undivided they are {memory_text(whole)}"
         )
     yield from _against(plan, chosen, "replicas", lambda each: each["replicate"])

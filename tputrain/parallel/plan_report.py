@@ -32,7 +32,7 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{chips}, {topology.chips_per_host} a host"
     )
     tokens = f" x {workload.sequence:,} tokens" if workload.sequence else ""
-    yield f"a step: {task.rows:,} rows{tokens}"
+    yield f"a step: {task.rows:,} row{'s' * (task.rows != 1)}{tokens}"
     yield ""
     yield from in_columns(table_of_plans(plan))
     yield ""
