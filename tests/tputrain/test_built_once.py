@@ -9,11 +9,13 @@ import sys, time
 from pathlib import Path
 from tputrain.data.built_once import built_once
 path = Path(sys.argv[1])
-with built_once(path, "it", lambda line: None):
-    if not path.exists():
-        time.sleep(0.3)
-        path.write_text("made")
-        print("made it")
+
+def build(path):
+    time.sleep(0.3)
+    path.write_text("made")
+    print("made it")
+
+built_once(path, "it", lambda line: None, "cache", build)
 """
 
 

@@ -2,15 +2,56 @@
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import IO
 
+from tputrain.data.config import DataError
+
+
+def built_once(
+    path: Path,
+    what: str,
+    announce: Callable[[str], None],
+    cache_dir: str,
+    build: Callable[[Path], None],
+    is_there: Callable[[Path], bool] = Path.exists,
+) -> None:
+    """Have `build` make the file or directory `path`, as the path that it is given, unless it is there.
+
+    Of the processes that do this at the same time one builds; the others wait for it. It is put in place as a
+    whole. Raises DataError, which names `cache_dir`, where it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path, what, announce):
+            if not is_there(path):
+                with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as workspace:
+                    built = Path(workspace) / path.name
+                    build(built)
+                    _publish(built, path)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir={cache_dir}: cannot write there ({error.strerror}): name another directory"
+        ) from error
+
+
+def _publish(built: Path, path: Path) -> None:
+    for each in built.iterdir() if built.is_dir() else [built]:
+        with each.open("rb") as file:
+            os.fsync(file.fileno())
+    try:
+        built.rename(path)
+    except OSError:
+        if not path.exists():  # else another process was first, with the same content
+            raise
+
 
 @contextmanager
-def built_once(path: Path, what: str, announce: Callable[[str], None]) -> Iterator[None]:
+def _locked(path: Path, what: str, announce: Callable[[str], None]) -> Iterator[None]:
     """In here no other process makes what is to be at `path`; look again whether it is there now.
 
     The lock is a file beside `path`, which is removed at the end. Its owner's end frees it. Where the file

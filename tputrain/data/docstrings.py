@@ -2,14 +2,12 @@
 
 import ast
 import json
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tputrain.announce import announced, say
 from tputrain.data.built_once import built_once
-from tputrain.data.config import DataError
 from tputrain.data.rows import conversation
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -28,25 +26,18 @@ def docstring_conversations(sources: Iterable[tuple[str, str]], digest: str, cac
     path = Path(cache_dir).expanduser() / f"docstrings-{_FORMAT}-{digest}.json"
     if (kept := _kept(path)) is not None:
         return kept
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with built_once(path, "questions", say):
-            if (kept := _kept(path)) is not None:
-                return kept
-            with announced("questions: reading docstrings, once"):
-                made = [
-                    conversation(question, answer)
-                    for name, text in sources
-                    for question, answer in questions_of(name, text)
-                ]
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(made), encoding="utf-8")
-            unfinished.rename(path)
-    except OSError as error:
-        raise DataError(
-            f"data.cache_dir={cache_dir}: cannot write there ({error.strerror}): name another directory"
-        ) from None
-    return made
+
+    def build(built: Path) -> None:
+        with announced("questions: reading docstrings, once"):
+            made = [
+                conversation(question, answer)
+                for name, text in sources
+                for question, answer in questions_of(name, text)
+            ]
+        built.write_text(json.dumps(made), encoding="utf-8")
+
+    built_once(path, "questions", say, cache_dir, build, lambda path: _kept(path) is not None)
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _kept(path: Path) -> list[str] | None:

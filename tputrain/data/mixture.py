@@ -1,9 +1,8 @@
 """Several sources of text in one run, each with its share of the sequences."""
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -284,22 +283,14 @@ def _common_tokenizer(cfg: MixtureConfig, announce: Callable[[str], None]) -> To
         Path(cfg.cache_dir).expanduser()
         / f"mixture-{blake2b(' '.join(names).encode(), digest_size=16).hexdigest()}"
     )
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with built_once(entry, "tokenizer", announce):
-            if not entry.exists():
-                announce(f"tokenizer: learning from {megabytes:.1f} MB of text, once")
-                texts = chain.from_iterable(training_texts(corpus, part) for corpus, part in corpora)
-                with tempfile.TemporaryDirectory(prefix="building-", dir=entry.parent) as workspace:
-                    built = Path(workspace) / entry.name
-                    built.mkdir()
-                    learn_tokenizer(texts, megabytes, cfg.vocab_size).save(built)
-                    with suppress(OSError):  # where there are no locks, another process may have been first
-                        built.rename(entry)
-    except OSError as error:
-        raise DataError(
-            f"data.cache_dir={cfg.cache_dir}: cannot write there ({error.strerror}): name another directory"
-        ) from error
+
+    def build(built: Path) -> None:
+        announce(f"tokenizer: learning from {megabytes:.1f} MB of text, once")
+        texts = chain.from_iterable(training_texts(corpus, part) for corpus, part in corpora)
+        built.mkdir()
+        learn_tokenizer(texts, megabytes, cfg.vocab_size).save(built)
+
+    built_once(entry, "tokenizer", announce, cfg.cache_dir, build)
     return load_tokenizer(entry)
 
 

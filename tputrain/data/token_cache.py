@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ import numpy as np
 
 from tputrain.data.built_once import built_once
 from tputrain.data.changed_files import record_files
-from tputrain.data.config import DataError, TextConfig
+from tputrain.data.config import TextConfig
 from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.corpus import Corpus, Document, Totals, split
 from tputrain.data.pretrained_tokenizer import load_tokenizer
@@ -91,32 +90,14 @@ def tokenise(
         cached = _load_or_remove(entry, announce)
     if cached is not None:
         return cached
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with built_once(entry, "tokenizer and tokens", announce):
-            if not entry.exists():
-                _build_in_place(corpus, totals, cfg, entry, announce, tokenizer)
-    except OSError as error:
-        raise DataError(
-            f"data.cache_dir={cfg.cache_dir}: cannot write there ({error.strerror}): name another directory"
-        ) from error
-    return _load(entry)
 
-
-def _build_in_place(
-    corpus: Corpus,
-    totals: Totals,
-    cfg: TextConfig,
-    entry: Path,
-    announce: Callable[[str], None],
-    tokenizer: Tokenizer | None,
-) -> None:
-    with tempfile.TemporaryDirectory(prefix="building-", dir=entry.parent) as workspace:
-        built = Path(workspace) / entry.name
+    def build(built: Path) -> None:
         built.mkdir()
         _build(corpus, totals.num_bytes / 1e6, cfg, built, announce, tokenizer)
         record_files(cfg.files_behind(), built)
-        _publish(built, entry)
+
+    built_once(entry, "tokenizer and tokens", announce, cfg.cache_dir, build)
+    return _load(entry)
 
 
 def entries_of(text: str, cfg: TextConfig) -> list[Path]:
@@ -205,17 +186,6 @@ def _batches(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[
             batch, num_characters = [], 0
     if batch:
         yield batch
-
-
-def _publish(built: Path, entry: Path) -> None:
-    for path in built.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    try:
-        built.rename(entry)
-    except OSError:
-        if not entry.exists():  # else another process was first, with the same content
-            raise
 
 
 def _load(entry: Path) -> TokenisedCorpus:
