@@ -1,18 +1,15 @@
 """Whole documents packed into sequences: none is cut that fits one."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from tputrain.batches import IGNORED_LABEL, PADDING
 from tputrain.data.config import DataError
-from tputrain.data.mapped_array import MappedArray
 from tputrain.data.pieces import cut_documents
-from tputrain.data.shuffled import Batch, ShuffledSequences
+from tputrain.data.shuffled import Batch, TokenSequences
 
 
-class BestFitSequences(ShuffledSequences):
+class BestFitSequences(TokenSequences):
     """Documents put together so that they fill sequences, longest first, each where least room is left.
 
     That is best-fit decreasing (Ding et al., "Fewer Truncations Improve Language Modeling", 2024). Only a
@@ -43,12 +40,6 @@ class BestFitSequences(ShuffledSequences):
         self.num_tokens = int(sizes.sum())
         self.num_sequences = int(sequence_of.max()) + 1
         self._first_piece = np.searchsorted(sequence_of[order], np.arange(self.num_sequences + 1))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokens": MappedArray.of(self._tokens)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_tokens": state["_tokens"].open()})
 
     def batch_of(self, indices: np.ndarray) -> Batch:
         shape = (len(indices), self.sequence_length)

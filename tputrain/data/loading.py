@@ -6,17 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from tputrain.batches import Batch
-from tputrain.data.padding import PaddedSequences
 from tputrain.data.shuffled import ShuffledSequences, num_label_bytes
-
-Sequences = ShuffledSequences | PaddedSequences
 
 
 @dataclass(frozen=True)
 class TrainingBatches:
     """Sequences as the Trainer's indexed loader."""
 
-    sequences: Sequences
+    sequences: ShuffledSequences
     batch_size: int
     micro_batches: int
     fingerprint: str
@@ -39,7 +36,7 @@ class TrainingBatches:
 class ValidationBatches:
     """Sequences as an evaluation goes through them."""
 
-    sequences: Sequences
+    sequences: ShuffledSequences
     batch_size: int
     token_bytes: np.ndarray
 

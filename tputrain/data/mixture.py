@@ -243,10 +243,10 @@ def _build_mixture(cfg: MixtureConfig, context: BuildContext) -> MixtureData:
         with _named(name):
             built[name] = build_data(part, replace(context, tokenizer=tokenizer, expected=known))
     parts = [data.train for data in built.values()]
-    joined = JoinedSequences(parts, seed)  # type: ignore[arg-type]
+    joined = JoinedSequences(parts, seed)
     shares = cfg.shares
     train = joined if shares is None else WeightedSequences(joined.parts, shares, seed)
-    validation = JoinedSequences([data.validation for data in built.values()], seed)  # type: ignore[misc]
+    validation = JoinedSequences([data.validation for data in built.values()], seed)
     counts = joined.sizes if shares is None else shares
     names = [data.fingerprint for data in built.values()]
     fingerprint = "+".join(names if shares is None else [f"{name}@{n}" for name, n in zip(names, shares)])

@@ -1,17 +1,14 @@
 """Documents laid end to end and cut into sequences."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from tputrain.batches import IGNORED_LABEL
 from tputrain.data.config import DataError
-from tputrain.data.mapped_array import MappedArray
-from tputrain.data.shuffled import Batch, ShuffledSequences
+from tputrain.data.shuffled import Batch, TokenSequences
 
 
-class PackedSequences(ShuffledSequences):
+class PackedSequences(TokenSequences):
     """A stream of tokens cut into sequences of equal length, with the borders of documents kept.
 
     `tokens` holds all documents end to end, `offsets` where each starts, and the total length last.
@@ -44,12 +41,6 @@ class PackedSequences(ShuffledSequences):
                 f"data.sequence_length={sequence_length} is longer than the {name} text ({len(tokens)} "
                 "tokens): shorten it, give more text (data.files) or change data.validation_fraction"
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokens": MappedArray.of(self._tokens)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_tokens": state["_tokens"].open()})
 
     def batch_of(self, indices: np.ndarray) -> Batch:
         if self._places is not None:

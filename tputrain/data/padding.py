@@ -1,23 +1,21 @@
 """One document a row, filled up to one of few lengths: what packing is for who must not mix documents."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from tputrain.batches import IGNORED_LABEL, PADDING
 from tputrain.data.config import DataError, bucket_lengths
-from tputrain.data.mapped_array import MappedArray
 from tputrain.data.pieces import cut_documents
-from tputrain.data.shuffled import Batch, epoch_order
+from tputrain.data.shuffled import Batch, TokenSequences, epoch_order
 
 _OF_BATCHES = 2**63
 """Added to the epoch's number: the order of batches is not that of rows."""
 
 
-class PaddedSequences:
-    """Documents as rows of similar lengths; the interface is that of `PackedSequences`.
+class PaddedSequences(TokenSequences):
+    """Documents as rows of similar lengths.
 
     A document longer than `sequence_length` is cut into rows; a row with nothing to learn is left out.
     A batch holds the same four tensors, of shape (sequences, a length): `buckets` lengths at most, evenly up
@@ -41,18 +39,12 @@ class PaddedSequences:
         self.lengths = np.array(bucket_lengths(sequence_length, buckets))
         self.num_tokens, self.num_documents = len(tokens), len(offsets) - 1
         self._tokens, self._learned = np.asarray(tokens), learned
-        self._padding_id, self._seed = padding_id, seed
+        self._padding_id, self.seed = padding_id, seed
         self._starts, self._sizes, self._ends = cut_documents(np.asarray(offsets), sequence_length, learned)
         self.num_sequences = len(self._starts)
         self._plans: dict[tuple[int, int, int], list[np.ndarray]] = {}
         if self.num_sequences == 0:
             raise DataError(f"the {name} text has no document with anything to learn: give more (data.files)")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokens": MappedArray.of(self._tokens)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_tokens": state["_tokens"].open()})
 
     def batch_at(self, step: int, micro: int, sequences: int, micros: int = 1) -> Batch:
         """Batch `micro` (of `micros`, `sequences` each) of step `step`: a pure function of (seed, step).
@@ -63,7 +55,7 @@ class PaddedSequences:
         if not 0 <= micro < micros:
             raise ValueError(f"micro={micro}: expected 0 to {micros - 1}")
         epoch, place = divmod(step, self._steps_an_epoch(sequences * micros))
-        rows = self._plan(self._seed, epoch, sequences * micros)[place]
+        rows = self._plan(self.seed, epoch, sequences * micros)[place]
         return self._batch(rows[micro * sequences : (micro + 1) * sequences], self._length_for(rows))
 
     def epochs_at(self, step: int, sequences: int) -> float:
@@ -71,7 +63,7 @@ class PaddedSequences:
         return step / self._steps_an_epoch(sequences)
 
     def _steps_an_epoch(self, sequences: int) -> int:
-        return len(self._plan(self._seed, 0, sequences))
+        return len(self._plan(self.seed, 0, sequences))
 
     def eval_batches(self, sequences: int, max_batches: int | None = None) -> Iterator[Batch]:
         """Batches of `sequences` rows, always the same ones in the same order, whatever the seed."""
@@ -127,12 +119,3 @@ class PaddedSequences:
         if len(rest):
             batches.append(np.concatenate([rest, np.full(size - len(rest), -1, dtype=np.int64)]))
         return [batches[place] for place in epoch_order(seed, epoch + _OF_BATCHES, len(batches))]
-
-    def bytes_per_label(self, token_bytes: np.ndarray) -> float:
-        """Bytes of text per trained-on label, over all rows."""
-        num_bytes = num_labels = 0
-        for rows in np.array_split(np.arange(self.num_sequences), -(-self.num_sequences // 256)):
-            labels = self.batch_of(rows)["labels"].numpy()
-            labels = labels[labels != IGNORED_LABEL]
-            num_bytes, num_labels = num_bytes + token_bytes[labels].sum(), num_labels + len(labels)
-        return float(num_bytes / max(1, num_labels))

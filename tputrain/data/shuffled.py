@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from tputrain.batches import IGNORED_LABEL
+from tputrain.data.mapped_array import MappedArray
 
 Batch = dict[str, torch.Tensor]
 
@@ -75,6 +77,18 @@ class ShuffledSequences(ABC):
         """Bytes of text per trained-on label, over all sequences."""
         num_bytes, num_labels = self.label_bytes(token_bytes)
         return num_bytes / max(1, num_labels)
+
+
+class TokenSequences(ShuffledSequences):
+    """Sequences cut from one array of tokens; another process opens that array's file and is not sent it."""
+
+    _tokens: np.ndarray
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tokens": MappedArray.of(self._tokens)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_tokens": state["_tokens"].open()})
 
 
 def num_label_bytes(batch: Batch, token_bytes: np.ndarray) -> int:

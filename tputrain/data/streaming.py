@@ -13,11 +13,11 @@ import torch
 from tputrain.data.config import BuildContext, Data, DataError, RowsConfig
 from tputrain.data.conversations import encode_conversations, spoken
 from tputrain.data.corpus import is_held_out, row_document
-from tputrain.data.loading import Sequences, ValidationBatches
+from tputrain.data.loading import ValidationBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.pretrained_tokenizer import find_tokenizer
 from tputrain.data.rows import empty, open_rows, read_documents
-from tputrain.data.shuffled import Batch, epoch_order
+from tputrain.data.shuffled import Batch, ShuffledSequences, epoch_order
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.prefetch import Prefetched
 
@@ -33,7 +33,7 @@ class StreamedText(Data):
     fingerprint: str
     """Names the held-out text and the tokenizer: all that is known of a stream before it is read."""
     tokenizer: Tokenizer
-    validation: Sequences
+    validation: ShuffledSequences
     cfg: RowsConfig
     seed: int
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from tputrain.data.best_fit import BestFitSequences
 from tputrain.data.changed_files import changed_files
 from tputrain.data.config import BuildContext, Data, DataError, TextConfig
-from tputrain.data.loading import Sequences, TrainingBatches, ValidationBatches
+from tputrain.data.loading import TrainingBatches, ValidationBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokenizer
+from tputrain.data.shuffled import ShuffledSequences
 from tputrain.data.token_cache import entries_of, known_totals, text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.data.workers import WorkerBatches
@@ -27,8 +28,8 @@ class TextData(Data):
     fingerprint: str
     """Names the text and its tokenisation: equal fingerprints give equal batches for equal seeds."""
     tokenizer: Tokenizer
-    train: Sequences
-    validation: Sequences
+    train: ShuffledSequences
+    validation: ShuffledSequences
     validation_bytes_per_token: float
     """Of all the validation text. A mean loss over all of it in nats / ln 2 / this = its bits per byte."""
     num_workers: int = 0
@@ -76,7 +77,7 @@ def build_data(cfg: TextConfig, context: BuildContext) -> TextData:
         tokenizer = find_tokenizer(cfg.tokenizer)
     tokenised = tokenise(corpus, totals, cfg, announce, tokenizer)
 
-    def pack(name: str) -> Sequences:
+    def pack(name: str) -> ShuffledSequences:
         part = getattr(tokenised, name)
         arguments = (part.tokens, part.offsets, cfg.sequence_length, context.seed, name, part.learned)
         padding_id = tokenised.tokenizer.end_of_text_id
