@@ -63,8 +63,6 @@ def test_every_label_of_every_document_comes_once(lengths):
     learned = batch["labels"][batch["labels"] != -100]
     expected = [100 * d + i for d, n in enumerate(lengths) for i in range(1, n)]
     assert sorted(learned.tolist()) == expected
-    token_bytes = np.ones(100 * len(lengths), np.int64)
-    assert fitted.label_bytes(token_bytes) == (len(expected), len(expected))
 
 
 def test_only_a_document_longer_than_a_sequence_is_cut():

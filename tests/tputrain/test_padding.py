@@ -116,12 +116,6 @@ def test_evaluation_is_the_same_for_every_seed():
     assert len(list(pad([3, 7, 5, 2, 8]).eval_batches(2, max_batches=1))) == 1
 
 
-def test_bytes_per_label_counts_what_is_trained_on():
-    padded = pad([3, 9])
-    labels = [1, 2, *range(101, 109)]
-    assert padded.bytes_per_label(np.arange(200)) == pytest.approx(np.mean(labels))
-
-
 def test_text_with_nothing_to_learn_is_one_clear_line():
     with pytest.raises(DataError, match="the train text has no document with anything to learn"):
         pad([1, 1])

@@ -155,10 +155,6 @@ class JoinedSequences(ShuffledSequences):
                 whole[torch.from_numpy(rows)] = values
         return batch
 
-    def label_bytes(self, token_bytes: np.ndarray) -> tuple[int, int]:
-        found = [part.label_bytes(token_bytes) for part in self.parts]
-        return sum(num_bytes for num_bytes, _ in found), sum(num_labels for _, num_labels in found)
-
 
 class WeightedSequences(JoinedSequences):
     """The sequences of several sources, each with its share of what is trained on.
@@ -246,7 +242,6 @@ def _build_mixture(cfg: MixtureConfig, context: BuildContext) -> MixtureData:
     joined = JoinedSequences(parts, seed)
     shares = cfg.shares
     train = joined if shares is None else WeightedSequences(joined.parts, shares, seed)
-    validation = JoinedSequences([data.validation for data in built.values()], seed)
     counts = joined.sizes if shares is None else shares
     names = [data.fingerprint for data in built.values()]
     fingerprint = "+".join(names if shares is None else [f"{name}@{n}" for name, n in zip(names, shares)])
@@ -260,8 +255,7 @@ def _build_mixture(cfg: MixtureConfig, context: BuildContext) -> MixtureData:
         fingerprint=fingerprint,
         tokenizer=tokenizer,
         train=train,
-        validation=validation,
-        validation_bytes_per_token=validation.bytes_per_label(tokenizer.token_bytes()),
+        validation=JoinedSequences([data.validation for data in built.values()], seed),
         num_workers=cfg.workers,
         parts=tuple(
             f"  {count / counts.sum():.1%} {name}: {data.title}, {data.train.num_sequences:,} sequences"

@@ -35,7 +35,7 @@ class PackedSequences(TokenSequences):
         # much.
         self._tokens, self._offsets, self.seed = np.asarray(tokens), np.asarray(offsets), seed
         self._learned = learned
-        self._places = None if learned is None else self._with_labels()
+        self._places = None if learned is None else self._with_labels(learned)
         if self.num_sequences == 0:
             raise DataError(
                 f"data.sequence_length={sequence_length} is longer than the {name} text ({len(tokens)} "
@@ -63,24 +63,12 @@ class PackedSequences(TokenSequences):
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def label_bytes(self, token_bytes: np.ndarray) -> tuple[int, int]:
-        labels, within = self._labels()
-        return int(token_bytes[labels[within]].sum()), int(within.sum())
-
-    def _labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """The token after each that is in a sequence, and whether it is a label."""
-        used = self.num_tokens // self.sequence_length * self.sequence_length
-        labels = self._tokens[1 : used + 1]
-        within = (
-            np.ones(len(labels), dtype=bool) if self._learned is None else self._learned[1 : used + 1].copy()
-        )
-        ends = self._offsets[1:] - 1
-        within[ends[ends < len(labels)]] = False
-        return labels, within
-
-    def _with_labels(self) -> np.ndarray:
+    def _with_labels(self, learned: np.ndarray) -> np.ndarray:
         """The numbers of the sequences that hold something to learn, which are the only ones that count."""
-        _, within = self._labels()
+        used = self.num_sequences * self.sequence_length
+        within = learned[1 : used + 1].copy()  # whether the token after each is a label
+        ends = self._offsets[1:] - 1
+        within[ends[ends < len(within)]] = False
         starts = np.arange(self.num_sequences) * self.sequence_length
         places = np.flatnonzero(np.add.reduceat(within, starts)) if len(starts) else starts
         self.num_sequences = len(places)

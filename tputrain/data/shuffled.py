@@ -32,15 +32,6 @@ class ShuffledSequences(ABC):
     def batch_of(self, indices: np.ndarray) -> Batch:
         """The sequences numbered `indices` (int64, below `num_sequences`), as a batch."""
 
-    def label_bytes(self, token_bytes: np.ndarray) -> tuple[int, int]:
-        """Bytes of text behind all labels, and how many labels there are."""
-        num_bytes = num_labels = 0
-        for indices in np.array_split(np.arange(self.num_sequences), -(-self.num_sequences // 256)):
-            labels = self.batch_of(indices)["labels"].numpy()
-            labels = labels[labels != IGNORED_LABEL]
-            num_bytes, num_labels = num_bytes + int(token_bytes[labels].sum()), num_labels + len(labels)
-        return num_bytes, num_labels
-
     def at(self, places: np.ndarray) -> np.ndarray:
         """Which sequences stand at `places` (int64, from 0) of the endless row that is trained on.
 
@@ -72,11 +63,6 @@ class ShuffledSequences(ABC):
             batch = self.batch_of(np.resize(chosen, sequences))
             batch["labels"][len(chosen) :] = IGNORED_LABEL
             yield batch
-
-    def bytes_per_label(self, token_bytes: np.ndarray) -> float:
-        """Bytes of text per trained-on label, over all sequences."""
-        num_bytes, num_labels = self.label_bytes(token_bytes)
-        return num_bytes / max(1, num_labels)
 
 
 class TokenSequences(ShuffledSequences):

@@ -30,8 +30,6 @@ class TextData(Data):
     tokenizer: Tokenizer
     train: ShuffledSequences
     validation: ShuffledSequences
-    validation_bytes_per_token: float
-    """Of all the validation text. A mean loss over all of it in nats / ln 2 / this = its bits per byte."""
     num_workers: int = 0
     """Processes that put training batches together."""
 
@@ -39,10 +37,11 @@ class TextData(Data):
         """A few lines for people."""
         files = f"{self.num_files:,} {self.unit}{'s' * (self.num_files != 1)}"
         kind = "Hugging Face's" if isinstance(self.tokenizer, PretrainedTokenizer) else "byte-level BPE"
+        bytes_per_token = self.num_bytes / (self.train.num_tokens + self.validation.num_tokens)
         return [
             f"data: {self.title}, {files}, {_size(self.num_bytes)}",
             f"tokenizer: {kind}, {self.tokenizer.vocab_size:,} entries, "
-            f"{self.validation_bytes_per_token:.2f} bytes per token on validation text",
+            f"{bytes_per_token:.2f} bytes of text per token",
             f"train: {self.train.num_tokens:,} tokens in {self.train.num_sequences:,} sequences of "
             f"{self.train.sequence_length}, {self.train.num_documents:,} documents",
             f"validation: {self.validation.num_tokens:,} tokens in {self.validation.num_sequences:,} "
@@ -87,7 +86,6 @@ def build_data(cfg: TextConfig, context: BuildContext) -> TextData:
             return BestFitSequences(*arguments, padding_id=padding_id)
         return PaddedSequences(*arguments, padding_id=padding_id, buckets=cfg.buckets)
 
-    train, validation = pack("train"), pack("validation")
     return TextData(
         title=corpus.title,
         unit=corpus.unit,
@@ -95,9 +93,8 @@ def build_data(cfg: TextConfig, context: BuildContext) -> TextData:
         num_bytes=totals.num_bytes,
         fingerprint=f"{text}-{tokenised.tokenizer.digest()}",
         tokenizer=tokenised.tokenizer,
-        train=train,
-        validation=validation,
-        validation_bytes_per_token=validation.bytes_per_label(tokenised.tokenizer.token_bytes()),
+        train=pack("train"),
+        validation=pack("validation"),
         num_workers=cfg.workers,
     )
 
