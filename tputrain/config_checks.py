@@ -27,9 +27,8 @@ def spelled(value: object) -> str:
 
 def expect_choice(key: str, value: str, choices: Collection[str]) -> None:
     """`value` is one of `choices`."""
-    hint = nearest(value, choices)
-    suggestion = f"; did you mean {hint}?" if hint else ""
-    expect(value in choices, key, value, f"one of {', '.join(choices)}{suggestion}")
+    hint = did_you_mean(nearest(value, choices))
+    expect(value in choices, key, value, f"one of {', '.join(choices)}{hint}")
 
 
 _KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
@@ -112,3 +111,8 @@ def _is_finite(value: object) -> bool:
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that `name` was most likely meant to be, or None where none resembles it."""
     return next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
+def did_you_mean(hint: str | None) -> str:
+    """The end of an error about an unknown name, whose nearest known one is `hint`."""
+    return f"; did you mean {hint}?" if hint else ""

@@ -33,6 +33,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_named_so or "can't allocate memory" in str(error)  # PyTorch's allocator of the CPU
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def in_words(error: Exception) -> str:
     """What the system, or a library, said of a file: `No space left on device`, without the number."""
     said = error.strerror if isinstance(error, OSError) else None

@@ -17,7 +17,7 @@ from tputrain.callbacks.sample_text import SampleConfig
 from tputrain.config import RunConfig
 from tputrain.config_checks import described_type, expect, nearest
 from tputrain.data import DataConfig
-from tputrain.errors import UserError
+from tputrain.errors import UserError, first_line
 from tputrain.kinds import Family, foreign
 from tputrain.models import LoraConfig, ModelConfig
 from tputrain.models.recompute import OFFLOAD
@@ -26,7 +26,6 @@ from tputrain.recipe_keys import unknown_key
 from tputrain.recipe_layers import (
     COMMAND_LINE,
     Layer,
-    first_line,
     layers_of_file,
     leaves,
     override_layer,

@@ -13,8 +13,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tputrain.config_checks import nearest, spelled
-from tputrain.errors import UserError
+from tputrain.config_checks import did_you_mean, nearest, spelled
+from tputrain.errors import UserError, first_line
 from tputrain.shipped import shipped_names, shipped_path
 
 COMMAND_LINE = "command line"
@@ -46,11 +46,10 @@ def _include_layer(name: str, recipe: Path) -> Layer:
     path = beside if beside.is_file() else shipped_path("configs", name)
     if path is None:
         known = shipped_names("configs")
-        hint = nearest(name, known)
-        suggestion = f"; did you mean {hint}?" if hint else ""
+        hint = did_you_mean(nearest(name, known))
         raise UserError(
             f"{recipe}: {_INCLUDE}={name}: no {beside} and no shipped config "
-            f"(there are: {', '.join(known)}){suggestion}"
+            f"(there are: {', '.join(known)}){hint}"
         )
     values = _read_yaml(path)
     if _INCLUDE in values:
@@ -126,11 +125,6 @@ def _describe_yaml_error(error: yaml.YAMLError, path: Path) -> str:
     if mark and lines[mark.line : mark.line + 1] and lines[mark.line][mark.column :].startswith("\t"):
         problem = "a tab; indent with spaces"
     return f"{where}not valid YAML: {problem}"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def shown(value: Any) -> str:

@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.errors import UserError
 
 
@@ -40,10 +40,9 @@ def find_recipe(name: str, expected: str = "file") -> Path:
         raise UserError(
             f"{name}: a directory; expected a recipe (`tputrain resume {name}` goes on with a run)"
         )
-    hint = nearest(path.stem, known)
-    suggestion = f"; did you mean {hint}?" if hint else ""
+    hint = did_you_mean(nearest(path.stem, known))
     raise UserError(
-        f"{name}: no such {expected}, and no shipped recipe (there are: {', '.join(known)}){suggestion}"
+        f"{name}: no such {expected}, and no shipped recipe (there are: {', '.join(known)}){hint}"
     )
 
 

@@ -5,7 +5,7 @@ from os import PathLike
 from typing import Any, TypedDict
 
 from tputrain.config import RunConfig
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.errors import UserError
 
 
@@ -41,11 +41,10 @@ def with_short_settings(cfg: Any, settings: ShortSettings) -> Any:
     known = list(ShortSettings.__annotations__)
     for name in settings:
         if name not in known:
-            hint = nearest(name, known)
-            suggestion = f"; did you mean {hint}?" if hint else ""
+            hint = did_you_mean(nearest(name, known))
             raise UserError(
                 f"Trainer: {name}: no such argument; of the settings it takes {', '.join(known)}, and all of "
-                f"them in a RunConfig{suggestion}"
+                f"them in a RunConfig{hint}"
             )
     if cfg is None:
         cfg = RunConfig()

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.config import RunConfig
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.config_differences import changed_settings
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Logger
@@ -170,11 +170,10 @@ def _check_hooks(callback: Callback) -> None:
     """A hook by another library's name would never be called, and nobody would know."""
     for name in dir(callback):
         if name.startswith("on_") and name not in _HOOKS and callable(getattr(callback, name)):
-            hint = nearest(name, _HOOKS)
-            suggestion = f"; did you mean {hint}?" if hint else ""
+            hint = did_you_mean(nearest(name, _HOOKS))
             raise UserError(
                 f"callback {type(callback).__name__}: nothing calls its {name}: "
-                f"expected one of {', '.join(_HOOKS)}{suggestion}"
+                f"expected one of {', '.join(_HOOKS)}{hint}"
             )
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 
@@ -30,9 +30,8 @@ class Monitored:
         if self.metric in result:
             return float(result[self.metric])
         known = [name for name in result if name not in ("step", "loss_hex", "seconds")]
-        hint = nearest(self.metric, known)
-        suggestion = f"; did you mean {hint}?" if hint else ""
-        raise UserError(f"{self.key}={self.metric}: evaluations have {', '.join(known)}{suggestion}")
+        hint = did_you_mean(nearest(self.metric, known))
+        raise UserError(f"{self.key}={self.metric}: evaluations have {', '.join(known)}{hint}")
 
     def is_better(self, value: float, best: float | None) -> bool:
         """Whether `value` beats `best` (None: there is none yet). What is not finite never does."""

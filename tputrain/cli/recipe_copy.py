@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tputrain.announce import say
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.errors import UserError
 from tputrain.shipped import shipped_names, shipped_path
 
@@ -13,9 +13,8 @@ def copy_recipe(name: str, path: str | None) -> int:
     shipped = shipped_path("recipes", name.removesuffix(".yaml"))
     if shipped is None:
         known = shipped_names("recipes")
-        hint = nearest(name, known)
-        suggestion = f"; did you mean {hint}?" if hint else ""
-        raise UserError(f"{name}: no shipped recipe (there are: {', '.join(known)}){suggestion}")
+        hint = did_you_mean(nearest(name, known))
+        raise UserError(f"{name}: no shipped recipe (there are: {', '.join(known)}){hint}")
     target = Path(path or ".")
     if target.is_dir():
         target = target / shipped.name

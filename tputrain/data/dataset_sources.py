@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tputrain.config_checks import expect
+from tputrain.config_checks import did_you_mean, expect
 from tputrain.data.config import BuildContext, Data, DataError, RowsConfig
 from tputrain.data.corpus import Corpus, Document, row_document
 from tputrain.data.files import find_files, nearest_path
@@ -151,9 +151,8 @@ class SavedRowsConfig(_Read, names=("saved",)):
 
     def _expect_directory(self) -> None:
         if not self.path.is_dir():
-            hint = nearest_path(str(self.name))
-            suggestion = f"; did you mean {hint}?" if hint else ""
-            raise DataError(f"data.name={self.name!r}: no such directory{suggestion}")
+            hint = did_you_mean(nearest_path(str(self.name)))
+            raise DataError(f"data.name={self.name!r}: no such directory{hint}")
 
     def choices(self) -> list[Any]:
         return [*super().choices(), None, self.split, self.validation_split]

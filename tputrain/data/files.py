@@ -4,7 +4,7 @@ import glob
 import os
 from pathlib import Path
 
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.data.config import DataError
 
 
@@ -16,7 +16,8 @@ def find_files(patterns: str, key: str = "data.files") -> list[Path]:
         files = [match.resolve() for match in matches if match.is_file()]
         if not files:
             found = "no file matches" if not matches else "only directories match"
-            hint = _suggestion(pattern) if not matches else f"; all files below: {pattern.rstrip('/')}/**"
+            meant = None if glob.has_magic(pattern) else nearest_path(pattern)
+            hint = f"; all files below: {pattern.rstrip('/')}/**" if matches else did_you_mean(meant)
             raise DataError(f"{key}={patterns!r}: {found} {pattern!r} (looked from {os.getcwd()}){hint}")
         paths.update(files)
     if not paths:
@@ -32,8 +33,3 @@ def nearest_path(path: str) -> str | None:
     except OSError:
         return None
     return None if hint is None else os.path.join(parent, hint)
-
-
-def _suggestion(pattern: str) -> str:
-    hint = None if glob.has_magic(pattern) else nearest_path(pattern)
-    return f"; did you mean {hint}?" if hint else ""

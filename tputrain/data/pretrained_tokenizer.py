@@ -12,9 +12,11 @@ import tokenizers
 
 from tputrain.checkpoint.named_directory import model_directory
 from tputrain.checkpoint.state import STATE
+from tputrain.config_checks import did_you_mean
 from tputrain.data.config import DataError
 from tputrain.data.files import nearest_path
 from tputrain.data.tokenizer import Tokenizer
+from tputrain.errors import first_line
 from tputrain.hub import asking_hub, is_path
 
 MARK = "tputrain_tokenizer.json"
@@ -53,9 +55,8 @@ def find_tokenizer(name: str) -> Tokenizer:
             )
         return PretrainedTokenizer.load(directory)
     except ValueError as error:
-        hint = nearest_path(name)
-        suggestion = f"; did you mean {hint}?" if hint and not Path(name).exists() else ""
-        raise DataError(f"data.tokenizer={name}: {error}{suggestion}") from None
+        hint = None if Path(name).exists() else nearest_path(name)
+        raise DataError(f"data.tokenizer={name}: {error}{did_you_mean(hint)}") from None
 
 
 def _on_hub(name: str) -> Tokenizer:
@@ -110,8 +111,7 @@ class PretrainedTokenizer(Tokenizer):
         try:
             pretrained = transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
         except Exception as error:  # the library raises no narrower type
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"no tokenizer there: {reason}; {_EXPECTED}") from None
+            raise ValueError(f"no tokenizer there: {first_line(error)}; {_EXPECTED}") from None
         return cls(pretrained)
 
     def save(self, directory: Path | str) -> None:
@@ -137,9 +137,9 @@ class PretrainedTokenizer(Tokenizer):
             )
         except Exception as error:  # a template may raise what it likes
             roles = ", ".join(message["role"] for message in messages)
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DataError(
-                f"data.tokenizer: its chat template refuses messages of the roles {roles}: {reason}"
+                f"data.tokenizer: its chat template refuses messages of the roles {roles}: "
+                f"{first_line(error)}"
             ) from None
 
     def encode_rendered(self, text: str) -> tokenizers.Encoding:

@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.data.config import DataError, RowsConfig
+from tputrain.errors import first_line
 
 ANSWERS = "assistant"
 """The role of the messages that are learned."""
@@ -92,9 +93,8 @@ def _check_columns(columns: Sequence[str], cfg: RowsConfig) -> None:
 def known_name(key: str, name: str, known: Sequence[str], what: str) -> str:
     """`name` where it is one of `known`. Raises DataError, which names a near one, where it is not."""
     if name not in known:
-        hint = nearest(name, known)
-        suggestion = f"; did you mean {hint}?" if hint else ""
-        raise DataError(f"{key}={name}: no such {what}, which has {', '.join(known)}{suggestion}")
+        hint = did_you_mean(nearest(name, known))
+        raise DataError(f"{key}={name}: no such {what}, which has {', '.join(known)}{hint}")
     return name
 
 
@@ -153,6 +153,5 @@ def _unreadable(cfg: RowsConfig, held_out: bool, error: Exception) -> DataError:
         cause = cause.__cause__
     if isinstance(cause, StopIteration):  # of a file without a line
         return empty(cfg, held_out)
-    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-    fault = cfg.fault(held_out, reason)
+    fault = cfg.fault(held_out, first_line(cause))
     return DataError(f"{_where(cfg, held_out)}: cannot be read: {fault}; expected {cfg.readable}")

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from tputrain.announce import say
 from tputrain.config_checks import expect_choice
-from tputrain.errors import UserError
+from tputrain.errors import UserError, first_line
 from tputrain.loggers.jsonl import EVALUATIONS, STEPS, read_jsonl
 from tputrain.loggers.logger import Logger, Record, expect_run_dir, numbers_of
 from tputrain.reachable import why_unreachable
@@ -123,7 +123,7 @@ class WandbLogger(Logger):
             return self._init(directory, mode=mode, id=run_id, resume=resume)
         except wandb.Error as error:
             raise UserError(
-                f"log.wandb.mode={self.cfg.mode}: {_first_line(error)}; log in with `wandb login`, "
+                f"log.wandb.mode={self.cfg.mode}: {first_line(error)}; log in with `wandb login`, "
                 "or set log.wandb.mode=offline"
             ) from None
 
@@ -136,7 +136,7 @@ class WandbLogger(Logger):
         except wandb.Error as error:
             say(
                 f"wandb: steps {step + 1} to {self._row} were undone, and the server keeps their rows "
-                f"({_first_line(error)}); {directory / STEPS} has the new ones"
+                f"({first_line(error)}); {directory / STEPS} has the new ones"
             )
             return None
 
@@ -154,10 +154,6 @@ class WandbLogger(Logger):
             settings=wandb.Settings(console="off"),
             **which,
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _run_id(directory: Path, keep: bool) -> str:

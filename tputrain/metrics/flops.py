@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tputrain import batches as batch_of
 from tputrain.batches import Batch
+from tputrain.errors import first_line
 from tputrain.loss import LossFunction, loss_of
 
 _META = torch.device("meta")
@@ -50,7 +51,7 @@ class FlopCount:
         try:
             self._known[key] = count_flops(self.model, batch, self.loss_fn)
         except Exception as error:
-            self.problem = (str(error).splitlines() or [type(error).__name__])[0]
+            self.problem = first_line(error)
 
 
 def _shape_of(model: nn.Module) -> nn.Module:

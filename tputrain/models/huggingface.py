@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tputrain.checkpoint.named_directory import model_directory
-from tputrain.config_checks import nearest, spelled
-from tputrain.errors import UserError
+from tputrain.config_checks import did_you_mean, nearest, spelled
+from tputrain.errors import UserError, first_line
 from tputrain.hub import asking_hub, is_path
 from tputrain.models import transformers_masks
 from tputrain.models.attention import causal_mask, pairs
@@ -50,8 +50,9 @@ def load_huggingface(
                 return _adapted(_random(transformers, config, seed), activation_checkpointing)
             model = transformers.AutoModelForCausalLM.from_pretrained(directory or path, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"model.path={path}: cannot be loaded: {reason}; expected {expected}") from None
+        raise UserError(
+            f"model.path={path}: cannot be loaded: {first_line(error)}; expected {expected}"
+        ) from None
     return _adapted(model, activation_checkpointing)
 
 
@@ -68,10 +69,9 @@ def build_huggingface(
         known = transformers.AutoConfig.for_model(kind)
     except ValueError:
         hint = None if kind is None else nearest(str(kind), list(transformers.CONFIG_MAPPING))
-        suggestion = f"; did you mean {hint}?" if hint else ""
         raise UserError(
             f"model.config.model_type={spelled(kind)}: expected one that transformers knows, "
-            f"such as gpt2{suggestion}"
+            f"such as gpt2{did_you_mean(hint)}"
         ) from None
     names = [*known.to_dict(), *known.attribute_map]
     for name, value in settings.items():

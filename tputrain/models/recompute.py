@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tputrain.checkpoint.rows import around, is_distributed, local_part
-from tputrain.config_checks import expect, nearest
+from tputrain.config_checks import did_you_mean, expect, nearest
 from tputrain.device import computed_again, computed_before, held_by_host, taken_from_host
 
 NONE = "none"
@@ -57,7 +57,7 @@ def read_setting(setting: Setting) -> bool | str | None:
         "model.activation_checkpointing",
         setting,
         f"one of true, false, {LAYERS}, {PRODUCTS}, {OFFLOAD}, or kinds that repeat over the layers, such as "
-        f"[{LAYERS}, {NONE}]{f'; did you mean {hint}?' if hint else ''}",
+        f"[{LAYERS}, {NONE}]{did_you_mean(hint)}",
     )
     return pattern(kinds) if pattern(kinds) != NONE else False
 

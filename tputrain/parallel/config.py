@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from tputrain.config_checks import expect, expect_at_least, nearest, spelled
+from tputrain.config_checks import did_you_mean, expect, expect_at_least, nearest, spelled
 from tputrain.errors import UserError
 from tputrain.parallel.cluster import hosts
 
@@ -30,8 +30,7 @@ class TensorRule(NamedTuple):
             return _RULES[value]
         styles = f"one of {', '.join(_RULES)}"
         if not isinstance(value, Mapping):
-            hint = nearest(str(value), _RULES)
-            expect(False, key, value, f"{styles}{f'; did you mean {hint}?' if hint else ''}")
+            expect(False, key, value, f"{styles}{did_you_mean(nearest(str(value), _RULES))}")
         expect("style" in value and set(value) <= set(cls._fields), key, value, "{style, input, output}")
         rule = cls(**value)
         expect(rule.style in _RULES, f"{key}.style", rule.style, styles)

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from itertools import combinations_with_replacement
 from math import prod
 
-from tputrain.config_checks import nearest
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.errors import UserError
 
 GIB = 2**30
@@ -347,10 +347,9 @@ def _well_formed(text: str) -> str | None:
 def _chip(name: str, text: str) -> Chip:
     found = CHIPS.get(_ALSO_CALLED.get(name, name))
     if found is None:
-        hint = nearest(name, [*CHIPS, *_ALSO_CALLED])
-        suggestion = f"; did you mean {hint}?" if hint else ""
+        hint = did_you_mean(nearest(name, [*CHIPS, *_ALSO_CALLED]))
         known = ", ".join(name for name, chip in CHIPS.items() if not chip.is_stand_in)
-        raise UserError(f"topology {text!r}: no TPU is called {name} (known: {known}){suggestion}")
+        raise UserError(f"topology {text!r}: no TPU is called {name} (known: {known}){hint}")
     return found
 
 

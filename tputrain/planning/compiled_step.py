@@ -21,7 +21,7 @@ from tputrain import device as devices
 from tputrain.announce import announced, say
 from tputrain.batches import Batch
 from tputrain.config import RunConfig
-from tputrain.errors import UserError
+from tputrain.errors import UserError, first_line
 from tputrain.figures import memory_text
 from tputrain.loss import LossFunction
 from tputrain.parallel.blocks import lists_of_blocks, period, without_numbers
@@ -366,10 +366,9 @@ def _refusal(error: Exception, depth: str) -> Exception:
     match = _OUT_OF_MEMORY.search(str(error))
     if match is not None:
         return DoesNotFitError(float(match[1]) * _UNITS[match[2]], depth)
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     differs = devices.of_slices().mismatch()
     also = "" if differs is None else f"; {differs}"
-    return UserError(f"the TPU compiler refuses the step ({depth}): {reason}{also}")
+    return UserError(f"the TPU compiler refuses the step ({depth}): {first_line(error)}{also}")
 
 
 def chips_by_rank(layout: Layout) -> list[int]:
