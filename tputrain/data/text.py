@@ -14,6 +14,7 @@ from tputrain.data.token_cache import entries_of, known_totals, text_fingerprint
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.data.workers import WorkerBatches
 from tputrain.feed import IndexedLoader
+from tputrain.figures import bytes_text
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class TextData(Data):
         kind = "Hugging Face's" if isinstance(self.tokenizer, PretrainedTokenizer) else "byte-level BPE"
         bytes_per_token = self.num_bytes / (self.train.num_tokens + self.validation.num_tokens)
         return [
-            f"data: {self.title}, {files}, {_size(self.num_bytes)}",
+            f"data: {self.title}, {files}, {bytes_text(self.num_bytes)}",
             f"tokenizer: {kind}, {self.tokenizer.vocab_size:,} entries, "
             f"{bytes_per_token:.2f} bytes of text per token",
             f"train: {self.train.num_tokens:,} tokens in {self.train.num_sequences:,} sequences of "
@@ -97,12 +98,6 @@ def build_data(cfg: TextConfig, context: BuildContext) -> TextData:
         validation=pack("validation"),
         num_workers=cfg.workers,
     )
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.1f} GB"
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _other_text(cfg: TextConfig, title: str, expected: str) -> DataError:

@@ -5,7 +5,7 @@ from typing import Any
 
 from tputrain.figures import memory_text, percent, seconds_text
 from tputrain.parallel.plan import Plan
-from tputrain.planning.compiled_step import BAND, SHOWN, CompiledStep
+from tputrain.planning.compiled_step import BAND, SECONDS_OF_STEP, SHOWN, CompiledStep
 from tputrain.planning.peak import Peak
 
 
@@ -36,15 +36,8 @@ def compiled_lines(plan: Plan, step: CompiledStep) -> Iterator[str]:
         f"{plan.speed(seconds):,.0f} {plan.unit}/s a chip "
         f"(the plan's model: {seconds_text(chosen.seconds.total)})"
     )
-    shares = {
-        "by the compiler's cycles": step.estimated,
-        "waiting for collectives (modelled)": step.waiting,
-        "copies within the memory (modelled)": step.copying,
-        "without an estimate (modelled)": step.unestimated,
-    }
-    yield "        " + ", ".join(
-        f"{what} {value / seconds:.0%}" for what, value in shares.items() if value / seconds >= SHOWN
-    )
+    shares = [(what, getattr(step, name) / seconds) for name, what in SECONDS_OF_STEP]
+    yield "        " + ", ".join(f"{what} {share:.0%}" for what, share in shares if share >= SHOWN)
     yield f"        {step.flops / 1e12:,.2f} TFLOP a device by the compiler's count"
     for number, each in enumerate(step.collectives):
         yield (

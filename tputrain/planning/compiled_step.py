@@ -43,6 +43,13 @@ BAND = 0.15
 _OUT_OF_MEMORY = re.compile(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LEAST_OF_PEAK = 0.5  # of the temporaries
+SECONDS_OF_STEP = (
+    ("estimated", "by the compiler's cycles"),
+    ("waiting", "waiting for collectives (modelled)"),
+    ("copying", "copies within the memory (modelled)"),
+    ("unestimated", "without an estimate (modelled)"),
+)
+"""What the seconds of a CompiledStep consist of, in words."""
 BETWEEN_SLICES = "replicate, between slices"
 """Only replicas go over the network between slices."""
 
@@ -98,7 +105,7 @@ class CompiledStep:
 
     @property
     def seconds(self) -> float:
-        return self.estimated + self.unestimated + self.waiting + self.copying
+        return sum(getattr(self, name) for name, _ in SECONDS_OF_STEP)
 
     @property
     def all_parts(self) -> tuple[tuple[str, float], ...]:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from tputrain.config_checks import spelled
 from tputrain.errors import UserError
 from tputrain.figures import bytes_text, moment, plain, seconds_text
 from tputrain.loggers.logger import Record
+from tputrain.recipe_layers import leaves
 from tputrain.report.chart import NUM_COLOURS, Line, bar_chart, line_chart
 from tputrain.report.document import document
 from tputrain.report.run_files import Run, is_number
@@ -33,7 +35,7 @@ def report_page(runs: Sequence[Run]) -> str:
     body = "".join(
         [
             _header(runs),
-            _figures(runs[0]) if len(runs) == 1 else _table(_summary(runs), runs),
+            _figures(runs[0]) if len(runs) == 1 else _table(_rows([_figures_of(run) for run in runs]), runs),
             f'<section class="charts">{"".join(_charts(runs))}</section>',
             f"<h2>Time line</h2>{timeline(runs, labels(runs))}",
             _tables(runs),
@@ -79,17 +81,10 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 def _figures(run: Run) -> str:
     tiles = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(values[0])}</dd></div>"
-        for name, values in _summary([run]).items()
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in _figures_of(run).items()
     )
     return f'<dl class="figures">{tiles}</dl>'
-
-
-def _summary(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Name of a figure to its value in each run; those that no run has are left out."""
-    columns = [_figures_of(run) for run in runs]
-    names = dict.fromkeys(name for column in columns for name in column)
-    return {name: [column.get(name, "–") for column in columns] for name in names}
 
 
 def _figures_of(run: Run) -> dict[str, str]:
@@ -206,10 +201,10 @@ def _figure(title: str, note: str, svg: str) -> str:
 
 
 def _tables(runs: Sequence[Run]) -> str:
-    configs = _rows([flat(run.config) for run in runs])
-    environments = _rows([flat(run.environment) for run in runs])
+    configs = _rows([_flat(run.config) for run in runs])
+    environments = _rows([_flat(run.environment) for run in runs])
     if len(runs) == 1:
-        changed = _rows([flat(runs[0].changed)])
+        changed = _rows([_flat(runs[0].changed)])
         of_defaults = (
             f"<h3>Not as by default</h3>{_table(changed, runs)}<h3>All of it</h3>" if changed else ""
         )
@@ -224,15 +219,9 @@ def _tables(runs: Sequence[Run]) -> str:
     )
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def _flat(values: dict[str, Any]) -> dict[str, str]:
     """Dotted keys to values as a recipe has them."""
-    found: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = _as_written(value)
-    return found
+    return {key: spelled(value) for key, value in leaves(values)}
 
 
 def _rows(columns: Sequence[dict[str, str]]) -> dict[str, list[str]]:
@@ -258,10 +247,3 @@ def _table(rows: dict[str, list[str]], runs: Sequence[Run]) -> str:
         for key, values in rows.items()
     )
     return f'<div class="wide"><table>{head}<tbody>{lines}</tbody></table></div>'
-
-
-def _as_written(value: Any) -> str:
-    """As a recipe has it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

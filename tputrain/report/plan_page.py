@@ -8,18 +8,12 @@ from tputrain.parallel.candidate import Candidate
 from tputrain.parallel.cost_model import SECONDS
 from tputrain.parallel.plan import Plan
 from tputrain.parallel.plan_report import ARGUMENTS, GRADIENTS, TEMPORARIES, table_of_plans
-from tputrain.planning.compiled_step import BAND, CompiledStep
+from tputrain.planning.compiled_step import BAND, SECONDS_OF_STEP, CompiledStep
 from tputrain.planning.peak import Peak
 from tputrain.report.document import document
 from tputrain.report.torus import torus
 
 _MEMORY = (*ARGUMENTS, *GRADIENTS, *TEMPORARIES)
-_COMPILED = (
-    ("estimated", "by the compiler's cycles"),
-    ("unestimated", "without an estimate (modelled)"),
-    ("copying", "copies within the memory (modelled)"),
-    ("waiting", "waiting for collectives (modelled)"),
-)
 
 Parts = Sequence[tuple[str, float]]
 """What follows each other on a bar, each with its length."""
@@ -130,7 +124,7 @@ def _times(chosen: Candidate, step: CompiledStep | None) -> str:
     ]
     total = seconds.total
     if step is not None:
-        bars.append(("by the compiler", [(said, getattr(step, name)) for name, said in _COMPILED]))
+        bars.append(("by the compiler", [(said, getattr(step, name)) for name, said in SECONDS_OF_STEP]))
         total = max(total, step.seconds)
     return _bars(bars, total, ("0", seconds_text(total)), seconds_text)
 
