@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tputrain.checkpoint import CHECKPOINTS
-from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
+from tputrain.checkpoint.store import CheckpointStore
 
 
 def model_directory(name: str, only: tuple[str, ...] = ()) -> Path | None:
@@ -18,4 +18,4 @@ def model_directory(name: str, only: tuple[str, ...] = ()) -> Path | None:
         return None
     if not (path / CHECKPOINTS).is_dir():
         return path
-    return CheckpointStore(path / CHECKPOINTS).newest(say_nothing if only else say_refused, only) or path
+    return CheckpointStore(path / CHECKPOINTS).newest(only=only) or path

@@ -249,15 +249,17 @@ class CheckpointStore:
             f"{', '.join(names)}; remove that when nobody needs it"
         )
 
-    def newest(self, refused: Refused, only: tuple[str, ...] = ()) -> Path | None:
+    def newest(self, refused: Refused | None = None, only: tuple[str, ...] = ()) -> Path | None:
         """The newest whole checkpoint, None where there never was one; `only`: vouched for in these files.
 
         What a mirror has that is newer is fetched first, and what is damaged here in its place.
         `refused(path, reason, used)` hears of every newer one that is not whole, and which is used instead.
+        None: a line says so, but with `only` nothing does: who reads all of it will say it.
         Raises UserError where there are checkpoints, or some that were set aside, and none is whole: what
         was learned must not be lost by beginning anew unasked.
         """
         damaged: list[tuple[Path, str]] = []
+        refused = refused or (say_nothing if only else say_refused)
         if self.mirror is not None:
             newest_here = max(self.steps(), default=-1)
             self.mirror.fetch(self.directory.parent, lambda step: step > newest_here)

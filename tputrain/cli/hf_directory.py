@@ -8,7 +8,7 @@ from tputrain.announce import say
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import COMPLETE
 from tputrain.checkpoint.state import STATE
-from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
+from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.cli.early_mistakes import new_directory
 from tputrain.data.pretrained_tokenizer import MARK
 from tputrain.errors import UserError
@@ -61,7 +61,7 @@ def _checkpoint(target: Path) -> Path:
         return target
     if not target.is_dir():
         raise UserError(f"{target}: no such directory; expected a run, such as runs/llama, or a checkpoint")
-    newest = CheckpointStore(target / CHECKPOINTS).newest(say_refused)
+    newest = CheckpointStore(target / CHECKPOINTS).newest()
     if newest is None:
         raise UserError(f"{target}: no checkpoint in it; expected a run, such as runs/llama, or a checkpoint")
     return newest

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -224,17 +223,14 @@ def _given_degrees(parallel: ParallelConfig, topology: Topology) -> dict[str, in
     given = {name: getattr(parallel, name) for name in DEGREES if getattr(parallel, name) != 1}
     if not given:
         return None
-    size = topology.num_devices
-    known = prod(degree for degree in given.values() if degree != -1)
-    if known != size and (-1 not in given.values() or size % known):
+    try:
+        return parallel.resolved(topology.num_devices)
+    except UserError:
         asked = " ".join(f"parallel.{name}={degree}" for name, degree in given.items())
         raise UserError(
-            f"{asked}: expected degrees that multiply to the {size} devices of {topology.name}, "
-            "or none of them: then the plan chooses"
-        )
-    return dict.fromkeys(DEGREES, 1) | {
-        name: size // known if degree == -1 else degree for name, degree in given.items()
-    }
+            f"{asked}: expected degrees that multiply to the {topology.num_devices} devices of "
+            f"{topology.name}, or none of them: then the plan chooses"
+        ) from None
 
 
 def _workload(cfg: RecipeConfig, context: int) -> Workload:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tputrain.announce import announced, say
 from tputrain.checkpoint import CHECKPOINTS
-from tputrain.checkpoint.store import CheckpointStore, say_nothing, say_refused
+from tputrain.checkpoint.store import CheckpointStore
 from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
@@ -198,7 +198,7 @@ def _trained(run_dir: str, overrides: Sequence[str]) -> tuple[Path, RecipeConfig
 def _newest(run_dir: str, only: tuple[str, ...] = ()) -> tuple[Path, dict[str, Any]]:
     """The newest whole checkpoint of a run (`only`: in these files), and its state."""
     store = CheckpointStore(Path(run_dir) / CHECKPOINTS)
-    checkpoint = store.newest(say_nothing if only else say_refused, only)
+    checkpoint = store.newest(only=only)
     if checkpoint is None:
         expected = "the run has saved none yet" if is_run(Path(run_dir)) else "expected a run directory"
         raise UserError(f"{run_dir}: no whole checkpoint in {store.directory}; {expected}")

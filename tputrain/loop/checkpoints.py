@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from safetensors import SafetensorError
 
 from tputrain.announce import say
-from tputrain.checkpoint.store import CheckpointStore, damage, say_refused
+from tputrain.checkpoint.store import CheckpointStore, damage
 from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.loop.run_state import RunState
 from tputrain.run_lock import RunLock, is_locked
@@ -158,7 +158,7 @@ class Checkpoints:
         run_dir = self._trainer.run_dir
         is_anothers = not self._owns_run and run_dir is not None and is_locked(run_dir)
         if is_anothers or not (self._owns_run or store.may_change()):
-            return CheckpointStore(store.directory).newest(say_refused)  # nothing is changed there
+            return CheckpointStore(store.directory).newest()  # nothing is changed there
         with nullcontext() if self._owns_run else RunLock(run_dir):
             store.take_over()
             return store.newest(self._refuse)

@@ -7,12 +7,12 @@ masked. A backward pass counts at most twice its forward pass, so that what acti
 again is not counted; frozen parameters, which need less, count less.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,7 +38,7 @@ class FlopCount:
         """FLOPs of a step on these micro-batches (on the host); None where they cannot be counted."""
         total = 0
         for batch in batches:
-            key = _shapes(batch)
+            key = batch_of.form(batch)
             if key not in self._known and self.problem is None:
                 self._count(key, batch)
             if self.problem is not None:
@@ -94,13 +94,3 @@ class _Pass(nn.Module):
             if loss.requires_grad:
                 loss.backward()
         return forward.get_total_flops(), backward.get_total_flops()
-
-
-def _shapes(batch: Batch) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.shape
-    if isinstance(batch, Mapping):
-        return tuple((name, _shapes(value)) for name, value in batch.items())
-    if isinstance(batch, tuple | list):
-        return tuple(_shapes(value) for value in batch)
-    return None

@@ -197,14 +197,9 @@ def start_slice(topology: Topology) -> None:
     if (differs := slices.mismatch()) is not None:
         say(f"note: {differs}")
     try:
-        slices.start(_name(topology))
+        slices.start(topology.name)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"topology {topology.name}: {error}") from error
-
-
-def _name(topology: Topology) -> str:
-    """Of the topology for libtpu."""
-    return topology.name
 
 
 # -- depth -------------------------------------------------------------------------------------------------
@@ -310,7 +305,7 @@ def _compiled(subject: Subject, depth: _Depth, growth: float = 1.0) -> _Compiled
         pace = "1 to 5 minutes" if sum(depth.compiled) <= 2 * FEW else "10 minutes and more"
         with announced(f"compiling {what} (expect {pace} on two cores)"):
             compiled = _in_thread(
-                lambda: slices.compile_for(_name(layout.topology), step.segment, order=chips_by_rank(layout))
+                lambda: slices.compile_for(layout.topology.name, step.segment, order=chips_by_rank(layout))
             )
     except Exception as error:
         raise _refusal(error, depth.said) from error
@@ -388,7 +383,7 @@ def _places(topology: Topology) -> list[tuple[int, ...]]:
     """Of each chip its slice, and its coordinates along the topology's axes."""
     names = ("slice", "x", "y", "z", "core")
     axes = [names.index(axis.name) for axis in topology.axes]
-    found = devices.of_slices().places(_name(topology))
+    found = devices.of_slices().places(topology.name)
     return [(place[0], *(place[axis] for axis in axes)) for place in found]
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tputrain.checkpoint.configuration import write_configuration
 from tputrain.checkpoint.integrity import CHECKSUMS, COMPLETE
 from tputrain.checkpoint.rows import Rows, read_into, read_like, rows_of
 from tputrain.checkpoint.state import STATE as STATE
@@ -51,15 +50,6 @@ def layout_of(stem: str, tensors: Mapping[str, Rows]) -> Layout:
 def own_rows(tensors: Mapping[str, Rows]) -> dict[str, tuple[int, Tensor]]:
     """What this rank writes of these tensors: by name the first row and the rows."""
     return {name: (rows.first, rows.tensor) for name, rows in tensors.items() if rows.tensor is not None}
-
-
-def save_model(model: nn.Module, tokenizer: Any, directory: Path) -> None:
-    """Write model.safetensors and, where model and tokenizer offer them, their configuration files."""
-    tensors = model_tensors(model)
-    layout = layout_of(MODEL, tensors)
-    layout.create(directory)
-    layout.write(directory, own_rows(tensors))
-    write_configuration(model, tokenizer, directory)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Rows]:
@@ -138,15 +128,6 @@ def load_trained_weights(model: nn.Module, directory: Path) -> None:
         read_into(own[name], files, name)
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, directory: Path) -> dict[str, Any]:
-    """Write optimizer.safetensors; returns the rest of the optimizer (numbers, groups) for state.json."""
-    tensors, rest = optimizer_contents(optimizer, model)
-    layout = layout_of(OPTIMIZER, tensors)
-    layout.create(directory)
-    layout.write(directory, own_rows(tensors))
-    return rest
-
-
 def optimizer_contents(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Rows], dict[str, Any]]:
@@ -199,8 +180,8 @@ def load_optimizer(
     rest: dict[str, Any],
     options: Collection[str] | None,
 ) -> None:
-    """Put back what `save_optimizer` wrote, with these of the groups' options (learning rate, betas and their
-    like); None: with all."""
+    """Put back what `optimizer_contents` gave, with these of the groups' options (learning rate, betas and
+    their like); None: with all."""
     files = TensorFiles(directory, OPTIMIZER)
     path = files.first
     kind = _kind(optimizer)
