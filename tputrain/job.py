@@ -55,7 +55,8 @@ class Recipe:
     def build_from(self, checkpoint: Path | None) -> Trainer:
         """Data, model and Trainer. The model has its initial values.
 
-        `checkpoint`: what the run goes on from, whose tokenizer is used and whose data is asked for.
+        `checkpoint`: the checkpoint to resume; its tokenizer is used, and the data must match its
+        fingerprint.
         """
         cfg = self.cfg
         device = _device(cfg)  # a device that is not there is reported before the tokenizer is trained
@@ -95,8 +96,8 @@ def check_before_ranks(cfg: RecipeConfig, checkpoint: Path | None) -> None:
     """Raise UserError for some of what ranks would find only once they have started: text files that are not
     there, layers or sequences that do not divide.
 
-    `checkpoint`: what the run goes on from. What its model began with need not be there any more. On several
-    hosts nothing is looked at: their ranks find out together.
+    `checkpoint`: what the run goes on from. On several hosts nothing is looked at: their ranks find out
+    together.
     """
     if hosts().size > 1:
         return
@@ -189,7 +190,7 @@ def _build_divisible(cfg: RecipeConfig, checkpoint: Path | None) -> tuple[nn.Mod
 
 
 def _build_shape(cfg: RecipeConfig, checkpoint: Path) -> nn.Module:
-    """A model for the weights of `checkpoint`; what it began with need not be there any more."""
+    """A model for the weights of `checkpoint`."""
     built = cfg.model.build_for(checkpoint, cfg.seed)
     if cfg.model.is_transformers and "padding" in (state := contents.load_state(checkpoint)):
         # config.json there names the tokenizer's padding token: the gradients must not change by that.

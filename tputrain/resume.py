@@ -51,7 +51,7 @@ def newest_checkpoint(cfg: RecipeConfig, only: tuple[str, ...] = ()) -> Path | N
 @contextmanager
 def locked_where_changed(store: CheckpointStore, run_dir: str) -> Iterator[None]:
     """In here, the run is this process's alone if there is anything to finish or to fetch."""
-    if not store.may_change():
+    if not store.needs_lock():
         yield
         return
     with RunLock(Path(run_dir)):

@@ -109,7 +109,8 @@ def check_length(cfg: RunConfig, rate_is_by_config: bool) -> None:
 
 def check_step(step: Any, cfg: RunConfig) -> None:
     """Raise UserError unless `step`, which a user's class or function has made, is one that `cfg` can use."""
-    _expect(isinstance(step, TrainStep), "what step makes", step, "a tputrain.TrainStep")
+    if not isinstance(step, TrainStep):
+        raise UserError(f"Trainer: step returned {_describe(step)}: expected a tputrain.TrainStep")
     withholds = cfg.trainer.on_nonfinite in ("skip", "rollback")
     if withholds and type(step).update is not TrainStep.update:
         raise UserError(

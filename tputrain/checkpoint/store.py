@@ -297,8 +297,8 @@ class CheckpointStore:
         say(f"checkpoint {self.path(step)} was damaged ({reason}): taken from {self.mirror.url}")
         return True
 
-    def may_change(self) -> bool:
-        """Whether `take_over` or `newest` may have something to do here, for which the run must be locked."""
+    def needs_lock(self) -> bool:
+        """Whether `take_over` or `newest` would change this directory; then lock the run first."""
         left = (f"{_UNFINISHED}step-*", f"{_REPLACED}*")
         return self.mirror is not None or any(any(self.directory.glob(pattern)) for pattern in left)
 

@@ -32,11 +32,11 @@ class Logger:
     """Of the run, as far as is known at each `log`; None: that cannot be told (`trainer.duration=30min`)."""
 
     def start(self, step: int, total_steps: int | None, resumed: bool) -> None:
-        """The run goes on from `step` of a checkpoint (resumed): forget what was logged after it.
+        """`resumed`: go on from `step`; drop what was logged after it. Not resumed: the run begins; drop
+        everything logged before.
 
         `total_steps`: of the run; None: that is not known yet (`trainer.duration`). Later it is in
         `self.total_steps`.
-        Not resumed, it begins: forget everything, it is of a run that left nothing to go on from.
         """
 
     def after_step(self, step: int) -> None:

@@ -41,7 +41,8 @@ class Checkpoints:
         self._trainer, self._state, self._writer, self._watchdog = trainer, state, writer, watchdog
         self._keeps_beginning, self._when_saved = keeps_beginning, when_saved
         self._owns_run = False  # true in `owned`: in `fit`, and while something outside it writes there
-        self._is_of_run = False  # what the Trainer holds comes from the run directory, or began it
+        self._continues_run = False
+        """The Trainer's state is this run's: loaded from it, or its beginning."""
         self._beginning: Snapshot | None = None  # until there is a checkpoint
         self.saved_at: int | None = None
         """The step saved last, complete or still being written; None: the last one could not be."""
@@ -149,7 +150,7 @@ class Checkpoints:
         self._state.load(path, name)
         is_own = self._store is not None and self._store.holds(path)
         self.saved_at = self._trainer.step if is_own else None
-        self.has_loaded = self._is_of_run = True
+        self.has_loaded = self._continues_run = True
 
     def _newest(self, store: CheckpointStore) -> Path | None:
         return self._trainer.world.first(lambda: self._newest_here(store))
@@ -157,7 +158,7 @@ class Checkpoints:
     def _newest_here(self, store: CheckpointStore) -> Path | None:
         run_dir = self._trainer.run_dir
         is_anothers = not self._owns_run and run_dir is not None and is_locked(run_dir)
-        if is_anothers or not (self._owns_run or store.may_change()):
+        if is_anothers or not (self._owns_run or store.needs_lock()):
             return CheckpointStore(store.directory).newest()  # nothing is changed there
         with nullcontext() if self._owns_run else RunLock(run_dir):
             store.take_over()
@@ -204,19 +205,19 @@ class Checkpoints:
                 "or checkpoint.resume=auto to go on"
             )
         is_resumed = self.resume(None)
-        self._is_of_run = True
+        self._continues_run = True
         return is_resumed
 
     def go_on_here(self) -> None:
         """Have the run directory go on from the Trainer's state: what was saved after it is set aside."""
         self._trainer.world.first(self._claim)
-        self._is_of_run = True
+        self._continues_run = True
 
     def _claim(self) -> None:
         store = self._store
         assert store is not None
         store.take_over()
-        if not self._is_of_run and store.has_any():
+        if not self._continues_run and store.has_any():
             raise UserError(
                 f"save: {self._trainer.run_dir} holds checkpoints, and this Trainer has loaded none of them: "
                 "call resume() first, or choose another run_dir"

@@ -16,20 +16,29 @@ from tputrain.loggers.logger import Record
 
 _PERCENTILES = (50, 90, 99)
 RECORDED = (
-    *(
-        "step",
-        "loss",
-        "loss_hex",
-        "grad_norm",
-        "tokens",
-        "samples",
-        "host_seconds",
-        "compilations",
-        "disk_hits",
-    ),
-    *("step_seconds", "step_seconds_p50", "step_seconds_p90", "step_seconds_p99", "data_wait", "mfu"),
-    *("tokens_per_second", "samples_per_second", "tokens_per_second_per_chip", "samples_per_second_per_chip"),
-    *("memory_bytes", "peak_memory_bytes", "slowest_rank", "slowest_rank_seconds"),
+    "step",
+    "loss",
+    "loss_hex",
+    "grad_norm",
+    "tokens",
+    "samples",
+    "host_seconds",
+    "compilations",
+    "disk_hits",
+    "step_seconds",
+    "step_seconds_p50",
+    "step_seconds_p90",
+    "step_seconds_p99",
+    "data_wait",
+    "mfu",
+    "tokens_per_second",
+    "samples_per_second",
+    "tokens_per_second_per_chip",
+    "samples_per_second_per_chip",
+    "memory_bytes",
+    "peak_memory_bytes",
+    "slowest_rank",
+    "slowest_rank_seconds",
 )
 """What a step's record holds anyway, beside learning rates."""
 

@@ -45,8 +45,8 @@ class ModelConfig(Family, group="model", by="name"):
     """Whether its layers can be computed again in the backward pass."""
 
     def build(self, seed: int) -> nn.Module:
-        """The model in its initial values. A Llama's are random: what gives it the weights at its `path` is
-        `saved.hf_llama`.
+        """The model in its initial values. A Llama's are random: `tputrain.models.hf_llama` gives it
+        the weights at its `path`.
         """
         raise NotImplementedError
 
@@ -55,7 +55,9 @@ class ModelConfig(Family, group="model", by="name"):
         return self.build(seed)
 
     def build_for(self, checkpoint: Path, seed: int) -> nn.Module:
-        """The model for the weights of `checkpoint`; what it began with need not be there any more."""
+        """The model for the weights of `checkpoint`. The directory that `model.path` names may be gone by
+        then.
+        """
         return self.build_empty(seed)
 
     def limits(self) -> Limits:
@@ -87,7 +89,7 @@ class ModelConfig(Family, group="model", by="name"):
 
     @property
     def weights_path(self) -> str | None:
-        """Where the weights are that `saved.hf_llama` gives it."""
+        """Where the weights are that `tputrain.models.hf_llama` gives it."""
         return None
 
     @property

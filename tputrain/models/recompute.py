@@ -100,8 +100,7 @@ def recomputed(layer: nn.Module, hidden: Tensor, *others: Any, kind: str = LAYER
     host's memory.
 
     The layer must not draw random numbers, and no gradient flows to `others` (Chen et al., 2016).
-    torch.utils.checkpoint would not do: on a device that compiles the whole step, both computations of the
-    layer are one unless the second is kept apart from the first.
+    checkpoint() alone would not do: XLA merges both computations. Here the second is kept apart.
     """
     if kind == NONE or not torch.is_grad_enabled():
         return layer(hidden, *others)

@@ -1,4 +1,4 @@
-"""What the Trainer knows of the other ranks. Of one process, where every answer is the trivial one, too."""
+"""`World` is a run of one process; `Ranks` is one of several."""
 
 import os
 import socket

@@ -171,7 +171,7 @@ def test_an_update_of_ones_own_is_used_and_is_refused_where_it_could_not_be_left
     assert whole == [2 * loss for loss in plain]
     with pytest.raises(UserError, match=r"^trainer.on_nonfinite=skip: Whole has an update\(\) of its own"):
         trainer_of(None, Whole, on_nonfinite="skip")
-    with pytest.raises(UserError, match=r"^Trainer: what step makes is a dict: expected a tputrain\.Tr"):
+    with pytest.raises(UserError, match=r"^Trainer: step returned a dict: expected a tputrain\.Tr"):
         trainer_of(None, lambda parts: {})
     with pytest.raises(UserError, match=r"^Trainer: step is 3: expected a subclass of tputrain.TrainStep"):
         trainer_of(None, 3)
