@@ -14,10 +14,9 @@ from tputrain import device as devices
 def capture(device: torch.device) -> dict[str, Any]:
     """States of torch's cpu generator, the device's, NumPy's global one and Python's."""
     on_device = devices.rng_state(device)
-    version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
+    on_cpu, (name, keys, *rest), (version, words, gauss) = snapshot()
     return {
-        "torch": to_hex(torch.get_rng_state()),
+        "torch": to_hex(on_cpu),
         "device": None if on_device is None else to_hex(on_device),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "python": [version, list(words), gauss],
@@ -29,25 +28,12 @@ def restore(device: torch.device, state: dict[str, Any]) -> None:
 
     A state without the device's generator (the run was on the cpu) leaves that generator as it is.
     """
-    torch.set_rng_state(from_hex(state["torch"]))
     if state["device"] is not None and device.type == "tpu":
         devices.set_rng_state(device, from_hex(state["device"]))
     name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-
-
-def device_state(device: torch.device) -> str | None:
-    """The state of the device's generator; None where the cpu's generator is the only one."""
-    state = devices.rng_state(device)
-    return None if state is None else to_hex(state)
-
-
-def restore_device(device: torch.device, state: str | None) -> None:
-    """Put the device's generator back to what `device_state` saw."""
-    if state is not None and device.type == "tpu":
-        devices.set_rng_state(device, from_hex(state))
+    of_numpy = (name, np.array(keys, dtype=np.uint32), *rest)
+    put_back((from_hex(state["torch"]), of_numpy, (version, tuple(words), gauss)))
 
 
 def seed_rank(device: torch.device, seed: int, rank: int) -> None:

@@ -8,7 +8,8 @@ the bad step, whose update is not made.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -221,7 +222,7 @@ class BadSteps:
     def _replay(self, batches: list[Batch]) -> dict[str, Any]:
         """Forward and backward of a step with every operation looked at; all is as before afterwards."""
         trainer = self.trainer
-        with _Untouched(trainer.model, trainer.optimizer, trainer.device):
+        with _untouched(trainer.model, trainer.optimizer, trainer.device):
             debug = trainer.execution.in_form("debug")
             with debug, trainer.train_step.aside(), looking_for_nonfinite() as looking:
                 weights = [[weight] for weight in trainer.label_weights.of(batches)]
@@ -230,19 +231,15 @@ class BadSteps:
         return looking.found
 
 
-class _Untouched:
-    """Context after which a model's buffers, its gradients and all random numbers are what they were."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.model, self.optimizer, self.device = model, optimizer, device
-
-    def __enter__(self) -> None:
-        self._generators = rng.capture(self.device)
-        self._buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-
-    def __exit__(self, *_: object) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        rng.restore(self.device, self._generators)
+@contextmanager
+def _untouched(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
+    """Afterwards a model's buffers and all random numbers are what they were, and it has no gradients."""
+    with rng.kept(device):
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            yield
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -60,10 +60,11 @@ class RunState:
 
     def _beside_tensors(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         trainer = self._trainer
+        numbers = rng.capture(trainer.device)
         return {
             **position.state_of(trainer),
-            "rng": rng.capture(trainer.device),
-            "rng_of_other_ranks": trainer.world.of_all(rng.device_state(trainer.device))[1:],
+            "rng": numbers,
+            "rng_of_other_ranks": trainer.world.of_all(numbers["device"])[1:],
             "data": None if self._data is None else self._data.state(),
             "optimizer": optimizer,
             "train_step": trainer.train_step.state_dict(),
@@ -92,8 +93,7 @@ class RunState:
             say(f"note: {path} holds state of a callback {kind}, which this run has not")
         if self._data is not None and state["data"] is not None:
             self._data.restore(state["data"])
-        rng.restore(trainer.device, state["rng"])
-        self._take_own_rng([state["rng"]["device"], *state.get("rng_of_other_ranks", [])], state["step"])
+        self._restore_rng(state["rng"], state.get("rng_of_other_ranks", []), state["step"])
         position.restore(trainer, state)
         if "bad_steps" in state:  # the first checkpoints of all had none
             self._bad_steps.restore(state["bad_steps"])
@@ -102,12 +102,13 @@ class RunState:
         say(f"resumed from {name or path} at step {trainer.step} ({trainer.num_done:,} {trainer.unit})")
         self._say_what_changed(state, is_own=trainer.store is not None and trainer.store.holds(path))
 
-    def _take_own_rng(self, states: list[str | None], step: int) -> None:
+    def _restore_rng(self, numbers: dict[str, Any], of_others: list[str | None], step: int) -> None:
         """Each rank draws on its device from random numbers of its own; the host's are alike."""
         world, device = self._trainer.world, self._trainer.device
-        if len(states) == world.size:
-            rng.restore_device(device, states[world.rank])
-        else:
+        states = [numbers["device"], *of_others]
+        is_for_these = len(states) == world.size
+        rng.restore(device, numbers | {"device": states[world.rank if is_for_these else 0]})
+        if not is_for_these:
             say(
                 f"note: the checkpoint was made by {len(states)} rank{'s' * (len(states) > 1)} and is loaded "
                 f"by {world.size}: random numbers on the devices (dropout) go on otherwise"

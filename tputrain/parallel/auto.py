@@ -169,16 +169,16 @@ def _first_batch(train_loader: Any, device: torch.device) -> Batch:
         raise UserError(
             "parallel.auto: expected a train_loader, for whose batches ranks are divided; or degrees"
         )
-    feed, cpu = feed_of(train_loader, device), torch.device("cpu")
+    feed = feed_of(train_loader, device)
     if not feed.can_go_back:
         raise UserError(
             f"parallel.auto: train_loader is a {type(train_loader).__name__}, which gives each batch once: "
             "expected a DataLoader, a list, or another one that begins anew; or degrees"
         )
-    numbers, position = rng.capture(cpu), feed.state()
-    batch = feed.batches(0, 1)[0]
-    feed.restore(position)
-    rng.restore(cpu, numbers)
+    with rng.kept(torch.device("cpu")):
+        position = feed.state()
+        batch = feed.batches(0, 1)[0]
+        feed.restore(position)
     return batch
 
 
