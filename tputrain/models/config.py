@@ -105,13 +105,37 @@ class ModelConfig(Family, group="model", by="name"):
 
 
 @dataclass(frozen=True)
-class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
-    """A Llama; a size that is not None replaces what the name stands for."""
+class LanguageModelConfig(ModelConfig):
+    """What the language models share."""
 
     path: str | None = None
-    """A directory or a run whose weights to begin with; None: random ones."""
+    """A directory or a run whose weights to begin with; for huggingface also a name on the hub. None: random
+    ones."""
     init: str = "weights"
     """weights (those at `path`) or random."""
+    activation_checkpointing: Any = None
+    """true or layers: the backward pass computes each layer again; products: all of it but its products with
+    parameters; offload: as layers, and the host of a TPU keeps their inputs. [layers, none]: kinds of layer
+    after layer, which repeat."""
+
+    can_recompute: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        expect_choice("model.init", self.init, INITS)
+        object.__setattr__(self, "activation_checkpointing", read_setting(self.activation_checkpointing))
+
+    @property
+    def recomputes(self) -> str | None:
+        return rung_of(self.activation_checkpointing)
+
+    def recomputing(self, kind: str) -> Self:
+        return replace(self, activation_checkpointing=SETTINGS.get(kind, kind))
+
+
+@dataclass(frozen=True)
+class LlamaModelConfig(LanguageModelConfig, names=LLAMA_CONFIGS):
+    """A Llama; a size that is not None replaces what the name stands for."""
+
     vocab_size: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -123,16 +147,9 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
     rope_theta: float | None = None
     rms_norm_eps: float | None = None
     tie_word_embeddings: bool | None = None
-    activation_checkpointing: Any = None
-    """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters; offload: as layers, and the host of a TPU keeps their inputs. [layers, none]: kinds of layer
-    after layer, which repeat."""
-
-    can_recompute: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        expect_choice("model.init", self.init, INITS)
-        object.__setattr__(self, "activation_checkpointing", read_setting(self.activation_checkpointing))
+        super().__post_init__()
         self.resolve()
 
     def resolve(self) -> LlamaConfig:
@@ -150,13 +167,6 @@ class LlamaModelConfig(ModelConfig, names=LLAMA_CONFIGS):
     def limits(self) -> Limits:
         shape = self.resolve()
         return shape.max_position_embeddings, shape.vocab_size
-
-    @property
-    def recomputes(self) -> str | None:
-        return rung_of(self.activation_checkpointing)
-
-    def recomputing(self, kind: str) -> Self:
-        return replace(self, activation_checkpointing=SETTINGS.get(kind, kind))
 
     @property
     def described(self) -> str:
@@ -208,27 +218,17 @@ class VitModelConfig(ModelConfig, names=VIT_CONFIGS):
 
 
 @dataclass(frozen=True)
-class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
+class HuggingFaceModelConfig(LanguageModelConfig, names=("huggingface",)):
     """Any causal language model of `transformers`."""
 
     name: str = "huggingface"
-    path: str | None = None
-    """A directory, a run or a name on the hub."""
-    init: str = "weights"
-    """weights (those at `path`) or random."""
     config: dict[str, Any] = field(default_factory=dict)
     """Without `path`: model_type and that type's own settings; its weights are random."""
-    activation_checkpointing: Any = None
-    """true or layers: the backward pass computes each layer again; products: all of it but its products with
-    parameters; offload: as layers, and the host of a TPU keeps their inputs. [layers, none]: kinds of layer
-    after layer, which repeat."""
 
     is_transformers: ClassVar[bool] = True
-    can_recompute: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        expect_choice("model.init", self.init, INITS)
-        object.__setattr__(self, "activation_checkpointing", read_setting(self.activation_checkpointing))
+        super().__post_init__()
         expect(
             bool(self.path) or bool(self.config),
             "model.path",
@@ -259,13 +259,6 @@ class HuggingFaceModelConfig(ModelConfig, names=("huggingface",)):
 
     def limits_there(self) -> Limits:
         return self.limits() if self.path is None else limits(self.path)
-
-    @property
-    def recomputes(self) -> str | None:
-        return rung_of(self.activation_checkpointing)
-
-    def recomputing(self, kind: str) -> Self:
-        return replace(self, activation_checkpointing=SETTINGS.get(kind, kind))
 
     @property
     def described(self) -> str:
