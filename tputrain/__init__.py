@@ -10,57 +10,32 @@ from tputrain.parallel.launched import is_launched, speak_in_one_line
 from tputrain.versions import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tputrain.callbacks.best_checkpoint import BestCheckpoint
-    from tputrain.callbacks.callback import Callback
-    from tputrain.callbacks.config import CallbacksConfig
-    from tputrain.callbacks.early_stopping import EarlyStopping
-    from tputrain.callbacks.profile_steps import ProfileSteps
-    from tputrain.callbacks.time_limit import TimeLimit
-    from tputrain.checkpoint.store import CheckpointConfig
-    from tputrain.config import RunConfig, TrainerConfig
-    from tputrain.errors import RunFailedError, UserError
-    from tputrain.execution import ExecutionConfig
-    from tputrain.job import Recipe, load_recipe
-    from tputrain.loggers.config import LogConfig
-    from tputrain.loggers.logger import Logger
-    from tputrain.loop.step import TrainStep
-    from tputrain.loop.step_parts import StepParts, StepResult
-    from tputrain.models.vocabulary_loss import linear_cross_entropy
-    from tputrain.optim.config import OptimConfig
-    from tputrain.optim.groups import GroupConfig
-    from tputrain.optim.joint import JointOptimizer
-    from tputrain.optim.schedule import ScheduleConfig
-    from tputrain.parallel.config import ParallelConfig
-    from tputrain.trainer import Trainer
-
-__all__ = [
-    "BestCheckpoint",
-    "Callback",
-    "CallbacksConfig",
-    "CheckpointConfig",
-    "EarlyStopping",
-    "ExecutionConfig",
-    "GroupConfig",
-    "JointOptimizer",
-    "LogConfig",
-    "Logger",
-    "OptimConfig",
-    "ParallelConfig",
-    "ProfileSteps",
-    "Recipe",
-    "RunConfig",
-    "RunFailedError",
-    "ScheduleConfig",
-    "StepParts",
-    "StepResult",
-    "TimeLimit",
-    "TrainStep",
-    "Trainer",
-    "TrainerConfig",
-    "UserError",
-    "linear_cross_entropy",
-    "load_recipe",
-]
+    from tputrain.callbacks.best_checkpoint import BestCheckpoint as BestCheckpoint
+    from tputrain.callbacks.callback import Callback as Callback
+    from tputrain.callbacks.config import CallbacksConfig as CallbacksConfig
+    from tputrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from tputrain.callbacks.profile_steps import ProfileSteps as ProfileSteps
+    from tputrain.callbacks.time_limit import TimeLimit as TimeLimit
+    from tputrain.checkpoint.store import CheckpointConfig as CheckpointConfig
+    from tputrain.config import RunConfig as RunConfig
+    from tputrain.config import TrainerConfig as TrainerConfig
+    from tputrain.errors import RunFailedError as RunFailedError
+    from tputrain.errors import UserError as UserError
+    from tputrain.execution import ExecutionConfig as ExecutionConfig
+    from tputrain.job import Recipe as Recipe
+    from tputrain.job import load_recipe as load_recipe
+    from tputrain.loggers.config import LogConfig as LogConfig
+    from tputrain.loggers.logger import Logger as Logger
+    from tputrain.loop.step import TrainStep as TrainStep
+    from tputrain.loop.step_parts import StepParts as StepParts
+    from tputrain.loop.step_parts import StepResult as StepResult
+    from tputrain.models.vocabulary_loss import linear_cross_entropy as linear_cross_entropy
+    from tputrain.optim.config import OptimConfig as OptimConfig
+    from tputrain.optim.groups import GroupConfig as GroupConfig
+    from tputrain.optim.joint import JointOptimizer as JointOptimizer
+    from tputrain.optim.schedule import ScheduleConfig as ScheduleConfig
+    from tputrain.parallel.config import ParallelConfig as ParallelConfig
+    from tputrain.trainer import Trainer as Trainer
 
 _HOME = {
     "BestCheckpoint": "tputrain.callbacks.best_checkpoint",
@@ -90,6 +65,7 @@ _HOME = {
     "linear_cross_entropy": "tputrain.models.vocabulary_loss",
     "load_recipe": "tputrain.job",
 }
+__all__ = list(_HOME)
 
 
 if is_launched():
