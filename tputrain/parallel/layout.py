@@ -112,6 +112,25 @@ class Layout:
         """How many of the mesh's axes are longer than 1: how much there is to understand."""
         return sum(degree > 1 for degree in self.degrees.values())
 
+    def index_of(self, coordinates: Sequence[int], slice_: int = 0) -> dict[str, int]:
+        """The place in the mesh of the device with these coordinates along the topology's axes."""
+        index = dict.fromkeys(DEGREES, 0) | {"replicate": slice_}
+        for coordinate, split in zip(coordinates, self.splits, strict=True):
+            for name, size in zip(INNERMOST_FIRST, split, strict=True):
+                coordinate, own = divmod(coordinate, size)
+                index[name] = index[name] * size + own
+        return index
+
+    def drawn_axes(self) -> tuple[int, int | None]:
+        """Which axes of the topology a picture shows, across and down: the last ones longer than 1."""
+        drawn = [index for index, axis in enumerate(self.topology.axes) if axis.size > 1]
+        return (drawn or [len(self.topology.axes) - 1])[-1], drawn[-2] if len(drawn) > 1 else None
+
+    def place_drawn(self, column: int, row: int) -> list[int]:
+        """The coordinates of a device in that picture."""
+        across, down = self.drawn_axes()
+        return [{across: column, down: row}.get(index, 0) for index in range(len(self.topology.axes))]
+
     def describe(self, name: str) -> str:
         """Where an axis of the mesh lies: `x (ring of 16) and y/4`."""
         group = self.groups[name]
@@ -191,12 +210,7 @@ def mesh_of(layout: Layout, places: Sequence[tuple[int, ...]]) -> list[list[list
         raise ValueError(f"{len(places)} devices are not those of {layout.topology.name}")
     found: dict[tuple[int, ...], int] = {}
     for (slice_, *coordinates), rank in ranks.items():
-        index = dict.fromkeys(DEGREES, 0)
-        index["replicate"] = slice_
-        for coordinate, split in zip(coordinates, layout.splits, strict=True):
-            for name, size in zip(INNERMOST_FIRST, split, strict=True):
-                coordinate, own = divmod(coordinate, size)
-                index[name] = index[name] * size + own
+        index = layout.index_of(coordinates, slice_)
         found[tuple(index[name] for name in reversed(INNERMOST_FIRST))] = rank
     a, b, c, d = (layout.degrees[name] for name in reversed(INNERMOST_FIRST))
     return [[[[found[i, j, k, m] for m in range(d)] for k in range(c)] for j in range(b)] for i in range(a)]

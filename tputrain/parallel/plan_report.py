@@ -157,8 +157,7 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
 def picture(layout: Layout) -> list[str]:
     """One plane of a slice, and what its axes, letters and lines mean."""
     axes, splits = layout.topology.axes, layout.splits
-    drawn = [index for index, axis in enumerate(axes) if axis.size > 1][-2:] or [len(axes) - 1]
-    across, down = drawn[-1], drawn[0] if len(drawn) > 1 else None
+    across, down = layout.drawn_axes()
     columns = min(axes[across].size, _DRAWN[0])
     rows = 1 if down is None else min(axes[down].size, _DRAWN[1])
     found: list[str] = []
@@ -166,41 +165,33 @@ def picture(layout: Layout) -> list[str]:
     for row in range(rows):
         line = ""
         for column in range(columns):
-            place = [0] * len(axes)
-            place[across] = column
-            if down is not None:
-                place[down] = row
-            replica = _replica(layout, place)
+            replica = layout.index_of(layout.place_drawn(column, row))["replicate"]
             line += letters.setdefault(replica, _LETTERS[len(letters)])
             is_joined = (column + 1) % splits[across][0] != 0 and column + 1 < columns
             line += "-" if is_joined else " "
         found.append(f"    {line}{'...' if axes[across].size > columns else ''}".rstrip())
     if down is not None and axes[down].size > rows:
         found.append("    ...")
-    legend = []
-    for index, axis in enumerate(axes):
-        if axis.size == 1:
-            continue
-        arrow = "→" if index == across else "↓" if index == down else " "
-        kind = "a ring" if axis.wraps else "a line"
-        names = [
-            f"{name} {size}" for name, size in zip(INNERMOST_FIRST, splits[index], strict=True) if size > 1
-        ]
-        legend.append(f"{arrow} {axis.name} {axis.size}, {kind}: {' x '.join(reversed(names))}")
-    if layout.topology.slices > 1:
-        legend.append(f"  {layout.topology.slices} such slices, over DCN: replicate")
     lines_mean = "; -: ranks of tensor parallelism" if any("-" in line for line in found) else ""
     return [
-        *legend,
+        *legend(layout, ("→", "↓", " ")),
         *found,
         f"    a letter: a device; the same letter: one replica of all parameters{lines_mean}",
     ]
 
 
-def _replica(layout: Layout, place: list[int]) -> int:
-    """The replica, in this slice, that a device belongs to."""
-    number = 0
-    for coordinate, split in zip(place, layout.splits, strict=True):
-        inner = split[0] * split[1] * split[2]
-        number = number * split[3] + coordinate // inner
-    return number
+def legend(layout: Layout, marks: tuple[str, str, str]) -> list[str]:
+    """What lies along each axis of a slice; marked where the picture shows it: across, down, not at all."""
+    across, down = layout.drawn_axes()
+    found = []
+    for index, axis in enumerate(layout.topology.axes):
+        if axis.size == 1:
+            continue
+        mark = marks[0] if index == across else marks[1] if index == down else marks[2]
+        kind = "a ring" if axis.wraps else "a line"
+        split = zip(INNERMOST_FIRST, layout.splits[index], strict=True)
+        names = [f"{name} {size}" for name, size in split if size > 1]
+        found.append(f"{mark} {axis.name} {axis.size}, {kind}: {' x '.join(reversed(names))}")
+    if layout.topology.slices > 1:
+        found.append(f"{marks[2]} {layout.topology.slices} such slices, over DCN: replicate")
+    return found

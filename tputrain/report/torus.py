@@ -3,6 +3,7 @@
 from html import escape
 
 from tputrain.parallel.layout import INNERMOST_FIRST, Layout
+from tputrain.parallel.plan_report import legend
 from tputrain.report.chart import NUM_COLOURS
 
 _MOST = 16  # chips of an axis in the picture
@@ -12,18 +13,13 @@ _STEP, _CHIP, _MARGIN = 34, 20, 46
 def torus(layout: Layout) -> str:
     """Two directions, the last ones longer than 1. A colour is a replica; thick links join tensor ranks."""
     axes, splits = layout.topology.axes, layout.splits
-    drawn = [index for index, axis in enumerate(axes) if axis.size > 1][-2:] or [len(axes) - 1]
-    across, down = drawn[-1], drawn[0] if len(drawn) > 1 else None
+    across, down = layout.drawn_axes()
     columns = min(axes[across].size, _MOST)
     rows = 1 if down is None else min(axes[down].size, _MOST)
     parts = []
     for row in range(rows):
         for column in range(columns):
-            place = [0] * len(axes)
-            place[across] = column
-            if down is not None:
-                place[down] = row
-            parts.append(_chip(layout, place, column, row))
+            parts.append(_chip(layout, column, row))
             if column + 1 < columns:
                 is_joined = (column + 1) % splits[across][0] != 0
                 parts.insert(0, _link(column, row, column + 1, row, is_joined))
@@ -31,15 +27,18 @@ def torus(layout: Layout) -> str:
                 is_joined = (row + 1) % splits[down][0] != 0
                 parts.insert(0, _link(column, row, column, row + 1, is_joined))
     width, height = _middle(columns - 1) + _CHIP, _middle(rows - 1) + _CHIP
-    for index in drawn:
-        axis = axes[index]
+    drawn = [axes[index] for index in (down, across) if index is not None]
+    for axis in drawn:
         if axis.wraps and axis.size <= _MOST:
-            parts.append(_wrap(index == across, columns, rows))
-    legend = "".join(f"<li>{escape(said)}</li>" for said in _legend(layout, across, down))
+            parts.append(_wrap(axis is axes[across], columns, rows))
+    said = legend(layout, ("across:", "down:", "not drawn:"))
+    if any(axis.size > _MOST for axis in drawn):
+        said.append(f"{_MOST} chips of an axis are drawn")
+    items = "".join(f"<li>{escape(each)}</li>" for each in said)
     scale = f'style="max-width:{2 * width}px"'
     return (
         f'<svg class="torus" viewBox="0 0 {width} {height}" role="img" {scale}>{"".join(parts)}</svg>'
-        f"<ul>{legend}</ul>"
+        f"<ul>{items}</ul>"
     )
 
 
@@ -47,12 +46,9 @@ def _middle(number: int) -> int:
     return _MARGIN + number * _STEP
 
 
-def _chip(layout: Layout, place: list[int], column: int, row: int) -> str:
-    index = dict.fromkeys(INNERMOST_FIRST, 0)
-    for coordinate, split in zip(place, layout.splits, strict=True):
-        for name, size in zip(INNERMOST_FIRST, split, strict=True):
-            coordinate, own = divmod(coordinate, size)
-            index[name] = index[name] * size + own
+def _chip(layout: Layout, column: int, row: int) -> str:
+    place = layout.place_drawn(column, row)
+    index = layout.index_of(place)
     names = [name for name in reversed(INNERMOST_FIRST) if layout.degrees[name] > 1]
     said = ", ".join(f"{name} {index[name]}" for name in names) or "alone"
     at = " ".join(f"{axis.name}={each}" for axis, each in zip(layout.topology.axes, place, strict=True))
@@ -80,19 +76,3 @@ def _wrap(is_across: bool, columns: int, rows: int) -> str:
         else f"M {edge} {first} C 4 {first}, 4 {last}, {edge} {last}"
     )
     return f'<path class="ring" d="{line}"/>'
-
-
-def _legend(layout: Layout, across: int, down: int | None) -> list[str]:
-    found = []
-    for index, axis in enumerate(layout.topology.axes):
-        if axis.size == 1:
-            continue
-        direction = " (across)" if index == across else " (down)" if index == down else " (not drawn)"
-        kind = "a ring" if axis.wraps else "a line"
-        split = zip(INNERMOST_FIRST, layout.splits[index], strict=True)
-        names = [f"{name} {size}" for name, size in split if size > 1]
-        drawn = f", {_MOST} drawn" if axis.size > _MOST and index in (across, down) else ""
-        found.append(f"{axis.name}{direction}: {kind} of {axis.size}{drawn}: {' × '.join(reversed(names))}")
-    if layout.topology.slices > 1:
-        found.append(f"{layout.topology.slices} such slices, over the data center's network: replicate")
-    return found
