@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tputrain.batch_size import BatchConfig
@@ -148,7 +148,7 @@ def _build(layers: list[Layer]) -> RecipeConfig:
             _check_key(layer.source, key, value, known)
             sources[key] = layer.source
         merged = _merge(merged, layer, known)
-    cfg: RecipeConfig = _to_dataclass(RecipeConfig, merged, sources, kinds)
+    cfg = _to_config(merged, sources)
     micro_batches = cfg.batch.micro_batches(cfg.data.sequence_length)
     set_in, accumulate = sources.get("trainer.accumulate"), cfg.trainer.accumulate
     if set_in is not None and accumulate != micro_batches:
@@ -289,53 +289,20 @@ def _merge(merged: DictConfig, layer: Layer, known: dict[str, Any]) -> DictConfi
         ) from None
 
 
-def _to_dataclass(
-    kind: type, node: DictConfig, sources: dict[str, str], kinds: Kinds, prefix: str = ""
-) -> Any:
-    """Build bottom-up, so that a check that fails can be blamed on the file its key came from."""
-    values: dict[str, Any] = {}
-    for name, hint in _hints(kind, kinds).items():
-        key = prefix + name
-        if is_dataclass(hint):
-            values[name] = _to_dataclass(hint, node[name], sources, kinds, key + ".")  # type: ignore[arg-type]
-            continue
-        try:
-            value = node[name]
-        except OmegaConfBaseException as error:
-            raise UserError(f"{sources.get(key, 'defaults')}: {key}: {first_line(error)}") from None
-        if isinstance(value, ListConfig):
-            value = _to_list(value, hint, sources, kinds, key)
-        values[name] = _to_dict(value, sources, key) if isinstance(value, DictConfig) else value
+def _to_config(merged: DictConfig, sources: dict[str, str]) -> RecipeConfig:
+    """A value or a check that fails is blamed on the file its key came from."""
     try:
-        return kind(**values)
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        source = sources.get(key.partition("[")[0], "defaults")  # of a list's element: that of the list
+        raise UserError(f"{source}: {key}: {first_line(error)}") from None
     except UserError as error:
         key = str(error).partition("=")[0]
         key = key if key in sources else key.rpartition(".")[0]  # of a list's element: the list
         # The culprit may be a default that does not fit what was set: blame what was set last.
         source = sources.get(key) or next(reversed(sources.values()), "defaults")
         raise UserError(f"{source}: {error}") from None
-
-
-def _to_list(node: ListConfig, hint: Any, sources: dict[str, str], kinds: Kinds, key: str) -> list[Any]:
-    """The elements of a key of type list[T], where T is plain or a dataclass."""
-    element = next(iter(get_args(hint)), None)
-    if not is_dataclass(element):
-        return list(node)
-    return [
-        _to_dataclass(element, node[index], sources, kinds, f"{key}[{index}].")  # type: ignore[arg-type]
-        for index in range(len(node))
-    ]
-
-
-def _to_dict(node: DictConfig, sources: dict[str, str], key: str) -> dict[str, Any]:
-    """The keys and values of a key of type dict."""
-    try:
-        return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        source = next(
-            (source for name, source in reversed(sources.items()) if name.startswith(key)), "defaults"
-        )
-        raise UserError(f"{source}: {key}: {first_line(error)}") from None
 
 
 def _hints(kind: type, kinds: Kinds) -> dict[str, Any]:

@@ -182,8 +182,9 @@ MISTAKES = [
     ("model: {config: {a: 1}}", "model.config={'a': 1}: expected nothing with model.name=llama-5m"),
     (
         "model: {name: huggingface, config: {a: '${b}'}}",
-        "model.config: Interpolation key 'b' not found",
+        "model.config.a: Interpolation key 'b' not found",
     ),
+    ("trainer: {metrics: ['${b}']}", "trainer.metrics[0]: Interpolation key 'b' not found"),
     ("data: {source: digits}", "model.name=llama-5m: expected vit-digits or import with data.source=digits"),
     (
         "model: {name: vit-digits}",
