@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tputrain import batches as batch_of
 from tputrain import device as devices
 from tputrain.batches import Batch
-from tputrain.errors import UserError
+from tputrain.errors import UserError, first_line
 from tputrain.loss import LossFunction, loss_of
 from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
 from tputrain.optim.muon import hidden_matrices
@@ -428,14 +428,10 @@ def _refusal(model: nn.Module, error: Exception, where: str = "") -> UserError:
         return UserError(f"{begins}{error_summary(error)}{where}")
     line = line_of(error)
     return UserError(
-        f"{begins}it reads a value{'' if line is None else f' at {line}'}{where} ({_first_line(error)}); "
+        f"{begins}it reads a value{'' if line is None else f' at {line}'}{where} ({first_line(error)}); "
         "a plan's tensors have none: expected no item(), numpy(), `if tensor`, nonzero() or mask as an "
         "index; torch.where needs no value"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _shapes(value: Any) -> str:
