@@ -302,12 +302,9 @@ PYBIND11_MODULE(_C, m) {
     const auto order = tpu::memory_order(sizes, strides);
     return order.dense ? py::object(py::tuple(py::cast(order.permutation))) : py::object(py::none());
   });
-  // The dims in which a tensor's buffer keeps its value.
   m.def("check_number", [](const std::variant<int64_t, double>& number, c10::ScalarType dtype) {
     tpu::check_number(std::visit([](auto value) { return at::Scalar(value); }, number), dtype);
   });
-  m.def(
-      "layout_of", [](const at::Tensor& tensor) { return py::tuple(py::cast(tpu::buffer_of(tensor)->layout->dims)); });
   m.def("compile_stats", [](int device) { return compile_stats(static_cast<c10::DeviceIndex>(device)); });
   // The signatures of the entries recorded last, oldest first, and how many of them were not launched.  Takes no lock.
   m.def("recent_entries", [](int device) {
@@ -325,7 +322,8 @@ PYBIND11_MODULE(_C, m) {
     const auto counters = tpu::memory_counters(static_cast<c10::DeviceIndex>(device));
     return py::make_tuple(counters.current, counters.peak, counters.allocations);
   });
-  // Of each live buffer its bytes, dtype, dims and the signature of the op that made it (None: the host).
+  // Of each live buffer, the newest first: its bytes, dtype, dims and the signature of the op that made it (None: the
+  // host).
   m.def("live_buffers", [](int device) {
     py::list buffers;
     for (const auto& buffer : tpu::live_buffers(static_cast<c10::DeviceIndex>(device))) {

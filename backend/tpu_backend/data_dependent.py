@@ -260,7 +260,7 @@ def unique_dim(
     """The unique slices along `dim`, in lexicographic order."""
     if not _has_slices(self, dim):
         return on_cpu(_aten.unique_dim.default, self, dim, sorted, return_inverse, return_counts)
-    return _unique_slices(self, dim, True, return_counts)
+    return _unique_slices(self, dim, True)
 
 
 def unique_dim_consecutive(
@@ -268,14 +268,14 @@ def unique_dim_consecutive(
 ) -> Unique:
     if not _has_slices(self, dim):
         return on_cpu(_aten.unique_dim_consecutive.default, self, dim, return_inverse, return_counts)
-    return _unique_slices(self, dim, False, return_counts)
+    return _unique_slices(self, dim, False)
 
 
 def _has_slices(self: Tensor, dim: int) -> bool:
     return self.numel() > 0 and -self.dim() <= dim < self.dim() and not self.is_complex()
 
 
-def _unique_slices(self: Tensor, dim: int, sort: bool, return_counts: bool) -> Unique:
+def _unique_slices(self: Tensor, dim: int, sort: bool) -> Unique:
     dim %= self.dim()
     # The CPU's kernel computes inverse and counts whether they are asked for or not.
     values, inverse, counts = _unique(_tpu.group_slices(self, dim=dim, sort=sort), True, True)

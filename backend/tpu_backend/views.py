@@ -170,18 +170,6 @@ def write(
     return restore(elements, base)
 
 
-def resolve_on_host(array: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """`read` for a base on the host: a NumPy view into `array` (of a copy, where that is not contiguous)."""
-    if geometry.numel == 0:
-        return np.zeros(geometry.sizes, geometry.dtype)
-    itemsize = geometry.dtype.itemsize
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    elements = data[: data.size // itemsize * itemsize].view(geometry.dtype)
-    _check_bounds(elements, geometry)
-    byte_strides = [stride * itemsize for stride in geometry.strides]
-    return np.lib.stride_tricks.as_strided(elements[geometry.offset :], geometry.sizes, byte_strides)
-
-
 def _is_in_bits(geometry: Geometry, base: jax.Array) -> bool:
     """Whether other numbers' bytes are looked at as 16-bit floats. XLA may compute with these in float32, on
     some versions with subnormals as 0: numbers beside what is written would change.
@@ -194,7 +182,7 @@ def _in_bits(geometry: Geometry) -> Geometry:
     return Geometry(geometry.sizes, geometry.strides, geometry.offset, np.dtype(np.uint16))
 
 
-def _check_bounds(elements: jax.Array | np.ndarray, geometry: Geometry) -> None:
+def _check_bounds(elements: jax.Array, geometry: Geometry) -> None:
     if geometry.offset < 0 or geometry.offset + geometry.extent > elements.size:
         raise ValueError(
             f"view with sizes {list(geometry.sizes)}, strides {list(geometry.strides)} and offset "

@@ -47,7 +47,6 @@ std::exception_ptr CaptureSink::take(ProgramCache& programs, Segment& segment, C
       .inputs = segment.inputs,
       .layouts = {},
       .is_input = segment.is_input,
-      .offsets = segment.offsets,
       .numbers = segment.specialization == nullptr ? segment.numbers
                                                    : segment.specialization->links.front().numbers_of(segment),
       .draws = segment.draws,

@@ -15,8 +15,7 @@ struct SegmentRun {
   std::vector<int32_t> inputs;        // by position: the local number
   std::vector<const Layout*> layouts; // by local
   std::vector<uint8_t> is_input;      // by local
-  std::vector<int64_t> offsets;
-  RuntimeNumbers numbers; // with the offsets that are inputs
+  RuntimeNumbers numbers;             // with the offsets that are inputs
   std::vector<Draw> draws;
   std::vector<CheckedEntry> checked;
 };

@@ -53,7 +53,6 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
   op.is_fill = called == "aten::fill_" || called == "aten::zero_" || called == "aten::scalar_tensor";
   op.has_parts = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
   op.is_collective = handle.operator_name().name.starts_with("tpu_collective::");
-  op.is_graph = handle.operator_name().name.starts_with("tpu_graph::");
   op.is_pointwise = handle.hasTag(at::Tag::pointwise);
   static const std::set<std::string> kWriteApart{
       "index_put_",
@@ -153,10 +152,6 @@ void register_lowered_ops(const std::vector<LoweredOp>& ops) {
         lowered.overload.c_str(),
         torch::CppFunction::makeFromBoxedFunctor(std::make_unique<RecordKernel>(&op_table().back())));
   }
-}
-
-const OpInfo& op_by_id(uint32_t id) {
-  return op_table().at(id);
 }
 
 } // namespace tpu

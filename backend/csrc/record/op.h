@@ -55,7 +55,6 @@ struct OpInfo {
   bool has_parts{false};          // PyTorch has a kernel that is made of other ops (`_foreach_add_` of `add_`)
   bool is_foreach{false};         // of lists, which it may write
   bool is_collective{false};      // of the ranks of a group
-  bool is_graph{false};           // what torch.compile made of many ops
   bool is_pointwise{false};       // PyTorch refuses inputs that overlap what is written in part
   bool keeps_shape_of_out{false}; // where it has as many elements (`arange`)
   bool writes_apart{false};       // PyTorch refuses inputs that share memory with what is written (`index_add_`)
@@ -75,7 +74,5 @@ struct LoweredOp {
 
 // Register the recorder as PrivateUse1 kernel of every overload given.  Called once, at first use of the device.
 void register_lowered_ops(const std::vector<LoweredOp>& ops);
-
-const OpInfo& op_by_id(uint32_t id);
 
 } // namespace tpu
