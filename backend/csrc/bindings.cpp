@@ -25,11 +25,6 @@ namespace py = pybind11;
 
 namespace {
 
-// Keeps a Python callable for the life of the process.
-PyObject* keep(const py::object& callable) {
-  return py::object(callable).release().ptr();
-}
-
 std::vector<tpu::LoweredOp> lowered_ops_of(const py::list& items) {
   std::vector<tpu::LoweredOp> ops;
   for (const auto& item : items) {
@@ -46,38 +41,25 @@ std::vector<tpu::LoweredOp> lowered_ops_of(const py::list& items) {
   return ops;
 }
 
-void initialize(
-    const py::list& lowered_ops,
-    const py::object& trace_form,
-    const py::object& agree,
-    const py::object& plan,
-    const py::object& compile,
-    const py::object& prepare,
-    const py::object& is_room_short,
-    const py::object& put_numbers,
-    const py::object& put,
-    const py::object& copy,
-    const py::object& get,
-    const py::object& wait,
-    const py::object& after_debug_op,
-    const py::object& describe_shortage,
-    const py::object& raise_range_error,
-    const std::vector<std::string>& not_the_users) {
+void initialize(const py::list& lowered_ops, const py::dict& callbacks, const std::vector<std::string>& not_the_users) {
+  const auto callback = [&](const char* name) { // for the life of the process
+    return py::object(callbacks[name]).release().ptr();
+  };
   auto& runtime = tpu::runtime();
-  runtime.trace_form = keep(trace_form);
-  runtime.agree = keep(agree);
-  runtime.plan = keep(plan);
-  runtime.compile = keep(compile);
-  runtime.prepare = keep(prepare);
-  runtime.is_room_short = keep(is_room_short);
-  runtime.put_numbers = keep(put_numbers);
-  runtime.put = keep(put);
-  runtime.copy = keep(copy);
-  runtime.get = keep(get);
-  runtime.wait = keep(wait);
-  runtime.after_debug_op = keep(after_debug_op);
-  runtime.describe_shortage = keep(describe_shortage);
-  runtime.raise_range_error = keep(raise_range_error);
+  runtime.trace_form = callback("trace_form");
+  runtime.agree = callback("agree");
+  runtime.plan = callback("plan");
+  runtime.compile = callback("compile");
+  runtime.prepare = callback("prepare");
+  runtime.is_room_short = callback("is_room_short");
+  runtime.put_numbers = callback("put_numbers");
+  runtime.put = callback("put");
+  runtime.copy = callback("copy");
+  runtime.get = callback("get");
+  runtime.wait = callback("wait");
+  runtime.after_debug_op = callback("after_debug_op");
+  runtime.describe_shortage = callback("describe_shortage");
+  runtime.raise_range_error = callback("raise_range_error");
   runtime.not_the_users = not_the_users;
   tpu::register_lowered_ops(lowered_ops_of(lowered_ops));
   tpu::Device::get().mark_initialized();

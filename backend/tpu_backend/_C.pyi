@@ -13,20 +13,7 @@ _Problem: TypeAlias = tuple[str, str, int, CodeType | None, int]  # text, advice
 def register_device() -> None: ...
 def initialize(
     lowered_ops: list[tuple[str, str, list[str], list[str], list[str], int, dict[str, str]]],
-    trace_form: Callable[..., Any],
-    agree: Callable[..., Any],
-    plan: Callable[..., Any],
-    compile: Callable[..., Any],
-    prepare: Callable[..., Any],
-    is_room_short: Callable[..., Any],
-    put_numbers: Callable[..., Any],
-    put: Callable[..., Any],
-    copy: Callable[..., Any],
-    get: Callable[..., Any],
-    wait: Callable[..., Any],
-    after_debug_op: Callable[..., Any],
-    describe_shortage: Callable[..., Any],
-    raise_range_error: Callable[..., Any],
+    callbacks: dict[str, Callable[..., Any]],  # those of `Runtime` in csrc/launch/program.h
     not_the_users: Sequence[str],
 ) -> None: ...
 def is_initialized() -> bool: ...

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,22 +91,25 @@ def initialize() -> None:
         # whoever does not
         # is told so by the device itself (csrc/record/stream.cpp, check_not_forked).
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        callbacks: dict[str, Callable[..., Any]] = {
+            "trace_form": keeps_interrupts(trace_form),
+            "agree": keeps_interrupts(region_programs.agree),
+            "plan": keeps_interrupts(compiler.plan_segment),
+            "compile": keeps_interrupts(compiler.compile_segment),
+            "prepare": keeps_interrupts(compiler.prepare_segment),
+            "is_room_short": mappings.is_room_short,
+            "put_numbers": transfer.put_numbers,
+            "put": transfer.put,
+            "copy": transfer.copy,
+            "get": waiting.watched(transfer.get),
+            "wait": waiting.watched(transfer.wait),
+            "after_debug_op": keeps_interrupts(after_debug_op),
+            "describe_shortage": describe_shortage,
+            "raise_range_error": raise_range_error,
+        }
         _C.initialize(
             lowered_ops(),
-            untraced(keeps_interrupts(trace_form)),
-            untraced(keeps_interrupts(region_programs.agree)),
-            untraced(keeps_interrupts(compiler.plan_segment)),
-            untraced(keeps_interrupts(compiler.compile_segment)),
-            untraced(keeps_interrupts(compiler.prepare_segment)),
-            untraced(mappings.is_room_short),
-            untraced(transfer.put_numbers),
-            untraced(transfer.put),
-            untraced(transfer.copy),
-            untraced(waiting.watched(transfer.get)),
-            untraced(waiting.watched(transfer.wait)),
-            untraced(keeps_interrupts(after_debug_op)),
-            untraced(describe_shortage),
-            untraced(raise_range_error),
+            {name: untraced(callback) for name, callback in callbacks.items()},
             user_line.NOT_THE_USERS,
         )
         atexit.register(_end)
