@@ -123,8 +123,8 @@ void lay_out_bytes(const at::Tensor& self) {
     StreamLock lock(Device::get().stream(buffer->device).mutex());
     const bool are_bytes_of_host = buffer->value && buffer->value->array != nullptr && buffer->value->launch == 0 &&
         buffer->layout->dtype == at::kByte && buffer->layout->dims.size() == 1;
-    if (!are_bytes_of_host || self.scalar_type() == at::kByte || self.storage_offset() != 0 ||
-        self.nbytes() != buffer->layout->nbytes() || !memory_order(self.sizes(), self.strides()).dense) {
+    if (!are_bytes_of_host || self.scalar_type() == at::kByte ||
+        !fills_buffer(self, memory_order(self.sizes(), self.strides()))) {
       return;
     }
   }
@@ -174,11 +174,9 @@ void write_from_host(const at::Tensor& source, const at::Tensor& target) {
   Buffer* buffer = buffer_of(target);
   auto& stream = Device::get().stream(buffer->device);
   const auto order = memory_order(target.sizes(), target.strides());
-  const bool whole = order.dense && target.storage_offset() == 0 &&
-      static_cast<size_t>(target.numel()) * target.element_size() == buffer->layout->nbytes();
   check_broadcasts(source, target);
   const auto expanded = source.expand(target.sizes());
-  if (!whole) {
+  if (!fills_buffer(target, order)) {
     auto staged = make_tensor(
         target.sizes(), c10::contiguous_strides(target.sizes()), target.scalar_type(), target.device().index());
     write_from_host(expanded, staged);

@@ -27,14 +27,6 @@ bool is_number(const py::handle& object) {
   return (PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr())) && !PyBool_Check(object.ptr());
 }
 
-at::Tensor make_result(
-    c10::Storage storage, c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
-  auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-  return at::Tensor(std::move(tensor));
-}
-
 } // namespace
 
 Guards Guards::now() {
@@ -552,14 +544,7 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
     const ValuePtr& value = values[target.output];
     Buffer* buffer = nullptr;
     if (target.storage >= 0) {
-      const auto nbytes = value->layout->nbytes();
-      storages[target.storage] = c10::Storage(
-          c10::make_intrusive<c10::StorageImpl>(
-              c10::StorageImpl::use_byte_size_t(),
-              nbytes,
-              make_buffer(nbytes, value->layout, device_),
-              allocator(),
-              /*resizable=*/true));
+      storages[target.storage] = make_storage(value->layout, device_);
       buffer = static_cast<Buffer*>(storages[target.storage].data_ptr().get_context());
     } else {
       buffer = buffer_for(target, taken);
@@ -577,7 +562,7 @@ py::object RecordedStep::launch(Stream& stream, const Taken& taken) {
   }
   py::list results;
   for (const auto& [geometry, storage] : results_) {
-    results.append(make_result(storages[storage], geometry.dtype, geometry.sizes, geometry.strides, geometry.offset));
+    results.append(tensor_in(storages[storage], geometry.dtype, geometry.sizes, geometry.strides, geometry.offset));
   }
   return results;
 }

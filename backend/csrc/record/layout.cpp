@@ -92,6 +92,14 @@ MemoryOrder memory_order(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   return order;
 }
 
+const Layout* dense_layout(const MemoryOrder& order, c10::IntArrayRef sizes, c10::ScalarType dtype) {
+  c10::SmallVector<int64_t, 6> dims;
+  for (int64_t axis : order.permutation) {
+    dims.push_back(sizes[axis]);
+  }
+  return intern_layout(dims, dtype);
+}
+
 namespace {
 
 struct Dim {

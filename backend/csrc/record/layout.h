@@ -30,6 +30,8 @@ struct MemoryOrder {
   std::vector<int64_t> permutation;
 };
 MemoryOrder memory_order(c10::IntArrayRef sizes, c10::IntArrayRef strides);
+// Of a dense tensor's value.
+const Layout* dense_layout(const MemoryOrder& order, c10::IntArrayRef sizes, c10::ScalarType dtype);
 
 // Whether a view is a box of slices of a base of the same dtype, at this offset.  The algorithm is stated in
 // tpu_backend/views.py, slices(); the two must agree, and a test holds them together.

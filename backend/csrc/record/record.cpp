@@ -53,21 +53,6 @@ at::Generator generator_of(c10::ArrayRef<c10::IValue> args, c10::DeviceIndex dev
   return Device::get().default_generator(device);
 }
 
-at::Tensor make_output(const OutputInfo& info, c10::DeviceIndex device, uint32_t signature) {
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(),
-      info.layout->nbytes(),
-      make_buffer(info.layout->nbytes(), info.layout, device, signature),
-      allocator(),
-      /*resizable=*/true);
-  auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
-      c10::Storage(std::move(storage)),
-      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      c10::scalarTypeToTypeMeta(info.dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(info.sizes, info.strides);
-  return at::Tensor(std::move(tensor));
-}
-
 // PyTorch's own refusal: what such a call would compute depends on the order of its loop.
 void check_partial_overlap(const Signature& signature, c10::ArrayRef<c10::IValue> arguments) {
   for (const auto& output : signature.outputs) {
@@ -303,7 +288,10 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
       continue;
     }
     results.push_back(
-        output.written_arg >= 0 ? written_tensor(output, arguments) : make_output(output, device, signature->id));
+        output.written_arg >= 0
+            ? written_tensor(output, arguments)
+            : tensor_in(
+                  make_storage(output.layout, device, signature->id), output.dtype, output.sizes, output.strides));
     buffers.push_back(buffer_of(results.back()));
   }
   UserPlace place = signature->checked ? user_place() : UserPlace{};

@@ -193,20 +193,9 @@ void describe_write(const OpInfo& op, const at::Tensor& target, OutputInfo& outp
   output.strides = target.strides().vec();
   output.dtype = target.scalar_type();
   output.skip = target.numel() == 0;
-  const Buffer* buffer = buffer_of(target);
   const auto order = memory_order(target.sizes(), target.strides());
-  const bool whole = order.dense && target.storage_offset() == 0 &&
-      static_cast<size_t>(target.numel()) * target.element_size() == buffer->layout->nbytes();
-  output.partial = !whole;
-  if (whole) {
-    c10::SmallVector<int64_t, 6> dims;
-    for (int64_t axis : order.permutation) {
-      dims.push_back(target.size(axis));
-    }
-    output.layout = intern_layout(dims, output.dtype);
-  } else {
-    output.layout = buffer->layout;
-  }
+  output.partial = !fills_buffer(target, order);
+  output.layout = output.partial ? buffer_of(target)->layout : dense_layout(order, target.sizes(), output.dtype);
 }
 
 void describe_new(const at::Tensor& meta, OutputInfo& output) {
@@ -225,11 +214,7 @@ void describe_new(const at::Tensor& meta, OutputInfo& output) {
     output.layout = intern_layout(output.sizes, output.dtype);
     return;
   }
-  c10::SmallVector<int64_t, 6> dims;
-  for (int64_t axis : order.permutation) {
-    dims.push_back(meta.size(axis));
-  }
-  output.layout = intern_layout(dims, output.dtype);
+  output.layout = dense_layout(order, meta.sizes(), output.dtype);
 }
 
 bool is_wide(const at::Tensor& tensor) {

@@ -206,33 +206,37 @@ c10::Allocator* allocator() {
   return instance;
 }
 
+bool fills_buffer(const at::Tensor& tensor, const MemoryOrder& order) {
+  return order.dense && tensor.storage_offset() == 0 && tensor.nbytes() == buffer_of(tensor)->layout->nbytes();
+}
+
+c10::Storage make_storage(const Layout* layout, c10::DeviceIndex device, uint32_t maker) {
+  const auto nbytes = layout->nbytes();
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      nbytes,
+      make_buffer(nbytes, layout, device, maker),
+      allocator(),
+      /*resizable=*/true);
+}
+
+at::Tensor tensor_in(
+    c10::Storage storage, c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
+  auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return tensor;
+}
+
 at::Tensor
 make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, c10::DeviceIndex device) {
   const auto order = memory_order(sizes, strides);
-  const Layout* layout = nullptr;
-  if (order.dense) {
-    c10::SmallVector<int64_t, 6> dims;
-    for (int64_t axis : order.permutation) {
-      dims.push_back(sizes[axis]);
-    }
-    layout = intern_layout(dims, dtype);
-  } else {
-    const auto itemsize = c10::elementSize(dtype);
-    const auto nbytes = at::detail::computeStorageNbytes(sizes, strides, itemsize);
-    layout = intern_layout({static_cast<int64_t>(nbytes / itemsize)}, dtype);
-  }
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(),
-      layout->nbytes(),
-      make_buffer(layout->nbytes(), layout, device),
-      allocator(),
-      /*resizable=*/true);
-  auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
-      c10::Storage(std::move(storage)),
-      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  return at::Tensor(std::move(tensor));
+  const auto itemsize = c10::elementSize(dtype);
+  const Layout* layout = order.dense
+      ? dense_layout(order, sizes, dtype)
+      : intern_layout(
+            {static_cast<int64_t>(at::detail::computeStorageNbytes(sizes, strides, itemsize) / itemsize)}, dtype);
+  return tensor_in(make_storage(layout, device), dtype, sizes, strides);
 }
 
 void release_reference(PyObject* object) noexcept {

@@ -106,6 +106,13 @@ std::shared_ptr<BufferHandle> handle_of(Buffer& buffer);
 uintptr_t next_address();
 c10::Allocator* allocator();
 
+// Whether a tensor is all of its buffer, in this order of its dims.
+bool fills_buffer(const at::Tensor& tensor, const MemoryOrder& order);
+
+// A storage over a new buffer.
+c10::Storage make_storage(const Layout* layout, c10::DeviceIndex device, uint32_t maker = kNoMaker);
+at::Tensor tensor_in(
+    c10::Storage storage, c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset = 0);
 // A tensor over a new buffer.  Strides must be dense or the storage is padded to what they span.
 at::Tensor
 make_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, c10::DeviceIndex device);
