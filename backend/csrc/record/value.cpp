@@ -146,14 +146,9 @@ void reset_peak_memory(c10::DeviceIndex device) {
 }
 
 std::vector<LiveBuffer> live_buffers(c10::DeviceIndex device) {
-  auto& list = live_list();
-  std::lock_guard<std::mutex> guard(list.mutex);
   std::vector<LiveBuffer> buffers;
-  for (const Buffer* buffer = list.first; buffer != nullptr; buffer = buffer->next) {
-    if (buffer->device == device) {
-      buffers.push_back({buffer->nbytes, buffer->layout, buffer->maker});
-    }
-  }
+  for_each_live_buffer(
+      device, [&](const Buffer& buffer) { buffers.push_back({buffer.nbytes, buffer.layout, buffer.maker}); });
   return buffers;
 }
 
