@@ -40,21 +40,16 @@ std::optional<std::string> CaptureSink::why_no_replay() const {
 std::exception_ptr CaptureSink::take(ProgramCache& programs, Segment& segment, Counters& counters) {
   auto interrupt = programs.run(segment, held_results(segment), /*may_be_parts=*/false, counters);
   on_other_launch();
-  SegmentRun taken{
-      .specialization = segment.specialization,
-      .serial = segment.serial,
-      .entries = segment.entries,
-      .inputs = segment.inputs,
-      .layouts = {},
-      .is_input = segment.is_input,
-      .numbers = segment.specialization == nullptr ? segment.numbers
-                                                   : segment.specialization->links.front().numbers_of(segment),
-      .draws = segment.draws,
-      .checked = segment.checked};
-  for (const auto& value : segment.values) {
-    taken.layouts.push_back(value->layout);
+  run = SegmentRun{segment, {}};
+  if (segment.specialization != nullptr) {
+    run->numbers = segment.specialization->links.front().numbers_of(segment);
   }
-  run = std::move(taken);
+  for (const auto& value : segment.values) {
+    run->layouts.push_back(value->layout);
+  }
+  run->values.clear();
+  run->unchecked.clear();
+  run->position = nullptr;
   return interrupt;
 }
 

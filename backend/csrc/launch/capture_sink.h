@@ -7,17 +7,9 @@
 
 namespace tpu {
 
-// The segment as it was run: what is left of it when its values are gone.
-struct SegmentRun {
-  std::shared_ptr<Specialization> specialization; // null: nothing of it was wanted, so nothing was run
-  uint64_t serial{0};
-  std::vector<const Signature*> entries;
-  std::vector<int32_t> inputs;        // by position: the local number
+// The segment as it was run, without its values: these would keep their arrays.  Its numbers are those of its program.
+struct SegmentRun : Segment {         // where it has no specialization, nothing of it was wanted, so nothing was run
   std::vector<const Layout*> layouts; // by local
-  std::vector<uint8_t> is_input;      // by local
-  RuntimeNumbers numbers;             // with the offsets that are inputs
-  std::vector<Draw> draws;
-  std::vector<CheckedEntry> checked;
 };
 
 // Launches each segment as one program, and keeps a record of it for replay.
