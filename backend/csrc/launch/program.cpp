@@ -288,11 +288,15 @@ void ProgramCache::launch(Link& link, Segment& segment) {
       first = value;
     }
   }
-  remember(std::move(token), first);
+  remember(token, first);
   if (link.has_bounds_checks) {
     PyObject* out_of_range = check(PyList_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(link.outputs.size()))).ptr();
     segment.unchecked.push_back(
-        {num_launched_, shared_reference(Py_NewRef(out_of_range)), link.bounds_checks, link.checked_of(segment)});
+        {num_launched_,
+         token,
+         shared_reference(Py_NewRef(out_of_range)),
+         link.bounds_checks,
+         link.checked_of(segment)});
   }
   for (const int32_t local : link.dropped) {
     const ValuePtr& value = segment.values[local];

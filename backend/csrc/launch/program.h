@@ -38,14 +38,6 @@ struct Draw {
   int count;
 };
 
-// A launch whose bounds checks are still to be looked at.
-struct Unchecked {
-  size_t launch;
-  std::shared_ptr<PyObject> out_of_range;
-  std::shared_ptr<PyObject> bounds_checks;
-  std::vector<CheckedEntry> checked;
-};
-
 // Where an event was recorded: behind a segment.  Guarded by the stream's lock.
 struct Position {
   size_t num_launched{0}; // the launches that it stands for; known once it is no longer pending
@@ -70,7 +62,7 @@ struct Segment {
   RuntimeNumbers numbers;
   std::vector<Draw> draws;
   std::vector<CheckedEntry> checked;              // entries that have bounds checks
-  std::vector<Unchecked> unchecked;               // of its launches
+  std::vector<RangeCheck> unchecked;              // of its launches
   std::shared_ptr<Specialization> specialization; // what it was run by
   std::shared_ptr<Position> position;             // of the events behind it; null: there are none
   uint64_t num_recorded{0};                       // entries of the stream up to its end; known once it is detached

@@ -20,9 +20,6 @@ constexpr int64_t kInRange = std::numeric_limits<int64_t>::min();
 // Waits for a program.  One that XLA had no memory for has failed, and its results never come.
 bool has_run(PyObject* token) {
   static PyObject* const block_until_ready = PyUnicode_InternFromString("block_until_ready");
-  if (token == nullptr) {
-    return true;
-  }
   if (auto done = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(token, block_until_ready))) {
     return true;
   }
@@ -77,17 +74,10 @@ UserPlace user_place() {
   return {};
 }
 
-void RangeChecks::add(
-    size_t launch,
-    std::shared_ptr<PyObject> token,
-    std::shared_ptr<PyObject> out_of_range,
-    std::shared_ptr<PyObject> bounds_checks,
-    std::vector<CheckedEntry> entries) {
-  checks_.push_back({launch, std::move(token), std::move(out_of_range), std::move(bounds_checks), std::move(entries)});
-  if (checks_.size() > kFewChecks) {
-    if (py::handle(checks_.front().out_of_range.get()).attr("is_ready")().cast<bool>()) {
-      raise_front();
-    }
+void RangeChecks::raise_old() {
+  while (checks_.size() > kFewChecks &&
+         py::handle(checks_.front().out_of_range.get()).attr("is_ready")().cast<bool>()) {
+    raise_front();
   }
 }
 
@@ -99,7 +89,7 @@ void RangeChecks::raise_failed(size_t num_launched) {
 
 // The front is taken out first: another thread may come while Python waits, and what is raised is raised once.
 void RangeChecks::raise_front() {
-  const Check check = std::move(checks_.front());
+  const RangeCheck check = std::move(checks_.front());
   checks_.pop_front();
   if (!has_run(check.token.get())) {
     return; // whoever reads its results, or waits for it, hears why

@@ -24,30 +24,28 @@ struct CheckedEntry {
   UserPlace place;
 };
 
+// What a launch found out of range, to be looked at when it is done.
+struct RangeCheck {
+  size_t launch;
+  std::shared_ptr<PyObject> token; // of JAX: can be waited for
+  std::shared_ptr<PyObject> out_of_range;
+  std::shared_ptr<PyObject> bounds_checks;
+  std::vector<CheckedEntry> entries;
+};
+
 // What was found by programs that nobody has waited for yet.  Guarded by the GIL.
 class RangeChecks {
  public:
-  // Raises what an old program has found when many are kept, so that they stay few.
-  void
-  add(size_t launch,
-      std::shared_ptr<PyObject> token,
-      std::shared_ptr<PyObject> out_of_range,
-      std::shared_ptr<PyObject> bounds_checks,
-      std::vector<CheckedEntry> entries);
+  void add(RangeCheck check) { checks_.push_back(std::move(check)); }
+  // Raises what old programs have found when many are kept, so that they stay few.
+  void raise_old();
   // Waits for the first so many launches and raises for the first index of theirs that was out of range.
   void raise_failed(size_t num_launched);
 
  private:
-  struct Check {
-    size_t launch;
-    std::shared_ptr<PyObject> token; // of JAX: can be waited for; null where that is long done
-    std::shared_ptr<PyObject> out_of_range;
-    std::shared_ptr<PyObject> bounds_checks;
-    std::vector<CheckedEntry> entries;
-  };
   void raise_front();
 
-  std::deque<Check> checks_;
+  std::deque<RangeCheck> checks_;
 };
 
 } // namespace tpu

@@ -352,8 +352,8 @@ void Stream::hand_over_next(Sink& sink) {
     if (const auto position = std::move(running.position)) {
       reach(*position, /*waits=*/false);
     }
-    add_unchecked(running); // of the launches before the one that failed
-    check_launches();
+    add_range_checks(running); // of the launches before the one that failed
+    range_checks_.raise_old();
   };
   try {
     const Running shown(running_, running);
@@ -372,7 +372,7 @@ void Stream::hand_over_next(Sink& sink) {
     recent.launched(running.num_recorded);
   }
   const auto position = std::move(running.position);
-  add_unchecked(running);
+  add_range_checks(running);
   running.clear();
   spare_ = std::move(running);
   if (position) {
@@ -381,7 +381,7 @@ void Stream::hand_over_next(Sink& sink) {
   if (interrupt) { // what was found out of range is told at the next launch or read
     std::rethrow_exception(interrupt);
   }
-  check_launches();
+  range_checks_.raise_old();
 }
 
 void Stream::keep_for_later(Segment segment, bool was_open) {
@@ -464,20 +464,9 @@ void Stream::drop(Segment& segment, const std::string& message) {
   segment.serial = 0;
 }
 
-void Stream::add_unchecked(Segment& segment) {
-  std::move(segment.unchecked.begin(), segment.unchecked.end(), std::back_inserter(unchecked_));
-}
-
-void Stream::check_launches() {
-  while (!unchecked_.empty()) { // one that raises leaves those behind it
-    auto launch = std::move(unchecked_.front());
-    unchecked_.pop_front();
-    range_checks_.add(
-        launch.launch,
-        token_of(launch.launch),
-        std::move(launch.out_of_range),
-        std::move(launch.bounds_checks),
-        std::move(launch.checked));
+void Stream::add_range_checks(Segment& segment) {
+  for (auto& check : segment.unchecked) {
+    range_checks_.add(std::move(check));
   }
 }
 
@@ -711,8 +700,9 @@ void Stream::take_launches() {
       value->launch = programs_.num_launched();
     }
     if (launch->out_of_range != nullptr) {
-      unchecked_.push_back(
+      range_checks_.add(
           {programs_.num_launched(),
+           launch->token,
            launch->out_of_range,
            launch->specialization->links.front().bounds_checks,
            std::move(launch->checked)});
@@ -722,7 +712,7 @@ void Stream::take_launches() {
   if (error != nullptr) {
     throw_torch_error(*error);
   }
-  check_launches();
+  range_checks_.raise_old();
 }
 
 } // namespace tpu

@@ -162,8 +162,7 @@ class Stream {
   void reach(Position& position, bool waits);
   void drop(Segment& segment, const std::string& message);
   bool queues(size_t num_inputs) const;
-  void add_unchecked(Segment& segment);
-  void check_launches();
+  void add_range_checks(Segment& segment);
 
   c10::DeviceIndex device_;
   StreamMutex mutex_;
@@ -173,7 +172,6 @@ class Stream {
   Segment spare_;                 // its storage is used again
   ProgramCache programs_{mutex_, device_};
   RangeChecks range_checks_;
-  std::deque<Unchecked> unchecked_; // launches whose bounds checks are still to be looked at
   Launcher launcher_;
   std::vector<std::unique_ptr<Launch>> launches_; // not by the launcher, and not looked at yet
   bool has_queued_{false};                        // since nothing was in flight
