@@ -12,14 +12,14 @@ against the base's own dims, in this order
 2. **window**  for what straddles dims of the base: the flat range that the view spans, then a box of that;
 3. **gather**  by flat index (overlapping windows, strides that do not nest).
 
-With a runtime offset path 1 is taken exactly if `slices` says so for the offset the view was recorded with.
+With a runtime offset path 1 is taken exactly if the recorder has found the view a box (`Geometry.is_box`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,15 @@ class Geometry:
     """Where a tensor's elements lie in its storage; sizes, strides and offset count elements of `dtype`.
 
     Strides are never negative (as in PyTorch).  A dtype other than the base's reinterprets the base's bytes.
+    `is_box` decides about a runtime offset: the recorder's answer for the offset that the view was recorded
+    with, which is part of the program's key (csrc/record/layout.h).
     """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     dtype: np.dtype
+    is_box: bool = False
 
     @property
     def numel(self) -> int:
@@ -53,69 +56,11 @@ class Geometry:
         return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
 
-def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The permutation that brings a dense tensor's dims into memory order; None if the tensor is not dense.
-
-    Dense means that its elements fill a range without gaps or overlap, in some order of its dims: contiguous,
-    channels_last, a transposed matrix.  ``tensor.permute(memory_order(...))`` is contiguous.  Dims of size 1
-    stay where they are, so a contiguous tensor always gives the identity.
-    """
-    if 0 in sizes:
-        return tuple(range(len(sizes)))
-    moving = [dim for dim, size in enumerate(sizes) if size != 1]
-    ordered = sorted(moving, key=lambda dim: -strides[dim])
-    expected = 1
-    for dim in reversed(ordered):
-        if strides[dim] != expected:
-            return None
-        expected *= sizes[dim]
-    permutation = list(range(len(sizes)))
-    for place, dim in zip(moving, ordered, strict=True):
-        permutation[place] = dim
-    return tuple(permutation)
-
-
-def slices(base_dims: Sequence[int], geometry: Geometry) -> bool:
-    """Whether a view is a box of slices of a base of the same dtype with dims `base_dims`.
-
-    This is the only decision about a runtime offset.  The recorder makes it too and keeps it in the program's
-    key: offsets with the same answer share a program.  Precisely:
-
-    *Dims.*  Take the view's (size, stride) pairs without those of size 1 or stride 0, sorted by stride,
-    largest first; join neighbours while ``outer.stride == inner.size * inner.stride``.
-
-    *Digits.*  Base dim j has stride ``S[j]``, the product of the base dims behind it, and limit
-    ``L = S[j] * base_dims[j]``.  From the last base dim to the first, take the dims left with stride < L,
-    smallest stride first:
-
-    (a) the stride must be a multiple of ``S[j]``;
-    (b) where ``(size - 1) * stride >= L``, let ``c = L // stride``; stride must divide L, c must divide size;
-        the dim becomes two, ``(c, stride)``, taken here, and ``(size // c, L)``, left for the next base dim.
-
-    The dims taken, (s1, t1), (s2, t2), ... with rising strides, make base dim j into digits (stride, size,
-    step): ``(S[j], s1, t1 // S[j])``, then ``(t2, s2, 1)``, ``(t3, s3, 1)``, ...; none: ``(S[j], 1, 1)``.
-
-    (c) a digit's radix is the next digit's stride (for the last one L) over its own stride; it must be a
-        whole number and exceed ``(size - 1) * step``.
-
-    If (a) fails, join base dims j and j + 1 into one and begin the digits again.  If (b) or (c) fails, join
-    j - 1 and j and begin again; for j = 0 the answer is False.
-
-    *Fit.*  True if ``offset // stride % radix + (size - 1) * step < radix`` for every digit.
-
-    A view without elements gives True.
-    """
-    if geometry.numel == 0:
-        return True
-    digits = _digits(base_dims, _joined_dims(geometry), None)
-    return digits is not None and all(digit.fits(geometry.offset) for digit in digits)
-
-
 def read(base: jax.Array, geometry: Geometry, offset: jax.Array | None = None) -> jax.Array:
     """The value of a view, of shape ``geometry.sizes`` and dtype ``geometry.dtype``.
 
-    `offset`, a traced int64 scalar, replaces ``geometry.offset`` at run time; the latter then only decides
-    `slices`, and the result is right for every offset that is in bounds and decides it equally.
+    `offset`, a traced int64 scalar, replaces ``geometry.offset`` at run time; the result is right for every
+    offset that is in bounds and, where ``geometry.is_box`` is set, makes the view a box.
     Raises ValueError where the view reaches past the end of the base.
     """
     if geometry.numel == 0:
@@ -125,7 +70,7 @@ def read(base: jax.Array, geometry: Geometry, offset: jax.Array | None = None) -
     elements = reinterpret(base, geometry.dtype)
     _check_bounds(elements, geometry)
     at = geometry.offset if offset is None else offset
-    if (digits := _box(base, elements, geometry, offset)) is not None:
+    if (digits := _box(elements, geometry, offset)) is not None:
         return _read_view(elements, digits, at, geometry)
     if (window := _Window.of(geometry)) is not None:
         return _from_memory_order(_read_box(window.cut(elements, at), window.digits, 0), geometry)
@@ -152,7 +97,7 @@ def write(
         return base
     if geometry.dtype == np.bool_ and base.dtype != np.bool_:
         # As bytes: a detour through bool would turn every other non-zero byte of the base into 1.
-        geometry = Geometry(geometry.sizes, geometry.strides, geometry.offset, np.dtype(np.uint8))
+        geometry = replace(geometry, dtype=np.dtype(np.uint8))
         value = value.astype(jnp.uint8)
     if _is_in_bits(geometry, base):
         geometry, value = _in_bits(geometry), lax.bitcast_convert_type(value, jnp.uint16)
@@ -160,7 +105,7 @@ def write(
     _check_bounds(elements, geometry)
     at = geometry.offset if offset is None else offset
     value = _without_repeats(value, geometry)
-    if (digits := _box(base, elements, geometry, offset)) is not None:
+    if (digits := _box(elements, geometry, offset)) is not None:
         elements = _write_box(elements, digits, at, _to_memory_order(value, geometry))
     elif (window := _Window.of(geometry)) is not None:
         span = _write_box(window.cut(elements, at), window.digits, 0, _to_memory_order(value, geometry))
@@ -179,7 +124,7 @@ def _is_in_bits(geometry: Geometry, base: jax.Array) -> bool:
 
 
 def _in_bits(geometry: Geometry) -> Geometry:
-    return Geometry(geometry.sizes, geometry.strides, geometry.offset, np.dtype(np.uint16))
+    return replace(geometry, dtype=np.dtype(np.uint16))
 
 
 def _check_bounds(elements: jax.Array, geometry: Geometry) -> None:
@@ -276,19 +221,17 @@ def _like(offset: jax.Array, value: int) -> jax.Array:
     return jnp.asarray(value, offset.dtype)
 
 
-def _box(
-    base: jax.Array, elements: jax.Array, geometry: Geometry, offset: jax.Array | None
-) -> list[_Digit] | None:
+def _box(elements: jax.Array, geometry: Geometry, offset: jax.Array | None) -> list[_Digit] | None:
     """The view's digits over `elements`, the base in the view's dtype; None where it is not a box."""
     if offset is None:
         return _digits(elements.shape, _joined_dims(geometry), geometry.offset)
-    if base.dtype == geometry.dtype and slices(base.shape, geometry):
-        return _digits(base.shape, _joined_dims(geometry), None)
-    return None
+    return _digits(elements.shape, _joined_dims(geometry), None) if geometry.is_box else None
 
 
 def _digits(base_dims: Sequence[int], dims: list[tuple[int, int]], offset: int | None) -> list[_Digit] | None:
-    """The digits described at `slices`, for one offset that must fit or, if it is None, for any that fits."""
+    """The digits described in csrc/record/layout.h, at `is_box`: for one offset that must fit or, if it is
+    None, for any that fits.
+    """
     base_dims = list(base_dims)
     while True:
         digits, misfit = _match(base_dims, dims, offset)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_backend import views
+from tpu_backend import _C, views
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.platforms import lowered_for
 from tpu_backend.runtime import gathers
@@ -191,7 +191,7 @@ def apply(entry: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Pack
     made = rule(*args, **kwargs)
     if made is None or made.dims != tuple(output.computed.shape) or made.dims != output.sizes:
         return None
-    if views.memory_order(output.sizes, output.strides) != tuple(range(len(output.sizes))):
+    if _C.memory_order(output.sizes, output.strides) != tuple(range(len(output.sizes))):
         return None
     computed, stored = output.computed.dtype, lowered_dtype(output.dtype)
     made = made.map(lambda part: gathers.converted(part, computed, stored))

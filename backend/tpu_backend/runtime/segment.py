@@ -154,7 +154,7 @@ def replay(
             geometry, traced = written_views[output.written_arg, output.element]
             new_values.append(packed.write(base, geometry, value, traced))
             continue
-        order = views.memory_order(output.sizes, output.strides)
+        order = _C.memory_order(output.sizes, output.strides)
         assert order is not None
         new_values.append(value if order == tuple(range(len(order))) else value.transpose(order))
     return new_values

@@ -179,7 +179,7 @@ def _decode(item: tuple[Any, ...], schema_type: str) -> Any:
     dims = tuple(dims)
     if form == "whole":
         return TensorArg(reads, dims, base_dtype, None, False, dtype, dims)
-    geometry = views.Geometry(tuple(sizes), tuple(strides), 0, stored_dtype(dtype))
+    geometry = views.Geometry(tuple(sizes), tuple(strides), 0, stored_dtype(dtype), form == "box")
     return TensorArg(reads, dims, base_dtype, geometry, form != "dense", dtype, tuple(sizes))
 
 
