@@ -69,7 +69,12 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
     return result + bias.astype(compute).reshape((-1,) + (1,) * (input.ndim - 2))
 
 
-def _convolution_backward(grad_output, input, weight, geometry, output_mask):
+@lowering("convolution_backward")
+def convolution_backward(
+    grad_output, input, weight, bias_sizes,
+    stride, padding, dilation, transposed, output_padding, groups, output_mask,
+):  # fmt: skip
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
     grad_output = grad_output.astype(input.dtype)
     grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
@@ -82,12 +87,3 @@ def _convolution_backward(grad_output, input, weight, geometry, output_mask):
         dims = tuple(axis for axis in range(grad_output.ndim) if axis != 1)
         grad_bias = jnp.sum(grad_output, dims, dtype=opmath(grad_output.dtype))
     return grad_input, grad_weight, grad_bias
-
-
-@lowering("convolution_backward")
-def convolution_backward(
-    grad_output, input, weight, bias_sizes,
-    stride, padding, dilation, transposed, output_padding, groups, output_mask,
-):  # fmt: skip
-    geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    return _convolution_backward(grad_output, input, weight, geometry, output_mask)

@@ -111,29 +111,14 @@ def embedding_bag_backward(
 ):
     if sparse:
         raise NotLoweredError("a sparse gradient")
-    return _weight_grad(
-        grad,
-        indices,
-        _bags(indices, offsets, grad.shape[0]),
-        maximum_indices,
-        num_weights,
-        scale_grad_by_freq,
-        mode,
-        per_sample_weights,
-        padding_idx,
-    )
-
-
-def _weight_grad(
-    grad, indices, bags, chosen, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
-):
     num_bags, width = grad.shape
+    bags = _bags(indices, offsets, num_bags)
     counted = _counted(indices, padding_idx) & (bags < num_bags)
     sizes = _sizes(counted, bags, num_bags, grad.dtype)[:, None]
     zeros = jnp.zeros((num_weights, width), grad.dtype)
     if mode == _MAX:
         columns = jnp.broadcast_to(jnp.arange(width), grad.shape)
-        return zeros.at[chosen, columns].add(jnp.where(sizes > 0, grad, 0), mode="drop")
+        return zeros.at[maximum_indices, columns].add(jnp.where(sizes > 0, grad, 0), mode="drop")
     if mode == _MEAN:
         grad = grad / jnp.maximum(sizes, 1)
     rows = jnp.take(grad, bags, axis=0, mode="clip")
