@@ -1,11 +1,12 @@
-"""Fractional max pooling (Graham, 2014): windows of one size, at places that ``random_samples`` choose."""
+"""Fractional max pooling (Graham, 2014): windows of one size, at places that ``random_samples`` choose. Its
+gradient is that of every max pooling (`pooling.py`).
+"""
 
 from __future__ import annotations
 
 import math
 
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_backend.lowering.registry import lowering, opmath, stored
 
@@ -53,12 +54,3 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples, *, out):
         self, random_samples = self[None], random_samples[:1]
     values, places = _pool(self, kernel_size, output_size, random_samples)
     return values.reshape(out[0].shape), places.reshape(out[0].shape)
-
-
-@lowering("fractional_max_pool2d_backward", "fractional_max_pool3d_backward")
-def fractional_max_pool_backward(grad_output, self, kernel_size, output_size, indices):
-    rank = len(kernel_size)
-    num_planes, size = math.prod(self.shape[:-rank]), math.prod(self.shape[-rank:])
-    grads, places = (value.reshape(num_planes, math.prod(output_size)) for value in (grad_output, indices))
-    planes = np.arange(num_planes)[:, None]
-    return jnp.zeros((num_planes, size), grads.dtype).at[planes, places].add(grads).reshape(self.shape)

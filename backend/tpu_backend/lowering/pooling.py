@@ -128,9 +128,11 @@ def _max_backward(rank):
 
 for _rank in (2, 3):
     # Not in float32: where windows overlap, PyTorch's CPU adds up in the dtype of the gradient.
-    lowering(f"max_pool{_rank}d_with_indices_backward", f"adaptive_max_pool{_rank}d_backward")(
-        _max_backward(_rank)
-    )
+    lowering(
+        f"max_pool{_rank}d_with_indices_backward",
+        f"adaptive_max_pool{_rank}d_backward",
+        f"fractional_max_pool{_rank}d_backward",
+    )(_max_backward(_rank))
 
 
 @lowering("max_unpool2d")
