@@ -152,7 +152,6 @@ class BuildDevice(BuildExtension):
         source_digest = runpy.run_path(str(ROOT / "backend" / "tpu_backend" / "abi.py"))["source_digest"]
         info = {
             "torch": str(torch.__version__),
-            "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
             "python": PYTHON_VERSION,
             "sources": source_digest(ROOT / "backend" / "csrc"),
         }

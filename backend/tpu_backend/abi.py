@@ -27,7 +27,6 @@ class Build:
     """What an extension was compiled for, or what a process is."""
 
     torch: str  # as torch.__version__ has it: "2.13.0+cpu"
-    cxx11_abi: bool  # which std::string the C++ library uses
     python: str  # "3.11"
     sources: str | None = None  # `source_digest` of what was compiled
 
@@ -35,7 +34,6 @@ class Build:
     def of_this_process(cls) -> Build:
         return cls(
             torch=str(torch.__version__),
-            cxx11_abi=bool(torch.compiled_with_cxx11_abi()),
             python=f"{sys.version_info.major}.{sys.version_info.minor}",
         )
 
@@ -59,11 +57,6 @@ def mismatch(built: Build, met: Build) -> str | None:
         return f"was built for Python {built.python} and met Python {met.python}"
     if built.torch_release != met.torch_release:
         return f"was built for torch {built.torch} and met torch {met.torch}"
-    if built.cxx11_abi != met.cxx11_abi:
-        return (
-            f"was built for torch {built.torch} with the C++11 ABI {_switch(built.cxx11_abi)} "
-            f"and met torch {met.torch} with it {_switch(met.cxx11_abi)}"
-        )
     return None
 
 
@@ -120,7 +113,3 @@ def _rebuild(package: Path) -> str:
     if (checkout / "setup.py").is_file():  # an editable install: the extension lies in the source tree
         return f"rebuild it: `pip install --no-build-isolation --no-deps -e {checkout}`"
     return "rebuild it in a source checkout: `pip install --no-build-isolation --no-deps .`"
-
-
-def _switch(on: bool) -> str:
-    return "on" if on else "off"

@@ -75,10 +75,6 @@ def test_another_torch_in_the_folder_of_this_one_is_refused_and_both_are_named(t
     assert f"built for torch 2.11.0+cu128 and met torch {HERE.torch}" in message
 
 
-def test_another_cxx_abi_is_refused(tmp_path):
-    assert "C++11 ABI" in refusal(package_with_extension(tmp_path, cxx11_abi=not HERE.cxx11_abi))
-
-
 def test_another_python_is_refused_and_both_are_named(tmp_path):
     message = refusal(package_with_extension(tmp_path, python="3.9"))
     assert f"built for Python 3.9 and met Python {HERE.python}" in message
