@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -47,24 +48,25 @@ from tpu_backend.runtime.user_line import remember_first_line, user_line
 class Numbers:
     """The program inputs that are not tensors, taken in the order in which they were recorded."""
 
-    def __init__(self, floats: Any, doubles: Any, integers: Any, offsets: Sequence[Any]):
+    def __init__(
+        self, floats: Iterator[Any], doubles: Iterator[Any], integers: Iterator[Any], offsets: Iterable[Any]
+    ):
         self._floats, self._doubles, self._integers = floats, doubles, integers
         self._offsets = iter(offsets)
-        self._next_float = self._next_double = self._next_integer = 0
 
     def offset(self) -> Any:
         return next(self._offsets)
 
     def integer(self) -> Any:
-        self._next_integer += 1
-        return self._integers[self._next_integer - 1]
+        return next(self._integers)
 
     def real(self, wide: bool) -> Any:
-        if wide:
-            self._next_double += 1
-            return self._doubles[self._next_double - 1]
-        self._next_float += 1
-        return self._floats[self._next_float - 1]
+        return next(self._doubles if wide else self._floats)
+
+
+def _each(array: Any) -> Iterator[Any]:
+    """The elements of a packed array one by one; iterating over it would unpack all of it at once."""
+    return (array[i] for i in itertools.count())
 
 
 def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
@@ -72,18 +74,8 @@ def _view(argument: TensorArg, offset: Any) -> tuple[views.Geometry, Any]:
     assert argument.geometry is not None
     if offset is None:
         return argument.geometry, None
-    if isinstance(offset, int):
-        return (
-            views.Geometry(
-                argument.geometry.sizes, argument.geometry.strides, offset, argument.geometry.dtype
-            ),
-            None,
-        )
-    example, traced = offset
-    return (
-        views.Geometry(argument.geometry.sizes, argument.geometry.strides, example, argument.geometry.dtype),
-        traced,
-    )
+    example, traced = (offset, None) if isinstance(offset, int) else offset
+    return replace(argument.geometry, offset=example), traced
 
 
 def replay(
@@ -160,20 +152,6 @@ def replay(
     return new_values
 
 
-class _Given(Numbers):
-    """Runtime numbers one by one."""
-
-    def __init__(self, numbers: Iterable[Any], offsets: Sequence[Any]):
-        super().__init__(None, None, None, offsets)
-        self._given = iter(numbers)
-
-    def integer(self) -> Any:
-        return next(self._given)
-
-    def real(self, wide: bool) -> Any:
-        return next(self._given)
-
-
 def number_dtypes(entry: Signature) -> list[str]:
     """The dtypes of its runtime numbers, in the order in which a replay takes them."""
     real = "float64" if entry.wide else "float32"
@@ -221,13 +199,11 @@ def trace_entry(
 
     def function(*arguments: jax.Array) -> list[jax.Array]:
         values = dict(enumerate(arguments[: len(bases)]))
+        given = iter(arguments[len(bases) : len(bases) + len(numbers)])
         inputs = iter(arguments[len(bases) + len(numbers) :])
-        given = _Given(
-            arguments[len(bases) : len(bases) + len(numbers)],
-            [(offset, next(inputs)) if is_input else offset for offset, is_input in offsets],
-        )
+        places = [(offset, next(inputs)) if is_input else offset for offset, is_input in offsets]
         with collect_bounds_checks() as collected:
-            results = replay(entry, iter(range(len(bases))), values, given)
+            results = replay(entry, iter(range(len(bases))), values, Numbers(given, given, given, places))
         bounds_checks[:] = collected.made
         return [*packed.whole(results), *collected.out_of_range]
 
@@ -391,7 +367,7 @@ def segment_function(description: dict[str, Any], bounds_checks: list[BoundsChec
                 dynamic += 1
             else:
                 offsets.append(example)
-        numbers = Numbers(floats, doubles, integers, offsets)
+        numbers = Numbers(_each(floats), _each(doubles), _each(integers), offsets)
         taken = set(inputs)
         fresh = (local for local in itertools.count() if local not in taken)  # numbers of values made here
         with collect_bounds_checks() as collected, gathers.traced_program():
