@@ -308,9 +308,9 @@ def _padded(
     target = target_for(description)
 
     def build(lengthening: Lengthening) -> serving.Program:
-        program, key = _compile_padded(lengthening, names, cause)
+        program = _compile_padded(lengthening, names, cause)
         made.append(program)
-        return serving.Program(program.execute, program.handlers, program.compiled, key)
+        return serving.Program(program.execute, program.handlers, program.compiled, program.key)
 
     def load(key: str) -> Executable | None:
         found = None if cache is None else _load(cache, key, names, target)
@@ -352,10 +352,8 @@ def _padded(
     return executable(served.program, served.plan, served.bounds_checks)
 
 
-def _compile_padded(
-    lengthening: Lengthening, names: Sequence[str], cause: Callable[[], Cause]
-) -> tuple[Executable, str | None]:
-    """The program of a family at a bucket, from the executable cache or compiled and kept there; its key."""
+def _compile_padded(lengthening: Lengthening, names: Sequence[str], cause: Callable[[], Cause]) -> Executable:
+    """The program of a family at a bucket, from the executable cache or compiled and kept there."""
     start = time.perf_counter()
     cache = executable_cache.current()
     description = lengthening.family.description
@@ -367,13 +365,12 @@ def _compile_padded(
         lowered = jax.jit(lengthening.function, donate_argnums=donated, keep_unused=True).lower(*shapes)
     options = options_for(description, target, lengthening.largest)
     key = key_of_text(lowered, (), options, target)
-    found = None if cache is None else _load(cache, key, names, target)
-    if found is not None:
-        return found, key
+    if cache is not None and (found := _load(cache, key, names, target)) is not None:
+        return found
     if (shared := sharing.compiled_elsewhere(key, target.num_ranks)) is not None:
-        return _loaded(*shared, key, target), key
+        return _loaded(*shared, key, target)
     try:
-        return _compiled(lowered, (), options, target, cache, key, names, cause, start), key
+        return _compiled(lowered, (), options, target, cache, key, names, cause, start)
     except BaseException:
         sharing.give_up(key)
         raise
