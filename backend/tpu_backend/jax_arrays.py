@@ -59,8 +59,7 @@ def _read(array: jax.Array, geometry: views.Geometry) -> jax.Array:
 def from_jax(array: jax.Array) -> torch.Tensor:
     """A contiguous tpu tensor with the values, shape and dtype of a `jax.Array`, sharing its memory.
 
-    Writing to the tensor never reaches the array.  The array must lie whole on one of the devices that "tpu"
-    stands for.
+    Writing to the tensor never reaches the array.  The array must lie whole on the device that tpu:0 is.
 
     Raises TypeError for anything but a concrete array of a dtype that PyTorch has, ValueError for an array
     that lies elsewhere or on several devices, or that was deleted.
@@ -73,14 +72,13 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     dtype = EQUIVALENTS.get(array.dtype)
     if dtype is None:
         raise TypeError(f"from_jax: PyTorch has no dtype for {array.dtype}; convert it first: array.astype")
-    held_by = array.devices()
-    places = [index for index, device in enumerate(platform().devices) if held_by == {device}]
-    if not places:
+    held_by, device = array.devices(), platform().devices[0]  # a process drives one, whatever else is there
+    if held_by != {device}:
         raise ValueError(
             f"from_jax: the array is on {', '.join(sorted(map(str, held_by)))}, tpu:0 is "
-            f"{platform().devices[0]}; move it first: jax.device_put(array, device)"
+            f"{device}; move it first: jax.device_put(array, device)"
         )
-    return _C.tensor_over(_row_major(array), array.shape, _NUMBERS[dtype], places[0])
+    return _C.tensor_over(_row_major(array), array.shape, _NUMBERS[dtype], 0)
 
 
 _NUMBERS = {dtype: number for number, dtype in TORCH_DTYPES.items()}

@@ -203,20 +203,28 @@ def test_an_array_elsewhere_is_refused():
     done = run_python(
         """
         import jax, jax.numpy as jnp, torch, tpu_backend
-        array = jnp.ones(2, device=jax.devices()[1])
-        sharding = jax.NamedSharding(jax.make_mesh((2,), "x"), jax.P("x"))
-        for each in (array, jax.device_put(jnp.ones(2), sharding)):
+        from tpu_backend import jax_arrays
+        from tpu_backend.runtime.platform import Platform
+        def refuse(array):
             try:
-                tpu_backend.from_jax(each)
+                tpu_backend.from_jax(array)
             except ValueError as error:
                 print(error)
+        array = jnp.ones(2, device=jax.devices()[1])
+        sharding = jax.NamedSharding(jax.make_mesh((2,), "x"), jax.P("x"))
+        refuse(array)
+        refuse(jax.device_put(jnp.ones(2), sharding))
+        jax_arrays.platform = lambda: Platform("cuda", "a host of two GPUs", tuple(jax.devices()))
+        refuse(array)
         """,
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
         JAX_PLATFORMS="cpu",
     )
     assert done.returncode == 0, done.stderr
-    alone, both = done.stdout.splitlines()
-    assert alone == (
-        "from_jax: the array is on cpu:1, tpu:0 is cpu:0; move it first: jax.device_put(array, device)"
+    alone, both, second = done.stdout.splitlines()
+    assert (
+        alone
+        == second
+        == ("from_jax: the array is on cpu:1, tpu:0 is cpu:0; move it first: jax.device_put(array, device)")
     )
     assert "the array is on cpu:0, cpu:1, tpu:0 is" in both
