@@ -112,11 +112,11 @@ def _adaptive_max(self, output_size, rank):
 
 def _scatter_to_plane(values, indices, shape, rank, method):
     """Values put at their flattened positions in planes of zeros."""
-    planes = math.prod(shape[:-rank])
-    flat_indices = indices.reshape(planes, -1)
+    planes, places = math.prod(shape[:-rank]), math.prod(indices.shape[-rank:])
+    flat_indices = indices.reshape(planes, places)
     target = jnp.zeros((planes, math.prod(shape[-rank:])), values.dtype)
     rows = jnp.arange(planes)[:, None]
-    return getattr(target.at[rows, flat_indices], method)(values.reshape(planes, -1)).reshape(shape)
+    return getattr(target.at[rows, flat_indices], method)(values.reshape(planes, places)).reshape(shape)
 
 
 def _max_backward(rank):
