@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from tputrain.batch_size import BatchConfig
 from tputrain.callbacks.sample_text import SampleConfig
@@ -295,8 +295,10 @@ def _to_config(merged: DictConfig, sources: dict[str, str]) -> RecipeConfig:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = error.full_key or ""
-        source = sources.get(key.partition("[")[0], "defaults")  # of a list's element: that of the list
-        raise UserError(f"{source}: {key}: {first_line(error)}") from None
+        of_list = key.rpartition("[")[0]
+        source = sources.get(key) or sources.get(of_list) or sources.get(key.partition("[")[0], "defaults")
+        missing = "expected a value in place of ???" if isinstance(error, MissingMandatoryValue) else None
+        raise UserError(f"{source}: {key}: {missing or first_line(error)}") from None
     except UserError as error:
         key = str(error).partition("=")[0]
         key = key if key in sources else key.rpartition(".")[0]  # of a list's element: the list

@@ -72,7 +72,7 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     dtype = EQUIVALENTS.get(array.dtype)
     if dtype is None:
         raise TypeError(f"from_jax: PyTorch has no dtype for {array.dtype}; convert it first: array.astype")
-    held_by, device = array.devices(), platform().devices[0]  # a process drives one, whatever else is there
+    held_by, device = array.devices(), platform().devices[0]  # a process drives the first one alone
     if held_by != {device}:
         raise ValueError(
             f"from_jax: the array is on {', '.join(sorted(map(str, held_by)))}, tpu:0 is "

@@ -138,6 +138,31 @@ def test_a_long_sequence_is_divided_unless_a_compiled_step_is_asked_for() -> Non
     assert "parallel.context=16" in others
 
 
+def test_masters_are_named_before_other_steps_and_with_what_they_need() -> None:
+    sizes = ("execution.autocast=bfloat16", COMPILED, "data.sequence_length=32768")
+    rows = "batch.tokens=1048576", "batch.sequences=32"
+    small = plan_of_recipe("llama", "v6e:4x4", "model.name=llama-8b", *sizes, *rows)
+    assert small.changes[0] == MASTERS
+    assert (
+        plan_of_recipe("llama", "v6e:4x4", "model.name=llama-8b", *sizes, *rows, MASTERS).chosen is not None
+    )
+    rows = "batch.tokens=2097152", "batch.sequences=64"
+    large = plan_of_recipe("llama", "v5e:8x8", "model.name=llama-70b", *sizes, *rows)
+    assert large.changes[0].startswith(f"{MASTERS}, and other chips: ")
+
+
+def test_fused_steps_are_named_where_they_are_shorter_than_compiled_ones() -> None:
+    sizes = ("model.name=llama-1b", "execution.autocast=bfloat16", "data.sequence_length=32768")
+    rows = "batch.tokens=524288", "batch.sequences=16"
+    plan = plan_of_recipe("llama", "v6e:4x4", *sizes, *rows, COMPILED)
+    (change,) = [each for each in plan.changes if each.startswith("execution.train=fused: a step ")]
+    followed = plan_of_recipe("llama", "v6e:4x4", *sizes, *rows)
+    assert followed.chosen is not None
+    assert followed.chosen.seconds is not None
+    assert seconds_text(followed.chosen.seconds.total) in change
+    assert not [each for each in followed.changes if "execution.train" in each]
+
+
 def _of_whole_sequences(plan: Plan) -> Plan:
     """Of a model that takes no parts of one."""
     workload = replace(plan.task.workload, context_degrees=(1,))

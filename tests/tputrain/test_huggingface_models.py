@@ -443,7 +443,8 @@ def test_code_is_imported_only_where_the_recipe_trusts_it(tmp_path, monkeypatch)
     (tmp_path / "my_models.py").write_text(CODE)
     (tmp_path / "broken_models.py").write_text("\nimport nothing\n")
     (tmp_path / "worse_models.py").write_text("def (\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # whose packages are found
+    monkeypatch.setattr(sys, "path", [*sys.path])
     recipe = tmp_path / "my.yaml"
     text = "model: {name: import, path: 'my_models:build'}"
     recipe.write_text(text)

@@ -20,7 +20,8 @@ def built_once(
     build: Callable[[Path], None],
     is_there: Callable[[Path], bool] = Path.exists,
 ) -> None:
-    """Have `build` make the file or directory `path`, as the path that it is given, unless it is there.
+    """Make the file or directory `path`, unless it is there. `build` writes to the path that it gets; it
+    is then moved to `path`.
 
     Of the processes that do this at the same time one builds; the others wait for it. It is put in place as a
     whole. Raises DataError, which names `cache_dir`, where it cannot be written.

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from tputrain.batches import IGNORED_LABEL
 from tputrain.data.best_fit import BestFitSequences
 from tputrain.data.changed_files import changed_files
 from tputrain.data.config import BuildContext, Data, DataError, TextConfig
@@ -9,12 +12,14 @@ from tputrain.data.loading import TrainingBatches, ValidationBatches
 from tputrain.data.packing import PackedSequences
 from tputrain.data.padding import PaddedSequences
 from tputrain.data.pretrained_tokenizer import PretrainedTokenizer, find_tokenizer
-from tputrain.data.shuffled import ShuffledSequences
+from tputrain.data.shuffled import ShuffledSequences, num_label_bytes
 from tputrain.data.token_cache import entries_of, known_totals, text_fingerprint, tokenise
 from tputrain.data.tokenizer import Tokenizer
 from tputrain.data.workers import WorkerBatches
 from tputrain.feed import IndexedLoader
 from tputrain.figures import bytes_text
+
+_SOME = 64  # sequences
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,13 @@ class TextData(Data):
         """A few lines for people."""
         files = f"{self.num_files:,} {self.unit}{'s' * (self.num_files != 1)}"
         kind = "Hugging Face's" if isinstance(self.tokenizer, PretrainedTokenizer) else "byte-level BPE"
-        bytes_per_token = self.num_bytes / (self.train.num_tokens + self.validation.num_tokens)
+        some = self.validation.batch_of(np.arange(min(_SOME, self.validation.num_sequences)))
+        num_labels = int((some["labels"] != IGNORED_LABEL).sum())
+        bytes_per_token = num_label_bytes(some, self.tokenizer.token_bytes()) / max(1, num_labels)
         return [
             f"data: {self.title}, {files}, {bytes_text(self.num_bytes)}",
             f"tokenizer: {kind}, {self.tokenizer.vocab_size:,} entries, "
-            f"{bytes_per_token:.2f} bytes of text per token",
+            f"about {bytes_per_token:.2f} bytes of text per token",
             f"train: {self.train.num_tokens:,} tokens in {self.train.num_sequences:,} sequences of "
             f"{self.train.sequence_length}, {self.train.num_documents:,} documents",
             f"validation: {self.validation.num_tokens:,} tokens in {self.validation.num_sequences:,} "

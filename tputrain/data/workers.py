@@ -22,6 +22,7 @@ class WorkerBatches:
         self.loader = loader
         self.fingerprint = getattr(loader, "fingerprint", None)
         self.epochs_at = getattr(loader, "epochs_at", None)
+        self.lengths = getattr(loader, "lengths", ())
         self._micro_batches, self._workers = micro_batches, workers
         self._place = -1
         self._iterator: Iterator[Batch] = iter(())

@@ -33,8 +33,8 @@ def import_model(path: str) -> nn.Module:
 def _found(path: str) -> Any:
     module_name, _, name = path.partition(":")
     expected = f"expected package.module:function, in {os.getcwd()} or installed"
-    if os.getcwd() not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a file of the user's stands for no library
     try:
         with _errors_named(path):
             module = importlib.import_module(module_name)

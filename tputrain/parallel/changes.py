@@ -23,11 +23,11 @@ _MAX_SLOWDOWN = 4  # times that a step on other chips may take, by their peak
 
 def what_would_be_faster(task: Task, found: Sequence[Candidate], chosen: Candidate) -> Iterator[str]:
     """Settings that make the step shorter. `found`: the task's candidates."""
-    for variant, what in (
-        (_with_masters(task), "bfloat16 weights and float32 copies"),
-        (_with_fused_steps(task), "context or tensor ranks, which do not divide compiled steps"),
+    for variant, known, what in (
+        (_with_masters(task), found, "bfloat16 weights and float32 copies"),
+        (_with_fused_steps(task), (), "it takes layouts and checkpointing that compiled steps do not"),
     ):
-        better = None if variant is None else planned(variant.task, found if task.divides_layers else ())
+        better = None if variant is None else planned(variant.task, known)
         if variant is None or better is None or better.memory is None or better.seconds is None:
             continue
         assert chosen.seconds is not None

@@ -31,7 +31,7 @@ struct MemoryOrder {
   std::vector<int64_t> permutation;
 };
 MemoryOrder memory_order(c10::IntArrayRef sizes, c10::IntArrayRef strides);
-// Of a dense tensor's value.
+// The layout of a dense tensor's value.
 const Layout* dense_layout(const MemoryOrder& order, c10::IntArrayRef sizes, c10::ScalarType dtype);
 
 // Whether a view is a box of slices of a base of the same dtype, at this offset.  The answer is part of a signature:
