@@ -84,7 +84,7 @@ class Candidate:
 
     @property
     def weighed_seconds(self) -> float:
-        """By which candidates are compared: more than those of its step, where it must be worth something."""
+        """Of its step, made longer where context ranks must gain something. Candidates are compared by it."""
         gain = LEAST_GAIN_OF_CONTEXT if self.layout.degrees["context"] > 1 else 0.0
         return inf if self.seconds is None else self.seconds.total / (1 - gain)
 
