@@ -9,6 +9,7 @@ import argparse
 import random
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -63,7 +64,7 @@ class Entry:
         return not self.complaint
 
 
-class Campaign:
+class Campaign(ABC):
     """Runs, one after the other, that faults are done to."""
 
     name: str
@@ -95,9 +96,9 @@ class Campaign:
         """The names of faults, as often as they come in turn."""
         return list(cls.faults)
 
+    @abstractmethod
     def finish(self, scene: Any, entries: list[Entry]) -> None:
         """Let the run come to its end, and `judge` it."""
-        raise NotImplementedError
 
     def new_run(self, name: str, overrides: tuple[str, ...] = ()) -> RecipeRun:
         """A run whose directory is on the disk that can be filled, and its output elsewhere."""
