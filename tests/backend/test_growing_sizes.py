@@ -116,6 +116,15 @@ def test_what_is_not_proven_is_compiled_for_each_size():
     assert compiled_by(draws, rows) == [1] * len(SIZES)
 
 
+def test_lists_of_parts_of_one_buffer_are_not_padded():
+    def update(x, whole):
+        whole = whole.clone()
+        torch._foreach_mul_([whole[:4], whole[4:]], 3.0)
+        return whole * x.sum()
+
+    assert compiled_by(update, lambda size: [*rows(size), torch.arange(8.0)]) == [1, 1, 1, 1, 1]
+
+
 def test_gradients_and_deterministic_algorithms_are_not_padded():
     def with_gradients(x: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tpu_backend import _C
+from tpu_backend.runtime.signature import signature
+
 STEPS = 3
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "default": {},
@@ -249,6 +252,73 @@ def test_list_operations_count_versions_as_on_the_cpu():
         return [each._version for each in (*some, *others)]
 
     assert versions("tpu") == versions("cpu")
+
+
+def _cut(whole: torch.Tensor) -> list[torch.Tensor]:
+    return [whole[:4], whole[4:6].view(1, 2), whole[6:]]
+
+
+def test_lists_of_parts_of_one_buffer_are_one_operation():
+    """As gradients are that FSDP2 has scattered together, and DDP's in their bucket."""
+
+    def results(device: str) -> list[torch.Tensor]:
+        gradients, *of_adam = (torch.arange(12.0, device=device) * scale for scale in (1, 0.1, 0, 0))
+        steps = [torch.ones((), device=device) for _ in range(3)]
+        before = torch.tpu.compile_stats()["ops_recorded"]
+        torch._foreach_mul_(_cut(gradients), 0.5)
+        torch._foreach_add_(_cut(gradients), _cut(gradients), alpha=2)
+        parameters, *moments = map(_cut, of_adam)
+        torch._fused_adamw_(
+            parameters, _cut(gradients), *moments, [], steps,
+            lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        if device == "tpu":
+            assert torch.tpu.compile_stats()["ops_recorded"] == before + 3
+        return [each.cpu() for each in (gradients, *of_adam)]
+
+    fallbacks = torch.tpu.fallback_stats()
+    torch.testing.assert_close(results("tpu"), results("cpu"), rtol=1e-5, atol=1e-6)
+    assert torch.tpu.fallback_stats() == fallbacks
+
+
+def test_lists_whose_tensors_overlap_are_taken_in_turn():
+    def results(device: str) -> torch.Tensor:
+        whole = torch.arange(12.0, device=device)
+        torch._foreach_add_([whole, whole], 1.0)
+        torch._foreach_mul_([whole[:8], whole[4:]], 2.0)
+        torch._foreach_add_([whole[:6], whole[6:]], [whole[6:], whole[:6]])  # reads what it has written
+        torch._foreach_add_([whole[::2], whole[1::2]], [whole[1::2], whole[::2]])
+        return whole.cpu()
+
+    assert torch.equal(results("tpu"), results("cpu"))
+
+
+@pytest.mark.parametrize("operation", [torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_])
+def test_a_fused_step_writes_gradients_only_where_it_unscales_them(operation):
+    def results(device: str, **scale: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+        lists = [[torch.full((3,), value, device=device)] for value in (1.0, 8.0, 0.25, 0.5)]
+        options = {"lr": 0.1, "weight_decay": 0.1, "maximize": False} | scale
+        steps = [torch.ones((), device=device)]
+        if operation is torch._fused_adamw_:
+            operation(*lists, [], steps, beta1=0.9, beta2=0.99, eps=1e-8, amsgrad=False, **options)
+        elif operation is torch._fused_sgd_:
+            options |= {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+            operation(*lists[:3], **options)
+        else:
+            operation(*lists[:3], steps, lr_decay=0.0, eps=1e-8, **options)
+        num_made = 0
+        if device == "tpu":
+            entry = signature(_C.recent_entries(_C.current_device())[0][-1])
+            assert entry.overload.startswith("aten::_fused_")
+            num_made = sum(not output.skip for output in entry.outputs)
+        return [each[0].cpu() for each in lists], num_made
+
+    plain, num_made = results("tpu")
+    torch.testing.assert_close(plain, results("cpu")[0], rtol=1e-5, atol=1e-6)
+    scaled, num_made_with_scale = results("tpu", grad_scale=torch.tensor(2.0, device="tpu"))
+    torch.testing.assert_close(scaled, results("cpu", grad_scale=torch.tensor(2.0))[0], rtol=1e-5, atol=1e-6)
+    assert scaled[1].tolist() == [4.0] * 3
+    assert num_made_with_scale == num_made + 1
 
 
 @pytest.mark.parametrize("foreach", [False, True])

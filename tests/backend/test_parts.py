@@ -4,6 +4,7 @@ import textwrap
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 from tests.backend.fresh_process import run_python
 from tpu_backend.runtime import causes
+from tpu_backend.runtime.parts import order_with_late_gathers
+from tpu_backend.runtime.tape import Tape
 
 
 class Block(nn.Module):
@@ -430,6 +433,42 @@ def test_lists_whose_elements_meet_are_not_taken_apart():
 
     of_both(backwards)
     of_both(by_one_of_them)
+
+
+def test_lists_of_parts_of_one_buffer_are_not_taken_apart():
+    """Each is written into what the one before it has written."""
+
+    def update(device):
+        whole = torch.arange(32.0, device=device)
+        tensors = list(whole.split(4))
+        torch._foreach_add_(tensors, eight(device))
+        torch._foreach_mul_(tensors, [1.5] * 8)
+        torch._foreach_sqrt_(tensors)
+        return [whole, *torch._foreach_sub(tensors, eight(device, 2))]
+
+    of_both(update)
+
+
+def entry_of(overload, links, made):
+    return SimpleNamespace(summary=SimpleNamespace(overload=overload), links=links, made=made)
+
+
+def test_gathers_come_where_they_are_needed():
+    gather, scatter = "tpu_collective::all_gather", "tpu_collective::reduce_scatter"
+    entries = [
+        entry_of("aten::cat", [0, 1], [10]),
+        entry_of(gather, [10], [11]),  # of the layer after this one
+        entry_of("tpu::linear", [2, 12], [13]),
+        entry_of("aten::cat", [1], [14]),
+        entry_of(gather, [14], [15]),  # read by another gather alone
+        entry_of(gather, [15], [16]),
+        entry_of(scatter, [13], [17]),
+        entry_of("aten::mul.Tensor", [11, 13], [18]),
+        entry_of("aten::add.Tensor", [16, 18], [19]),
+        entry_of(gather, [3], [20]),  # read by nobody
+    ]
+    assert list(order_with_late_gathers(Tape(entries, {}))) == [2, 6, 0, 1, 7, 3, 4, 5, 8, 9]
+    assert list(order_with_late_gathers(Tape(entries[6:], {}))) == [0, 1, 2, 3]
 
 
 def test_numbers_that_differ_in_a_list_and_numbers_that_are_the_same():

@@ -92,6 +92,9 @@ OpInfo describe(const c10::OperatorHandle& handle, const LoweredOp& lowered) {
     if (const auto found = lowered.fits.find(argument.name()); found != lowered.fits.end()) {
       info.fits = found->second == "opmath" ? Fits::Opmath : found->second == "written" ? Fits::Written : Fits::Result;
     }
+    if (argument.name() == "grads" && info.is_written) {
+      info.written_with = schema.argumentIndexWithName("grad_scale").value_or(-1);
+    }
     op.args.push_back(info);
   }
   std::vector<bool> returned(schema.arguments().size(), false);

@@ -8,6 +8,9 @@
 #include <c10/core/AutogradState.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <tuple>
+
 namespace tpu {
 namespace {
 
@@ -184,6 +187,47 @@ void return_results(
   }
 }
 
+// Whether what a call writes shares no element with anything else that it takes, but for the same view in the same
+// place of another list.  Such writes may go to one buffer: parts of FSDP2's gradients do.
+bool writes_apart(c10::ArrayRef<c10::IValue> arguments) {
+  struct Range {
+    const c10::StorageImpl* storage;
+    int64_t begin, end;
+    int element;
+  };
+  std::vector<Range> ranges;
+  const auto add = [&](const at::Tensor& tensor, int element) {
+    if (!tensor.defined() || tensor.numel() == 0 || tensor.device().type() != kDeviceType) {
+      return;
+    }
+    int64_t end = tensor.storage_offset() + 1;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      end += (tensor.size(dim) - 1) * tensor.stride(dim);
+    }
+    const auto size = static_cast<int64_t>(tensor.element_size());
+    ranges.push_back({tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset() * size, end * size, element});
+  };
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      add(argument.toTensor(), -1);
+    } else if (argument.isTensorList()) {
+      int element = 0;
+      for (const at::Tensor& tensor : argument.toTensorVector()) {
+        add(tensor, element++);
+      }
+    } else if (argument.isOptionalTensorList()) {
+      return false;
+    }
+  }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& one, const Range& other) {
+    return std::tie(one.storage, one.begin, one.end) < std::tie(other.storage, other.begin, other.end);
+  });
+  return std::adjacent_find(ranges.begin(), ranges.end(), [](const Range& one, const Range& other) {
+           const bool is_same = one.begin == other.begin && one.end == other.end && one.element == other.element;
+           return one.storage == other.storage && other.begin < one.end && !is_same;
+         }) == ranges.end();
+}
+
 // As PyTorch does it for devices that have no kernel of their own.
 void run_by_parts(const OpInfo& op, torch::jit::Stack* stack) {
   if (op.has_parts) {
@@ -292,7 +336,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
             ? written_tensor(output, arguments)
             : tensor_in(
                   make_storage(output.layout, device, signature->id), output.dtype, output.sizes, output.strides));
-    buffers.push_back(buffer_of(results.back()));
+    buffers.push_back(output.skip ? nullptr : buffer_of(results.back()));
   }
   UserPlace place = signature->checked ? user_place() : UserPlace{};
   bool is_written_twice = false;
@@ -300,7 +344,7 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
     StreamLock lock(stream.mutex());
     is_written_twice = buffers.size() > 1 && stream.is_written_twice({buffers.data(), buffers.size()});
   }
-  if (is_written_twice) {
+  if (is_written_twice && !writes_apart(arguments)) {
     run_by_parts(op, stack);
     return;
   }

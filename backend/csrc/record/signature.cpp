@@ -495,6 +495,8 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
   };
   const auto add_written = [&](int arg, int slot) {
     const auto& value = args[arg];
+    const int written_with = op.args[arg].written_with;
+    const bool stays = written_with >= 0 && args[written_with].isNone();
     if (value.isTensorList()) {
       for (size_t i = 0; i < value.toTensorList().size(); ++i) {
         OutputInfo output;
@@ -502,6 +504,7 @@ const Signature* make_signature(const OpInfo& op, c10::ArrayRef<c10::IValue> arg
         output.element = static_cast<int>(i);
         output.return_slot = slot;
         add_output(std::move(output), {});
+        signature.outputs.back().skip |= stays;
       }
     } else if (value.isTensor() && value.toTensor().defined()) {
       OutputInfo output;

@@ -21,7 +21,7 @@ struct OutputInfo {
   const Layout* layout{nullptr};       // of the value that is produced
   std::vector<int64_t> computed_sizes; // what the functional op gives, before it is written
   c10::ScalarType computed_dtype{c10::kFloat};
-  bool skip{false}; // no elements: nothing to write
+  bool skip{false}; // nothing is written: it has no elements, or stays as it is
 };
 
 // A runtime number that a dtype must be able to hold.

@@ -24,6 +24,7 @@ from tpu_backend.padded.dims import Dim, Examples, Linear, NotPaddableError, Num
 from tpu_backend.padded.rules import Lengthened, Padded
 from tpu_backend.padded.traced import Traced, trace
 from tpu_backend.runtime.dtypes import stored_dtype
+from tpu_backend.runtime.lists import shares_buffers
 from tpu_backend.runtime.segment import num_offsets, number_dtypes
 from tpu_backend.runtime.signature import Signature, entries, summaries
 
@@ -113,6 +114,8 @@ class Family:
         solved: dict[tuple[Traced, Traced], tuple[Number | float, ...]] = {}
         for one, other in zip(_forms(first, self._given), _forms(second, self._given), strict=True):
             entry, links, precision, offsets = one
+            if shares_buffers(entry, links):
+                raise NotPaddableError(f"{entry.overload} writes several parts of one buffer")
             forms = trace(entry.number, precision, offsets), trace(other[0].number, other[2], other[3])
             if forms[0].skeleton != forms[1].skeleton:
                 raise NotPaddableError(f"{entry.overload} is computed in another way")

@@ -70,6 +70,14 @@ def elements_read(entry: Signature) -> list[int]:
     return elements + [output.element for output in entry.outputs if output.partial and not output.skip]
 
 
+def shares_buffers(entry: Signature, links: Sequence[int]) -> bool:
+    """Whether several of its results are parts of one buffer: the last of them has all that was written.
+    `links` are the values that it reads.
+    """
+    num_partial = sum(output.partial and not output.skip for output in entry.outputs)
+    return len({*links[len(links) - num_partial :]}) < num_partial
+
+
 def elements_made(entry: Signature) -> list[int]:
     """For each value that the operation makes, in order: of which element it is."""
     return [output.element for output in entry.outputs if not output.skip]

@@ -1,22 +1,30 @@
 """Where a long segment is cut into parts, so that equal parts share a program.
 
 A segment is cut where its entries repeat themselves (the layers of a model, forward and backward) and where
-lists of tensors do (an optimizer's, a layer's tensors each time).
+lists of tensors do (an optimizer's, a layer's tensors each time). FSDP2 gathers a layer's weights during the
+layer before; parts gather them where they are needed, else the last layer would be unlike the others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tpu_backend import _C
-from tpu_backend.runtime.lists import elements_made, elements_read, kind_of, list_length, part_of
+from tpu_backend.runtime.lists import (
+    elements_made,
+    elements_read,
+    kind_of,
+    list_length,
+    part_of,
+    shares_buffers,
+)
 from tpu_backend.runtime.repeats import Repeat, find_repeats
 from tpu_backend.runtime.signature import Summary
-from tpu_backend.runtime.tape import Tape
+from tpu_backend.runtime.tape import Entry, Tape
 
 # Shorter stretches are not worth a launch of their own.
 _SHORTEST_REPEAT = 12
@@ -62,8 +70,9 @@ def grows_with_gradients(tape: Tape) -> bool:
 
 class _Planner:
     def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._lengths = [list_length(entry.summary) for entry in tape.entries]
+        self._order = order_with_late_gathers(tape)  # by place: the entry of the segment
+        self._tape = tape = Tape([tape.entries[entry] for entry in self._order], tape.layouts)
+        self._lengths = [_length(entry) for entry in tape.entries]
         self._crossing = tape.crossing_bytes()
         self._parts: list[Part] = []
         self._most_times = self._num_saved = 0
@@ -71,6 +80,11 @@ class _Planner:
         self.has_gradients = any(not entry.circumstances & _C.WITHOUT_GRADIENTS for entry in tape.entries)
 
     def plan(self) -> Plan:
+        parts, grows = self._plan_places()
+        of_entries = [[piece._replace(entry=self._order[piece.entry]) for piece in part] for part in parts]
+        return Plan(of_entries, grows)
+
+    def _plan_places(self) -> Plan:
         end = len(self._tape.entries)
         turns = [] if self.has_gradients else self.turns_that_grow()
         if not turns:
@@ -200,6 +214,34 @@ class _Planner:
     def _add_elements(self, begin: int, end: int, first: int, last: int) -> None:
         if first < last:
             self._parts.append([Piece(place, first, last) for place in range(begin, end)])
+
+
+def order_with_late_gathers(tape: Tape) -> Sequence[int]:
+    """The places of the entries, each gather before the first that reads it, with what is made for it alone.
+    Ranks that have recorded the same have the same order.
+    """
+    readers = defaultdict[int, list[int]](list)
+    for place, entry in enumerate(tape.entries):
+        for local in entry.links:
+            readers[local].append(place)
+    before: dict[int, int] = {}  # by what is put off: the entry that it comes before
+    for place in reversed(range(len(tape.entries))):
+        entry = tape.entries[place]
+        read_by = [reader for local in entry.made for reader in readers[local]]
+        is_gather = entry.summary.overload == "tpu_collective::all_gather"
+        if read_by and (is_gather or all(reader in before for reader in read_by)):
+            before[place] = min(before.get(reader, reader) for reader in read_by)
+    if not before:
+        return range(len(tape.entries))
+    return sorted(
+        range(len(tape.entries)), key=lambda place: (before.get(place, place), place not in before, place)
+    )
+
+
+def _length(entry: Entry) -> int:
+    """Of the lists of an operation that can be taken apart, else 0."""
+    length = list_length(entry.summary)
+    return 0 if length and shares_buffers(entry.signature, entry.links) else length
 
 
 def _numbered(things: Iterator[Any]) -> np.ndarray:

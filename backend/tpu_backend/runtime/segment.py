@@ -135,6 +135,7 @@ def replay(
         lowering, args, kwargs, tuple(o.computed for o in entry.outputs), entry.compute_dtype, key
     )
     new_values: list[packed.Value] = []
+    bases = dict[int, packed.Value]()  # with what was written into them already: parts of lists may share one
     for output, result in zip(entry.outputs, results, strict=True):
         if output.skip or result is None:
             continue
@@ -142,9 +143,11 @@ def replay(
         if value.shape != output.sizes:
             value = jnp.broadcast_to(value, output.sizes)
         if output.partial:
-            base = values[next(links)]
+            link = next(links)
             geometry, traced = written_views[output.written_arg, output.element]
-            new_values.append(packed.write(base, geometry, value, traced))
+            base = bases[link] if link in bases else values[link]
+            bases[link] = packed.write(base, geometry, value, traced)
+            new_values.append(bases[link])
             continue
         order = _C.memory_order(output.sizes, output.strides)
         assert order is not None

@@ -1,5 +1,6 @@
 """What torch.distributed has beside collectives, on two ranks in one launch: SyncBatchNorm, transfers that
-cross or come from any rank, ZeroRedundancyOptimizer, uninitialised buffers, uneven DTensors.
+cross or come from any rank, ZeroRedundancyOptimizer, uninitialised buffers, uneven DTensors, AdamW of
+DTensors, FSDP2's first step in parts.
 """
 
 import pytest
@@ -8,11 +9,13 @@ from tests.backend.distributed.ranks import Rank, assert_all_ended_well, run_ran
 
 FEATURES = """
     import time
+    from collections import Counter
 
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     other = 1 - rank
 
@@ -234,6 +237,79 @@ FEATURES = """
         assert torch.equal(rows.to_local().cpu(), whole.chunk(2, 0)[rank])
         assert (x * 2).sum().full_tensor().item() == 2 * whole.sum()
 
+    # ---- AdamW of DTensors: each rank steps with its parts, in one operation
+
+    def adamw_of_dtensors():
+        mesh = init_device_mesh("tpu", (world,))
+        torch.manual_seed(5)
+        weights = [torch.randn(7, 3), torch.randn(1, 4), torch.randn(5)]
+        placements = [[Shard(0)], [Shard(0)], [Replicate()]]
+        alone = [nn.Parameter(each.clone()) for each in weights]
+        divided = [
+            nn.Parameter(distribute_tensor(each.to("tpu"), mesh, placed))
+            for each, placed in zip(weights, placements)
+        ]
+        plain = nn.Parameter(torch.ones(2, device="tpu"))
+        assert divided[1].to_local().numel() == (4 if rank == 0 else 0)
+        steps = [
+            torch.optim.AdamW(parameters, lr=0.1, amsgrad=True) for parameters in (alone, [*divided, plain])
+        ]
+        for number in range(3):
+            plain.grad = torch.ones_like(plain)
+            for one, part in zip(alone, divided):
+                one.grad = torch.full_like(one, 0.5) * one.detach().sin()
+                part.grad = distribute_tensor(one.grad.to("tpu"), mesh, part.placements)
+            before = torch.tpu.compile_stats()["ops_recorded"]
+            versions = [each._version for each in divided]
+            for each in steps:
+                each.step()
+            if number:
+                assert torch.tpu.compile_stats()["ops_recorded"] == before + 1
+            assert all(each._version > version for each, version in zip(divided, versions))
+        for one, part in zip(alone, divided):
+            torch.testing.assert_close(part.full_tensor().cpu(), one.detach(), rtol=1e-5, atol=1e-6)
+
+    def adamw_of_partial_gradients():
+        mesh = init_device_mesh("tpu", (world,))
+        alone = nn.Parameter(torch.linspace(-1, 1, 6))
+        divided = nn.Parameter(distribute_tensor(alone.detach().to("tpu"), mesh, [Replicate()]))
+        alone.grad = torch.full((6,), 3.0)
+        own = torch.full((6,), 1.0 + rank, device="tpu")
+        divided.grad = DTensor.from_local(own, mesh, [Partial()])  # 1 and 2: each rank has a summand
+        for parameter in (alone, divided):
+            torch.optim.AdamW([parameter], lr=0.1).step()
+        torch.testing.assert_close(divided.full_tensor().cpu(), alone.detach(), rtol=1e-5, atol=1e-6)
+
+    # ---- FSDP2's first step in parts: also the layer that gathers for none after it is like the others
+
+    def layers_share_programs():
+        mesh, num_layers = init_device_mesh("tpu", (world,)), 5
+        torch.manual_seed(6)
+
+        def layer():
+            parts = nn.RMSNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 8)
+            return nn.Sequential(*parts)
+
+        model = nn.Sequential(nn.Linear(8, 8), *(layer() for _ in range(num_layers))).to("tpu")
+        for each in model[1:]:
+            fully_shard(each, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        @torch.tpu.spmd
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        x = torch.ones(4, 8, device="tpu")
+        with torch.tpu.eager_mode("fused", parts="always"):
+            step(x)
+        times = Counter(step.digests)
+        assert list(times.values()).count(num_layers) == 4, times  # forward, backward, moments, AdamW
+
     CHECKS = {
         "SyncBatchNorm": lambda: sync_batch_norm("eager"),
         "SyncBatchNorm in a region": lambda: sync_batch_norm("region"),
@@ -249,6 +325,9 @@ FEATURES = """
         "uninitialised buffers": lambda: uninitialised_buffers("eager"),
         "uninitialised buffers in a region": lambda: uninitialised_buffers("region"),
         "uneven redistribution": uneven_redistribution,
+        "AdamW of DTensors": adamw_of_dtensors,
+        "AdamW of partial gradients": adamw_of_partial_gradients,
+        "layers share programs": layers_share_programs,
     }
     chosen = os.environ.get("CHECKS", "").split(",")
     for name, check in CHECKS.items():
