@@ -1,9 +1,10 @@
-"""The cold start of four ranks on this machine's CPU against that of one process, of the 5M Llama.
+"""The cold start of four ranks on this machine's CPU against that of one rank, of the 5M Llama.
 
 `python -m tests.benchmarks.rank_start`. From the first operation (the model goes to the device) to the end of
-the first training step, with nothing on disk. Both train on the same global batch, the ranks by FSDP2 in a
-region. Bars: the slowest of four ranks takes at most 1.5 times as long as the one process; and no program is
-compiled twice. The two take turns, each in fresh processes, after imports and the start of the group.
+the first training step, with nothing on disk. All train on the same global batch in a region, by FSDP2; the
+plain step of one process, without FSDP2, is reported beside them. Bars: the slowest of four ranks takes at
+most 1.5 times as long as the one rank; and no program is compiled twice. They take turns, each in fresh
+processes, after imports and the start of the group.
 """
 
 import json
@@ -21,8 +22,8 @@ from tests.benchmarks.rank_launch import run_ranks
 RANKS = 4
 
 
-def rank(directory: Path) -> None:
-    """What each process runs; it writes what it found to a file of its own."""
+def rank(kind: str, directory: Path) -> None:
+    """What each process runs, "fsdp2" or "plain"; it writes what it found to a file of its own."""
     import torch
     from torch import distributed as dist
 
@@ -45,7 +46,7 @@ def rank(directory: Path) -> None:
     dist.barrier()
     keys.clear()
     began, cpu_began = time.perf_counter(), time.process_time()
-    if dist.get_world_size() == 1:
+    if kind == "plain":
         batch = torch_step.llama_batch()
         step = torch_step.TrainingStep(torch_step.llama(), torch_step.llama_loss, batch, "tpu")
         step.step = torch.tpu.spmd(step._step)
@@ -72,9 +73,9 @@ class Start(NamedTuple):
     num_repeated: int  # programs that several ranks have compiled
 
 
-def started(world: int) -> Start:
+def started(kind: str, world: int) -> Start:
     with tempfile.TemporaryDirectory() as directory:
-        run_ranks("tests.benchmarks.rank_start", world, directory)
+        run_ranks("tests.benchmarks.rank_start", world, kind, directory)
         ranks = [json.loads((Path(directory) / f"{each}.json").read_text()) for each in range(world)]
     times = Counter(key for each in ranks for key in each["keys"])
     return Start(
@@ -86,27 +87,33 @@ def started(world: int) -> Start:
 
 
 def rows(rounds: int = 5) -> list[Row]:
-    of_one, of_many = [], []
+    starts: dict[tuple[str, int], list[Start]] = {("fsdp2", RANKS): [], ("fsdp2", 1): [], ("plain", 1): []}
     for _ in range(rounds):
-        of_one.append(started(1))
-        of_many.append(started(RANKS))
-    one, many = (Timing(tuple(each.seconds for each in starts)) for starts in (of_one, of_many))
-    cpu = [min(each.cpu_seconds for each in starts) for starts in (of_many, of_one)]
-    programs = f"{of_many[0].num_programs} programs / {of_one[0].num_programs}"
+        for (kind, world), found in starts.items():
+            found.append(started(kind, world))
+    many, one, plain = (Timing(tuple(each.seconds for each in found)) for found in starts.values())
+    cpu = [min(each.cpu_seconds for each in found) for found in starts.values()]
+    programs = [found[0].num_programs for found in starts.values()]
     return [
         Row(
-            f"cold start of {RANKS} ranks / one process",
+            f"cold start of {RANKS} ranks / one rank",
             many.minimum / one.minimum,
             "<=",
             1.5,
-            f"{many} / {one}; {programs}; seconds of the CPU {cpu[0]:.1f} / {cpu[1]:.1f}",
+            f"{many} / {one}; plain step of one process {plain}; {programs[0]} programs / {programs[1]}, "
+            f"{programs[2]}; seconds of the CPU {cpu[0]:.1f} / {cpu[1]:.1f}, {cpu[2]:.1f}",
         ),
-        Row("programs compiled by more than one rank", max(each.num_repeated for each in of_many), "==", 0),
+        Row(
+            "programs compiled by more than one rank",
+            max(each.num_repeated for each in starts["fsdp2", RANKS]),
+            "==",
+            0,
+        ),
     ]
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        rank(Path(sys.argv[1]))
+        rank(sys.argv[1], Path(sys.argv[2]))
     else:
         sys.exit(not print_table(rows()))
