@@ -31,9 +31,10 @@ from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Candidate, Task, modelled
 from tputrain.parallel.config import ParallelConfig
 from tputrain.parallel.cost_model import CostModel
+from tputrain.parallel.dry_run import workload_of
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.topology import GIB, Topology
-from tputrain.parallel.workload import Workload, workload_of
+from tputrain.parallel.workload import Workload
 from tputrain.planning.compiled_step import Subject, compile_step, start_slice
 
 Lower = Callable[[jax_slice.SliceStep], jax.stages.Lowered]

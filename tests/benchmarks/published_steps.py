@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tputrain.models.llama import LLAMA_CONFIGS, Llama
 from tputrain.parallel.cost_model import CostModel, Seconds
+from tputrain.parallel.dry_run import workload_of
 from tputrain.parallel.layout import Layout
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Workload, workload_of
+from tputrain.parallel.workload import Workload
 
 
 @dataclass(frozen=True)

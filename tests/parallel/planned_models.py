@@ -9,10 +9,11 @@ from tputrain.cli.plan import task_of
 from tputrain.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Task
+from tputrain.parallel.dry_run import workload_of
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Workload, workload_of
+from tputrain.parallel.workload import Workload
 from tputrain.recipe import read_recipe
 from tputrain.shipped import find_recipe
 

@@ -10,11 +10,11 @@ from torch import nn
 from tests.parallel.planned_models import plan_of_recipe, planned, workload
 from tputrain.figures import memory_text, seconds_text
 from tputrain.parallel.candidate import Task
+from tputrain.parallel.dry_run import workload_of
 from tputrain.parallel.plan import Plan, make_plan
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import CHIPS, Topology
 from tputrain.parallel.variants import Settings, Variant
-from tputrain.parallel.workload import workload_of
 from tputrain.planning.recipe_variants import RecipeVariants
 from tputrain.report.plan_page import plan_page
 

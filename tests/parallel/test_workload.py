@@ -22,10 +22,11 @@ from tputrain.models.llama import LLAMA_CONFIGS, LlamaConfig
 from tputrain.parallel.candidate import Candidate, Task, best, candidates
 from tputrain.parallel.config import DEGREES
 from tputrain.parallel.cost_model import MXU_SHARE, Seconds, newton_schulz_flops
+from tputrain.parallel.dry_run import workload_of
 from tputrain.parallel.memory_model import Precision, memory
 from tputrain.parallel.plan import make_plan
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Matrix, Parameters, Workload, for_lengths, workload_of
+from tputrain.parallel.workload import Matrix, Parameters, Workload, for_lengths
 from tputrain.recipe import read_recipe
 from tputrain.shipped import find_recipe
 
@@ -410,7 +411,7 @@ def test_a_tensor_that_a_model_makes_on_its_device_does_not_open_it() -> None:
     code = """
 import torch
 from torch import nn
-from tputrain.parallel.workload import workload_of
+from tputrain.parallel.dry_run import workload_of
 
 class Makes(nn.Linear):
     def forward(self, x):

@@ -31,10 +31,10 @@ from tputrain.models.vit import Vit, VitConfig
 from tputrain.optim.config import AdamWConfig
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import ParallelConfig
+from tputrain.parallel.dry_run import batch_like, workload_of
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.topology import GIB, Topology
-from tputrain.parallel.workload import batch_like, workload_of
 from tputrain.planning.compiled_step import Subject, start_slice
 from tputrain.planning.judged import judge_by
 from tputrain.recipe import read_recipe

@@ -18,13 +18,14 @@ from tputrain.models.recompute import OFFLOAD
 from tputrain.optim.groups import freeze
 from tputrain.parallel.candidate import Candidate, Task
 from tputrain.parallel.config import DEGREES, ParallelConfig
+from tputrain.parallel.dry_run import workload_of
 from tputrain.parallel.limits import check_forms, check_takes_parts, undividing_phases
 from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.slices import check_length
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Workload, for_lengths, workload_of
+from tputrain.parallel.workload import Workload, for_lengths
 from tputrain.planning.compiled_report import compiled_as_json, compiled_lines
 from tputrain.planning.compiled_step import CompiledStep, Subject, largest_of_a_layer, start_slice, why_not
 from tputrain.planning.judged import (

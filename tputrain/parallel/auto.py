@@ -20,13 +20,14 @@ from tputrain.loss import LossFunction
 from tputrain.models.recompute import LAYERS, NONE, SETTINGS, pattern
 from tputrain.parallel.candidate import Task
 from tputrain.parallel.config import DEGREES
+from tputrain.parallel.dry_run import batch_like, workload_of
 from tputrain.parallel.layout import mesh_of
 from tputrain.parallel.limits import undividing_phases
 from tputrain.parallel.memory_model import Precision
 from tputrain.parallel.plan import make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.topology import CHIPS, Topology
-from tputrain.parallel.workload import batch_like, for_lengths, workload_of
+from tputrain.parallel.workload import for_lengths
 from tputrain.parallel.world import Ranks, World
 
 if TYPE_CHECKING:
