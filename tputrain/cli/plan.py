@@ -1,6 +1,7 @@
 """`tputrain plan`: whether a recipe fits a slice, how it is laid out there, and how fast a step is."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -228,9 +229,12 @@ def _given_degrees(parallel: ParallelConfig, topology: Topology) -> dict[str, in
         return parallel.resolved(topology.num_devices)
     except UserError:
         asked = " ".join(f"parallel.{name}={degree}" for name, degree in given.items())
+        rest, left_over = divmod(topology.num_devices, math.prod(given.values()))
+        fits = "shard" not in given and rest > 0 and left_over == 0
+        beside = f" (with parallel.shard={rest} they do)" if fits else ""
         raise UserError(
             f"{asked}: expected degrees that multiply to the {topology.num_devices} devices of "
-            f"{topology.name}, or none of them: then the plan chooses"
+            f"{topology.name}{beside}, or none of them: then the plan chooses"
         ) from None
 
 
