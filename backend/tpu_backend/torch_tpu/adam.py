@@ -38,7 +38,7 @@ def install() -> None:
         **options: Any,
     ) -> None:
         lists = params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs
-        parts = _parts(lists) if _fits_one_operation(options) else None
+        parts = _parts(lists) if _fits_one_operation(state_steps, options) else None
         if parts is None:
             over_lists(*lists, state_steps, **options)
         else:
@@ -49,13 +49,14 @@ def install() -> None:
     adam._multi_tensor_adam = step  # type: ignore[assignment]  # it takes the same arguments
 
 
-def _fits_one_operation(options: dict[str, Any]) -> bool:
+def _fits_one_operation(state_steps: list[Tensor], options: dict[str, Any]) -> bool:
     numbers = (options["lr"], options["beta1"], options["beta2"])
     return not (
         options["has_complex"]
         or options["differentiable"]
         or torch.compiler.is_compiling()
         or any(isinstance(number, Tensor) for number in numbers)
+        or any(type(each) not in _PLAIN for each in state_steps)
     )
 
 

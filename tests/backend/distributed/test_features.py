@@ -282,7 +282,7 @@ FEATURES = """
 
     # ---- FSDP2's first step in parts: also the layer that gathers for none after it is like the others
 
-    def layers_share_programs():
+    def layers_share_programs(**options):
         mesh, num_layers = init_device_mesh("tpu", (world,)), 5
         torch.manual_seed(6)
 
@@ -294,7 +294,7 @@ FEATURES = """
         for each in model[1:]:
             fully_shard(each, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
 
         @torch.tpu.spmd
         def step(x):
@@ -305,8 +305,10 @@ FEATURES = """
             return loss.detach()
 
         x = torch.ones(4, 8, device="tpu")
+        before = torch.tpu.fallback_stats()
         with torch.tpu.eager_mode("fused", parts="always"):
             step(x)
+        assert torch.tpu.fallback_stats() == before
         times = Counter(step.digests)
         assert list(times.values()).count(num_layers) == 4, times  # forward, backward, moments, AdamW
 
@@ -328,6 +330,7 @@ FEATURES = """
         "AdamW of DTensors": adamw_of_dtensors,
         "AdamW of partial gradients": adamw_of_partial_gradients,
         "layers share programs": layers_share_programs,
+        "layers share programs, fused AdamW": lambda: layers_share_programs(fused=True),
     }
     chosen = os.environ.get("CHECKS", "").split(",")
     for name, check in CHECKS.items():
