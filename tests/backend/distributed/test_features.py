@@ -280,6 +280,28 @@ FEATURES = """
             torch.optim.AdamW([parameter], lr=0.1).step()
         torch.testing.assert_close(divided.full_tensor().cpu(), alone.detach(), rtol=1e-5, atol=1e-6)
 
+    # DDP's gradients are parts of one buffer, too.
+    def adamw_of_bucket_views():
+        before = torch.tpu.fallback_stats()
+        torch.manual_seed(7)
+        alone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        x = torch.randn(4, 8)
+        ours = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        ours.load_state_dict(alone.state_dict())
+        ddp = nn.parallel.DistributedDataParallel(ours.to("tpu"), gradient_as_bucket_view=True)
+        for model, rows in ((alone, x), (ddp, x.chunk(2)[rank].to("tpu"))):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad(set_to_none=False)
+                model(rows).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+        storages = {each.grad.untyped_storage().data_ptr() for each in ours.parameters()}
+        assert len(storages) == 1
+        for one, expected in zip(ours.parameters(), alone.parameters()):
+            torch.testing.assert_close(one.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.tpu.fallback_stats() == before
+
     # ---- FSDP2's first step in parts: also the layer that gathers for none after it is like the others
 
     def layers_share_programs(**options):
@@ -329,6 +351,7 @@ FEATURES = """
         "uneven redistribution": uneven_redistribution,
         "AdamW of DTensors": adamw_of_dtensors,
         "AdamW of partial gradients": adamw_of_partial_gradients,
+        "AdamW of DDP's bucket views": adamw_of_bucket_views,
         "layers share programs": layers_share_programs,
         "layers share programs, fused AdamW": lambda: layers_share_programs(fused=True),
     }
