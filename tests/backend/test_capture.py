@@ -538,3 +538,19 @@ def test_a_replay_takes_no_memory_of_what_the_step_leaves_as_it_is():
     for _ in range(5):
         assert captured().tolist() == [6.0] * 64
     assert (keep.tolist(), d.tolist(), before.tolist()) == ([3.0] * 64, [2.0] * 64, [2.0] * 64)
+
+
+def test_lists_of_views_that_overlap_in_a_later_call():
+    """What starts elsewhere is replayed, and views that are apart at first may come to overlap."""
+
+    def step(whole, first, second):
+        torch._foreach_mul_([first, second], [2.0, 3.0])
+        return whole.sum()
+
+    def results(device, function):
+        whole = torch.arange(32.0, device=device)
+        starts = [(0, 8), (0, 8), (4, 16), (8, 20), (0, 16), (2, 12), (0, 2), (4, 4)]
+        return [function(whole, whole[i : i + 4], whole[j : j + 4]).item() for i, j in starts]
+
+    captured = torch.tpu.capture(step)
+    assert results("tpu", captured) == results("cpu", step)

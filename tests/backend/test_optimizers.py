@@ -291,6 +291,9 @@ def test_lists_whose_tensors_overlap_are_taken_in_turn():
         return whole.cpu()
 
     assert torch.equal(results("tpu"), results("cpu"))
+    square, other = torch.arange(8.0, device="tpu").view(2, 2, 2)
+    with pytest.raises(RuntimeError, match="refer to a single memory location"):
+        torch._foreach_add_([square, other], [square.t(), other.t()])
 
 
 @pytest.mark.parametrize("operation", [torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_])

@@ -436,17 +436,24 @@ def test_lists_whose_elements_meet_are_not_taken_apart():
 
 
 def test_lists_of_parts_of_one_buffer_are_not_taken_apart():
-    """Each is written into what the one before it has written."""
+    """Beside lists that are."""
 
     def update(device):
-        whole = torch.arange(32.0, device=device)
-        tensors = list(whole.split(4))
-        torch._foreach_add_(tensors, eight(device))
-        torch._foreach_mul_(tensors, [1.5] * 8)
-        torch._foreach_sqrt_(tensors)
-        return [whole, *torch._foreach_sub(tensors, eight(device, 2))]
+        whole = torch.arange(160.0, device=device)
+        tensors, others = (
+            list(whole.split(4)),
+            [torch.arange(4.0, device=device) + each for each in range(40)],
+        )
+        for lists in (tensors, others):
+            torch._foreach_add_(lists, [each + 1 for each in others])
+            torch._foreach_mul_(lists, 1.5)
+            torch._foreach_sqrt_(lists)
+            torch._foreach_add_(lists, 2.0)
+        return [whole, *others]
 
+    before = torch.tpu.compile_stats()["segments_in_parts"]
     of_both(update)
+    assert torch.tpu.compile_stats()["segments_in_parts"] > before
 
 
 def entry_of(overload, links, made):

@@ -24,6 +24,7 @@ class CaptureSink final : public Sink {
   bool ends_steps() const override {
     return false; // a captured step is one program, with what is behind its optimizers
   }
+  bool moves_views() const override { return true; } // those of its arguments
   std::optional<std::string> why_no_replay() const override;
   std::exception_ptr take(ProgramCache& programs, Segment& segment, Counters& counters) override;
 

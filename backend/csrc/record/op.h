@@ -29,7 +29,7 @@ struct ArgInfo {
   bool is_out{false}; // an out= argument: written, and not an argument of the lowering
   bool is_read{true}; // false for out= and where an in-place op ignores what was there (fill_, normal_)
   bool is_written{false};
-  int written_with{-1}; // an argument without which it is not: fused optimizers unscale gradients by grad_scale
+  int written_with{-1};           // the argument without which it is not (gradients: grad_scale); -1: always written
   bool zero_or_one_static{false}; // alpha and beta: 0 and 1 are worth a program of their own
   NumberPolicy policy{NumberPolicy::Static};
   Fits fits{Fits::Any};

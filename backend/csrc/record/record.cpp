@@ -187,13 +187,19 @@ void return_results(
   }
 }
 
-// Whether what a call writes shares no element with anything else that it takes, but for the same view in the same
-// place of another list.  Such writes may go to one buffer: parts of FSDP2's gradients do.
-bool writes_apart(c10::ArrayRef<c10::IValue> arguments) {
+// Whether no two of the tensors that a call takes share an element, but for equal views in one place of several lists.
+// Then it may write several parts of one buffer at once: FSDP2's gradients are such parts, and DDP's in their buckets.
+bool are_disjoint(c10::ArrayRef<c10::IValue> arguments) {
   struct Range {
-    const c10::StorageImpl* storage;
+    at::Tensor tensor;
+    int element; // of a list; -1: of none
     int64_t begin, end;
-    int element;
+
+    bool is_same_view(const Range& other) const {
+      return element >= 0 && element == other.element && begin == other.begin &&
+          tensor.scalar_type() == other.tensor.scalar_type() && tensor.sizes() == other.tensor.sizes() &&
+          tensor.strides() == other.tensor.strides();
+    }
   };
   std::vector<Range> ranges;
   const auto add = [&](const at::Tensor& tensor, int element) {
@@ -205,7 +211,7 @@ bool writes_apart(c10::ArrayRef<c10::IValue> arguments) {
       end += (tensor.size(dim) - 1) * tensor.stride(dim);
     }
     const auto size = static_cast<int64_t>(tensor.element_size());
-    ranges.push_back({tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset() * size, end * size, element});
+    ranges.push_back({tensor, element, tensor.storage_offset() * size, end * size});
   };
   for (const c10::IValue& argument : arguments) {
     if (argument.isTensor()) {
@@ -219,12 +225,13 @@ bool writes_apart(c10::ArrayRef<c10::IValue> arguments) {
       return false;
     }
   }
-  std::sort(ranges.begin(), ranges.end(), [](const Range& one, const Range& other) {
-    return std::tie(one.storage, one.begin, one.end) < std::tie(other.storage, other.begin, other.end);
-  });
+  const auto place = [](const Range& range) {
+    return std::tuple(range.tensor.storage().unsafeGetStorageImpl(), range.begin, range.end);
+  };
+  std::sort(
+      ranges.begin(), ranges.end(), [&](const Range& one, const Range& other) { return place(one) < place(other); });
   return std::adjacent_find(ranges.begin(), ranges.end(), [](const Range& one, const Range& other) {
-           const bool is_same = one.begin == other.begin && one.end == other.end && one.element == other.element;
-           return one.storage == other.storage && other.begin < one.end && !is_same;
+           return one.tensor.is_alias_of(other.tensor) && other.begin < one.end && !one.is_same_view(other);
          }) == ranges.end();
 }
 
@@ -340,11 +347,13 @@ void RecordKernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, t
   }
   UserPlace place = signature->checked ? user_place() : UserPlace{};
   bool is_written_twice = false;
+  bool may_move = false; // views that are disjoint now may overlap in a replay
   {
     StreamLock lock(stream.mutex());
     is_written_twice = buffers.size() > 1 && stream.is_written_twice({buffers.data(), buffers.size()});
+    may_move = stream.sink()->moves_views();
   }
-  if (is_written_twice && !writes_apart(arguments)) {
+  if (is_written_twice && (may_move || !are_disjoint(arguments))) {
     run_by_parts(op, stack);
     return;
   }

@@ -40,6 +40,8 @@ class Sink {
   virtual std::optional<std::string> why_no_replay() const { return std::nullopt; }
   // Whether collectives are entries of a segment like others; else each is a program of its own.
   virtual bool joins_collectives() const { return false; }
+  // Whether what it takes may be launched again with views that start elsewhere.
+  virtual bool moves_views() const { return false; }
   // Whether `take` launches what it is given.
   virtual bool launches() const { return true; }
 

@@ -71,8 +71,8 @@ def elements_read(entry: Signature) -> list[int]:
 
 
 def shares_buffers(entry: Signature, links: Sequence[int]) -> bool:
-    """Whether several of its results are parts of one buffer: the last of them has all that was written.
-    `links` are the values that it reads.
+    """Whether it writes several parts of one buffer, so that its elements cannot be taken apart. `links` are
+    the values that it reads.
     """
     num_partial = sum(output.partial and not output.skip for output in entry.outputs)
     return len({*links[len(links) - num_partial :]}) < num_partial

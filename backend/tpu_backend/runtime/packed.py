@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +166,40 @@ def write(base: Value, geometry: views.Geometry, value: Value, offset: jax.Array
         if (found := base.written(geometry, given)) is not None:
             return found
     return views.write(whole(base), geometry, whole(value), offset)
+
+
+class Write(NamedTuple):
+    """What is written through a view; `offset`: where it starts, if that is an input."""
+
+    geometry: views.Geometry
+    value: Value
+    offset: jax.Array | None
+
+
+def write_all(base: Value, writes: Sequence[Write]) -> Value:
+    """The base after these writes, which do not overlap."""
+    if len(writes) > 1 and (found := _joined(base, writes)) is not None:
+        return found
+    for each in writes:
+        base = write(base, *each)
+    return base
+
+
+def _joined(base: Value, writes: Sequence[Write]) -> Packed | None:
+    """The same of a flat base, put together once: XLA would compile one update after another for long."""
+    if isinstance(base, Packed) or base.ndim != 1 or any(each.offset is not None for each in writes):
+        return None
+    if any(not _is_contiguous(each.geometry) or each.geometry.dtype != base.dtype for each in writes):
+        return None
+    parts, end = list[jax.Array](), 0
+    for geometry, value, _ in sorted(writes, key=lambda each: each.geometry.offset):
+        if end < geometry.offset:
+            parts.append(base[end : geometry.offset])
+        parts.append(whole(value))
+        end = geometry.offset + geometry.numel
+    if end < base.size:
+        parts.append(base[end:])
+    return Packed(tuple(parts), base.shape)
 
 
 def _is_contiguous(geometry: views.Geometry) -> bool:

@@ -80,21 +80,22 @@ class _Planner:
         self.has_gradients = any(not entry.circumstances & _C.WITHOUT_GRADIENTS for entry in tape.entries)
 
     def plan(self) -> Plan:
-        parts, grows = self._plan_places()
+        parts, grows = self._parts_by_place()
         of_entries = [[piece._replace(entry=self._order[piece.entry]) for piece in part] for part in parts]
         return Plan(of_entries, grows)
 
-    def _plan_places(self) -> Plan:
+    def _parts_by_place(self) -> tuple[list[Part], bool]:
+        """The plan, with places in `_order` instead of entries."""
         end = len(self._tape.entries)
         turns = [] if self.has_gradients else self.turns_that_grow()
         if not turns:
-            return Plan(self._plan(0, end, _FEWEST_SAVED), grows=False)
+            return self._plan(0, end, _FEWEST_SAVED), False
         parts, done = [], 0
         for turn in turns:
             for begin, stop in [(done, turn.begin), *turn.stretches()]:
                 parts += self._plan(begin, stop, _FEWEST_SAVED_IN_TURN)
             done = turn.end
-        return Plan(parts + self._plan(done, end, _FEWEST_SAVED_IN_TURN), grows=True)
+        return parts + self._plan(done, end, _FEWEST_SAVED_IN_TURN), True
 
     def turns_that_grow(self) -> list[Repeat]:
         """The turns of loops that differ in sizes alone. The operations and their outlines tell enough:
@@ -217,8 +218,8 @@ class _Planner:
 
 
 def order_with_late_gathers(tape: Tape) -> Sequence[int]:
-    """The places of the entries, each gather before the first that reads it, with what is made for it alone.
-    Ranks that have recorded the same have the same order.
+    """The entries in an order in which each all_gather comes just before the first that reads it. What only
+    such gathers read moves along. It depends on the tape alone, so ranks with equal tapes have one order.
     """
     readers = defaultdict[int, list[int]](list)
     for place, entry in enumerate(tape.entries):
@@ -239,7 +240,7 @@ def order_with_late_gathers(tape: Tape) -> Sequence[int]:
 
 
 def _length(entry: Entry) -> int:
-    """Of the lists of an operation that can be taken apart, else 0."""
+    """How many elements its lists have; 0 where it cannot be taken apart."""
     length = list_length(entry.summary)
     return 0 if length and shares_buffers(entry.signature, entry.links) else length
 

@@ -6,6 +6,7 @@ This is the cold path: it runs on a program-cache miss only.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -135,7 +136,7 @@ def replay(
         lowering, args, kwargs, tuple(o.computed for o in entry.outputs), entry.compute_dtype, key
     )
     new_values: list[packed.Value] = []
-    bases = dict[int, packed.Value]()  # with what was written into them already: parts of lists may share one
+    writes: dict[int, list[tuple[int, packed.Write]]] = defaultdict(list)  # by base: place of the output
     for output, result in zip(entry.outputs, results, strict=True):
         if output.skip or result is None:
             continue
@@ -143,15 +144,17 @@ def replay(
         if value.shape != output.sizes:
             value = jnp.broadcast_to(value, output.sizes)
         if output.partial:
-            link = next(links)
             geometry, traced = written_views[output.written_arg, output.element]
-            base = bases[link] if link in bases else values[link]
-            bases[link] = packed.write(base, geometry, value, traced)
-            new_values.append(bases[link])
+            writes[next(links)].append((len(new_values), packed.Write(geometry, value, traced)))
+            new_values.append(value)  # until all parts of its base are there
             continue
         order = _C.memory_order(output.sizes, output.strides)
         assert order is not None
         new_values.append(value if order == tuple(range(len(order))) else value.transpose(order))
+    for link, of_base in writes.items():
+        written = packed.write_all(values[link], [write for _, write in of_base])
+        for place, _ in of_base:
+            new_values[place] = written
     return new_values
 
 

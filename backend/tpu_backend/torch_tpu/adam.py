@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +44,8 @@ def install() -> None:
             over_lists(*lists, state_steps, **options)
         else:
             _step(parts, state_steps, **options)
-            if parts is not lists:  # autograd looks at the versions of the whole
-                torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs])
+            if parts is not lists:
+                _count_versions([lists[0], *lists[2:]], [parts[0], *parts[2:]])
 
     adam._multi_tensor_adam = step  # type: ignore[assignment]  # it takes the same arguments
 
@@ -87,6 +88,12 @@ def _parts_of(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     if len(layouts) > 1 or any(placement.is_partial() for placement in divided[0].placements):
         return None
     return tuple(each.to_local() for each in divided)
+
+
+def _count_versions(written: list[list[Tensor]], parts: list[list[Tensor]]) -> None:
+    """Autograd looks at the versions of DTensors, and their parts alone were written."""
+    pairs = zip(chain(*written), chain(*parts), strict=True)
+    torch.autograd.graph.increment_version([whole for whole, part in pairs if whole is not part])
 
 
 def _step(

@@ -306,33 +306,66 @@ FEATURES = """
 
     def layers_share_programs(**options):
         mesh, num_layers = init_device_mesh("tpu", (world,)), 5
-        torch.manual_seed(6)
 
         def layer():
             parts = nn.RMSNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 8)
             return nn.Sequential(*parts)
 
-        model = nn.Sequential(nn.Linear(8, 8), *(layer() for _ in range(num_layers))).to("tpu")
+        def network():
+            torch.manual_seed(6)
+            return nn.Sequential(nn.Linear(8, 8), *(layer() for _ in range(num_layers)))
+
+        def stepping(model, **options):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+
+            def step(x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            return step
+
+        model, alone = network().to("tpu"), network()
         for each in model[1:]:
             fully_shard(each, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-
-        @torch.tpu.spmd
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        x = torch.ones(4, 8, device="tpu")
+        step = torch.tpu.spmd(stepping(model, **options))
+        x = torch.linspace(-1, 1, 32).view(4, 8)
         before = torch.tpu.fallback_stats()
         with torch.tpu.eager_mode("fused", parts="always"):
-            step(x)
+            loss = step(x.to("tpu"))
+        torch.testing.assert_close(loss.cpu(), stepping(alone)(x), rtol=1e-5, atol=1e-6)
+        for part, whole in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(part.full_tensor().cpu(), whole.detach(), rtol=1e-4, atol=1e-4)
         assert torch.tpu.fallback_stats() == before
         times = Counter(step.digests)
         assert list(times.values()).count(num_layers) == 4, times  # forward, backward, moments, AdamW
+
+    # What is gathered late is what it was gathered of, also where that has changed since.
+    def gathers_before_updates():
+        def layers(device, gathered):
+            shards = [torch.full((4,), 1.0 + rank + number, device=device) for number in range(5)]
+            x = torch.linspace(-1, 1, 4 * world, device=device)
+            for shard, whole in [(shard, gathered(shard)) for shard in shards]:
+                shard.mul_(2).add_(x[:4])
+                for _ in range(6):
+                    x = (x * whole).tanh().exp().sub(1)
+            return [x, *shards]
+
+        def gathered(shard):
+            whole = torch.empty(4 * world, device="tpu")
+            dist.all_gather_into_tensor(whole, shard)
+            return whole
+
+        region = torch.tpu.spmd(lambda: layers("tpu", gathered))
+        with torch.tpu.eager_mode("fused", parts="always"):
+            found = region()
+        assert len(region.digests) > 1
+        expected = layers("cpu", lambda shard: torch.cat([shard - rank + other for other in range(world)]))
+        for ours, theirs in zip(found, expected):
+            torch.testing.assert_close(ours.cpu(), theirs)
 
     CHECKS = {
         "SyncBatchNorm": lambda: sync_batch_norm("eager"),
@@ -353,6 +386,7 @@ FEATURES = """
         "AdamW of partial gradients": adamw_of_partial_gradients,
         "AdamW of DDP's bucket views": adamw_of_bucket_views,
         "layers share programs": layers_share_programs,
+        "gathers before updates": gathers_before_updates,
         "layers share programs, fused AdamW": lambda: layers_share_programs(fused=True),
     }
     chosen = os.environ.get("CHECKS", "").split(",")
