@@ -98,6 +98,47 @@ def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
         check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), model, None)
 
 
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 6}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {
+                "model_type": "phi3",
+                "pad_token_id": 0,
+                "rope_parameters": {"rope_type": "longrope", **LONGROPE},
+            },
+            "Phi3ForCausalLM has model.rotary_emb with rope_type=longrope, which takes the part of a",
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "LlamaForCausalLM has model.rotary_emb with rope_type=dynamic, which takes the part of a",
+        ),
+        (
+            {"model_type": "llama4_text", "num_local_experts": 2, "intermediate_size_mlp": 16},
+            "Llama4ForCausalLM has model.layers.3.self_attn with attn_temperature_tuning, which takes",
+        ),
+    ],
+)
+def test_positions_that_depend_on_the_number_of_tokens_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = build_huggingface({**sizes, **heads, **settings})
+    world = cast(Any, SimpleNamespace(size=2, context_size=2, tensor_size=1))
+    cfg = RunConfig(parallel=ParallelConfig(context=2))
+    with pytest.raises(UserError, match=f"^parallel.context=2: {message}") as caught:
+        check_limits(world, cfg, model, None)
+    assert "\n" not in str(caught.value)
+    if settings["model_type"] == "llama4_text":
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.self_attn.attn_temperature_tuning = False  # type: ignore[union-attr]
+        check_limits(world, cfg, model, None)
+
+
 class Masks(TorchDispatchMode):
     """The dtypes of what stands for a mask in the device's attention."""
 

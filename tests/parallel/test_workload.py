@@ -240,7 +240,11 @@ def test_context_degrees_are_those_that_a_run_takes_with_kernels_of_whole_blocks
     given = workload_of(llama(config), text(4096), loss_fn=lambda output, labels: output)
     assert given.context_degrees == (1,)  # it may shift labels itself
     theirs = build_huggingface({"model_type": "llama", **THEIRS})
+    assert workload_of(theirs, text(4096)).context_degrees == (1, 2, 4)
+    theirs.config._attn_implementation = "eager"  # type: ignore[union-attr]  # a run would refuse it
     assert workload_of(theirs, text(4096)).context_degrees == (1,)
+    not_compared = build_huggingface({"model_type": "helium", **THEIRS})
+    assert workload_of(not_compared, text(4096)).context_degrees == (1,)
 
 
 def test_context_ranks_have_to_be_worth_a_tenth_of_the_step() -> None:

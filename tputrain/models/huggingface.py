@@ -25,6 +25,15 @@ CONFIG = "config.json"
 INITS = ("weights", "random")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as transformers' configurations name them."""
+_TAKES_PARTS = {
+    *("gemma3_text", "glm4", "gpt_neox", "granite", "llama", "ministral3", "mistral", "mixtral", "olmo2"),
+    *("olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+}
+"""Types of models (`model_type`) whose sequences plans may divide among context ranks by themselves.
+
+A type is a member if tests/parallel/test_context_types.py compares its losses on two context ranks with those
+of one process; add both together. Any other type runs with `parallel.context` if the recipe sets it.
+"""
 
 
 def load_huggingface(
@@ -181,6 +190,7 @@ def _adapted(model: Any, activation_checkpointing: Setting) -> nn.Module:
         return {"loss": loss, "logits": logits} if model.gives_logits_with_loss else loss
 
     model.forward, model.gives_logits_with_loss = adapted, False
+    model.takes_parts = model.config.model_type in _TAKES_PARTS
     return model
 
 

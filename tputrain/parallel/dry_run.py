@@ -25,6 +25,7 @@ from tputrain.loss import LossFunction, loss_of
 from tputrain.models.transformers_masks import Said, attach_documents, attached_documents
 from tputrain.optim.muon import hidden_matrices
 from tputrain.parallel.blocks import blocks, signature, without_numbers
+from tputrain.parallel.limits import why_no_parts
 from tputrain.parallel.tensor_plan import check_divides, makes_loss_of_part, matched_rules
 from tputrain.parallel.tracing import Bytes, Product, Recorder, Trace
 from tputrain.parallel.workload import Amount, Matrix, Parameters, Part, Work, Workload, context_degrees
@@ -65,7 +66,7 @@ def workload_of(
         *parts, whole_rest = parts
     example = batch(ROWS[0])
     sequence = example["input_ids"].shape[1] if batch_of.is_text(example) else None
-    takes_parts = loss_fn is None and getattr(model, "takes_parts", False)
+    takes_parts = loss_fn is None and getattr(model, "takes_parts", False) and why_no_parts(model) is None
     return Workload(
         name or type(model).__name__,
         tuple(parts),

@@ -50,17 +50,20 @@ def check_takes_parts(context: int, model: nn.Module, loss_fn: LossFunction | No
 
     `context`: ranks that share a sequence.
     """
-    if context == 1:
-        return
-    who = f"parallel.context={context}: {type(model).__name__}"
+    if context > 1 and (reason := why_no_parts(model, loss_fn)) is not None:
+        raise UserError(f"parallel.context={context}: {type(model).__name__} {reason}")
+
+
+def why_no_parts(model: nn.Module, loss_fn: LossFunction | None = None) -> str | None:
+    """Why ranks cannot share the sequences of this model, said of the model; None: nothing is known against it."""
     if loss_fn is None and not hasattr(model, "gives_logits_with_loss"):
-        raise UserError(
-            f"{who} may shift labels itself, and a rank has not the label after its last token: expected our "
+        return (
+            "may shift labels itself, and a rank has not the label after its last token: expected our "
             "Llama, or a loss_fn of labels that are shifted already"
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise UserError(
-            f"{who} does not take position_ids: expected forward(input_ids, position_ids, ...), as the first "
+        return (
+            "does not take position_ids: expected forward(input_ids, position_ids, ...), as the first "
             "token of a rank need not be that of a sequence"
         )
     config = getattr(model, "config", None)  # of transformers
@@ -69,13 +72,31 @@ def check_takes_parts(context: int, model: nn.Module, loss_fn: LossFunction | No
         f"{name} ({type(each).__name__})" for name, each in model.named_modules() if isinstance(each, _MIXERS)
     ]
     if kinds:
-        raise UserError(
-            f"{who} has {kinds[0]}, which sees only the part of a sequence that a rank has: expected a model "
+        return (
+            f"has {kinds[0]}, which sees only the part of a sequence that a rank has: expected a model "
             "whose tokens meet in attention alone"
         )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa"):
-        raise UserError(
-            f"{who} has the attention {attention}, which sees only the part of a sequence that a rank has: "
+        return (
+            f"has the attention {attention}, which sees only the part of a sequence that a rank has: "
             "expected a model of transformers with the attention sdpa"
         )
+    for name, module in model.named_modules():
+        if (setting := _depends_on_length(module)) is not None:
+            return (
+                f"has {name} with {setting}, which takes the part of a sequence that a rank has for the whole: "
+                "expected positions that depend on position_ids alone"
+            )
+    return None
+
+
+def _depends_on_length(module: nn.Module) -> str | None:
+    """The setting of a module of transformers by which positions depend on how many tokens there are."""
+    kinds = getattr(module, "rope_type", None)
+    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+        if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+            return f"rope_type={kind}"  # frequencies follow from the largest position
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
+        return "attn_temperature_tuning"  # Llama 4: tokens are counted from the first one that there is
+    return None
