@@ -98,7 +98,12 @@ def test_what_cannot_be_cut_is_refused_in_one_line() -> None:
         check_limits(world, RunConfig(parallel=ParallelConfig(context=2)), model, None)
 
 
-LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 6}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 6,
+}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_p
             {
                 "model_type": "phi3",
                 "pad_token_id": 0,
-                "rope_parameters": {"rope_type": "longrope", **LONGROPE},
+                "rope_parameters": LONGROPE,
             },
             "Phi3ForCausalLM has model.rotary_emb with rope_type=longrope, which takes the part of a",
         ),

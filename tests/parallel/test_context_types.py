@@ -1,4 +1,4 @@
-"""Types of transformers' models whose sequences plans divide: each trains on context ranks as in one process."""
+"""Types of transformers' models that plans give context ranks: each trains on them as in one process."""
 
 import sys
 from pathlib import Path
@@ -46,5 +46,5 @@ def test_it_trains_on_context_ranks_as_in_one_process(runs: Path, name: str) -> 
 
 
 def test_plans_divide_sequences_of_the_types_that_are_compared() -> None:
-    assert huggingface._TAKES_PARTS == context_types.TYPES.keys()
+    assert context_types.TYPES.keys() == huggingface._TAKES_PARTS
     assert all(context_types.build(name).takes_parts for name in ("qwen3", context_types.LORA))

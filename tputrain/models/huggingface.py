@@ -26,8 +26,8 @@ INITS = ("weights", "random")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as transformers' configurations name them."""
 _TAKES_PARTS = {
-    *("gemma3_text", "glm4", "gpt_neox", "granite", "llama", "ministral3", "mistral", "mixtral", "olmo2"),
-    *("olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("gemma3_text", "glm4", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "olmo3", "phi", "phi3"),
+    *("qwen2", "qwen3", "qwen3_moe", "smollm3"),
 }
 """Types of models (`model_type`) whose sequences plans may divide among context ranks by themselves.
 

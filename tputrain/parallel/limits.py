@@ -55,7 +55,10 @@ def check_takes_parts(context: int, model: nn.Module, loss_fn: LossFunction | No
 
 
 def why_no_parts(model: nn.Module, loss_fn: LossFunction | None = None) -> str | None:
-    """Why ranks cannot share the sequences of this model, said of the model; None: nothing is known against it."""
+    """The reason why ranks cannot share sequences of this model, as what follows its name in a sentence.
+
+    None: no reason is known.
+    """
     if loss_fn is None and not hasattr(model, "gives_logits_with_loss"):
         return (
             "may shift labels itself, and a rank has not the label after its last token: expected our "
@@ -85,18 +88,18 @@ def why_no_parts(model: nn.Module, loss_fn: LossFunction | None = None) -> str |
     for name, module in model.named_modules():
         if (setting := _depends_on_length(module)) is not None:
             return (
-                f"has {name} with {setting}, which takes the part of a sequence that a rank has for the whole: "
-                "expected positions that depend on position_ids alone"
+                f"has {name} with {setting}, which takes the part of a sequence that a rank has for the "
+                "whole: expected another rope_type, or no such setting"
             )
     return None
 
 
 def _depends_on_length(module: nn.Module) -> str | None:
-    """The setting of a module of transformers by which positions depend on how many tokens there are."""
+    """The setting by which a module of transformers makes positions depend on how many tokens a rank has."""
     kinds = getattr(module, "rope_type", None)
     for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
         if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
-            return f"rope_type={kind}"  # frequencies follow from the largest position
+            return f"rope_type={kind}"  # its frequencies follow from the largest position of a batch
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
-        return "attn_temperature_tuning"  # Llama 4: tokens are counted from the first one that there is
+        return "attn_temperature_tuning"  # Llama 4 counts a rank's tokens from 0
     return None
