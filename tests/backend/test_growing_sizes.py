@@ -116,6 +116,14 @@ def test_what_is_not_proven_is_compiled_for_each_size():
     assert compiled_by(draws, rows) == [1] * len(SIZES)
 
 
+def test_sizes_that_are_equal_at_first_may_grow_apart():
+    """Where they are alike later, the call is none of the family of the first two."""
+    for first, second in ((8, 8), (9, 10), (10, 10), (11, 14), (12, 12)):
+        with torch.no_grad():
+            made = [torch.ones(size, device="tpu").sum() for size in (first, second)]
+        assert [each.item() for each in made] == [first, second]
+
+
 def test_lists_of_parts_of_one_buffer_are_not_padded():
     def update(x, whole):
         whole = whole.clone()

@@ -31,9 +31,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "GROUP_TIMEOUT": "300",
         "HERE": str(Path(__file__).parent),
         "RUNS": str(directory),
-        # Padding is not what is tested. With it a Trainer's step on ranks can fail after one of another type
-        # ("Executable expected parameter of size"), as starcoder2's after gpt_neox's, of two layers each.
-        "TPU_PAD_SIZES": "0",
     }
     assert_all_ended_well(run_ranks(SCRIPT, 2, timeout=600, **environment))
     return directory

@@ -143,9 +143,9 @@ class Family:
         for offset, known_offset in zip(description["offsets"], self._offsets, strict=True):
             if known_offset is not None and offset != known_offset:
                 return None
-        compared: set[tuple[Traced, Traced]] = set()
+        compared: set[tuple[Traced, Traced, Traced]] = set()
         for step, form in zip(self.steps, self._traced(description), strict=True):
-            if (step.first, form) in compared:
+            if (step.first, step.second, form) in compared:
                 continue
             if form.skeleton != step.first.skeleton or len(form.bounds_checks) != len(
                 step.first.bounds_checks
@@ -156,7 +156,7 @@ class Family:
                 if (number.at(size) if isinstance(number, Linear) else number) != there:
                     log.debug("not padded: %s has a number that does not fit", step.entry.described())
                     return None
-            compared.add((step.first, form))
+            compared.add((step.first, step.second, form))
         return size
 
     def _traced(self, description: Description) -> Iterator[Traced]:
