@@ -114,8 +114,11 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         leaves = [each for each in (*given, *found.tensors) if isinstance(each, Tensor)]
         leaves += [parameter for module in modules for parameter in module.parameters()]
         leaves += [parameter for group in groups for parameter in group["params"]]
-        held = [leaf.grad for leaf in leaves if leaf.is_leaf]
-        held += [buffer for module in modules for buffer in module.buffers()]
+        held: list[Any] = [leaf.grad for leaf in leaves if leaf.is_leaf]
+        for part in (part for module in modules for part in module.modules()):
+            held += part._buffers.values()
+            # transformers' rotary embeddings keep frequencies so that a forward pass has computed
+            held += [value for value in vars(part).values() if type(value) is Tensor]
         held += [value for state in states for value in state.values()]
         held += [*self._kept, *tree_leaves(returned)]
         return [part for each in held if isinstance(each, Tensor) for part in _parts(each)]

@@ -203,6 +203,26 @@ def test_an_exception_leaves_what_was_computed_and_ends_the_region():
     assert (x + 1).tolist() == [5, 6, 7]
 
 
+def test_a_tensor_that_is_an_attribute_of_a_module_is_a_result():
+    """As the frequencies of transformers' rotary embeddings, which a forward pass makes for the next ones."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.made = None, torch.zeros(2, device="tpu")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.before, self.made = self.made, self.made + x
+            return self.made * 2
+
+    model = nn.Sequential(nn.Identity(), Counting())
+    region = torch.tpu.spmd(lambda x: model(x))
+    x = torch.ones(2, device="tpu")
+    assert [region(x).tolist() for _ in range(3)] == [[2, 2], [4, 4], [6, 6]]
+    assert (model[1].before.tolist(), model[1].made.tolist()) == ([2, 2], [3, 3])
+    assert len(region.digests) == 1
+
+
 @pytest.mark.parametrize("mode", ["strict", "debug"])
 def test_in_other_modes_it_just_runs(mode: str):
     with torch.tpu.eager_mode(mode):

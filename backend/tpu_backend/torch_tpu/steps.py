@@ -59,9 +59,9 @@ def spmd(
     of the result tells those of the last call. Also a decorator.
 
     - It has the results that are declared: what it returns, what it gives to `keep` of the result, what
-      buffers hold that are older than the call, and what is held by modules and optimizers that it can reach
-      (parameters, their gradients, state). `modules` and `optimizers` name those that cannot be reached from
-      its arguments, closure, globals and `self`.
+      buffers hold that are older than the call, and what is held by modules (parameters, their gradients,
+      buffers, other attributes) and by optimizers that it can reach. `modules` and `optimizers` name those
+      that cannot be reached from its arguments, closure, globals and `self`.
     - Any other tensor that is made in it has no value after the call: reading one raises RuntimeError.
     - A read by the host inside it (`item()`, `print`) ends a program there. What buffers then hold is
       returned, whether or not somebody needs it.
