@@ -74,13 +74,15 @@ def _max_over(self, windows):
     outputs, widths = patches.shape[lead::2], patches.shape[lead + 1 :: 2]
     order = (*range(lead), *range(lead, patches.ndim, 2), *range(lead + 1, patches.ndim, 2))
     patches = patches.transpose(order).reshape(*self.shape[:lead], *outputs, math.prod(widths))
-    winner = jnp.argmax(patches, -1)
-    position = jnp.zeros((), jnp.int64)
+    # A TPU divides 64-bit integers in many steps: those of ResNet's pooling took half of its training step.
+    index = jnp.int32 if math.prod(plane) <= np.iinfo(np.int32).max else jnp.int64
+    winner = lax.argmax(patches, patches.ndim - 1, index)
+    position = jnp.zeros((), index)
     for i, (window, size) in enumerate(zip(windows, plane, strict=True)):
         offset = winner // math.prod(widths[i + 1 :]) % widths[i]
-        starts = window.starts.reshape((-1,) + (1,) * (rank - 1 - i))
+        starts = window.starts.astype(index).reshape((-1,) + (1,) * (rank - 1 - i))
         position = position * size + starts + offset * window.dilation
-    return jnp.max(patches, -1), position
+    return jnp.max(patches, -1), position.astype(jnp.int64)
 
 
 @lowering("max_pool2d_with_indices", "max_pool3d_with_indices")
