@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tputrain.parallel.dry_run import workload_of
 from tputrain.parallel.memory_model import Precision, memory
 from tputrain.parallel.plan import make_plan
 from tputrain.parallel.topology import Topology
-from tputrain.parallel.workload import Matrix, Parameters, Workload, for_lengths
+from tputrain.parallel.workload import Matrix, Parameters, Work, Workload, for_lengths
 from tputrain.recipe import read_recipe
 from tputrain.shipped import find_recipe
 
@@ -103,6 +104,65 @@ def test_dropout_in_attention_keeps_no_scores_and_counts_its_products() -> None:
     assert with_dropout.model_flops(1) == without.model_flops(1)
     kept = [work.parts[0].kept.row for work in (without, with_dropout)]
     assert kept[1] < 1.1 * kept[0]
+
+
+def test_a_convolution_is_a_product_for_each_place_in_its_window() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 32, 7, stride=2, padding=3, bias=False)
+            self.grouped = nn.Conv2d(32, 64, 3, stride=2, padding=1, groups=2, bias=False)
+            self.up = nn.ConvTranspose2d(64, 16, 2, stride=2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(self.grouped(self.first(x))).square().mean()
+
+    model = Net()
+    found = workload_of(model, lambda rows: torch.empty(rows, 3, 32, 32))
+    # PyTorch counts the gradient of a grouped weight as often as there are groups.
+    of_grouped = 2 * 5 * 8**2 * model.grouped.weight.numel()
+    assert found.model_flops(5) == count_flops(model, torch.empty(5, 3, 32, 32)) - of_grouped
+    rest = found.parts[-1]
+
+    def sizes(works: Sequence[Work]) -> list[tuple[float, float, float, float]]:
+        assert all(work.count == 1 and work.product.has_parameter for work in works)
+        return [work.sizes(10, 1) for work in works]
+
+    def in_memory(works: Sequence[Work]) -> list[list[float]]:
+        found = []
+        for work in works:
+            batch, m, k, n = work.sizes(10, 1)
+            elements = zip((m * k, k * n, m * n), work.product.uses, strict=True)
+            found.append([pytest.approx(batch * size / uses) for size, uses in elements])
+        return found
+
+    image, first, grouped, up = 10 * 3 * 32**2, 10 * 32 * 16**2, 10 * 64 * 8**2, 10 * 16 * 16**2
+    weights = [each.numel() for each in model.parameters()]
+    windows, pixels = 10 * 16**2, 10 * 8**2
+    assert sizes(rest.forward) == [
+        (7, windows, 7 * 3, 32),  # few channels: a row of the window at a time
+        (2 * 9, pixels, 16, 32),
+        (4, pixels, 64, 16),
+    ]
+    assert in_memory(rest.forward) == [
+        [image, weights[0], first],
+        [first, weights[1], grouped],
+        [grouped, weights[2], up],
+    ]
+    assert sizes(rest.backward) == [  # of the input, then of the weight; images need no gradient
+        (4, pixels, 16, 64),
+        (4, 16, pixels, 64),
+        (2 * 9, pixels, 32, 16),
+        (2 * 9, 16, pixels, 32),
+        (7, 7 * 3, windows, 32),
+    ]
+    assert in_memory(rest.backward) == [
+        [up, weights[2], grouped],
+        [up, grouped, weights[2]],
+        [grouped, weights[1], first],
+        [first, grouped, weights[1]],
+        [image, first, weights[0]],
+    ]
 
 
 def test_products_of_experts_count() -> None:

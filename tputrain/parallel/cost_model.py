@@ -247,7 +247,8 @@ class CostModel:
         passes = _PASSES if itemsize >= 4 and not self._topology.chip.is_stand_in else 1
         peak = self._topology.peak_flops * MXU_SHARE[self._topology.chip.name]
         compute = 2 * batch * m * k * n * passes / (peak * fill(m, k, n, self._topology.chip.mxu))
-        moved = batch * (m * k + k * n + m * n) * itemsize
+        sizes = zip((m * k, k * n, m * n), work.product.uses, strict=True)
+        moved = batch * sum(size / times for size, times in sizes) * itemsize
         if work.product.is_attention:
             moved = 0.0
         return work.count * max(compute, moved / self._topology.hbm_bandwidth)
