@@ -85,10 +85,105 @@ def _max_over(self, windows):
     return jnp.max(patches, -1), position.astype(jnp.int64)
 
 
+_MOST_PLACES = 64
+"""Of a window whose places are written out one by one."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of equal windows, one after the other: slices of the plane, and positions in it.
+
+    Gathers of windows and a scatter of gradients are slow on a TPU. For the gradient of ResNet's pooling XLA
+    sorted all values and put them down one by one.
+    """
+
+    outputs: tuple[int, ...]
+    plane: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def all(self) -> list[tuple[int, ...]]:
+        """In the order of a window's values."""
+        return list(itertools.product(*map(range, self.kernel)))
+
+    def _along_dims(self, of_dim) -> jax.Array:
+        """Positions in the flattened plane, from coordinates: ``of_dim(dim)`` has one for each output."""
+        rank, total = len(self.plane), jnp.zeros((), jnp.int32)
+        for dim in range(rank):
+            shape = (-1,) + (1,) * (rank - 1 - dim)
+            step = math.prod(self.plane[dim + 1 :])
+            total = total + jnp.asarray(of_dim(dim) * step, jnp.int32).reshape(shape)
+        return total
+
+    def positions(self, place: tuple[int, ...]) -> jax.Array:
+        def of_dim(dim):
+            return np.arange(self.outputs[dim]) * self.stride[dim] + self._first(place, dim)
+
+        return self._along_dims(of_dim)
+
+    def first_positions(self) -> jax.Array:
+        """Of each window, its first place that is no padding."""
+
+        def of_dim(dim):
+            starts = np.arange(self.outputs[dim]) * self.stride[dim] - self.padding[dim]
+            return starts + -(-np.maximum(-starts, 0) // self.dilation[dim]) * self.dilation[dim]
+
+        return self._along_dims(of_dim)
+
+    def _first(self, place: tuple[int, ...], dim: int) -> int:
+        return place[dim] * self.dilation[dim] - self.padding[dim]
+
+    def _margins(self, place: tuple[int, ...]) -> list[tuple[int, int]]:
+        """How much of the plane lies before the place's first value and behind its last one; less than
+        nothing where they are padding.
+        """
+        found = []
+        for dim, size in enumerate(self.plane):
+            first = self._first(place, dim)
+            found.append((first, size - 1 - first - (self.outputs[dim] - 1) * self.stride[dim]))
+        return found
+
+    def values(self, plane: jax.Array, place: tuple[int, ...], fill: jax.Array) -> jax.Array:
+        """What all windows have there."""
+        lead = [(0, 0, 0)] * (plane.ndim - len(self.plane))
+        cut = lax.pad(plane, fill, [*lead, *((-low, -high, 0) for low, high in self._margins(place))])
+        return lax.slice(cut, (0,) * cut.ndim, cut.shape, (*(1 for _ in lead), *self.stride))
+
+    def put(self, values: jax.Array, place: tuple[int, ...]) -> jax.Array:
+        """A plane of zeros, with a value of each window there."""
+        steps = [(*margin, step - 1) for margin, step in zip(self._margins(place), self.stride, strict=True)]
+        lead = [(0, 0, 0)] * (values.ndim - len(self.plane))
+        return lax.pad(values, jnp.zeros((), values.dtype), [*lead, *steps])
+
+
+def _places(outputs, plane, kernel_size, stride=(), padding=0, dilation=1) -> _Places | None:
+    """None: there are too many."""
+    rank = len(plane)
+    kernel = _each_dim(kernel_size, rank)
+    options = (kernel, _each_dim(stride or kernel, rank), _each_dim(padding, rank), _each_dim(dilation, rank))
+    if math.prod(kernel) > _MOST_PLACES or math.prod(plane) > np.iinfo(np.int32).max:
+        return None
+    return _Places(tuple(outputs), tuple(plane), *options)
+
+
 @lowering("max_pool2d_with_indices", "max_pool3d_with_indices")
 def max_pool(self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False, out=None):
     rank = 2 if isinstance(kernel_size, int) else len(kernel_size)
-    return _max_over(self, _pool_windows(self, rank, kernel_size, stride, padding, dilation, out))
+    outputs, plane = out[0].shape[-rank:], self.shape[-rank:]
+    places = _places(outputs, plane, kernel_size, stride, padding, dilation)
+    if places is None:
+        return _max_over(self, _pool_windows(self, rank, kernel_size, stride, padding, dilation, out))
+    lowest = jnp.asarray(_lowest(self.dtype), self.dtype)
+    best = jnp.full((*self.shape[:-rank], *outputs), lowest)
+    position = jnp.broadcast_to(places.first_positions(), best.shape)
+    for place in places.all:
+        values = places.values(self, place, lowest)
+        wins = (values > best) | (values != values)
+        best, position = jnp.where(wins, values, best), jnp.where(wins, places.positions(place), position)
+    return best, position.astype(jnp.int64)
 
 
 def _pool_windows(self, rank, kernel_size, stride, padding, dilation, out):
@@ -128,13 +223,26 @@ def _max_backward(rank):
     return backward
 
 
+# Not in float32: where windows overlap, PyTorch's CPU adds up in the dtype of the gradient.
 for _rank in (2, 3):
-    # Not in float32: where windows overlap, PyTorch's CPU adds up in the dtype of the gradient.
-    lowering(
-        f"max_pool{_rank}d_with_indices_backward",
-        f"adaptive_max_pool{_rank}d_backward",
-        f"fractional_max_pool{_rank}d_backward",
-    )(_max_backward(_rank))
+    lowering(f"adaptive_max_pool{_rank}d_backward", f"fractional_max_pool{_rank}d_backward")(
+        _max_backward(_rank)
+    )
+
+
+@lowering("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward")
+def max_pool_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
+    rank = len(kernel_size)
+    plane = self.shape[-rank:]
+    places = _places(indices.shape[-rank:], plane, kernel_size, stride, padding, dilation)
+    if places is None:
+        return _scatter_to_plane(grad_output, indices, self.shape, rank, "add")
+    dtype, indices = grad_output.dtype, indices.astype(jnp.int32)
+    total = jnp.zeros(self.shape, opmath(dtype))
+    for place in reversed(places.all):  # in the order of the windows
+        here = jnp.where(indices == places.positions(place), grad_output, jnp.zeros((), dtype))
+        total = stored(total + places.put(here, place).astype(total.dtype), dtype)
+    return total.astype(dtype)
 
 
 @lowering("max_unpool2d")
