@@ -146,11 +146,22 @@ class _Places:
             found.append((first, size - 1 - first - (self.outputs[dim] - 1) * self.stride[dim]))
         return found
 
-    def values(self, plane: jax.Array, place: tuple[int, ...], fill: jax.Array) -> jax.Array:
+    def padded(self, plane: jax.Array, fill: jax.Array) -> jax.Array:
+        """All that any window reaches."""
+        lead, last = [(0, 0, 0)] * (plane.ndim - len(self.plane)), tuple(n - 1 for n in self.kernel)
+        margins = zip(self.padding, self._margins(last), strict=True)
+        return lax.pad(plane, fill, [*lead, *((before, max(0, -after), 0) for before, (_, after) in margins)])
+
+    def values(self, padded: jax.Array, place: tuple[int, ...]) -> jax.Array:
         """What all windows have there."""
-        lead = [(0, 0, 0)] * (plane.ndim - len(self.plane))
-        cut = lax.pad(plane, fill, [*lead, *((-low, -high, 0) for low, high in self._margins(place))])
-        return lax.slice(cut, (0,) * cut.ndim, cut.shape, (*(1 for _ in lead), *self.stride))
+        lead = padded.ndim - len(self.plane)
+        starts = [first * step for first, step in zip(place, self.dilation, strict=True)]
+        ends = [
+            start + (count - 1) * step + 1
+            for start, count, step in zip(starts, self.outputs, self.stride, strict=True)
+        ]
+        sizes = padded.shape[:lead]
+        return lax.slice(padded, (*(0,) * lead, *starts), (*sizes, *ends), (*(1,) * lead, *self.stride))
 
     def put(self, values: jax.Array, place: tuple[int, ...]) -> jax.Array:
         """A plane of zeros, with a value of each window there."""
@@ -179,10 +190,13 @@ def max_pool(self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=Fals
     lowest = jnp.asarray(_lowest(self.dtype), self.dtype)
     best = jnp.full((*self.shape[:-rank], *outputs), lowest)
     position = jnp.broadcast_to(places.first_positions(), best.shape)
+    padded = places.padded(self, lowest)
     for place in places.all:
-        values = places.values(self, place, lowest)
+        values = places.values(padded, place)
         wins = (values > best) | (values != values)
         best, position = jnp.where(wins, values, best), jnp.where(wins, places.positions(place), position)
+    # Else XLA would find the positions again in the backward pass, and keep what it finds them from.
+    best, position = lax.optimization_barrier((best, position))
     return best, position.astype(jnp.int64)
 
 
