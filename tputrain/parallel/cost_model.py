@@ -246,7 +246,8 @@ class CostModel:
         itemsize = work.product.itemsize
         passes = _PASSES if itemsize >= 4 and not self._topology.chip.is_stand_in else 1
         peak = self._topology.peak_flops * MXU_SHARE[self._topology.chip.name]
-        compute = 2 * batch * m * k * n * passes / (peak * fill(m, k, n, self._topology.chip.mxu))
+        used = fill(m, k, n, self._topology.chip.mxu, work.product.has_windows)
+        compute = 2 * batch * m * k * n * passes / (peak * used)
         sizes = zip((m * k, k * n, m * n), work.product.uses, strict=True)
         moved = batch * sum(size / times for size, times in sizes) * itemsize
         if work.product.is_attention:
@@ -375,13 +376,15 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
     return 5 * (4 * short**2 * long + 2 * short**3)
 
 
-def fill(m: float, k: float, n: float, mxu: int) -> float:
+def fill(m: float, k: float, n: float, mxu: int, keeps_right: bool = False) -> float:
     """The share of a matrix unit that a product's sizes use, whichever factor stays in the unit.
+
+    `keeps_right`: it is the right one, as the compiler was seen to do for convolutions.
 
     The dimension that is summed over, and one other, are padded to the unit's size; the third one to 8.
     """
     by_n = _used(n, mxu) * _used(m, TILE_ROWS)
-    by_m = _used(m, mxu) * _used(n, TILE_ROWS)
+    by_m = 0.0 if keeps_right else _used(m, mxu) * _used(n, TILE_ROWS)
     return _used(k, mxu) * max(by_n, by_m)
 
 

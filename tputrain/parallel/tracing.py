@@ -27,9 +27,9 @@ _GROUPED = "_grouped_mm"  # of experts: each group of rows by a matrix of its ow
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, _GROUPED: 0}  # and the place of the first factor
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _FEW_CHANNELS = 8
-"""A convolution of at most so many (a TPU's tile has 8 rows) has the places of a window's last dim side by side.
-With more, the matrix unit is padded for each place. libtpu's cycles for ResNet-50 on v5e are within 10 % of
-both: 41 us for 3 x 3 of 256 channels, 159 us for 64, 513 us for 7 x 7 of 3."""
+"""A convolution of at most so many (a TPU's tile has 8 rows) has the places of a window's last dim side by
+side. With more, the matrix unit is padded for each place. The source are libtpu's cycles for ResNet-50 on v5e
+with 32 rows, forward: 41 us for 3 x 3 of 256 channels, 159 for 64, 513 for 7 x 7 of 3. Here: 43, 171, 532."""
 _STORED = {
     *("embedding", "embedding_dense_backward", "index", "index_put", "index_select", "index_add", "gather"),
     *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "cumsum", "native_dropout", "bernoulli"),
@@ -78,6 +78,11 @@ class Product:
     uses: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Of the factors and the result: how many of their elements, in all batches, are one in memory. A
     convolution has a batch for each place in its window, and the windows overlap."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Of a convolution, unless that is a product of matrices: a window of one place, without a stride."""
+        return self.uses != (1.0, 1.0, 1.0)
 
     @property
     def flops(self) -> int:
