@@ -165,6 +165,20 @@ def test_a_convolution_is_a_product_for_each_place_in_its_window() -> None:
     ]
 
 
+def test_images_of_few_channels_fill_their_lanes() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    def kept(channels: int) -> float:
+        layers = nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()
+        model = nn.Sequential(*layers, nn.Conv2d(channels, 256, 8), Mean())
+        return workload_of(model, lambda rows: torch.empty(rows, 3, 8, 8)).parts[-1].kept.row
+
+    assert kept(64) == kept(128)
+    assert kept(256) == kept(128) + 4 * 128 * 8 * 8
+
+
 def test_products_of_experts_count() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -154,6 +154,7 @@ class _Value:
         self.is_product = False  # of a product with a parameter
         self.is_read = False
         self.is_of_kernel = False  # a kernel reads it, and can compute nothing by itself
+        self.channels = 0  # of images, whose channels lie in the lanes of a TPU's vectors
         self.is_dropped = False  # nobody reads it: a device that records a step never computes it
         self.written: dict[bool, int] = {}  # in the forward (False) and backward pass: when first
         self.sources: set[_Value] = set()
@@ -288,6 +289,9 @@ class Recorder(TorchDispatchMode):
                 continue  # a view, or written in place
             value = self._value(each)
             value.is_cut = is_cut
+            if (channels := self._channels(name, args, inputs, each)) > 0:
+                value.channels = channels
+                value.num_bytes = value.num_bytes // channels * _lanes(channels)
             value.is_constant = all(other.is_constant for other in read) and not is_stored
             value.is_product = any(product.has_parameter for product in products)
             is_reduced = bool(inputs) and _bytes(each) * _IS_REDUCED <= largest
@@ -347,6 +351,17 @@ class Recorder(TorchDispatchMode):
         if name == _VOCABULARY_LOSS:
             return self._vocabulary_loss(args)
         return []
+
+    def _channels(self, name: str, args: tuple[Any, ...], inputs: list[Tensor], output: Tensor) -> int:
+        """Of images that an operation makes; 0: it makes none."""
+        if name in _CONVOLUTIONS:
+            is_image = name == "convolution" or output.shape == args[1].shape
+            return output.shape[1] if is_image else 0
+        for each in inputs:
+            channels = self._value(each).channels
+            if channels > 0 and each.dim() == output.dim() and each.shape[:2] == output.shape[:2]:
+                return channels if output.shape[1] == channels else 0
+        return 0
 
     def _is_of_parameter(self, value: _Value) -> bool:
         return value.is_constant and (value.is_parameter or any(each.is_parameter for each in value.sources))
@@ -556,6 +571,11 @@ def _peak(changes: list[tuple[int, float, bool]], first: int, last: int) -> Byte
         if moment >= first and now.total > most.total:
             most = Bytes(now.whole, now.cut)
     return most
+
+
+def _lanes(channels: int) -> int:
+    """With the lanes that stay empty."""
+    return -(-channels // _LANES) * _LANES
 
 
 def _bytes(tensor: Tensor) -> int:
