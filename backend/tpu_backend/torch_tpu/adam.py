@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def _parts_of(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or any(type(each) is not module.DTensor for each in tensors):
         return None
-    divided: tuple[DTensor, ...] = tensors  # type: ignore[assignment]
+    divided = cast("tuple[DTensor, ...]", tensors)
     layouts = {(each.device_mesh, each.placements) for each in divided}
     if len(layouts) > 1 or any(placement.is_partial() for placement in divided[0].placements):
         return None
