@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from tests.tputrain.test_lora import Batches, train
 from tputrain import LogConfig, RunConfig, Trainer, TrainerConfig
@@ -126,6 +127,49 @@ def test_a_window_of_other_kinds_of_layers_is_refused_where_it_would_cut() -> No
     refusing, ids = huggingface._adapted(model, False), torch.arange(WINDOW + 1)[None]
     with pytest.raises(UserError, match="a sequence of 7: expected at most 6, its config's sliding_window"):
         refusing(ids)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_training_adds_the_router_s_loss_where_the_config_asks_for_it(
+    kind: str, recomputes: bool, device: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    asked = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = build_huggingface(
+        {"model_type": kind, **sizes, **heads, **asked, **EXPERTS[kind]}, activation_checkpointing=recomputes
+    )
+    theirs = AutoModelForCausalLM.from_config(model.config)
+    theirs.load_state_dict(model.state_dict())
+    model.to(device)
+    tokens = torch.randint(128, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids, labels = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+
+    loss = model(ids, labels=labels)
+    loss.backward()
+    outputs = theirs(tokens[:, :-1])
+    of_tokens, of_router = cross_entropy(outputs.logits.mT, tokens[:, 1:]), 0.5 * outputs.aux_loss
+    expected = of_tokens + of_router
+    expected.backward()
+    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-5, atol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), gradients[name], rtol=1e-3, atol=1e-5)
+
+    model.eval()  # evaluations are of the tokens alone
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, labels=labels).cpu(), of_tokens, rtol=1e-5, atol=1e-5)
 
 
 def test_random_values_depend_on_the_seed_and_leave_the_generator_alone(directory):
@@ -311,7 +355,11 @@ def test_a_mistake_in_the_model_is_one_line(fields, message):
         ),
         (
             {"model_type": "gpt2", "n_layrs": 2},
-            r"^model\.config\.n_layrs=2: unknown to gpt2; .* known: n_layer",
+            r"^model\.config\.n_layrs=2: unknown to gpt2; expected one of its settings; did you mean n_layer",
+        ),
+        (
+            {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "head_dim": 8},
+            r"^model\.config\.head_dim=8: unknown to gpt2; expected one of its settings",
         ),
         (
             {"model_type": "gpt2", "n_embd": 9, "n_layer": 1},

@@ -15,7 +15,7 @@ from tputrain.checkpoint.named_directory import model_directory
 from tputrain.config_checks import did_you_mean, nearest, spelled
 from tputrain.errors import UserError, first_line
 from tputrain.hub import asking_hub, is_path
-from tputrain.models import transformers_masks
+from tputrain.models import router_loss, transformers_masks
 from tputrain.models.attention import causal_mask, pairs
 from tputrain.models.recompute import Setting, kinds_of, recomputed_call
 from tputrain.models.sequence import places
@@ -23,6 +23,8 @@ from tputrain.models.vocabulary_loss import VocabularyHead, loss_of_head, next_t
 
 CONFIG = "config.json"
 INITS = ("weights", "random")
+_HEAD_DIM = "head_dim"
+"""A setting that many models of transformers read though their configurations do not name it."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as transformers' configurations name them."""
 _TAKES_PARTS = {
@@ -84,15 +86,23 @@ def build_huggingface(
         ) from None
     names = [*known.to_dict(), *known.attribute_map]
     for name, value in settings.items():
-        if name not in names:
-            hint = nearest(name, names) or "n_embd"
-            raise UserError(f"model.config.{name}={value}: unknown to {kind}; nearest known: {hint}")
+        if name not in names and name != _HEAD_DIM:
+            raise _unknown(name, value, kind, names)
     try:
         model = _random(transformers, transformers.AutoConfig.for_model(kind, **settings), seed)
     except Exception as error:  # what checks of settings raise has no common type
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"model.config: transformers makes no {kind} of it ({reason})") from None
+    if _HEAD_DIM in settings and _HEAD_DIM not in names:
+        value = settings[_HEAD_DIM]
+        if not any(getattr(module, _HEAD_DIM, None) == value for module in model.modules()):
+            raise _unknown(_HEAD_DIM, value, kind, names)
     return _adapted(model, activation_checkpointing)
+
+
+def _unknown(name: str, value: Any, kind: Any, names: list[str]) -> UserError:
+    hint = did_you_mean(nearest(name, names))
+    return UserError(f"model.config.{name}={value}: unknown to {kind}; expected one of its settings{hint}")
 
 
 def limits(path: str) -> tuple[int | None, int | None]:
@@ -133,6 +143,7 @@ def _random(transformers: Any, config: Any, seed: int) -> Any:
 def _adapted(model: Any, activation_checkpointing: Setting) -> nn.Module:
     """`model` with the forward of this library's models."""
     transformers_masks.register()
+    router_loss.register(model)
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", False):
         raise UserError(
             f"{type(model).__name__}: its config has use_bidirectional_attention=True: expected a causal "
@@ -174,19 +185,23 @@ def _adapted(model: Any, activation_checkpointing: Setting) -> nn.Module:
         positions = own[None] if position_ids is None else position_ids
         extra = {"position_ids": positions} if takes_positions else {}
         head.forget()  # of a call that failed behind it
-        logits = forward(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra).logits
+        outputs = forward(input_ids=input_ids, attention_mask=mask, use_cache=False, **extra)
+        logits = outputs.logits
         made = head.made(logits)
         if labels is None:
             return logits
+        loss = None
         if (
             made is not None
             and not model.gives_logits_with_loss
             and (head.module.is_divided or pays(made.hidden, made.weight))
         ):
+            # Where there is such a loss nobody wants the logits: what was recorded of them is not run.
             loss = loss_of_head(head.module, made.hidden, labels, num_own_hooks=1)
-            if loss is not None:
-                return loss  # nobody wants the logits: what was recorded of them is not run
-        loss = next_token_loss(logits, labels)
+        if loss is None:
+            loss = next_token_loss(logits, labels)
+        if (of_router := router_loss.of_step(model, outputs)) is not None:
+            loss = loss + of_router
         return {"loss": loss, "logits": logits} if model.gives_logits_with_loss else loss
 
     model.forward, model.gives_logits_with_loss = adapted, False
