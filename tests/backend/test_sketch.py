@@ -51,3 +51,21 @@ def test_digests_tell_what_an_operation_is_and_what_it_reads():
     other_reads = whole(sketch("a SUM b", [], [], [0])).digests()
     assert [one == other for one, other in zip(base, other_shapes, strict=True)] == [False, True, False]
     assert [one == other for one, other in zip(base, other_reads, strict=True)] == [True, True, False]
+
+
+def commons_of(*sketches: Sketch) -> list[Common]:
+    found = aligned(sketches)
+    return [Common(each, tuple(own)) for each, own in zip(sketches, found, strict=True)]
+
+
+def test_what_a_collective_reads_is_made_in_its_link_by_all_ranks_or_by_none():
+    # One rank gathers what the first collective gave, the other what it made of an input.
+    commons = commons_of(sketch("SUM pad GATHER", [], [], [0]), sketch("SUM pad GATHER", [], [], [1]))
+    assert stages(commons, local={1}) == [0, 1, 2]
+    assert commons[0].within([0, 1, 2]) == commons[1].within([0, 1, 2]) == [[], [None]]
+    assert commons[0].within([0, 1, 0]) == [[], [(0, 0)]]
+
+
+def test_zeros_that_a_collective_reads_on_some_ranks_alone_are_made_before_its_link():
+    assert stages(commons_of(sketch("zeros SUM", [], [0]), sketch("zeros SUM", [], [-1])), local=()) == [1, 2]
+    assert stages(commons_of(sketch("zeros SUM", [], [0])), local=()) == [0, 0]

@@ -35,10 +35,13 @@ at::Tensor copied(const at::Tensor& tensor) {
   return own;
 }
 
-// A tensor that is all of its buffer: what else is in a buffer may differ by rank, and ranks launch collectives
-// together.
+// A tensor that is its buffer as it is: which view of which buffer a tensor is may differ by rank, and ranks launch
+// collectives together.
 at::Tensor alone(const at::Tensor& tensor) {
-  return tensor.nbytes() == buffer_of(tensor)->nbytes ? tensor : copied(tensor);
+  const Buffer& buffer = *buffer_of(tensor);
+  const bool is_alone = tensor.nbytes() == buffer.nbytes && tensor.is_contiguous() &&
+      tensor.scalar_type() == buffer.layout->dtype && tensor.sizes() == c10::IntArrayRef(buffer.layout->dims);
+  return is_alone ? tensor : copied(tensor);
 }
 
 // The recorded operators, see tpu_backend/distributed/operators.py.

@@ -335,7 +335,8 @@ static void with_ranks(Segment& segment, const Act& act) {
 }
 
 std::exception_ptr ProgramCache::run(Segment& segment, const Results& results, bool may_be_parts, Counters& counters) {
-  if (results.locals.empty() && segment.checked.empty()) {
+  const bool is_of_ranks = results.policy == Policy::Declared && has_collectives(segment);
+  if (results.locals.empty() && segment.checked.empty() && !is_of_ranks) {
     return nullptr; // nobody can see what was recorded
   }
   for (int32_t local : segment.inputs) {
@@ -348,7 +349,6 @@ std::exception_ptr ProgramCache::run(Segment& segment, const Results& results, b
   }
   try {
     Program& program = find(segment, results.policy);
-    const bool is_of_ranks = program.policy == Policy::Declared && has_collectives(segment);
     if (is_of_ranks) {
       with_ranks(segment, [&] { agree(program, segment, results); });
     }

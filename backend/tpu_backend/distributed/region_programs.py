@@ -158,7 +158,7 @@ class _Meeting:
         self._tape = Tape.of(description)
         self._sketch = sketch_of(self._tape, description["offsets"], self._target)
         self._names = digest_of(self._sketch.names)
-        self._results = digest_of(description["outputs"], description["donated"])
+        self._results = digest_of(description["inputs"], description["outputs"], description["donated"])
 
     def covered(self) -> Agreement | None:
         """The agreement if all ranks know what this one will launch. Forms with most in common come first."""
@@ -185,6 +185,8 @@ class _Meeting:
             return False
         if not form.is_chain:
             return self._results in known.results
+        if common.within(known.stages) != next(iter(known.seen.values())).within(known.stages):
+            return False
         of_own = own_stages(common, known.stages)
         is_in_order = all(
             of_own[maker] <= of_own[number] for number in common.own for maker in common.makers(number)

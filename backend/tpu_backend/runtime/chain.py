@@ -7,7 +7,7 @@ program.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -230,12 +230,15 @@ class Chain:
         part, layouts = self.parts[place], self._tape.layouts
         replaced = set(self._whole["donated"])
         whole_inputs = set(self._whole["inputs"])
+        times_taken = Counter(part.values[local] for local in part.inputs)
         found = {}
         for output in outputs:
             source = part.origin.get(output, -1)
             if source < 0 or layouts[part.values[source]] != layouts[part.values[output]]:
                 continue
             local = part.values[source]
+            if times_taken[local] > 1:
+                continue
             if self._grows and self._whole["origin"][local] not in whole_inputs:
                 continue  # programs that are padded take over nothing that grows
             is_given = local in replaced if local in whole_inputs else local not in self._results
@@ -260,13 +263,12 @@ class _Builder:
     def _part(self, pieces: Part) -> PartOfChain:
         part = PartOfChain()
         own: dict[int, int] = {}  # by value of the whole
-        inputs: dict[int, int] = {}  # of them those that it takes
+        inputs: dict[int, int] = {}  # by value that it takes: the newest number of it
         replaced: dict[int, int] = {}
 
         def number(local: int) -> int:
-            own[local] = len(part.values)
             part.values.append(local)
-            return own[local]
+            return len(part.values) - 1
 
         for entry_here, piece in enumerate(pieces):
             entry = self._tape.entries[piece.entry]
@@ -277,19 +279,25 @@ class _Builder:
             part.circumstances.append(entry.circumstances)
             if piece.entry in self._checked:
                 part.checked.append((self._checked[piece.entry], entry_here))
+            # Each collective takes inputs of its own: what others read here too, it may read apart on another
+            # rank, where it is padded.
+            is_apart = entry.summary.is_collective
             for local in self._links(piece):
-                if local not in own:
-                    inputs[local] = number(local)
-                part.tape.append(own[local])
+                read = own.get(local)
+                if read is None or (is_apart and local in inputs):
+                    read = inputs[local] = number(local)
+                    part.inputs.append(read)
+                    if not is_apart:
+                        own[local] = read
+                part.tape.append(read)
             self._take_numbers(piece, part)
             for made in self._made(piece):
-                local = number(made)
+                local = own[made] = number(made)
                 first = self._origin[made]
                 if (before := inputs.get(self._newest.get(first, first))) is not None:
                     part.origin[local] = before
                 replaced[first] = made
         self._newest |= replaced
-        part.inputs += inputs.values()
         return part
 
     def _elements(self, piece: Piece) -> _Elements:

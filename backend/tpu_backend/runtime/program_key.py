@@ -23,7 +23,7 @@ from jaxlib import xla_client
 from tpu_backend import _C
 from tpu_backend.lowering import registry
 from tpu_backend.lowering.bounds import BoundsCheck
-from tpu_backend.lowering.collectives import AXIS, NAMESPACE
+from tpu_backend.lowering.collectives import AXIS
 from tpu_backend.runtime.signature import Summary, summaries
 from tpu_backend.runtime.target import Target, target_of
 
@@ -158,7 +158,7 @@ def _identity(entry: Summary, target: Target) -> str:
     """What an operation is. In a mesh of several dimensions a group of ranks is an axis, so that the program,
     which all ranks of the mesh run, has one key.
     """
-    if not target.groups or not entry.name.startswith(NAMESPACE):
+    if not target.groups or not entry.is_collective:
         return entry.digest
     return hashlib.sha256(repr(collective_identity(entry, target)).encode()).hexdigest()
 

@@ -112,6 +112,10 @@ class Summary(NamedTuple):
     values: list[tuple[int, int]]  # dtype of each output, and the elements of its value
 
     @property
+    def is_collective(self) -> bool:
+        return self.name.startswith(NAMESPACE)
+
+    @property
     def signature(self) -> Signature:
         return signature(self.number)
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
-from tpu_backend.lowering.collectives import NAMESPACE
 from tpu_backend.runtime.parts import Part, Piece
 from tpu_backend.runtime.program_key import collective_identity, settled_by_version
 from tpu_backend.runtime.signature import Summary
@@ -62,7 +61,7 @@ def sketch_of(tape: Tape, starts: Sequence[int], target: Target) -> Sketch:
         tuple(places),
         tuple(entry.summary.overload for entry in found),
         tuple(digest_of(_identity(entry.summary, target), entry.precision) for entry in found),
-        tuple(entry.summary.name.startswith(NAMESPACE) for entry in found),
+        tuple(entry.summary.is_collective for entry in found),
         tuple(reads),
         tuple(
             tuple(starts[entry.starts[3] : entry.starts[3] + entry.summary.num_numbers[3]]) for entry in found
@@ -77,7 +76,7 @@ def digest_of(*things: Any) -> str:
 
 def _identity(entry: Summary, target: Target) -> Any:
     """What an operation is, in words that all ranks share: a group is an axis of the mesh."""
-    if entry.name.startswith(NAMESPACE):
+    if entry.is_collective:
         return collective_identity(entry, target)
     if not settled_by_version(entry.name):  # a function of the user's: its number is this process's own
         return entry.layouts, entry.values, entry.num_links, entry.num_numbers
@@ -139,6 +138,25 @@ class Common(NamedTuple):
         """The sketch's own operations whose results one of them reads."""
         return {maker for maker, _ in self.sketch.reads[number] if maker >= 0}
 
+    def read_by_collectives(self) -> dict[int, list[Read | None]]:
+        """By collective, as a common operation: which results of common operations it reads; None: others."""
+        common = {number: at for at, number in enumerate(self.own)}
+        return {
+            at: [
+                (common[maker], result) if maker in common else None
+                for maker, result in self.sketch.reads[number]
+            ]
+            for at, number in enumerate(self.own)
+            if self.sketch.is_collective[number]
+        }
+
+    def within(self, stage_of: Sequence[int]) -> list[list[Read | None]]:
+        """By collective what it reads of its own link, by the stages of the common operations."""
+        return [
+            [read if read is not None and stage_of[read[0]] == stage_of[at] else None for read in reads]
+            for at, reads in self.read_by_collectives().items()
+        ]
+
 
 def stages(commons: Sequence[Common], local: Collection[int]) -> list[int]:
     """By common operation: the link of a chain that it is part of. All ranks launch the same programs for
@@ -146,11 +164,19 @@ def stages(commons: Sequence[Common], local: Collection[int]) -> list[int]:
     """
     found: list[int] = []
     own_of = [list[int]() for _ in commons]  # by sketch: of its own operations so far
+    read_by = [common.read_by_collectives() for common in commons]
+    apart: set[tuple[int, int]] = set()  # a collective, and what it reads on some ranks alone
     for at, numbers in enumerate(zip(*(common.own for common in commons), strict=True)):
         stage = 0
         for common, own, number in zip(commons, own_of, numbers, strict=True):
             _extend(own, common, number)
             stage = max(stage, _last_read(own, common, number))
+        # What a collective reads is made in its link by all ranks, or by none.
+        for reads in zip(*(each.get(at, ()) for each in read_by), strict=True):
+            if len(set(reads)) > 1:
+                makers = {read[0] for read in reads if read is not None}
+                stage = max(stage, 1 + max(found[maker] for maker in makers))
+                apart |= {(at, maker) for maker in makers}
         is_collective = commons[0].sketch.is_collective[numbers[0]]
         wanted = 0 if is_collective else 1 if at in local else stage % 2
         found.append(stage + (stage % 2 != wanted))
@@ -166,7 +192,8 @@ def stages(commons: Sequence[Common], local: Collection[int]) -> list[int]:
             if makers and number in at_of:
                 has_makers.add(at_of[number])
             for at in (at_of[maker] for maker in makers if maker in at_of):
-                first_reader[at] = min(first_reader.get(at, stage), stage)
+                begin = stage - ((at_of.get(number), at) in apart)
+                first_reader[at] = min(first_reader.get(at, begin), begin)
     # What reads nothing that was made here (zeros of an optimizer's state) is made where it is read first.
     for at, number in enumerate(commons[0].own):
         if at not in has_makers and at not in local and not commons[0].sketch.is_collective[number]:
@@ -200,13 +227,12 @@ def parts_of(tape: Tape, sketch: Sketch, stage_of: Sequence[int]) -> tuple[list[
     launch the same program for it.
     """
     stage_of_place = dict(zip(sketch.places, stage_of, strict=True))
-    of_collectives = {sketch.places[number] for number in sketch.collectives()}
     maker = {local: place for place, entry in enumerate(tape.entries) for local in entry.made}
     for place, entry in enumerate(tape.entries):
         for local in entry.links:
             if (unwritten := maker.get(local, -1)) >= 0 and is_unwritten(tape.entries[unwritten]):
-                # What a collective reads another rank may have written: it is made apart there and here.
-                stage = stage_of_place[place] - (place in of_collectives)
+                # Another rank may have written it: what all launch takes it.
+                stage = stage_of_place[place] - (stage_of_place[place] % 2 == 0)
                 stage_of_place[unwritten] = min(stage_of_place.get(unwritten, stage), stage)
     by_stage: dict[int, Part] = {}
     for place in range(len(tape.entries)):

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tpu_backend.distributed import grids
-from tpu_backend.lowering.collectives import AXIS, NAMESPACE
+from tpu_backend.lowering.collectives import AXIS
 from tpu_backend.lowering.platforms import lowered_for
 from tpu_backend.runtime import described
 from tpu_backend.runtime.platform import platform
@@ -73,7 +73,7 @@ def target_for(description: dict[str, Any], devices: tuple[Any, ...] | None = No
         rank = described.here.rank
         devices = described.here.devices if devices is None else devices
         target = replace(target, device=devices[rank])
-    names = (entry for entry, _, _ in summaries(description["tape"]) if entry.name.startswith(NAMESPACE))
+    names = (entry for entry, _, _ in summaries(description["tape"]) if entry.is_collective)
     groups = {tuple(entry.signature.ranks or ()) for entry in names}
     if not groups:
         return target

@@ -269,6 +269,64 @@ def test_a_start_is_constant_where_all_ranks_agree_and_an_input_where_ranks_or_s
         assert each.stdout.splitlines()[-1] == "{}"
 
 
+READERS = """
+    # What a link with collectives takes, and whether it is launched at all, must not depend on what a rank
+    # has around them. Rank 0 gathers one value three times, rank 1 three padded ones; rank 0 gathers a view.
+    # Then rank 1 reads what nobody has written. Then its part is empty.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    meshes = {device: init_device_mesh(device, (world,)) for device in ("cpu", "tpu")}
+
+    def gathers_again(x, part):
+        flipped = x.flip(1)
+        twice = torch.cat([flipped, flipped])
+        whole = flipped.full_tensor().clone()
+        dist.all_reduce(whole)
+        return twice, x.amax(2).cumsum(1), whole
+
+    def gathers_a_view(x, part):
+        flat = x.reshape(x.shape[0], -1)
+        return [flat.t() @ flat]
+
+    def reads_what_nobody_wrote(x, part):
+        own = part if rank == 0 else torch.empty_like(part).mul_(0)
+        total = own * 2
+        dist.all_reduce(total)
+        again = total.clone() if rank == 0 else own * 3
+        dist.all_reduce(again)
+        return total, again
+
+    def returns_an_empty_part(x, part):
+        total = part.clone()
+        dist.all_reduce(total)
+        return [x.softmax(-1) * 2]
+
+    for function in gathers_again, gathers_a_view, reads_what_nobody_wrote, returns_an_empty_part:
+        step = torch.tpu.spmd(function)
+        for rows in (2 * world, 2 * world, 2 * world, 2 * world - 1, 2 * world - 1, 1, 1):
+            values = torch.rand(rows, 6, rows, generator=torch.Generator().manual_seed(rows))
+            results = {}
+            for device, call in {"cpu": function, "tpu": step}.items():
+                shards = distribute_tensor(values.to(device), meshes[device], [Shard(0)])
+                found = call(shards, torch.arange(4.0, device=device))
+                results[device] = [
+                    each.full_tensor() if isinstance(each, DTensor) else each for each in found
+                ]
+            for own, expected in zip(results["tpu"], results["cpu"], strict=True):
+                torch.testing.assert_close(own.cpu(), expected)
+    print(torch.tpu.fallback_stats())
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_launch_the_same_links_whatever_each_has_around_them():
+    ranks = run_ranks(READERS, 2, timeout=120, GROUP_TIMEOUT="20", GROUP_BACKEND="cpu:gloo,tpu:tpu")
+    assert_all_ended_well(ranks)
+    for each in ranks:
+        assert each.stdout.splitlines()[-1] == "{}"
+
+
 DIFFERING = """
     x = torch.ones(6, device="tpu")
 
