@@ -232,10 +232,10 @@ PYBIND11_MODULE(_C, m) {
     return has_begun;
   });
   // Returns the executables of its launches.
-  m.def("end_region", [with_stream](int device, const std::optional<std::vector<at::Tensor>>& results) {
+  m.def("end_region", [with_stream](int device, const std::optional<std::vector<at::Tensor>>& results, bool and_held) {
     py::list executables;
     with_stream(device, [&](tpu::Stream& stream) {
-      for (const auto& executable : tpu::Region::end(stream, results)) {
+      for (const auto& executable : tpu::Region::end(stream, results, and_held)) {
         executables.append(py::handle(executable.get()));
       }
     });

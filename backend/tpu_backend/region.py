@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +27,9 @@ _R = TypeVar("_R")
 
 _FUSED = 2
 _PLAIN = (Tensor, nn.Parameter)
+
+_NUM_UNSETTLED = 2  # calls in which DDP may make its buckets: the first may have no backward pass
+_num_calls: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()  # of any region
 
 
 class Region(reach.Wrapper, Generic[_P, _R]):
@@ -61,8 +66,7 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         index = torch.tpu.current_device()  # type: ignore[attr-defined]
         # A cast of a weight must be the region's own: whether there was one before is a matter of history.
         torch.clear_autocast_cache()
-        if torch.distributed.is_initialized() and torch.is_grad_enabled():
-            self._settle_buckets()
+        may_make_buckets = torch.distributed.is_initialized() and self._settle_buckets(args, kwargs)
         is_region = _C.get_mode() == _FUSED and _C.begin_region(index)
         self._kept = []
         executables = []
@@ -76,7 +80,7 @@ class Region(reach.Wrapper, Generic[_P, _R]):
             raise
         self._leave()
         if is_region:
-            executables = _C.end_region(index, results)
+            executables = _C.end_region(index, results, may_make_buckets)
         self.digests = tuple(executable.key for executable in executables)
         return returned
 
@@ -91,24 +95,31 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         why = f"the region {self._name} raised {type(error).__name__}: nothing of this call has a value"
         with agreement.launching_nothing(why):
             try:
-                _C.end_region(index, None)
+                _C.end_region(index, None, False)
             except RuntimeError as told:
                 if why not in str(told):
                     raise
 
-    def _settle_buckets(self) -> None:
-        """DDP makes its buckets anew in the second step, and keeps them: before the region they are older."""
-        for root in reach.reached(self).modules:
-            for module in root.modules():
-                if isinstance(module, nn.parallel.DistributedDataParallel):
-                    module.reducer._rebuild_buckets()
+    def _settle_buckets(self, args: Any, kwargs: Any) -> bool:
+        """DDP makes its buckets anew in the forward pass after its first backward pass and keeps them. Let it
+        do so before the region. Returns whether it may do so inside, where the first step has several forward
+        passes: then they must have values after it, and nothing names them.
+        """
+        may_follow = False
+        roots = [*reach.reached(self).modules, *_modules_among(tree_leaves((args, kwargs)))]
+        for module in (module for root in roots for module in root.modules()):
+            if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+                module.reducer._rebuild_buckets()
+                _num_calls[module] = _num_calls.get(module, 0) + 1
+                may_follow |= _num_calls[module] <= _NUM_UNSETTLED
+        return may_follow
 
     def _results(self, args: Any, kwargs: Any, returned: Any) -> list[Tensor]:
         """What is declared: what it returns and keeps, and what modules and optimizers hold by name."""
         assert self._kept is not None
         found = reach.reached(self)
         given = tree_leaves((args, kwargs))
-        modules = [*found.modules, *(leaf for leaf in given if isinstance(leaf, nn.Module))]
+        modules = [*found.modules, *_modules_among(given)]
         groups = [group for optimizer in found.optimizers for group in optimizer.param_groups]
         states = [state for optimizer in found.optimizers for state in optimizer.state.values()]
         leaves = [each for each in (*given, *found.tensors) if isinstance(each, Tensor)]
@@ -122,6 +133,10 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         held += [value for state in states for value in state.values()]
         held += [*self._kept, *tree_leaves(returned)]
         return [part for each in held if isinstance(each, Tensor) for part in _parts(each)]
+
+
+def _modules_among(leaves: Sequence[Any]) -> list[nn.Module]:
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
 
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:

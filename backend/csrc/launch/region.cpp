@@ -40,13 +40,20 @@ bool Region::begin(Stream& stream) {
 }
 
 std::vector<std::shared_ptr<PyObject>>
-Region::end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results) {
+Region::end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results, bool and_held) {
   const auto sink = stream.sink();
   auto& region = static_cast<Region&>(*sink);
   if (results) {
     region.results_.emplace();
     for (const auto& tensor : *results) {
       region.results_->push_back(buffer_of(tensor)->value);
+    }
+    if (and_held) {
+      for_each_live_buffer(stream.device(), [&](Buffer& buffer) {
+        if (buffer.value && region.computing(*buffer.value) != nullptr) {
+          region.results_->push_back(buffer.value);
+        }
+      });
     }
   }
   try {

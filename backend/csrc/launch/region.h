@@ -16,10 +16,10 @@ class Region final : public Sink {
  public:
   // From here on a stream's segments are a region's.  Returns whether they are: not inside another sink.
   static bool begin(Stream& stream);
-  // Launches what is recorded, for these results, or, where an exception has ended the region, for all that buffers
-  // hold. Returns the executables of the region's launches.
+  // Launches what is recorded, for these results and, on demand, for all that buffers hold; the latter alone where an
+  // exception has ended the region. Returns the executables of the region's launches.
   static std::vector<std::shared_ptr<PyObject>>
-  end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results);
+  end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results, bool and_held);
 
   void before_read(const Segment& segment, Buffer& buffer) override;
   void on_read(const Segment& segment, int32_t local, const Buffer& buffer) override;

@@ -302,6 +302,29 @@ FEATURES = """
             torch.testing.assert_close(one.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
         assert torch.tpu.fallback_stats() == before
 
+    # DDP makes its buckets anew in the second forward pass, which is in the middle of the first call.
+    def ddp_accumulates_in_a_region(as_views):
+        torch.manual_seed(7)
+        alone, ours = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2))
+        ours.load_state_dict(alone.state_dict())
+        options = {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": as_views}
+        model = nn.parallel.DistributedDataParallel(ours.to("tpu"), **options)
+        batches = torch.randn(4, 2, 2 * world, 4)
+
+        def step(net, optimizer, halves):
+            optimizer.zero_grad()
+            for half in halves:
+                net(half).square().mean().backward()
+            optimizer.step()
+
+        own = batches.unflatten(2, (world, 2))[:, :, rank].to("tpu")
+        for net, rows, call in ((alone, batches, step), (model, own, torch.tpu.spmd(step))):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            for halves in rows:
+                call(net, optimizer, halves)
+        for one, expected in zip(ours.parameters(), alone.parameters()):
+            torch.testing.assert_close(one.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+
     # ---- FSDP2's first step in parts: also the layer that gathers for none after it is like the others
 
     def layers_share_programs(**options):
@@ -385,6 +408,8 @@ FEATURES = """
         "AdamW of DTensors": adamw_of_dtensors,
         "AdamW of partial gradients": adamw_of_partial_gradients,
         "AdamW of DDP's bucket views": adamw_of_bucket_views,
+        "DDP accumulates in a region": lambda: ddp_accumulates_in_a_region(as_views=False),
+        "DDP accumulates in a region, views": lambda: ddp_accumulates_in_a_region(as_views=True),
         "layers share programs": layers_share_programs,
         "gathers before updates": gathers_before_updates,
         "layers share programs, fused AdamW": lambda: layers_share_programs(fused=True),
