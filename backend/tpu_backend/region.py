@@ -66,13 +66,15 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         index = torch.tpu.current_device()  # type: ignore[attr-defined]
         # A cast of a weight must be the region's own: whether there was one before is a matter of history.
         torch.clear_autocast_cache()
-        may_make_buckets = torch.distributed.is_initialized() and self._settle_buckets(args, kwargs)
+        may_make_buckets = torch.distributed.is_initialized() and self._settle_buckets(
+            tree_leaves((args, kwargs))
+        )
         is_region = _C.get_mode() == _FUSED and _C.begin_region(index)
         self._kept = []
         executables = []
         try:
             returned = self._function(*args, **kwargs)
-            results = self._results(args, kwargs, returned)
+            results = self._results(tree_leaves((args, kwargs)), returned)
         except BaseException as error:
             self._leave()
             if is_region:
@@ -100,43 +102,40 @@ class Region(reach.Wrapper, Generic[_P, _R]):
                 if why not in str(told):
                     raise
 
-    def _settle_buckets(self, args: Any, kwargs: Any) -> bool:
+    def _settle_buckets(self, given: Sequence[Any]) -> bool:
         """DDP makes its buckets anew in the forward pass after its first backward pass and keeps them. Let it
         do so before the region. Returns whether it may do so inside, where the first step has several forward
         passes: then they must have values after it, and nothing names them.
         """
         may_follow = False
-        roots = [*reach.reached(self).modules, *_modules_among(tree_leaves((args, kwargs)))]
-        for module in (module for root in roots for module in root.modules()):
+        for module in (module for root in self._reached(given).modules for module in root.modules()):
             if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
                 module.reducer._rebuild_buckets()
                 _num_calls[module] = _num_calls.get(module, 0) + 1
                 may_follow |= _num_calls[module] <= _NUM_UNSETTLED
         return may_follow
 
-    def _results(self, args: Any, kwargs: Any, returned: Any) -> list[Tensor]:
+    def _reached(self, given: Sequence[Any]) -> reach.Reached:
+        """By its function and by what a call gives it."""
+        return reach.reached(functools.partial(self, *given))
+
+    def _results(self, given: Sequence[Any], returned: Any) -> list[Tensor]:
         """What is declared: what it returns and keeps, and what modules and optimizers hold by name."""
         assert self._kept is not None
-        found = reach.reached(self)
-        given = tree_leaves((args, kwargs))
-        modules = [*found.modules, *_modules_among(given)]
+        found = self._reached(given)
         groups = [group for optimizer in found.optimizers for group in optimizer.param_groups]
         states = [state for optimizer in found.optimizers for state in optimizer.state.values()]
-        leaves = [each for each in (*given, *found.tensors) if isinstance(each, Tensor)]
-        leaves += [parameter for module in modules for parameter in module.parameters()]
+        leaves = list(found.tensors)
+        leaves += [parameter for module in found.modules for parameter in module.parameters()]
         leaves += [parameter for group in groups for parameter in group["params"]]
         held: list[Any] = [leaf.grad for leaf in leaves if leaf.is_leaf]
-        for part in (part for module in modules for part in module.modules()):
+        for part in (part for module in found.modules for part in module.modules()):
             held += part._buffers.values()
             # transformers' rotary embeddings keep frequencies so that a forward pass has computed
             held += [value for value in vars(part).values() if type(value) is Tensor]
         held += [value for state in states for value in state.values()]
         held += [*self._kept, *tree_leaves(returned)]
         return [part for each in held if isinstance(each, Tensor) for part in _parts(each)]
-
-
-def _modules_among(leaves: Sequence[Any]) -> list[nn.Module]:
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
 
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:

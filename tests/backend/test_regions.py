@@ -1,6 +1,7 @@
 """`torch.tpu.spmd`: what picks a region's programs, and which of its tensors have values afterwards."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +222,29 @@ def test_a_tensor_that_is_an_attribute_of_a_module_is_a_result():
     assert [region(x).tolist() for _ in range(3)] == [[2, 2], [4, 4], [6, 6]]
     assert (model[1].before.tolist(), model[1].made.tolist()) == ([2, 2], [3, 3])
     assert len(region.digests) == 1
+
+
+def test_what_models_and_optimizers_hold_is_a_result_also_where_they_are_arguments():
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def step_of(state: SimpleNamespace, x: torch.Tensor) -> None:
+        step(state.model, state.optimizer, x)
+
+    weights = []
+    for takes_state, wraps in ((False, False), (False, True), (True, True)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to("tpu")
+        state = SimpleNamespace(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1))
+        function = step_of if takes_state else step
+        given = [state] if takes_state else [state.model, state.optimizer]
+        call = torch.tpu.spmd(function) if wraps else function
+        for _ in range(3):
+            call(*given, torch.randn(5, 4).to("tpu"))
+        weights.append(model.weight.tolist())
+    assert weights[0] == weights[1] == weights[2]
 
 
 @pytest.mark.parametrize("mode", ["strict", "debug"])

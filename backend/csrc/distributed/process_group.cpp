@@ -291,11 +291,18 @@ void ProcessGroup::agree(const char* name, const at::Tensor& tensor, c10::string
 }
 
 Call ProcessGroup::agree(const std::vector<int64_t>& ranks, std::string text) {
+  const bool is_in_region = [] {
+    auto& stream = Device::get().stream(Device::get().current());
+    const StreamLock lock(stream.mutex());
+    return stream.sink()->joins_collectives();
+  }();
   py::gil_scoped_acquire gil;
+  const auto agreement = py::module_::import("tpu_backend.distributed.agreement");
   Call call{.group = c10::str(c10::Join(",", ranks)), .text = std::move(text)};
-  call.number = py::module_::import("tpu_backend.distributed.agreement")
-                    .attr("call")(call.group, call.text, std::chrono::duration<double>(options_->timeout).count())
-                    .cast<uint64_t>();
+  const auto number = is_in_region
+      ? agreement.attr("number_of_region")(call.group)
+      : agreement.attr("call")(call.group, call.text, std::chrono::duration<double>(options_->timeout).count());
+  call.number = number.cast<uint64_t>();
   return call;
 }
 

@@ -45,6 +45,13 @@ def call(group: str, text: str, seconds: float) -> int:
     return _numbers[group]
 
 
+def number_of_region(group: str) -> int:
+    """The number of the call in which the ranks of a group launch the region that is being recorded. There
+    they compare its collectives.
+    """
+    return _numbers[group] + 1
+
+
 def find_sender(groups: list[str], seconds: float) -> int:
     """Which of these groups, a sender and this rank, is the first whose sender calls `send` next: its index.
 
@@ -89,10 +96,11 @@ def launching_nothing(why: str) -> Iterator[None]:
 
 
 def _world_and_group_of_regions(ranks: Sequence[int]) -> tuple[peers.Peers | AbsentPeers, str]:
-    """The other ranks, and the group whose next call this is."""
+    """The other ranks, and the group whose next call this is: as of calls outside."""
     if _why_not is not None:
         raise RuntimeError(_why_not)
     assert peers.world is not None
-    group = f"region:{','.join(map(str, ranks))}"
+    group = ",".join(map(str, ranks))
     _numbers[group] += 1
+    peers.world.last_call = group, _numbers[group]
     return peers.world, group

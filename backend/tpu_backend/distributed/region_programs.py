@@ -129,7 +129,7 @@ class _Form:
 _forms: dict[
     tuple[tuple[int, ...], tuple[str, ...]], _Form
 ] = {}  # by ranks and the names of their operations
-_operations: set[int] = set()  # by their numbers: those of all tapes that were compared
+_compared: set[tuple[str, ...]] = set()  # the identities of operations, by tape
 
 
 def agree(description: dict[str, Any], compares: bool) -> Agreement:
@@ -216,7 +216,7 @@ class _Meeting:
             )
             _forms[self._target.ranks, tuple(names)] = form
         self._learn(form, [form.common(each) for each in sketches], len(set(results)) > 1)
-        _operations.update(entry.summary.number for entry in self._tape.entries)
+        _compared.add(sketch.identities)
         return self._agreement(form)
 
     def _learn(self, form: _Form, commons: list[Common], results_differ: bool) -> None:
@@ -267,12 +267,16 @@ class _Meeting:
         )
 
     def _new_operation(self) -> str:
-        """The first operation that was in no region before, in words for ranks that record what they know."""
-        for entry in self._tape.entries if _operations else ():
-            if entry.summary.number not in _operations:
-                line = first_line(entry.summary.number)
-                return f", the first new one is {entry.signature.described()}, first at {line}"
-        return ""
+        """The first operation that is new after those before it, in words for ranks that record what they
+        know.
+        """
+        own = self._sketch.identities
+        place = max((_num_common(own, other) for other in _compared), default=len(own))
+        if place == len(own):
+            return ""
+        entry = self._tape.entries[self._sketch.places[place]]
+        line = first_line(entry.summary.number)
+        return f", the first new one is number {place + 1}, {entry.signature.described()}, first at {line}"
 
     def _moved_start(self) -> str:
         """Which slice starts elsewhere than the ranks have settled, in words for those that do not come to
@@ -346,6 +350,11 @@ class _Meeting:
         parts, is_common = self._parts(form, known)
         chain = Chain(self._description, parts)
         return [chain.interface(place) for place, common in enumerate(is_common) if common]
+
+
+def _num_common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many are equal at the beginning."""
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _as_tuples(value: Any) -> Any:

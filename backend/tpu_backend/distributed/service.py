@@ -67,11 +67,11 @@ class Calls:
         """Whether all have made this call, which this rank has."""
         return number not in self.open
 
-    def left_by(self, rank: int) -> str | None:
-        """The digest of a call that others wait in, and that this rank has not made."""
+    def left_by(self, rank: int) -> tuple[int, str] | None:
+        """A rank that waits in a call which this one has not made, and the call's digest."""
         last = self.last.get(rank, (0, ""))[0]
         return next(
-            (digest for number in self.open if number > last for digest in self.open[number].values()), None
+            (made for number in self.open if number > last for made in self.open[number].items()), None
         )
 
     def is_agreed(self, number: int) -> bool:
@@ -92,7 +92,7 @@ class Service:
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.said: list[bytes] = []  # to be told to whoever comes later
         self.calls: dict[str, Calls] = {}  # by group
-        self.texts: dict[str, str] = {}  # by digest: the call and its Python line
+        self.texts: dict[int, dict[str, str]] = {}  # by rank and digest: the call and its Python line
         self.ended: set[int] = set()
         self.heard: dict[int, float] = {}  # by rank: when it said something last
         self.beats: dict[int, str] = {}  # by rank: what it does
@@ -119,7 +119,7 @@ class Service:
                         writer.write(earlier)
                     self.tell_others(rank, message)
                 elif "calls" in message:
-                    self.texts.update(message["texts"])
+                    self.texts.setdefault(rank, {}).update(message["texts"])
                     for call in message["calls"]:
                         self.called(rank, *call)
                 elif "ask" in message:
@@ -164,7 +164,8 @@ class Service:
         self.last[rank] = digest
         other = calls.add(rank, number, digest, asks)
         if other is not None:
-            text = f"rank {rank} calls {self.texts[digest]}; rank {other[0]} calls {self.texts[other[1]]}"
+            its = f"rank {other[0]} calls {self.text_of(*other)}"
+            text = f"rank {rank} calls {self.text_of(rank, digest)}; {its}"
             self.tell_group(calls.ranks, {"failure": f"ranks call different things: {text}"})
         elif calls.is_agreed(number):
             if (texts := calls.told.pop(number, None)) is not None:
@@ -175,6 +176,9 @@ class Service:
             self.find_sender(receiver)
         for ended in self.ended.intersection(calls.ranks):
             self.tell_left(calls, ended)
+
+    def text_of(self, rank: int, digest: str) -> str:
+        return self.texts.get(rank, {}).get(digest, "")
 
     def asked(self, writer: asyncio.StreamWriter, group: str, number: int) -> None:
         calls = self.calls.get(group)
@@ -188,15 +192,15 @@ class Service:
         for group, number in self.receivers[receiver]:
             calls = self.calls.get(group)
             digest = None if calls is None else calls.open.get(number, {}).get(calls.ranks[0])
-            if digest is not None and self.texts[digest].startswith("send("):
+            if calls and digest and self.text_of(calls.ranks[0], digest).startswith("send("):
                 del self.receivers[receiver]
                 self.tell_group([receiver], {"sender": group})
                 return
 
     def tell_left(self, calls: Calls, rank: int) -> None:
         """Tell a group that a rank has ended in front of one of its calls, if it has."""
-        if rank in calls.ranks and (digest := calls.left_by(rank)) is not None:
-            text = f"rank {rank} has ended, and has not called {self.texts[digest]}"
+        if rank in calls.ranks and (awaited := calls.left_by(rank)) is not None:
+            text = f"rank {rank} has ended, and has not called {self.text_of(*awaited)}"
             self.tell_group(calls.ranks, {"failure": text, "by": rank})
 
     def missing(self, group: str, number: int) -> list[str]:
@@ -210,7 +214,7 @@ class Service:
             if last is None:
                 found.append(f"rank {rank} has called nothing in this group")
             elif last[0] < number:
-                found.append(f"rank {rank} has not called it; its last was {self.texts[last[1]]}")
+                found.append(f"rank {rank} has not called it; its last was {self.text_of(rank, last[1])}")
         return found
 
     def awaited(self, silence: float) -> list[tuple[int, str, str, float]]:
@@ -229,7 +233,7 @@ class Service:
         return [
             (
                 rank,
-                self.texts.get(self.last.get(rank, ""), ""),
+                self.text_of(rank, self.last.get(rank, "")),
                 self.beats.get(rank, ""),
                 now - self.heard.get(rank, now),
             )

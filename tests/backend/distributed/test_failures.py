@@ -38,6 +38,8 @@ FAULTS = """
         if rank == 1 and kind == f"raises in step {number} of a region":
             raise ValueError("my own mistake")
         dist.all_reduce(loss)
+        if rank == 1 and kind == f"one more in step {number} of a region":
+            dist.all_reduce(loss, dist.ReduceOp.MAX)
         return loss
 
     def fault():
@@ -96,8 +98,16 @@ SAYINGS = {
         ("raises in step 0 of a region", "raises in step 9 of a region"),
         (r"rank 1 \(process {1} on .*\) failed: ValueError: my own mistake", "ValueError: my own mistake"),
     ),
+    "one more in step 0 of a region": (
+        r"differ in collective 4 of a region: rank 0 has no more than 3; rank 1 calls tpu_.*all_reduce",
+        r"differ in collective 4 of a region: rank 0 has no more than 3; rank 1 calls tpu_.*all_reduce",
+    ),
+    "one more in step 9 of a region": (
+        r"rank 1 calls a region .* are new to it: .*, the first new one is number \d+, tpu_.*all_reduce",
+        r"rank 0 calls a region's program of \d+ operations",
+    ),
     "shape of a region": (
-        r"rank 1 calls a region .* are new to it: .*, the first new one is tpu::linear.*\[3, 4\]",
+        r"rank 1 calls a region .* are new to it: .*, the first new one is number 1, tpu::linear.*\[3, 4\]",
         r"rank 0 calls a region's program of \d+ operations",
     ),
     "index": (r"rank 1 \(process {1} on .*\) failed: IndexError: index 7 is out", r"at <string>:\d+"),

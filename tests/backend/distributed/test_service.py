@@ -26,7 +26,7 @@ def test_nobody_is_awaited_where_all_have_made_the_same_calls():
 
 def test_the_rank_that_has_not_called_is_awaited_with_what_is_known_of_it():
     service = Service(4)
-    service.texts["hosts:0,1,2,3:1"] = "an exchange"
+    service.texts[2] = {"hosts:0,1,2,3:1": "an exchange"}
     service.beats[2] = "waiting for data"
     called(service, "hosts:0,1,2,3", 1, 0, 1, 2, 3)
     called(service, "hosts:0,1,2,3", 2, 0, 1, 3)
@@ -74,7 +74,7 @@ class Told:
 def test_a_rank_that_receives_from_any_is_told_of_the_first_send_and_of_no_other_call():
     service, told = Service(3), Told()
     service.writers[2] = told  # type: ignore[assignment]
-    service.texts.update({"1,2:1": "all_reduce(Float[1], sum)", "0,2:1": "send(Float[1])"})
+    service.texts = {1: {"1,2:1": "all_reduce(Float[1], sum)"}, 0: {"0,2:1": "send(Float[1])"}}
     service.receivers[2] = [("0,2", 1), ("1,2", 1)]
     called(service, "1,2", 1, 1)
     assert told.messages == []
