@@ -29,6 +29,7 @@ from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.world import World, join
 from tputrain.recipe import RecipeConfig, read_recipe
 from tputrain.resume import started_from
+from tputrain.sampling import why_silent
 from tputrain.shipped import default_run_dir, find_recipe
 from tputrain.snapshot import contents
 from tputrain.trainer import Trainer
@@ -236,7 +237,10 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world
     callbacks = []
     window = cfg.data.sequence_length
     if tokenizer is not None and window is not None and cfg.sample.max_new_tokens > 0:
-        callbacks.append(SampleText(tokenizer, cfg.sample, window))
+        if (why := why_silent(model)) is None:
+            callbacks.append(SampleText(tokenizer, cfg.sample, window))
+        else:
+            say(f"no samples: {why}")
     return Trainer(
         model,
         cfg,

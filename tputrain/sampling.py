@@ -1,8 +1,10 @@
 """Text from a model, one token at a time."""
 
+import inspect
 import time
 import unicodedata
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ _PAYS_FROM = 64
 """New tokens from which another program, for one token, takes less than it saves."""
 _SMALLEST = 64
 """The window of a short text."""
+_EXPECTED = "to write text it returns logits of shape (sequences, tokens, vocabulary) for them"
 
 
 @dataclass
@@ -40,6 +43,15 @@ class Speed:
             return f"{found}; decoding not measured, as each call may have compiled"
         rate = f"{len(warm) / sum(warm):.4g} tokens/s"
         return f"{found}; decoding {rate} (of {len(warm)}, which compiled nothing)"
+
+
+def why_silent(model: nn.Module) -> str | None:
+    """Why a model cannot write text, in words for its author; None: it may be able to."""
+    try:
+        inspect.signature(model.forward).bind(object())
+    except TypeError as error:
+        return f"{type(model).__name__}.forward cannot be called with token ids alone: {error}; {_EXPECTED}"
+    return None
 
 
 @torch.no_grad()
@@ -67,7 +79,11 @@ def generate(
     computed whole for each token.
 
     `speed` is filled in. The prompt is then computed twice, as the first time may compile.
+
+    Raises UserError for a model that does not give logits of token ids, and for settings out of range.
     """
+    if (why := why_silent(model)) is not None:
+        raise UserError(why)
     if temperature < 0:
         raise UserError(f"temperature={temperature}: expected 0 or more")
     if top_k is not None and top_k < 1:
@@ -132,7 +148,15 @@ def _next_logits(model: nn.Module, ids: list[int], size: int, device: torch.devi
     # Padding comes after the text, where causal attention does not look.
     padded = torch.tensor([ids + [0] * (size - len(ids))]).to(device)
     last = torch.tensor([len(ids) - 1]).to(device)  # a tensor: as a number it would be part of the program
-    return model(padded, **options).index_select(1, last).flatten().float().cpu()
+    logits = model(padded, **options)
+    if isinstance(logits, Mapping):
+        logits = logits.get("logits")
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != size:
+        gave = (
+            f"a tensor of {list(logits.shape)}" if isinstance(logits, Tensor) else f"{type(logits).__name__}"
+        )
+        raise UserError(f"{type(model).__name__} gave {gave} for token ids alone: {_EXPECTED}")
+    return logits.index_select(1, last).flatten().float().cpu()
 
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int | None, uniforms: np.random.Philox) -> int:

@@ -423,7 +423,9 @@ def test_nothing_heavy_is_imported_for_the_help():
         ([], "the following arguments are required: VERB"),
         (["fly"], "no such verb: 'fly'"),
         (["run"], "the following arguments are required: RECIPE;"),
-        (["run", "llama", "--fast"], "'--fast': expected key=value"),
+        (["run", "llama", "--fast"], "'--fast': run has no such option"),
+        (["plan", "llama", "--topologie", "v6e:4x4"], "did you mean --topology?"),
+        (["plan", "llama"], "the following arguments are required: --topology"),
         (["sample", "runs/tiny"], "the following arguments are required: --prompt"),
     ],
 )

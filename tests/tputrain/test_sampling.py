@@ -11,7 +11,7 @@ from tputrain import sampling
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.models.llama import Llama, LlamaConfig
-from tputrain.sampling import Speed, generate, printable
+from tputrain.sampling import Speed, generate, printable, why_silent
 
 TEXT = "abcdefghijklmnopqrstuvwxyz" * 4
 
@@ -170,3 +170,36 @@ def test_a_text_too_short_to_measure_says_so(tokenizer):
 
 def test_control_characters_of_a_sample_do_not_reach_the_terminal():
     assert printable("a\tb\nc\x08\x1b[2Jé\x85") == "a\tb\nc\\x08\\x1b[2Jé\\x85"
+
+
+class NeedsLabels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, labels, **others):
+        raise AssertionError("not called")
+
+
+class GivesLoss(NeedsLabels):
+    def forward(self, input_ids, labels=None, **others):
+        return self.weight.sum()
+
+
+class GivesDict(NextLetter):
+    def forward(self, input_ids, labels=None, **others):
+        return {"logits": super().forward(input_ids)}
+
+
+def test_a_model_that_does_not_give_logits_of_token_ids_is_told_what_is_expected(tokenizer):
+    assert generate(GivesDict(20.0), tokenizer, "abc", 3, temperature=0) == "abcdef"
+    needs = (
+        "NeedsLabels.forward cannot be called with token ids alone: .*'labels'; to write text it returns log"
+    )
+    with pytest.raises(UserError, match=needs):
+        generate(NeedsLabels(), tokenizer, "abc", 3)
+    with pytest.raises(
+        UserError, match=r"GivesLoss gave a tensor of \[\] for token ids alone: to write text"
+    ):
+        generate(GivesLoss(), tokenizer, "abc", 3)
+    assert why_silent(NextLetter(1.0)) is None

@@ -98,7 +98,8 @@ def _swept(parser: argparse.ArgumentParser) -> None:
 def _planned(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     help = "where it is to run: v6e:16x16, v5p-128 (128 cores), '2x v5e:16x16' (two slices)"
-    parser.add_argument("--topology", metavar="SLICE", required=True, help=help)
+    # Required; but a misspelt one is named first.
+    parser.add_argument("--topology", metavar="SLICE", help=help)
     help = "have the TPU's compiler (libtpu) judge the plan: minutes, and no TPU"
     parser.add_argument("--compile", action="store_true", help=help)
     help = "compile the best candidates for so long, and take the fastest by the compiler's figures"

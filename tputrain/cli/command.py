@@ -21,6 +21,7 @@ from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
 from tputrain.cli.arguments import build_parser, takes_overrides
 from tputrain.cli.early_mistakes import check_command
+from tputrain.config_checks import did_you_mean, nearest
 from tputrain.errors import RunFailedError, UserError, in_words
 from tputrain.parallel.cluster import join_slurm_step
 from tputrain.parallel.launched import end_with_launcher, record_error, speaks
@@ -82,6 +83,9 @@ def _is_compiling_ahead() -> bool:
     return torch is not None and hasattr(torch, "tpu") and torch.tpu.is_compiling_ahead()
 
 
+_NO_OPTIONS = ("verb", "target", "overrides")
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     # argparse gives up on positional arguments after options; overrides may stand anywhere.
@@ -92,8 +96,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return chosen
     chosen.overrides += rest
     for text in chosen.overrides:
-        if text.startswith("-") or "=" not in text:
+        if text.startswith("-"):
+            options = [f"--{name.replace('_', '-')}" for name in vars(chosen) if name not in _NO_OPTIONS]
+            hint = did_you_mean(nearest(text.partition("=")[0], options))
+            parser.error(f"{text!r}: {chosen.verb} has no such option{hint}")
+        if "=" not in text:
             parser.error(f"{text!r}: expected key=value, such as trainer.steps=1000")
+    if chosen.verb == "plan" and chosen.topology is None:
+        parser.error("the following arguments are required: --topology")
     return chosen
 
 

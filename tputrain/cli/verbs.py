@@ -23,10 +23,11 @@ from tputrain.recipe import RecipeConfig, config_from_json, kind_keys
 from tputrain.report.run_files import is_run
 from tputrain.resume import check_same_run, locked_where_changed, newest_checkpoint, started_from
 from tputrain.run_lock import RunLock
-from tputrain.sampling import Speed, generate
+from tputrain.sampling import Speed, generate, why_silent
 from tputrain.shipped import find_recipe
 from tputrain.signals import Interrupted
 from tputrain.snapshot import contents
+from tputrain.trainer import Trainer
 
 
 def run(recipe: str, overrides: Sequence[str]) -> int:
@@ -107,12 +108,12 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
     try:
         trainer.fit()
     except Interrupted:
-        _say_what_next(cfg, trainer.step, command + _as_arguments(overrides))
+        _say_what_next(trainer, cfg, command + _as_arguments(overrides))
         raise
     if (programs := describe_programs(trainer.device)) is not None:
         say(f"programs: {programs}")
     longer = _longer(cfg, command, overrides, 2 * cfg.trainer.steps)
-    _say_what_next(cfg, trainer.step, longer)
+    _say_what_next(trainer, cfg, longer)
     return 0
 
 
@@ -218,9 +219,9 @@ def _is_finished(cfg: RecipeConfig, checkpoint: Path) -> bool:
     return is_finished and newest_checkpoint(cfg) == checkpoint
 
 
-def _say_what_next(cfg: RecipeConfig, step: int, command: str) -> None:
-    say(f"checkpoint  {Path(str(cfg.run_dir)) / 'checkpoints' / f'step-{step}'}")
-    if cfg.data.is_text:
+def _say_what_next(trainer: Trainer, cfg: RecipeConfig, command: str) -> None:
+    say(f"checkpoint  {Path(str(cfg.run_dir)) / 'checkpoints' / f'step-{trainer.step}'}")
+    if cfg.data.is_text and why_silent(trainer.model) is None:
         run_dir, prompt = shlex.quote(str(cfg.run_dir)), _quoted(cfg.sample.prompt)
         say(f"sample      tputrain sample {run_dir} --prompt {prompt}")
     say(f"resume      {command}")

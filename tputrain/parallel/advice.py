@@ -86,9 +86,10 @@ def _of_sequences(plan: "Plan") -> Iterator[tuple[float, str]]:
     sequence, parts = plan.task.workload.sequence, plan.task.workload.parts
     if sequence:
         padded, why = ceil(sequence / _LANES) * _LANES, f"tiles are 8 x {_LANES}"
-        if any(
-            work.product.is_attention and work.product.is_kernel for part in parts for work in part.forward
-        ):
+        attention = [work.product for part in parts for work in part.forward if work.product.is_attention]
+        if not attention:
+            return
+        if any(product.is_kernel for product in attention):
             padded, why = devices.padded_length(sequence), "a kernel's blocks"
         if (lost := 1 - sequence / padded) >= _WORTH_SAYING:
             more = f"{(padded / sequence) ** 2 - 1:.0%} more scores ({why})"

@@ -64,6 +64,11 @@ _RULES = {
 }
 
 
+def is_style(name: str) -> bool:
+    """Whether a rule may be this name alone."""
+    return name in _RULES
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Degrees, whose product is the number of processes; one of them may be -1, which is the rest."""

@@ -62,7 +62,7 @@ def why_no_parts(model: nn.Module, loss_fn: LossFunction | None = None) -> str |
     if loss_fn is None and not hasattr(model, "gives_logits_with_loss"):
         return (
             "may shift labels itself, and a rank has not the label after its last token: expected our "
-            "Llama, or a loss_fn of labels that are shifted already"
+            "Llama, a model of transformers, or, in Python, a loss_fn of labels that are shifted already"
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return (

@@ -26,7 +26,7 @@ from tputrain.errors import UserError
 from tputrain.models.divided_vocabulary import own_rows
 from tputrain.models.lora import LoraLinear
 from tputrain.models.vocabulary_loss import VocabularyHead
-from tputrain.parallel.config import TensorRule
+from tputrain.parallel.config import TensorRule, is_style
 
 _WHOLE_LOGITS = [TensorRule("colwise", each, "replicate") for each in (None, "replicate")]
 _LAYOUTS: dict[str | None, Placement | None] = {
@@ -103,6 +103,15 @@ def _rules(model: nn.Module, plan: Mapping[str, Any], degree: int) -> tuple[str,
             "rowwise}; parallel.shard cuts the weights of any model"
         )
     source = f"the tp_plan of {type(model).__name__}"
+    unknown = [
+        (pattern, each) for pattern, each in own.items() if isinstance(each, str) and not is_style(each)
+    ]
+    if unknown:
+        pattern, style = unknown[0]
+        raise UserError(
+            f"parallel.tensor={degree}: {source} cuts {pattern} by the style {style}, which is not known "
+            "so far: expected parallel.shard in its place, or a parallel.plan of your own"
+        )
     return source, {pattern: TensorRule.of(pattern, each, source) for pattern, each in own.items()}
 
 
