@@ -26,11 +26,12 @@ def find_device(name: str) -> torch.device:
     """The device a configuration names; `auto` is tpu, which is XLA on whatever this machine has."""
     if name == "cpu":
         return torch.device("cpu")
-    if not hasattr(torch, "tpu"):
-        raise UserError(
-            f"device={name}: this PyTorch has no tpu device (tpu_backend is not installed or was not built); "
-            "install it with `pip install .`, or set device=cpu"
-        )
+    try:
+        from tpu_backend import register
+
+        register()  # `import torch` has done so, or has said why not
+    except (ImportError, RuntimeError) as error:
+        raise UserError(f"device={name}: {error}; or set device=cpu") from error
     return torch.device("tpu")
 
 

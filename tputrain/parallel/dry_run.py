@@ -6,6 +6,7 @@ Each part is run once, for two sizes of batch: all else follows on a straight li
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,12 @@ ROWS = (2, 3)  # of the two runs; with one row, sizes of 1 would be taken for br
 SQUARE_ROWS = (1024, 1536, 2048)
 """Of the three runs of a model that compares rows with rows, so many that what grows with their square is
 part of the peaks."""
-_DEVICE = torch.device("tpu", 0)  # of tensors without values: PyTorch treats them as those of a run
+
+
+@cache
+def _device() -> torch.device:
+    """Of tensors without values: PyTorch treats them as those of a run."""
+    return torch.device("tpu", 0)
 
 
 def workload_of(
@@ -178,7 +184,7 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         ctx.passed()
         gradients = [
-            None if each is None else torch.empty(each[0], dtype=each[1], device=_DEVICE)
+            None if each is None else torch.empty(each[0], dtype=each[1], device=_device())
             for each in ctx.shapes
         ]
         return (None, None, *gradients)
@@ -245,7 +251,7 @@ class _Tracer:
         """The layers of the model, the rest of it, and if tensor parallelism cuts that: the rest uncut."""
         tensor = self._settings.tensor
         self._calls, self._order = {}, []
-        given = batch_of.to_device(tree_map(self._fake, batch), _DEVICE)
+        given = batch_of.to_device(tree_map(self._fake, batch), _device())
         rest = self._run_rest(given, tensor)
         runs = [*map(self._run_layer, self._order), rest]
         if tensor.cuts_rest(self.model):
@@ -344,7 +350,7 @@ class _Tracer:
     def _call(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         dtype = self._settings.autocast
         with torch.autocast(
-            _DEVICE.type,
+            _device().type,
             getattr(torch, dtype or "bfloat16"),
             enabled=dtype is not None,
             cache_enabled=False,
@@ -370,7 +376,7 @@ class _Tracer:
             dtype = value.dtype
             if self._settings.has_masters and isinstance(value, nn.Parameter) and dtype is torch.float32:
                 dtype = torch.bfloat16
-            fake = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_DEVICE)
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_device())
             fake.requires_grad_(value.requires_grad)
             self._fakes[id(value)] = value, fake
         return self._fakes[id(value)][1]
@@ -421,7 +427,7 @@ class _Tracer:
                     return made
 
                 if any(form.requires_grad for form in call.outputs):  # by its parameters
-                    inputs.append(torch.empty((), device=_DEVICE, requires_grad=True))
+                    inputs.append(torch.empty((), device=_device(), requires_grad=True))
                 tensors = list(_StandIn.apply(make, recorder.layer_passed, *inputs))
                 for tensor in tensors:
                     recorder.external(tensor)
@@ -508,7 +514,7 @@ class _Form:
         return cls(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad, said)
 
     def new(self) -> Tensor:
-        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_DEVICE)
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_device())
         if self.said is not None:
             attach_documents(tensor, *self.said)
         return tensor
