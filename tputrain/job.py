@@ -68,13 +68,13 @@ class Recipe:
             _check_model_path(cfg)
         data = _build_data(cfg, tokenizer, fingerprint)  # one process of a host makes what is not there yet
         world.meet("reading the data")
-        with announced(f"building {cfg.model.name} and its optimizer"):
+        with announced(f"building {cfg.model.described} and its optimizer"):
             trainer = _build_trainer(cfg, data, checkpoint, world)
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         for line in (
             *data.describe(),
             *(notes(cfg, data) if checkpoint is None else []),
-            f"model: {cfg.model.name}, {num_parameters:,} parameters",
+            f"model: {cfg.model.described}, {num_parameters:,} parameters",
             cfg.batch.arithmetic(cfg.data.sequence_length),
             f"run: {_how_much(cfg)}, in {cfg.run_dir}",
         ):
@@ -128,7 +128,7 @@ def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:
     data = _build_data(cfg, tokenizer, None)
     if fingerprint is not None and data.fingerprint != fingerprint:
         say(f"note: {data.title} is not the text that the run was started with; it may have been trained on")
-    with announced(f"building {cfg.model.name}"):
+    with announced(f"building {cfg.model.described}"):
         return Trainer(_build_model(cfg, checkpoint), cfg, val_loader=data.evaluation_batches(cfg.batch.size))
 
 
@@ -258,7 +258,7 @@ def build_sweep(cfg: RecipeConfig, chosen: SweepConfig) -> Sweep:
     _device(cfg)
     _check_model_path(cfg)
     data = _build_data(cfg, None, None)
-    with announced(f"building {cfg.model.name}"):
+    with announced(f"building {cfg.model.described}"):
         model = _build_model(cfg, None)
     loader = data.training_batches(cfg.batch.size, cfg.trainer.accumulate)
     return find_learning_rate(model, cfg, loader, sweep=chosen)

@@ -196,7 +196,7 @@ def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
     for length in cfg.data.lengths:
         check_length(length, context)
     tried = f" with {settings}" if settings else ""
-    with announced(f"running {cfg.model.name}{tried} without values"):
+    with announced(f"running {cfg.model.described}{tried} without values"):
         workload = _workload(cfg, context)
     if tensor not in workload.tensor_degrees:
         known = ", ".join(map(str, workload.tensor_degrees))

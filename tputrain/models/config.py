@@ -262,7 +262,7 @@ class HuggingFaceModelConfig(LanguageModelConfig, names=("huggingface",)):
 
     @property
     def described(self) -> str:
-        return self.path or self.name
+        return self.path or str(self.config.get("model_type", self.name))
 
     @property
     def local_path(self) -> str | None:
