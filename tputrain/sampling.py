@@ -42,7 +42,7 @@ class Speed:
         if not warm:
             return f"{found}; decoding not measured, as each call may have compiled"
         rate = f"{len(warm) / sum(warm):.4g} tokens/s"
-        return f"{found}; decoding {rate} (of {len(warm)}, which compiled nothing)"
+        return f"{found}; decoding {rate} (by {len(warm)} tokens whose calls compiled nothing)"
 
 
 def why_silent(model: nn.Module) -> str | None:

@@ -159,7 +159,7 @@ def test_the_speed_of_a_text_has_no_compilation(llama, tokenizer, max_new_tokens
     assert size == (1 if max_new_tokens >= 64 else 64)
     seconds = speed.seconds[size]
     assert len(seconds) == max_new_tokens - 1
-    assert f" tokens/s (of {len(seconds) - 1}, which compiled nothing)" in speed.said
+    assert f" tokens/s (by {len(seconds) - 1} tokens whose calls compiled nothing)" in speed.said
     assert speed.said.startswith(f"prefill {speed.num_given} tokens, ")
 
 
