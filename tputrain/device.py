@@ -30,8 +30,12 @@ def find_device(name: str) -> torch.device:
         from tpu_backend import register
 
         register()  # `import torch` has done so, or has said why not
+    except ModuleNotFoundError:
+        raise UserError(
+            f"device={name}: tpu_backend is not installed; install it with `pip install .`, or set device=cpu"
+        ) from None
     except (ImportError, RuntimeError) as error:
-        raise UserError(f"device={name}: {error}; or set device=cpu") from error
+        raise UserError(f"device={name} cannot be loaded: {error}; or set device=cpu") from error
     return torch.device("tpu")
 
 

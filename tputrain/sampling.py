@@ -20,7 +20,7 @@ _PAYS_FROM = 64
 """New tokens from which another program, for one token, takes less than it saves."""
 _SMALLEST = 64
 """The window of a short text."""
-_EXPECTED = "to write text it returns logits of shape (sequences, tokens, vocabulary) for them"
+_EXPECTED = "expected logits of shape (sequences, tokens, vocabulary), of which text is drawn"
 
 
 @dataclass
@@ -49,6 +49,8 @@ def why_silent(model: nn.Module) -> str | None:
     """Why a model cannot write text, in words for its author; None: it may be able to."""
     try:
         inspect.signature(model.forward).bind(object())
+    except ValueError:  # it has no signature
+        return None
     except TypeError as error:
         return f"{type(model).__name__}.forward cannot be called with token ids alone: {error}; {_EXPECTED}"
     return None

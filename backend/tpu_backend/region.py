@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +26,6 @@ _R = TypeVar("_R")
 
 _FUSED = 2
 _PLAIN = (Tensor, nn.Parameter)
-
-_NUM_UNSETTLED = 2  # calls in which DDP may make its buckets: the first may have no backward pass
-_num_calls: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()  # of any region
 
 
 class Region(reach.Wrapper, Generic[_P, _R]):
@@ -66,9 +62,7 @@ class Region(reach.Wrapper, Generic[_P, _R]):
         index = torch.tpu.current_device()  # type: ignore[attr-defined]
         # A cast of a weight must be the region's own: whether there was one before is a matter of history.
         torch.clear_autocast_cache()
-        may_make_buckets = torch.distributed.is_initialized() and self._settle_buckets(
-            tree_leaves((args, kwargs))
-        )
+        unsettled = self._settle_buckets(tree_leaves((args, kwargs)))
         is_region = _C.get_mode() == _FUSED and _C.begin_region(index)
         self._kept = []
         executables = []
@@ -82,7 +76,8 @@ class Region(reach.Wrapper, Generic[_P, _R]):
             raise
         self._leave()
         if is_region:
-            executables = _C.end_region(index, results, may_make_buckets)
+            has_new_buckets = any(module._has_rebuilt_buckets for module in unsettled)
+            executables = _C.end_region(index, results, has_new_buckets)
         self.digests = tuple(executable.key for executable in executables)
         return returned
 
@@ -100,23 +95,23 @@ class Region(reach.Wrapper, Generic[_P, _R]):
                 _C.end_region(index, None, False)
             except RuntimeError as told:
                 if why not in str(told):
-                    raise
+                    error.add_note(f"the region could not be ended: {told}")
 
-    def _settle_buckets(self, given: Sequence[Any]) -> bool:
-        """DDP makes its buckets anew in the forward pass after its first backward pass and keeps them. Let it
-        do so before the region. Returns whether it may do so inside, where the first step has several forward
-        passes: then they must have values after it, and nothing names them.
+    def _settle_buckets(self, given: Sequence[Any]) -> list[DistributedDataParallel]:
+        """DDP makes its buckets anew in the forward pass after its first backward pass, and keeps them. It is
+        to do so before the region. Returns those that may still do so inside, in a first step of several
+        forward passes: such buckets are no declared results, yet the next call reads them.
         """
-        may_follow = False
-        for module in (module for root in self._reached(given).modules for module in root.modules()):
-            if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
-                module.reducer._rebuild_buckets()
-                _num_calls[module] = _num_calls.get(module, 0) + 1
-                may_follow |= _num_calls[module] <= _NUM_UNSETTLED
-        return may_follow
+        if not torch.distributed.is_initialized() or not torch.is_grad_enabled():
+            return []
+        modules = (module for root in self._reached(given).modules for module in root.modules())
+        found = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        for module in found:
+            module.reducer._rebuild_buckets()
+        return [module for module in found if not module._has_rebuilt_buckets]
 
     def _reached(self, given: Sequence[Any]) -> reach.Reached:
-        """By its function and by what a call gives it."""
+        """By its function, and by what a call gives it, which is looked into like what a closure holds."""
         return reach.reached(functools.partial(self, *given))
 
     def _results(self, given: Sequence[Any], returned: Any) -> list[Tensor]:

@@ -425,8 +425,14 @@ def test_nothing_heavy_is_imported_for_the_help():
         (["run"], "the following arguments are required: RECIPE;"),
         (["run", "llama", "--fast"], "'--fast': run has no such option"),
         (["plan", "llama", "--topologie", "v6e:4x4"], "did you mean --topology?"),
-        (["plan", "llama"], "the following arguments are required: --topology"),
-        (["sample", "runs/tiny"], "the following arguments are required: --prompt"),
+        (["plan", "llama"], "plan needs --topology"),
+        (["plan", "--topologie", "v6e:4x4", "llama"], "did you mean --topology?"),
+        (["ls", "--al"], "'--al': ls has no such option"),
+        (["sample", "runs/tiny"], "sample needs --prompt"),
+        (
+            ["sample", "runs/tiny", "--promt", "x"],
+            "'--promt': sample has no such option; did you mean --prompt?",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], said: str, capsys):

@@ -2,12 +2,14 @@
 
 import copy
 from collections import Counter
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
 from tputrain import sampling
+from tputrain.callbacks.sample_text import SampleConfig, SampleText
 from tputrain.data import Tokenizer
 from tputrain.errors import UserError
 from tputrain.models.llama import Llama, LlamaConfig
@@ -193,13 +195,20 @@ class GivesDict(NextLetter):
 
 def test_a_model_that_does_not_give_logits_of_token_ids_is_told_what_is_expected(tokenizer):
     assert generate(GivesDict(20.0), tokenizer, "abc", 3, temperature=0) == "abcdef"
-    needs = (
-        "NeedsLabels.forward cannot be called with token ids alone: .*'labels'; to write text it returns log"
-    )
+    needs = "NeedsLabels.forward cannot be called with token ids alone: .*'labels'; expected logits of shape"
     with pytest.raises(UserError, match=needs):
         generate(NeedsLabels(), tokenizer, "abc", 3)
     with pytest.raises(
-        UserError, match=r"GivesLoss gave a tensor of \[\] for token ids alone: to write text"
+        UserError, match=r"GivesLoss gave a tensor of \[\] for token ids alone: expected logits"
     ):
         generate(GivesLoss(), tokenizer, "abc", 3)
     assert why_silent(NextLetter(1.0)) is None
+
+
+def test_a_run_whose_model_gives_no_logits_goes_on_without_samples(tokenizer, capsys):
+    trainer = MagicMock()
+    trainer.execution.model = GivesLoss()
+    sample = SampleText(tokenizer, SampleConfig(), window=8)
+    for _ in range(2):
+        sample.on_evaluate(trainer, {})
+    assert capsys.readouterr().out.count("no samples: GivesLoss gave a tensor of []") == 1

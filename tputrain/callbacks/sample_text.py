@@ -7,6 +7,7 @@ from tputrain.announce import say
 from tputrain.callbacks.callback import Callback
 from tputrain.config_checks import expect_at_least
 from tputrain.data import Tokenizer
+from tputrain.errors import UserError
 from tputrain.loggers.logger import Record
 from tputrain.sampling import generate, printable
 
@@ -36,15 +37,23 @@ class SampleText(Callback):
     def __init__(self, tokenizer: Tokenizer, cfg: SampleConfig, window: int):
         """`window`: tokens that the model sees at a time, best the length it is trained on."""
         self.tokenizer, self.cfg, self.window = tokenizer, cfg, window
+        self._is_silent = False
 
     def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
-        with trainer.evaluation_weights.in_place(), trainer.execution.phase("sample"):
-            text = generate(
-                trainer.execution.model,
-                self.tokenizer,
-                self.cfg.prompt,
-                self.cfg.max_new_tokens,
-                temperature=self.cfg.temperature,
-                window=self.window,
-            )
+        if self._is_silent:
+            return
+        try:
+            with trainer.evaluation_weights.in_place(), trainer.execution.phase("sample"):
+                text = generate(
+                    trainer.execution.model,
+                    self.tokenizer,
+                    self.cfg.prompt,
+                    self.cfg.max_new_tokens,
+                    temperature=self.cfg.temperature,
+                    window=self.window,
+                )
+        except UserError as error:  # the model gives no logits: it can be trained all the same
+            self._is_silent = True
+            say(f"no samples: {error}")
+            return
         say("sample: " + printable(text).replace("\n", "\n        "))

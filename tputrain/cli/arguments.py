@@ -31,6 +31,8 @@ class Verb:
     """One a line, each a command and what it is for."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     takes_overrides: bool = False
+    required: tuple[str, ...] = ()
+    """Options that must be given. argparse would miss them before it names a misspelt one."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,9 +72,9 @@ def build_parser() -> Parser:
     return parser
 
 
-def takes_overrides(name: str) -> bool:
-    """Whether `key=value` may stand behind this verb."""
-    return next(verb.takes_overrides for verb in VERBS if verb.name == name)
+def verb_of(name: str) -> Verb:
+    """The verb of this name."""
+    return next(verb for verb in VERBS if verb.name == name)
 
 
 def _epilog(examples: str) -> str:
@@ -98,8 +100,7 @@ def _swept(parser: argparse.ArgumentParser) -> None:
 def _planned(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     help = "where it is to run: v6e:16x16, v5p-128 (128 cores), '2x v5e:16x16' (two slices)"
-    # Required; but a misspelt one is named first.
-    parser.add_argument("--topology", metavar="SLICE", help=help)
+    parser.add_argument("--topology", metavar="SLICE", help=f"{help} (required)")
     help = "have the TPU's compiler (libtpu) judge the plan: minutes, and no TPU"
     parser.add_argument("--compile", action="store_true", help=help)
     help = "compile the best candidates for so long, and take the fastest by the compiler's figures"
@@ -121,7 +122,7 @@ def _validated(parser: argparse.ArgumentParser) -> None:
 
 def _sampled(parser: argparse.ArgumentParser) -> None:
     _run_dir(parser)
-    parser.add_argument("--prompt", required=True, help='the beginning, such as "def "')
+    parser.add_argument("--prompt", help='the beginning, such as "def " (required)')
     parser.add_argument("--max-new-tokens", type=int, default=64, help="length of the text (default: 64)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)"
@@ -220,6 +221,7 @@ tputrain validate my.yaml                                     only checks the re
 tputrain sample runs/llama --prompt "class " --temperature 0 --max-new-tokens 200""",
         _sampled,
         takes_overrides=True,
+        required=("--prompt",),
     ),
     Verb(
         "lr-find",
@@ -239,6 +241,7 @@ tputrain plan my.yaml --topology v5e:2x2 --compile  what the TPU's compiler says
 tputrain plan my.yaml --topology v5p-128 --json    every candidate, and why it was not taken""",
         _planned,
         takes_overrides=True,
+        required=("--topology",),
     ),
     Verb(
         "ls",

@@ -19,7 +19,7 @@ from typing import NoReturn, TextIO
 
 from tputrain import signals
 from tputrain.announce import announced, discard_unwritten, say, warn
-from tputrain.cli.arguments import build_parser, takes_overrides
+from tputrain.cli.arguments import build_parser, verb_of
 from tputrain.cli.early_mistakes import check_command
 from tputrain.config_checks import did_you_mean, nearest
 from tputrain.errors import RunFailedError, UserError, in_words
@@ -28,6 +28,7 @@ from tputrain.parallel.launched import end_with_launcher, record_error, speaks
 
 _TIDYING_SECONDS = 3.0
 _AGAIN_AFTER = 0.02  # seconds
+_NO_OPTIONS = ("verb", "target", "overrides")  # among what is parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,27 +84,26 @@ def _is_compiling_ahead() -> bool:
     return torch is not None and hasattr(torch, "tpu") and torch.tpu.is_compiling_ahead()
 
 
-_NO_OPTIONS = ("verb", "target", "overrides")
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     # argparse gives up on positional arguments after options; overrides may stand anywhere.
     chosen, rest = parser.parse_known_args(arguments)
-    if not takes_overrides(chosen.verb):
-        if rest:
-            parser.error(f"{rest[0]!r}: {chosen.verb} takes no such argument")
-        return chosen
-    chosen.overrides += rest
-    for text in chosen.overrides:
+    verb = verb_of(chosen.verb)
+    for text in rest:
         if text.startswith("-"):
             options = [f"--{name.replace('_', '-')}" for name in vars(chosen) if name not in _NO_OPTIONS]
             hint = did_you_mean(nearest(text.partition("=")[0], options))
-            parser.error(f"{text!r}: {chosen.verb} has no such option{hint}")
-        if "=" not in text:
-            parser.error(f"{text!r}: expected key=value, such as trainer.steps=1000")
-    if chosen.verb == "plan" and chosen.topology is None:
-        parser.error("the following arguments are required: --topology")
+            parser.error(f"{text!r}: {verb.name} has no such option{hint}")
+    if not verb.takes_overrides and rest:
+        parser.error(f"{rest[0]!r}: {verb.name} takes no such argument")
+    for option in verb.required:
+        if getattr(chosen, option.removeprefix("--")) is None:
+            parser.error(f"{verb.name} needs {option}")
+    if verb.takes_overrides:
+        chosen.overrides += rest
+        for text in chosen.overrides:
+            if "=" not in text:
+                parser.error(f"{text!r}: expected key=value, such as trainer.steps=1000")
     return chosen
 
 

@@ -35,13 +35,19 @@ at::Tensor copied(const at::Tensor& tensor) {
   return own;
 }
 
-// A tensor that is its buffer as it is: which view of which buffer a tensor is may differ by rank, and ranks launch
-// collectives together.
+// A dense tensor that fills its buffer.  Ranks may hold different views, and a collective must read the same layout on
+// all of them.
 at::Tensor alone(const at::Tensor& tensor) {
   const Buffer& buffer = *buffer_of(tensor);
   const bool is_alone = tensor.nbytes() == buffer.nbytes && tensor.is_contiguous() &&
       tensor.scalar_type() == buffer.layout->dtype && tensor.sizes() == c10::IntArrayRef(buffer.layout->dims);
   return is_alone ? tensor : copied(tensor);
+}
+
+bool is_in_region() {
+  auto& stream = Device::get().stream(Device::get().current());
+  const StreamLock lock(stream.mutex());
+  return stream.sink()->joins_collectives();
 }
 
 // The recorded operators, see tpu_backend/distributed/operators.py.
@@ -291,18 +297,16 @@ void ProcessGroup::agree(const char* name, const at::Tensor& tensor, c10::string
 }
 
 Call ProcessGroup::agree(const std::vector<int64_t>& ranks, std::string text) {
-  const bool is_in_region = [] {
-    auto& stream = Device::get().stream(Device::get().current());
-    const StreamLock lock(stream.mutex());
-    return stream.sink()->joins_collectives();
-  }();
+  const bool is_part = is_in_region(); // its ranks compare all calls of a region where they launch it
   py::gil_scoped_acquire gil;
   const auto agreement = py::module_::import("tpu_backend.distributed.agreement");
   Call call{.group = c10::str(c10::Join(",", ranks)), .text = std::move(text)};
-  const auto number = is_in_region
-      ? agreement.attr("number_of_region")(call.group)
-      : agreement.attr("call")(call.group, call.text, std::chrono::duration<double>(options_->timeout).count());
-  call.number = number.cast<uint64_t>();
+  if (is_part) {
+    agreement.attr("refuse")(call.group);
+  } else {
+    const double seconds = std::chrono::duration<double>(options_->timeout).count();
+    call.number = agreement.attr("call")(call.group, call.text, seconds).cast<uint64_t>();
+  }
   return call;
 }
 
@@ -732,14 +736,10 @@ Call ProcessGroup::record(const Transfer& transfer) {
   if (transfer.tensor.numel() == 0) {
     return last_call_;
   }
-  {
-    auto& stream = Device::get().stream(Device::get().current());
-    const StreamLock lock(stream.mutex());
-    TORCH_CHECK(
-        !stream.sink()->joins_collectives(),
-        "send and recv in a region (torch.tpu.spmd), whose program is the same on all ranks: call them outside of it, "
-        "or use a collective such as all_to_all");
-  }
+  TORCH_CHECK(
+      !is_in_region(),
+      "send and recv in a region (torch.tpu.spmd), whose program is the same on all ranks: call them outside of it, "
+      "or use a collective such as all_to_all");
   const bool is_from_any = transfer.work->retrieveOpType() == c10d::OpType::RECVANYSOURCE;
   const char* const name = getRank() == transfer.source ? "tpu:send" : is_from_any ? "tpu:recvAnySource" : "tpu:recv";
   const Profiled profiled(name, transfer.tensor);

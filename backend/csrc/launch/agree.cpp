@@ -18,6 +18,10 @@ bool has_collectives(const Segment& segment) {
   });
 }
 
+bool is_launched(const Segment& segment, const Locals& results, Policy policy) {
+  return !results.empty() || !segment.checked.empty() || (policy == Policy::Declared && has_collectives(segment));
+}
+
 void ProgramCache::agree(Program& program, const Segment& segment, const Results& results) {
   if (!results.compares && program.agreement && is_known(program, segment, results.locals)) {
     static PyObject* const is_settled = PyUnicode_InternFromString("is_settled");

@@ -352,7 +352,7 @@ void ProgramCache::rehearse(const Segment& segment) {
 }
 
 void ProgramCache::prepare(Program& program, const Segment& segment, const Locals& results) {
-  if (program.is_prepared || (results.empty() && segment.checked.empty())) {
+  if (program.is_prepared || !is_launched(segment, results, program.policy)) {
     return;
   }
   const Specialization* known = fitting_specialization(program, segment, results, /*in_parts=*/false);

@@ -335,9 +335,8 @@ static void with_ranks(Segment& segment, const Act& act) {
 }
 
 std::exception_ptr ProgramCache::run(Segment& segment, const Results& results, bool may_be_parts, Counters& counters) {
-  const bool is_of_ranks = results.policy == Policy::Declared && has_collectives(segment);
-  if (results.locals.empty() && segment.checked.empty() && !is_of_ranks) {
-    return nullptr; // nobody can see what was recorded
+  if (!is_launched(segment, results.locals, results.policy)) {
+    return nullptr;
   }
   for (int32_t local : segment.inputs) {
     const Value& value = *segment.values[local];
@@ -349,6 +348,7 @@ std::exception_ptr ProgramCache::run(Segment& segment, const Results& results, b
   }
   try {
     Program& program = find(segment, results.policy);
+    const bool is_of_ranks = program.policy == Policy::Declared && has_collectives(segment);
     if (is_of_ranks) {
       with_ranks(segment, [&] { agree(program, segment, results); });
     }

@@ -181,6 +181,8 @@ struct Launched {
 
 // Whether it has collectives, which the ranks of their groups must launch together.
 bool has_collectives(const Segment& segment);
+// Whether anybody can see what was recorded: other ranks, too, where they launch a region's collectives together.
+bool is_launched(const Segment& segment, const Locals& results, Policy policy);
 
 // A value's array as an argument of a program, a new reference.  What is donated and somebody else may look at is
 // copied, and the copy donated: the program is the same either way.  `is_shared`: others than the one it is taken from

@@ -16,8 +16,8 @@ class Region final : public Sink {
  public:
   // From here on a stream's segments are a region's.  Returns whether they are: not inside another sink.
   static bool begin(Stream& stream);
-  // Launches what is recorded, for these results and, on demand, for all that buffers hold; the latter alone where an
-  // exception has ended the region. Returns the executables of the region's launches.
+  // Launches what is recorded.  Its results are those given; with `and_held` also what living buffers hold; where none
+  // are given, as an exception has ended the region, the latter alone.  Returns the executables of its launches.
   static std::vector<std::shared_ptr<PyObject>>
   end(Stream& stream, const std::optional<std::vector<at::Tensor>>& results, bool and_held);
 

@@ -28,13 +28,9 @@ def call(group: str, text: str, seconds: float) -> int:
     It waits for all ranks of the group where this call has not followed the last one before: a step that
     repeats waits for nobody. Raises RuntimeError as `Peers.agree` does.
     """
-    world = peers.world
-    assert world is not None
-    world.raise_failure(group)
-    _numbers[group] += 1
+    world = _begin(group)
     step = group, _last.get(group, ""), text
     _last[group] = text
-    world.last_call = group, _numbers[group]
     digest = _digests.get(step)
     if digest is not None:
         world.call(group, _numbers[group], digest)
@@ -45,11 +41,10 @@ def call(group: str, text: str, seconds: float) -> int:
     return _numbers[group]
 
 
-def number_of_region(group: str) -> int:
-    """The number of the call in which the ranks of a group launch the region that is being recorded. There
-    they compare its collectives.
-    """
-    return _numbers[group] + 1
+def refuse(group: str) -> None:
+    """Raise RuntimeError, as `call` does, where a group makes no calls any more."""
+    assert peers.world is not None
+    peers.world.raise_failure(group)
 
 
 def find_sender(groups: list[str], seconds: float) -> int:
@@ -66,7 +61,7 @@ def gather(ranks: Sequence[int], text: str, told: str) -> list[str]:
     """What each of these ranks has `told`, in this order. They compare what they are about to launch in a
     region: waits for them, and raises as `call` does.
     """
-    world, group = _world_and_group_of_regions(ranks)
+    world, group = _begin_region(ranks)
     digest = hashlib.sha256(_COMPARE.encode()).hexdigest()[:16]
     return world.gather(group, _numbers[group], digest, f"{_COMPARE}: {text}", told, world.timeout)
 
@@ -75,7 +70,7 @@ def launch(ranks: Sequence[int], digest: str, text: str, waits: bool) -> None:
     """These ranks are about to launch programs of a region together. `waits` until all are, and raises as
     `call` does; else they are compared in the background.
     """
-    world, group = _world_and_group_of_regions(ranks)
+    world, group = _begin_region(ranks)
     if waits:
         world.agree(group, _numbers[group], digest, text, world.timeout)
     else:
@@ -95,12 +90,19 @@ def launching_nothing(why: str) -> Iterator[None]:
         _why_not = None
 
 
-def _world_and_group_of_regions(ranks: Sequence[int]) -> tuple[peers.Peers | AbsentPeers, str]:
-    """The other ranks, and the group whose next call this is: as of calls outside."""
+def _begin_region(ranks: Sequence[int]) -> tuple[peers.Peers | AbsentPeers, str]:
+    """Regions and eager collectives of the same ranks share one count."""
     if _why_not is not None:
         raise RuntimeError(_why_not)
-    assert peers.world is not None
     group = ",".join(map(str, ranks))
+    return _begin(group), group
+
+
+def _begin(group: str) -> peers.Peers | AbsentPeers:
+    """Count the next call of a group, unless it is refused; the other ranks."""
+    refuse(group)
+    world = peers.world
+    assert world is not None
     _numbers[group] += 1
-    peers.world.last_call = group, _numbers[group]
-    return peers.world, group
+    world.last_call = group, _numbers[group]
+    return world

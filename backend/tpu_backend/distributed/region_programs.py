@@ -129,7 +129,7 @@ class _Form:
 _forms: dict[
     tuple[tuple[int, ...], tuple[str, ...]], _Form
 ] = {}  # by ranks and the names of their operations
-_compared: set[tuple[str, ...]] = set()  # the identities of operations, by tape
+_compared: set[tuple[str, ...]] = set()  # of each tape that was compared: its operations' digests
 
 
 def agree(description: dict[str, Any], compares: bool) -> Agreement:
@@ -267,8 +267,8 @@ class _Meeting:
         )
 
     def _new_operation(self) -> str:
-        """The first operation that is new after those before it, in words for ranks that record what they
-        know.
+        """Where this tape first differs from all that were compared before, for the error on other ranks; ""
+        where it does not.
         """
         own = self._sketch.identities
         place = max((_num_common(own, other) for other in _compared), default=len(own))

@@ -24,14 +24,17 @@ _GRACE = 1.0  # seconds in which a program that a peer has left ends by itself, 
 
 
 def wait_for_call(token: Any, seconds: float, description: str, group: str, number: int) -> None:
-    """Return when the launch of this token is done: call `number` of `group`; None: it is done.
+    """Return when the launch of this token is done; None: it is done. It was call `number` of `group`; 0: one
+    of a region, which the ranks launch as a call of their own.
 
     Raises RuntimeError when another rank has failed, or after `seconds`.
     """
 
     def why_late() -> str:
         assert peers.world is not None
-        return peers.world.why_late(group, number, seconds)
+        call = peers.world.last_call if number == 0 else (group, number)
+        assert call is not None
+        return peers.world.why_late(*call, seconds)
 
     if token is not None:
         _watched(token.block_until_ready, seconds, description, why_late)

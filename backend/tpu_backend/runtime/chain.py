@@ -237,7 +237,7 @@ class Chain:
             if source < 0 or layouts[part.values[source]] != layouts[part.values[output]]:
                 continue
             local = part.values[source]
-            if times_taken[local] > 1:
+            if times_taken[local] > 1:  # another operation reads its memory under another number
                 continue
             if self._grows and self._whole["origin"][local] not in whole_inputs:
                 continue  # programs that are padded take over nothing that grows
@@ -263,7 +263,7 @@ class _Builder:
     def _part(self, pieces: Part) -> PartOfChain:
         part = PartOfChain()
         own: dict[int, int] = {}  # by value of the whole
-        inputs: dict[int, int] = {}  # by value that it takes: the newest number of it
+        inputs: dict[int, int] = {}  # by value that it takes: a number of it
         replaced: dict[int, int] = {}
 
         def number(local: int) -> int:
@@ -279,8 +279,8 @@ class _Builder:
             part.circumstances.append(entry.circumstances)
             if piece.entry in self._checked:
                 part.checked.append((self._checked[piece.entry], entry_here))
-            # Each collective takes inputs of its own: what others read here too, it may read apart on another
-            # rank, where it is padded.
+            # A collective of another rank may read a padded copy of what others read, too, and this one the
+            # value itself. So its inputs are its own.
             is_apart = entry.summary.is_collective
             for local in self._links(piece):
                 read = own.get(local)

@@ -123,15 +123,15 @@ class Common(NamedTuple):
         names: dict[Read, Read] = {}  # of what is not made by a common operation: where it is read first
         found = []
         for at, number in enumerate(self.own):
+            # Who made what a collective reads is not compared: that may be each rank's own matter.
+            compared = () if self.sketch.is_collective[number] else self.sketch.reads[number]
             read = [
                 (common[maker], result)
                 if maker in common
                 else names.setdefault((maker, result), (-1 - at, position))
-                for position, (maker, result) in enumerate(self.sketch.reads[number])
+                for position, (maker, result) in enumerate(compared)
             ]
-            # Who made what a collective reads is not compared: that may be each rank's own matter.
-            is_collective = self.sketch.is_collective[number]
-            found.append(digest_of(self.sketch.identities[number], [] if is_collective else read))
+            found.append(digest_of(self.sketch.identities[number], read))
         return found
 
     def makers(self, number: int) -> set[int]:
@@ -151,7 +151,9 @@ class Common(NamedTuple):
         }
 
     def within(self, stage_of: Sequence[int]) -> list[list[Read | None]]:
-        """By collective what it reads of its own link, by the stages of the common operations."""
+        """For each collective: what it reads that is made in the same link, by the stages of the common
+        operations.
+        """
         return [
             [read if read is not None and stage_of[read[0]] == stage_of[at] else None for read in reads]
             for at, reads in self.read_by_collectives().items()
@@ -171,13 +173,13 @@ def stages(commons: Sequence[Common], local: Collection[int]) -> list[int]:
         for common, own, number in zip(commons, own_of, numbers, strict=True):
             _extend(own, common, number)
             stage = max(stage, _last_read(own, common, number))
+        is_collective = commons[0].sketch.is_collective[numbers[0]]
         # What a collective reads is made in its link by all ranks, or by none.
-        for reads in zip(*(each.get(at, ()) for each in read_by), strict=True):
+        for reads in zip(*(each[at] for each in read_by), strict=True) if is_collective else ():
             if len(set(reads)) > 1:
                 makers = {read[0] for read in reads if read is not None}
                 stage = max(stage, 1 + max(found[maker] for maker in makers))
                 apart |= {(at, maker) for maker in makers}
-        is_collective = commons[0].sketch.is_collective[numbers[0]]
         wanted = 0 if is_collective else 1 if at in local else stage % 2
         found.append(stage + (stage % 2 != wanted))
         for own in own_of:

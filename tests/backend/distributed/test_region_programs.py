@@ -276,7 +276,18 @@ READERS = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+    from tpu_backend.runtime.chain import Chain
+
     meshes = {device: init_device_mesh(device, (world,)) for device in ("cpu", "tpu")}
+    make_link, twice = Chain.link, []
+
+    def checked_link(*given):
+        link = make_link(*given)
+        twice.extend(value for value in link.inputs if link.inputs.count(value) > 1)
+        assert not any(gives and value in twice for gives, value in zip(link.is_donated, link.inputs))
+        return link
+
+    Chain.link = checked_link
 
     def gathers_again(x, part):
         flipped = x.flip(1)
@@ -290,19 +301,27 @@ READERS = """
         return [flat.t() @ flat]
 
     def reads_what_nobody_wrote(x, part):
-        own = part if rank == 0 else torch.empty_like(part).mul_(0)
+        nothing = torch.zeros_like(part) if part.device.type == "cpu" else torch.empty_like(part)
+        own = part if rank == 0 else nothing.mul_(1)
         total = own * 2
         dist.all_reduce(total)
         again = total.clone() if rank == 0 else own * 3
         dist.all_reduce(again)
         return total, again
 
+    def gathers_what_it_updates(x, part):
+        whole = torch.empty(4 * world, device=part.device)
+        dist.all_gather_into_tensor(whole, part if rank == 0 else part * 1)
+        part.add_(whole[:4].sum())
+        return whole, part.clone()
+
     def returns_an_empty_part(x, part):
         total = part.clone()
         dist.all_reduce(total)
         return [x.softmax(-1) * 2]
 
-    for function in gathers_again, gathers_a_view, reads_what_nobody_wrote, returns_an_empty_part:
+    functions = gathers_again, gathers_a_view, reads_what_nobody_wrote, gathers_what_it_updates
+    for function in (*functions, returns_an_empty_part):
         step = torch.tpu.spmd(function)
         for rows in (2 * world, 2 * world, 2 * world, 2 * world - 1, 2 * world - 1, 1, 1):
             values = torch.rand(rows, 6, rows, generator=torch.Generator().manual_seed(rows))
@@ -315,6 +334,9 @@ READERS = """
                 ]
             for own, expected in zip(results["tpu"], results["cpu"], strict=True):
                 torch.testing.assert_close(own.cpu(), expected)
+        if function is gathers_what_it_updates:  # a program takes the tensor twice, and donates it on no rank
+            assert bool(twice) == (rank == 0)
+        twice.clear()
     print(torch.tpu.fallback_stats())
     dist.destroy_process_group()
 """

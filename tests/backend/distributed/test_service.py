@@ -61,6 +61,20 @@ def test_where_no_rank_is_late_the_one_that_says_nothing_is_awaited():
     assert awaited(service) == [1]
 
 
+def test_a_call_is_named_by_the_line_of_the_rank_that_made_it():
+    service, told = Service(2), Told()
+    service.writers = {0: told}  # type: ignore[dict-item]
+    service.texts = {0: {"0,1:1": "a, at line 3"}, 1: {"0,1:1": "a, at line 5"}}
+    called(service, "0,1", 1, 0)
+    service.ended.add(1)
+    service.tell_left(service.calls["0,1"], 1)
+    assert told.messages[-1]["failure"] == "rank 1 has ended, and has not called a, at line 3"
+    assert service.missing("0,1", 2) == [
+        "rank 0 has not called it; its last was a, at line 3",
+        "rank 1 has called nothing in this group",
+    ]
+
+
 class Told:
     """The writer of a rank's connection."""
 

@@ -137,11 +137,15 @@ ABORTED = """
     x = torch.ones(4, device="tpu")
     for _ in range(3):
         dist.all_reduce(x)
+    y = torch.ones(4, device="tpu")
+    WORLD = dist.group.WORLD
+    region = torch.tpu.spmd(lambda: WORLD.allreduce([y]))
+    for _ in range(5):  # its later launches wait for nobody
+        region()
     x.tolist()
     if rank == 1:
         time.sleep(12)  # until the other one has been ended
         os._exit(0)
-    WORLD = dist.group.WORLD
     work = dist.all_reduce(x, async_op=True)
 
     def abort():
@@ -159,10 +163,11 @@ ABORTED = """
         hows[how]()
     except RuntimeError as error:
         print(f"{time.monotonic():.2f} {error}", flush=True)
-    try:
-        WORLD.allreduce([x])
-    except RuntimeError as error:
-        print(f"{time.monotonic():.2f} {error}", flush=True)
+    for call in (lambda: WORLD.allreduce([x]), region):
+        try:
+            call()
+        except RuntimeError as error:
+            print(f"{time.monotonic():.2f} {error}", flush=True)
     time.sleep(20)  # this thread hears nothing of it
 """
 
@@ -170,9 +175,9 @@ ABORTED = """
 @pytest.mark.parametrize("how", ["wait", "read", "synchronize"])
 def test_an_abort_wakes_who_waits_and_ends_a_process_whose_device_is_stuck(how: str):
     rank = run_ranks(ABORTED, 2, HOW=how)[0]
-    aborted_at, waked, refused = rank.stdout.splitlines()[-3:]  # gloo prints, too
+    aborted_at, waked, *refused = rank.stdout.splitlines()[-4:]  # gloo prints, too
     text = r"the group of ranks 0,1 was aborted by this rank, at <string>:\d+"
-    for line in (waked, refused):
+    for line in (waked, *refused):
         seconds, _, message = line.partition(" ")
         assert re.search(text, message), rank.stdout
         assert float(seconds) - float(aborted_at) < 3
