@@ -443,6 +443,16 @@ def test_wrong_arguments_are_one_line(arguments: list[str], said: str, capsys):
     assert captured.err.count("\n") == 1
 
 
+def test_a_device_that_cannot_be_loaded_is_one_line(tmp_path: Path, monkeypatch, capsys):
+    def register() -> None:
+        raise ImportError("tpu_backend's C++ extension is not built")
+
+    monkeypatch.setattr("tpu_backend.register", register)
+    assert main(["run", "llama", f"run_dir={tmp_path}"]) == 2
+    said = "device=auto cannot be loaded: tpu_backend's C++ extension is not built; or set device=cpu"
+    assert capsys.readouterr().err.splitlines()[-1] == f"tputrain: {said}"
+
+
 @pytest.mark.parametrize("arguments", [["validate", "runs/none"], ["sample", "runs/none", "--prompt", "x"]])
 def test_a_run_directory_that_is_not_there_is_named(arguments: list[str], capsys):
     assert main(arguments) == 2

@@ -41,7 +41,7 @@ part of the peaks."""
 @cache
 def _device() -> torch.device:
     """Of tensors without values: PyTorch treats them as those of a run."""
-    return torch.device("tpu", 0)
+    return torch.device(devices.find_device("tpu").type, 0)
 
 
 def workload_of(
