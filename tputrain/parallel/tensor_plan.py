@@ -103,15 +103,12 @@ def _rules(model: nn.Module, plan: Mapping[str, Any], degree: int) -> tuple[str,
             "rowwise}; parallel.shard cuts the weights of any model"
         )
     source = f"the tp_plan of {type(model).__name__}"
-    unknown = [
-        (pattern, each) for pattern, each in own.items() if isinstance(each, str) and not is_style(each)
-    ]
-    if unknown:
-        pattern, style = unknown[0]
-        raise UserError(
-            f"parallel.tensor={degree}: {source} cuts {pattern} by the style {style}, which is not known "
-            "so far: expected parallel.shard in its place, or a parallel.plan of your own"
-        )
+    for pattern, style in own.items():
+        if isinstance(style, str) and not is_style(style):
+            raise UserError(
+                f"parallel.tensor={degree}: {source} cuts {pattern} by the style {style}, which is not known "
+                "so far: expected parallel.shard in its place, or a parallel.plan of your own"
+            )
     return source, {pattern: TensorRule.of(pattern, each, source) for pattern, each in own.items()}
 
 
