@@ -32,20 +32,35 @@ CUT = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attent
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
 TYPES: dict[str, dict[str, Any]] = {
+    "cohere": {**HEADS, **TOKENS},
+    "cohere2": {**HEADS, **TOKENS, **CUT},
+    "gemma": {**HEADS, **WIDTH, **TOKENS},
     "gemma3_text": {**HEADS, **WIDTH, **CUT},
     "glm4": {**HEADS, **WIDTH, **TOKENS},
     "gpt_neox": {"num_attention_heads": 2},
+    "granite": {**HEADS, **TOKENS},
+    "granitemoe": {**HEADS, **TOKENS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "helium": {**HEADS, **WIDTH, **TOKENS},
     "llama": HEADS,
+    "ministral": {**HEADS, **WIDTH, **CUT},
+    "ministral3": {**HEADS, **WIDTH},
     "mistral": {**HEADS, **WINDOW},
     "mixtral": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {**HEADS, **TOKENS},
     "olmo3": {**HEADS, **TOKENS, **CUT},
+    "olmo": {**HEADS, **TOKENS},
+    "olmoe": {**HEADS, **EXPERTS, **TOKENS},
+    "persimmon": {"num_attention_heads": 2, **TOKENS},
     "phi": HEADS,
     "phi3": {**HEADS, **TOKENS, **WINDOW},
     "qwen2": {**HEADS, "use_sliding_window": True, **CUT},
+    "qwen2_moe": {**HEADS, **EXPERTS, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
     "qwen3": {**HEADS, **WIDTH, "use_sliding_window": True, **CUT},
     "qwen3_moe": {**HEADS, **EXPERTS, "moe_intermediate_size": 8},
+    "seed_oss": {**HEADS, **WIDTH, **TOKENS, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {**HEADS, **TOKENS, "num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    "stablelm": {**HEADS, **TOKENS},
+    "starcoder2": {**HEADS, **TOKENS, **WINDOW},
 }
 LORA = "llama with LoRA"
 NAMES = (*TYPES, LORA)

@@ -28,8 +28,10 @@ _HEAD_DIM = "head_dim"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as transformers' configurations name them."""
 _TAKES_PARTS = {
-    *("gemma3_text", "glm4", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "olmo3", "phi", "phi3"),
-    *("qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    *("cohere", "cohere2", "gemma", "gemma3_text", "glm4", "gpt_neox", "granite", "granitemoe", "helium"),
+    *("llama", "ministral", "ministral3", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe"),
+    *("persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+    *("stablelm", "starcoder2"),
 }
 """Types of models (`model_type`) whose sequences plans may divide among context ranks by themselves.
 
