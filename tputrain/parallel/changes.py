@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import lcm, prod
+from math import prod
 from typing import Any
 
 from tputrain.figures import memory_text, seconds_text
@@ -147,13 +147,15 @@ def _with_divisible_batch(task: Task, found: Sequence[Candidate]) -> Variant | N
     if not undivided or not all(each.code in ("batch", "not_built") for each in found):
         return None
     data_ranks = min(each.layout.data_ranks for each in undivided)
-    sequence, unit, key = task.workload.sequence, data_ranks, ""
+    rows = -(-task.rows // data_ranks) * data_ranks
+    sequence = task.workload.sequence
+    if task.variants is not None and not sequence:
+        return task.variants.of(task, {"batch.samples": rows})
     if task.variants is not None:
-        key = "batch.tokens" if sequence else "batch.samples"
-        unit = lcm(data_ranks, task.variants.value("batch.sequences")) if sequence else data_ranks
-    rows = -(-task.rows // unit) * unit
-    if key and task.variants is not None:
-        return task.variants.of(task, {key: rows * (sequence or 1)})
+        divides = rows % task.variants.value("batch.sequences") == 0
+        return task.variants.of(
+            task, {"batch.tokens": rows * sequence} | ({} if divides else {"batch.sequences": rows})
+        )
     example = f"batch.tokens={rows * sequence}" if sequence else str(rows)
     said = f"a multiple of {data_ranks} {'sequences' if sequence else 'rows'} a step, such as {example}"
     return Variant(said, replace(task, rows=rows, micro_rows=task.micro_rows and rows))
@@ -162,11 +164,12 @@ def _with_divisible_batch(task: Task, found: Sequence[Candidate]) -> Variant | N
 def _with_other_rows(divisible: Variant) -> Iterator[str]:
     """A batch that divides, and what else it needs to fit."""
     found = tuple(candidates(divisible.task))
+    settings = f"{divisible.settings} (another batch: it trains otherwise)"
     if any(each.code == "slower" for each in found):
-        yield f"{divisible.settings}{_tight(divisible.task)}"
+        yield f"{settings}{_tight(divisible.task)}"
     elif _with_divisible_batch(divisible.task, found) is None:
         for change in what_would_fit(divisible.task, found):
-            yield f"{divisible.settings}, and {change}"
+            yield f"{settings}, and {change}"
 
 
 def _fewer_rows(task: Task) -> Iterator[Variant]:
