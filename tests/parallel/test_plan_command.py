@@ -187,6 +187,7 @@ def test_a_plan_holds_to_the_degrees_of_the_recipe(given: dict[str, int], degree
             ["parallel.shard=3"],
             r"parallel.shard=3: expected degrees that multiply to the 4 devices of v6e:2x2",
         ),
+        (["parallel.shard=2"], r"parallel.shard=2: expected .* \(with parallel.replicate=2 they do\)"),
         (["parallel.shard=8"], r"parallel.shard=8: expected degrees that multiply to the 4 devices"),
         (["parallel.context=2"], r"the 4 devices of v6e:2x2 \(with parallel.shard=2 they do\), or none"),
         (["parallel.context=3"], r"the 4 devices of v6e:2x2, or none of them"),

@@ -230,8 +230,9 @@ def _given_degrees(parallel: ParallelConfig, topology: Topology) -> dict[str, in
     except UserError:
         asked = " ".join(f"parallel.{name}={degree}" for name, degree in given.items())
         rest, left_over = divmod(topology.num_devices, math.prod(given.values()))
-        fits = "shard" not in given and rest > 0 and left_over == 0
-        beside = f" (with parallel.shard={rest} they do)" if fits else ""
+        free = next((name for name in ("shard", "replicate") if name not in given), None)
+        fits = free is not None and rest > 0 and left_over == 0
+        beside = f" (with parallel.{free}={rest} they do)" if fits else ""
         raise UserError(
             f"{asked}: expected degrees that multiply to the {topology.num_devices} devices of "
             f"{topology.name}{beside}, or none of them: then the plan chooses"
