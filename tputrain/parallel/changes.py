@@ -149,13 +149,11 @@ def _with_divisible_batch(task: Task, found: Sequence[Candidate]) -> Variant | N
     data_ranks = min(each.layout.data_ranks for each in undivided)
     rows = -(-task.rows // data_ranks) * data_ranks
     sequence = task.workload.sequence
-    if task.variants is not None and not sequence:
-        return task.variants.of(task, {"batch.samples": rows})
-    if task.variants is not None:
-        divides = rows % task.variants.value("batch.sequences") == 0
-        return task.variants.of(
-            task, {"batch.tokens": rows * sequence} | ({} if divides else {"batch.sequences": rows})
-        )
+    if (variants := task.variants) is not None:
+        settings = {"batch.tokens": rows * sequence} if sequence else {"batch.samples": rows}
+        if sequence and rows % variants.value("batch.sequences"):
+            settings["batch.sequences"] = rows
+        return variants.of(task, settings)
     example = f"batch.tokens={rows * sequence}" if sequence else str(rows)
     said = f"a multiple of {data_ranks} {'sequences' if sequence else 'rows'} a step, such as {example}"
     return Variant(said, replace(task, rows=rows, micro_rows=task.micro_rows and rows))

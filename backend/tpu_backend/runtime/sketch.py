@@ -180,27 +180,46 @@ def stages(commons: Sequence[Common], local: Collection[int]) -> list[int]:
                 makers = {read[0] for read in reads if read is not None}
                 stage = max(stage, 1 + max(found[maker] for maker in makers))
                 apart |= {(at, maker) for maker in makers}
-        wanted = 0 if is_collective else 1 if at in local else stage % 2
-        found.append(stage + (stage % 2 != wanted))
+        if is_collective or at in local:
+            stage = _from(stage, for_all=is_collective)
+        found.append(stage)
         for own in own_of:
-            own.append(found[-1])
-    first_reader: dict[int, int] = {}
-    has_makers: set[int] = set()
+            own.append(stage)
     for common, own in zip(commons, own_of, strict=True):
         _extend(own, common, len(common.sketch.names))
+    readers = _first_readers(commons, own_of, apart)
+    # What reads nothing that was made here (zeros of an optimizer's state) is made where it is read first.
+    makes_from_nothing = _make_from_nothing(commons) - set(local)
+    return [readers.get(at, stage) if at in makes_from_nothing else stage for at, stage in enumerate(found)]
+
+
+def _first_readers(
+    commons: Sequence[Common], own_of: Sequence[Sequence[int]], apart: Collection[tuple[int, int]]
+) -> dict[int, int]:
+    """By common operation: the first link that reads it; of one kept `apart`, the one before its reader's."""
+    found: dict[int, int] = {}
+    for common, own in zip(commons, own_of, strict=True):
         at_of = {number: at for at, number in enumerate(common.own)}
         for number, stage in enumerate(own):
-            makers = common.makers(number)
-            if makers and number in at_of:
-                has_makers.add(at_of[number])
-            for at in (at_of[maker] for maker in makers if maker in at_of):
+            for at in (at_of[maker] for maker in common.makers(number) if maker in at_of):
                 begin = stage - ((at_of.get(number), at) in apart)
-                first_reader[at] = min(first_reader.get(at, begin), begin)
-    # What reads nothing that was made here (zeros of an optimizer's state) is made where it is read first.
-    for at, number in enumerate(commons[0].own):
-        if at not in has_makers and at not in local and not commons[0].sketch.is_collective[number]:
-            found[at] = first_reader.get(at, found[at])
+                found[at] = min(found.get(at, begin), begin)
     return found
+
+
+def _make_from_nothing(commons: Sequence[Common]) -> set[int]:
+    """The common operations but collectives that read no operation's results, in any sketch."""
+    return {
+        at
+        for at, numbers in enumerate(zip(*(common.own for common in commons), strict=True))
+        if not commons[0].sketch.is_collective[numbers[0]]
+        and not any(common.makers(number) for common, number in zip(commons, numbers, strict=True))
+    }
+
+
+def _from(stage: int, for_all: bool) -> int:
+    """The first link from this one on that all ranks launch alike, or that is each rank's own."""
+    return stage + (stage % 2 == for_all)
 
 
 def own_stages(common: Common, stage_of: Sequence[int]) -> list[int]:
@@ -216,8 +235,7 @@ def own_stages(common: Common, stage_of: Sequence[int]) -> list[int]:
 def _extend(own: list[int], common: Common, end: int) -> None:
     """With the stages of the operations up to `end`, which only this sketch has."""
     for number in range(len(own), end):
-        stage = _last_read(own, common, number)
-        own.append(stage + (stage % 2 == 0))
+        own.append(_from(_last_read(own, common, number), for_all=False))
 
 
 def _last_read(own: Sequence[int], common: Common, number: int) -> int:
