@@ -93,7 +93,8 @@ def test_a_batch_that_is_named_can_be_set_and_divides(
     assert plan.chosen is None
     (change,) = plan.changes
     settings, others, _ = change.partition(" (another batch: it trains otherwise)")
-    assert settings.startswith("batch.") and others
+    assert settings.startswith("batch.")
+    assert others
     assert plan_of_recipe(recipe, topology, *overrides, *settings.split()).chosen is not None
 
 
