@@ -237,10 +237,14 @@ def result_type(examples: Sequence[torch.Tensor | complex], default_dtype: torch
     return lowered_dtype(total.dtype)
 
 
+# Default dtypes by which a complex number is no complex64 beside exact numbers.
+_COMPLEX_OF = {torch.float16: torch.complex32, torch.float64: torch.complex128}
+
+
 def _with_number(tensor: torch.Tensor, number: complex, default_dtype: torch.dtype | None) -> torch.dtype:
     is_exact = not (tensor.is_floating_point() or tensor.is_complex())
     if is_exact and default_dtype is not None and isinstance(number, float | complex):
-        return default_dtype if isinstance(number, float) else default_dtype.to_complex()
+        return default_dtype if isinstance(number, float) else _COMPLEX_OF.get(default_dtype, torch.complex64)
     return torch.result_type(tensor, number)
 
 
