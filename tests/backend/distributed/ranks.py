@@ -51,6 +51,11 @@ class Rank:
     def code(self) -> int | None:
         return self.process.returncode
 
+    @property
+    def last_line(self) -> str:
+        """Of stderr, but for what the triton of CUDA builds says at its end of what it leaked."""
+        return self.stderr.partition("nanobind: leaked")[0].strip().splitlines()[-1]
+
 
 def free_port() -> int:
     """One that nobody listens at, below those that the system gives to connections: such a one may be taken

@@ -144,7 +144,7 @@ def test_a_fault_is_named_on_every_rank(kind: str):
         if saying is None:
             continue
         assert each.code == 1, each.stderr
-        last = each.stderr.strip().splitlines()[-1]
+        last = each.last_line
         assert re.search(saying.format(*pids), last), f"{saying!r} is not in {last!r}"
         if kind != "swapped":  # found at exit
             assert float(each.stdout.split()[-1]) < TIMEOUT + 5

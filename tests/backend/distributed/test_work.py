@@ -182,7 +182,7 @@ def test_an_abort_wakes_who_waits_and_ends_a_process_whose_device_is_stuck(how: 
         assert re.search(text, message), rank.stdout
         assert float(seconds) - float(aborted_at) < 3
     assert rank.code == 1
-    assert re.search(text + ".*, and the device is stuck$", rank.stderr.strip().splitlines()[-1]), rank.stderr
+    assert re.search(text + ".*, and the device is stuck$", rank.last_line), rank.stderr
 
 
 ABORTED_IDLE = """
