@@ -317,7 +317,7 @@ def test_context_degrees_are_those_that_a_run_takes_with_kernels_of_whole_blocks
     assert workload_of(theirs, text(4096)).context_degrees == (1, 2, 4)
     theirs.config._attn_implementation = "eager"  # type: ignore[union-attr]  # a run would refuse it
     assert workload_of(theirs, text(4096)).context_degrees == (1,)
-    not_compared = build_huggingface({"model_type": "helium", "head_dim": 64, **THEIRS})
+    not_compared = build_huggingface({"model_type": "arcee", "head_dim": 64, **THEIRS})
     assert workload_of(not_compared, text(4096)).context_degrees == (1,)
 
 
