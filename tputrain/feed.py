@@ -202,10 +202,8 @@ class IterableFeed:
         return self.epoch
 
     def epochs_after(self, step: int) -> float | None:
-        try:
-            return self.epoch + self.taken / len(self.loader)  # type: ignore[arg-type]
-        except TypeError:  # only gone through can it be counted
-            return None
+        length = _length(self.loader)
+        return None if length is None else self.epoch + self.taken / length
 
     def can_draw_ahead(self, count: int) -> bool:
         # Within an epoch: an order is drawn where one starts.
@@ -245,6 +243,7 @@ class IterableFeed:
             "kind": "iterable",
             "epoch": self.epoch,
             "taken": self.taken,
+            "batch_size": _batch_size(self.loader),
             "rng_at_epoch": self._rng_at_epoch,
             "own_rng_at_epoch": self._own_at_epoch,
         }
@@ -264,8 +263,23 @@ class IterableFeed:
         now = rng.capture(self.device)
         rng.restore(self.device, state["rng_at_epoch"])
         self._start_epoch(state["epoch"])
-        self._skip(state["taken"])
+        self._skip(self._taken_of(state))
         rng.restore(self.device, now)
+
+    def _taken_of(self, state: dict[str, Any]) -> int:
+        """How many batches of the epoch hold what was given by then, if they have another size now."""
+        taken, before, now = state["taken"], state.get("batch_size"), _batch_size(self.loader)
+        if before is None or now is None or before == now:
+            return taken
+        count, again = divmod(taken * before, now)
+        if (whole := _length(self.loader)) is not None and count >= whole:
+            count, again = whole, 0
+        repeated = f"; {again} samples come again" if again else ""
+        say(
+            f"note: train_loader's batch_size is {now}, and was {before}: its epoch goes on after "
+            f"{count:,} batches in place of {taken:,}{repeated}"
+        )
+        return count
 
     def _skip(self, count: int) -> None:
         said_at = time.monotonic()
@@ -279,6 +293,20 @@ class IterableFeed:
                 say(f"resuming: skipped {done + 1:,} of {count:,} batches")
                 said_at = time.monotonic()
         self.taken = count
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Samples of a batch, where the loader says so as a DataLoader does."""
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of an epoch; None where only going through them counts them."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _end(iterator: Iterator[Batch]) -> None:

@@ -238,7 +238,7 @@ def _build_trainer(cfg: RecipeConfig, data: Data, checkpoint: Path | None, world
     window = cfg.data.sequence_length
     if tokenizer is not None and window is not None and cfg.sample.max_new_tokens > 0:
         if (why := why_silent(model)) is None:
-            callbacks.append(SampleText(tokenizer, cfg.sample, window))
+            callbacks.append(SampleText(tokenizer, cfg.sample, window, cfg.data.has_conversations))
         else:
             say(f"no samples: {why}")
     return Trainer(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tputrain.checkpoint.rows import is_distributed
 from tputrain.data import Tokenizer
+from tputrain.data.conversations import beginning
 from tputrain.errors import UserError
 
 _PAYS_FROM = 64
@@ -67,6 +68,7 @@ def generate(
     seed: int = 0,
     window: int = 128,
     speed: Speed | None = None,
+    in_conversation: bool = False,
 ) -> str:
     """The prompt and up to `max_new_tokens` tokens after it, ended early where the model ends the document.
 
@@ -80,6 +82,9 @@ def generate(
     text are padded to a power of two, from 64 up to the window. Once the window is full it moves, and is
     computed whole for each token.
 
+    `in_conversation`: the model was trained on conversations. With a chat template the prompt is then what a
+    user says, and the text that follows is the answer; or it spells out the template's special tokens itself.
+
     `speed` is filled in. The prompt is then computed twice, as the first time may compile.
 
     Raises UserError for a model that does not give logits of token ids, and for settings out of range.
@@ -92,7 +97,7 @@ def generate(
         raise UserError(f"top_k={top_k}: expected at least 1")
     device = next(model.parameters()).device
     uniforms = np.random.Philox(key=seed % 2**64)
-    ids = [tokenizer.start_of_text_id, *tokenizer.encode(prompt)]
+    ids, shown = beginning(prompt, tokenizer, in_conversation)
     num_given = len(ids)
     cache = _new_cache(model, window) if max_new_tokens >= _PAYS_FROM else None
     whole = _padded(num_given + max_new_tokens, window)
@@ -117,7 +122,7 @@ def generate(
             ids.append(token)
     finally:
         model.train(was_training)
-    return prompt + tokenizer.decode(ids[num_given:])
+    return shown + tokenizer.decode(ids[num_given:])
 
 
 def _new_cache(model: Any, window: int) -> Any:

@@ -17,7 +17,7 @@ from tputrain.data import (
     check_vocabulary,
     load_tokenizer,
 )
-from tputrain.data.conversations import encode_conversations
+from tputrain.data.conversations import beginning, encode_conversations
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
@@ -265,3 +265,24 @@ def test_a_vocabulary_that_the_model_lacks_is_one_clear_line():
         DataError, match=r"model.vocab_size=200: expected at least the tokenizer's 262 entries"
     ):
         check_vocabulary(tokenizer, 200)
+
+
+def test_a_prompt_of_a_chat_model_begins_as_its_conversations_do() -> None:
+    tokenizer = PretrainedTokenizer(byte_level(TEMPLATE))
+    asked = {"role": "user", "content": "2 + 2?"}
+    (whole,), _ = encode_conversations(
+        [json.dumps([asked, {"role": "assistant", "content": "4"}])], tokenizer
+    )
+    ids, shown = beginning("2 + 2?", tokenizer, in_conversation=True)
+    assert ids == whole[: len(ids)]
+    assert whole[len(ids) :][:1] == tokenizer.encode("4")
+    assert shown == "2 + 2?\n"
+    spelled = "<s><|user|>2 + 2?<|end|>\n<|assistant|>"
+    assert beginning(spelled, tokenizer, in_conversation=True) == (ids, spelled)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_prompt_of_any_other_model_is_the_beginning_of_a_document(template: str | None) -> None:
+    tokenizer = PretrainedTokenizer(byte_level(template))
+    begins = [tokenizer.start_of_text_id, *tokenizer.encode("<s>a")]
+    assert beginning("<s>a", tokenizer, in_conversation=template is None) == (begins, "<s>a")

@@ -65,6 +65,13 @@ def test_ls_lists_runs_with_step_loss_and_state(capsys):
     assert found["deep/er/half"][3] == "stopped"
 
 
+def test_ls_shows_a_loss_that_is_no_number(capsys):
+    with Path("runs/tiny/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": null, "loss_hex": "nan"}\n')
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2] == "nan"
+
+
 def test_ls_says_what_it_cannot_read_and_lists_the_rest(capsys):
     shutil.copytree("runs/tiny", "runs/newer")
     Path("runs/newer/events.jsonl").unlink()

@@ -59,8 +59,8 @@ class Callback:
         """Values were read: one record for every step since the last time."""
 
     def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
-        """An evaluation ended; `result` holds at least step and loss. Random numbers that are drawn in here
-        change nothing in training.
+        """An evaluation ended; `result` holds at least step, loss and `loss_hex`, the loss to the last bit as
+        text. Random numbers that are drawn in here change nothing in training.
         """
 
     def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:

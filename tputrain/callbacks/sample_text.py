@@ -34,9 +34,12 @@ class SampleConfig:
 class SampleText(Callback):
     """Prints text by the model at every evaluation, drawn with one seed: what changes is the model."""
 
-    def __init__(self, tokenizer: Tokenizer, cfg: SampleConfig, window: int):
-        """`window`: tokens that the model sees at a time, best the length it is trained on."""
+    def __init__(self, tokenizer: Tokenizer, cfg: SampleConfig, window: int, in_conversation: bool = False):
+        """`window`: tokens that the model sees at a time, best the length it is trained on;
+        `in_conversation`: whether it is trained on conversations.
+        """
         self.tokenizer, self.cfg, self.window = tokenizer, cfg, window
+        self.in_conversation = in_conversation
         self._is_silent = False
 
     def on_evaluate(self, trainer: "Trainer", result: Record) -> None:
@@ -51,6 +54,7 @@ class SampleText(Callback):
                     self.cfg.max_new_tokens,
                     temperature=self.cfg.temperature,
                     window=self.window,
+                    in_conversation=self.in_conversation,
                 )
         except UserError as error:  # the model gives no logits: it can be trained all the same
             self._is_silent = True

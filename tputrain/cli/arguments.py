@@ -38,10 +38,10 @@ class Verb:
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as everything else here does."""
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str, verb: str = "") -> NoReturn:
         # argparse lists what may be left out among what is missing.
         message = message.replace(", key=value", "").replace("argument VERB: invalid choice", "no such verb")
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help explains\n")
+        self.exit(2, f"{self.prog}: {message}; {self.prog}{verb and f' {verb}'} --help explains\n")
 
 
 def build_parser() -> Parser:
@@ -122,11 +122,11 @@ def _validated(parser: argparse.ArgumentParser) -> None:
 
 def _sampled(parser: argparse.ArgumentParser) -> None:
     _run_dir(parser)
-    parser.add_argument("--prompt", help='the beginning, such as "def " (required)')
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="length of the text (default: 64)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)"
+        "--prompt", help='the beginning, such as "def "; to a chat model, a question (required)'
     )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="length of the text (default: 64)")
+    parser.add_argument("--temperature", type=float, help="0: the likeliest token (default: the recipe's)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default: 0)")
 
 

@@ -98,7 +98,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{rest[0]!r}: {verb.name} takes no such argument")
     for option in verb.required:
         if getattr(chosen, option.removeprefix("--")) is None:
-            parser.error(f"{verb.name} needs {option}")
+            parser.error(f"{verb.name} needs {option}", verb.name)
     if verb.takes_overrides:
         chosen.overrides += rest
         for text in chosen.overrides:

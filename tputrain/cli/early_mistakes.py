@@ -50,7 +50,7 @@ def check_command(chosen: argparse.Namespace) -> None:
                         "--temperature or --seed"
                     )
             expect(chosen.max_new_tokens >= 1, "--max-new-tokens", chosen.max_new_tokens, "1 or more")
-            expect_at_least("--temperature", chosen.temperature, 0.0)
+            expect_at_least("--temperature", chosen.temperature or 0.0, 0.0)
             _check_recipe(None, chosen.overrides)
         case "import":
             if not Path(target).is_dir():

@@ -25,6 +25,7 @@ from tputrain.parallel.memory_model import RUNGS, Precision
 from tputrain.parallel.plan import Plan, make_plan, refuse
 from tputrain.parallel.plan_report import lines
 from tputrain.parallel.slices import check_length
+from tputrain.parallel.tensor_plan import matched_rules
 from tputrain.parallel.topology import Topology
 from tputrain.parallel.workload import Workload, for_lengths
 from tputrain.planning.compiled_report import compiled_as_json, compiled_lines
@@ -197,10 +198,7 @@ def task_of(cfg: RecipeConfig, topology: Topology, settings: str = "") -> Task:
         check_length(length, context)
     tried = f" with {settings}" if settings else ""
     with announced(f"running {cfg.model.described}{tried} without values"):
-        workload = _workload(cfg, context)
-    if tensor not in workload.tensor_degrees:
-        known = ", ".join(map(str, workload.tensor_degrees))
-        raise UserError(f"parallel.tensor={tensor}: {workload.name} can be divided by {known}")
+        workload = _workload(cfg, context, tensor)
     samples = cfg.batch.samples
     rows = cfg.batch.size * cfg.trainer.accumulate
     asked = cfg.model.recomputes
@@ -239,7 +237,8 @@ def _given_degrees(parallel: ParallelConfig, topology: Topology) -> dict[str, in
         ) from None
 
 
-def _workload(cfg: RecipeConfig, context: int) -> Workload:
+def _workload(cfg: RecipeConfig, context: int, tensor: int) -> Workload:
+    """Raises UserError where the model does not divide by these degrees."""
     cfg.check_limits(*cfg.model.limits_there())
     model_cfg = cfg.model.recomputing("none")
     with torch.device("meta"):
@@ -248,6 +247,8 @@ def _workload(cfg: RecipeConfig, context: int) -> Workload:
             add_lora(model, cfg.lora, cfg.seed)
     freeze(model, cfg.optim.freeze)
     check_takes_parts(context, model)
+    if tensor > 1:
+        matched_rules(model, cfg.parallel.plan, tensor)
     found = workload_of(
         model,
         cfg.data.example,
@@ -256,6 +257,9 @@ def _workload(cfg: RecipeConfig, context: int) -> Workload:
         plan=cfg.parallel.plan,
         has_masters=cfg.optim.master_weights,
     )
+    if tensor not in found.tensor_degrees:
+        known = ", ".join(map(str, found.tensor_degrees))
+        raise UserError(f"parallel.tensor={tensor}: plans take {known}")
     return for_lengths(found, cfg.data.lengths)
 
 

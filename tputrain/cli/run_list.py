@@ -69,5 +69,7 @@ def _row(run: Run, path: Path, top: Path) -> tuple[float, str, str, str, str, st
 
 
 def _last(records: list[Record]) -> str:
+    if records and records[-1].get("loss", 0.0) is None:  # JSON has no NaN
+        return str(records[-1].get("loss_hex"))
     losses = points(records, "loss")
     return f"{losses[-1][1]:.4f}" if losses else "–"

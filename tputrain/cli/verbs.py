@@ -167,9 +167,14 @@ def validate(target: str, overrides: Sequence[str]) -> int:
 
 
 def sample(
-    run_dir: str, overrides: Sequence[str], prompt: str, max_new_tokens: int, temperature: float, seed: int
+    run_dir: str,
+    overrides: Sequence[str],
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float | None,
+    seed: int,
 ) -> str:
-    """Text that the newest checkpoint of a run writes."""
+    """Text that the newest checkpoint of a run writes. `temperature`: None: the recipe's."""
     checkpoint, cfg = _trained(run_dir, overrides)
     model, tokenizer, device = build_trained_model(cfg, checkpoint)
     window = cfg.data.sequence_length
@@ -181,10 +186,11 @@ def sample(
             tokenizer,
             prompt,
             max_new_tokens,
-            temperature=temperature,
+            temperature=cfg.sample.temperature if temperature is None else temperature,
             seed=seed,
             window=window,
             speed=speed,
+            in_conversation=cfg.data.has_conversations,
         )
     say(speed.said)
     return text

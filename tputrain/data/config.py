@@ -104,6 +104,11 @@ class DataConfig(Family, group="data", by="source"):
         return []
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether any of the text is written as conversations are."""
+        return False
+
+    @property
     def trained_vocab_size(self) -> int | None:
         """Entries of the tokenizer that is trained on the text; None where none is."""
         return None
@@ -180,6 +185,10 @@ class TextConfig(DataConfig):
     def format(self) -> str:
         """What of a document is learned, and how it is written: one of `FORMATS`."""
         return "text"
+
+    @property
+    def has_conversations(self) -> bool:
+        return self.format != "text"
 
     @property
     def trained_vocab_size(self) -> int | None:

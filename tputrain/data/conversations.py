@@ -27,6 +27,23 @@ def encode_conversations(
     return [ids for ids, _ in encoded], [learned for _, learned in encoded]
 
 
+def beginning(prompt: str, tokenizer: Tokenizer, in_conversation: bool) -> tuple[list[int], str]:
+    """Token ids of a text that begins with `prompt`, as training has them, and what people read of it.
+
+    In conversations that a chat template writes, `prompt` is what a user says and the model answers; if it
+    spells out special tokens, it is the conversation up to where the model goes on.
+    """
+    is_rendered = isinstance(tokenizer, PretrainedTokenizer) and tokenizer.has_chat_template
+    if not (in_conversation and is_rendered):
+        return [tokenizer.start_of_text_id, *tokenizer.encode(prompt)], prompt
+    assert isinstance(tokenizer, PretrainedTokenizer)
+    ids = tokenizer.encode_rendered(prompt).ids
+    if ids != tokenizer.encode(prompt):
+        return ids, prompt
+    asked = tokenizer.render([{"role": "user", "content": prompt}], asks=True)
+    return tokenizer.encode_rendered(asked).ids, f"{prompt}\n"
+
+
 def spoken(text: str) -> str:
     """What a conversation (JSON) is made of, without its form: the text that a vocabulary is learned from."""
     return "\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))

@@ -58,6 +58,10 @@ class MixtureConfig(TextConfig, names=("mixture",)):
             )
         _ = self.shares  # raises where they are none
 
+    @property
+    def has_conversations(self) -> bool:
+        return any(part.has_conversations for part in self.parts.values())
+
     @cached_property
     def parts(self) -> dict[str, TextConfig]:
         """The configuration of each source."""

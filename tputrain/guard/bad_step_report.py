@@ -63,19 +63,24 @@ def save_bad_batch(run_dir: Path, record: Record, batches: list[Batch]) -> Path 
     return directory
 
 
+def not_finite_in(batches: list[Batch]) -> dict[str, Any]:
+    """What of a step's micro-batches is NaN or infinite, described, by "batch-NUMBER: NAME"."""
+    return {
+        f"batch-{number}: {name}": describe(tensor)
+        for number, batch in enumerate(batches)
+        for name, tensor in _named_tensors(batch)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    }
+
+
 def _save(directory: Path, record: Record, batches: list[Batch]) -> None:
-    in_batch: dict[str, Any] = {}
     for number, batch in enumerate(batches):
-        tensors = dict(_named_tensors(batch))
         save_file(
-            {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+            {name: tensor.contiguous().clone() for name, tensor in _named_tensors(batch)},
             directory / f"batch-{number}.safetensors",
         )
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                in_batch[f"batch-{number}: {name}"] = describe(tensor)
     values = {key: value if _is_json(value) else str(value) for key, value in record.items()}
-    _write(directory, {"record": values, "not_finite_in_batch": in_batch, "replay": None})
+    _write(directory, {"record": values, "not_finite_in_batch": not_finite_in(batches), "replay": None})
 
 
 def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
@@ -90,10 +95,12 @@ def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
         warn(f"{directory}: what the replay of a bad step found cannot be kept ({in_words(error)})")
 
 
-def in_one_line(found: dict[str, Any]) -> str:
-    """What a replay found, as part of a sentence."""
+def in_one_line(found: dict[str, Any], batches: list[Batch]) -> str:
+    """What a replay of a step with these micro-batches found, as part of a sentence."""
+    if given := not_finite_in(batches):
+        return f"the data holds NaN or infinity: {', '.join(given)}"
     if not found:
-        return "no operation made it of finite values: report.json says what the batch holds"
+        return "the replay made none of it"
     first = next(iter(found.values()))
     words = {"nan": "NaN", "inf": "infinity"}
     inputs = "; ".join(

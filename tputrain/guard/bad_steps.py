@@ -27,6 +27,7 @@ from tputrain.guard.bad_step_report import (
     bad_step_directory,
     in_one_line,
     is_finite,
+    not_finite_in,
     save_bad_batch,
     what_is_bad,
 )
@@ -34,6 +35,8 @@ from tputrain.guard.first_nonfinite import looking_for_nonfinite
 from tputrain.guard.spikes import SpikeLimit
 from tputrain.guard.withheld_update import WithheldUpdate
 from tputrain.loggers.logger import Record
+
+LOWER = "lower optim.learning_rate (or trainer.max_grad_norm)"
 
 if TYPE_CHECKING:
     from tputrain.trainer import Trainer
@@ -97,9 +100,11 @@ class BadSteps:
         """
         step = self.trainer.step + 1
         if step in self._to_replay:
-            found = in_one_line(self._replay_and_report(batches))
+            found = in_one_line(self._replay_and_report(batches), batches)
             if self.examined is not None:
-                raise self.stopped(self.examined, found)
+                raise self.stopped(
+                    self.examined, found, mends="mend the data" if not_finite_in(batches) else LOWER
+                )
             say(f"step {step}: {found}")
 
     @property
@@ -185,12 +190,12 @@ class BadSteps:
             self.examined = verdict
             say(f"{verdict.why}: on from step {self.trainer.step} to it again, to see why")
 
-    def stopped(self, verdict: Verdict, found: str = "") -> UserError:
-        """The error that ends the run for it; `found`: by the replay."""
+    def stopped(self, verdict: Verdict, found: str = "", mends: str = LOWER) -> UserError:
+        """The error that ends the run for it; `found`: by the replay; `mends`: what to do."""
         self.examined = None
-        return self._stopped(verdict.why, f"{verdict.known}{found and f'; {found}'}")
+        return self._stopped(verdict.why, f"{verdict.known}{found and f'; {found}'}", mends)
 
-    def _stopped(self, why: str, cause: str = "") -> UserError:
+    def _stopped(self, why: str, cause: str = "", mends: str = LOWER) -> UserError:
         """The error, one line, that ends the run; `cause`: what is known of where it came from."""
         store = self.trainer.store
         again = "there is no checkpoint yet, so it begins anew"
@@ -200,8 +205,8 @@ class BadSteps:
         if self.policy == "stop":
             leave_out = "; trainer.on_nonfinite=skip or rollback leaves such batches out"
         return UserError(
-            f"{why}; the run stops, so that no checkpoint holds this{cause}; lower optim.learning_rate (or "
-            f"trainer.max_grad_norm) and run again, {again}{leave_out}"
+            f"{why}; the run stops, so that no checkpoint holds this{cause}; {mends} and run again, "
+            f"{again}{leave_out}"
         )
 
     def _replay_where_it_is(self, batches: list[Batch], directory: Path | None) -> str:
@@ -209,7 +214,7 @@ class BadSteps:
         found, note = self._replay(batches), f"with the weights of step {self.trainer.step}"
         if directory is not None:
             add_replay(directory, found, note)
-        return f"{in_one_line(found)} ({note})"
+        return f"{in_one_line(found, batches)} ({note})"
 
     def _replay_and_report(self, batches: list[Batch]) -> dict[str, Any]:
         step, run_dir = self.trainer.step + 1, self.trainer.run_dir

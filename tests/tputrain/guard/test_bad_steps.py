@@ -329,7 +329,8 @@ def test_a_bad_value_in_the_batch_itself_is_named(tmp_path):
             inputs[0, 0] = math.nan
             return [inputs, labels]
 
-    with pytest.raises(UserError):
+    told = r"the data holds NaN or infinity: batch-0: 0, batch-1: 0; mend the data and run again"
+    with pytest.raises(UserError, match=told):
         trainer_of(tmp_path, "cpu", "stop", Poisoned()).fit()
     report = json.loads((tmp_path / "nonfinite" / "step-1" / "report.json").read_text())
     assert report["not_finite_in_batch"]["batch-0: 0"]["nan"] == 1

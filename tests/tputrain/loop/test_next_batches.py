@@ -229,3 +229,25 @@ def test_a_signal_between_drawing_and_training_leaves_the_generators_as_the_chec
     whole = losses("whole")
     assert len(losses("parts", is_stopped=True)) == 4
     assert losses("parts") == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "taken", "now", "first", "told"),
+    [
+        (8, 4, 4, 32, "goes on after 8 batches in place of 4\n"),
+        (4, 6, 8, 24, "goes on after 3 batches in place of 6\n"),
+        (4, 5, 8, 16, "goes on after 2 batches in place of 5; 4 samples come again\n"),
+        (8, 5, 4, 0, "goes on after 9 batches in place of 5\n"),  # the epoch has ended
+        (4, 3, 4, 12, ""),
+    ],
+)
+def test_an_epoch_goes_on_where_it_was_with_batches_of_another_size(before, taken, now, first, told, capsys):
+    def feed(size: int):
+        return feed_of(DataLoader(list(range(36)), batch_size=size), CPU)
+
+    earlier, later = feed(before), feed(now)
+    earlier.batches(0, taken)
+    later.restore(earlier.state())
+    assert capsys.readouterr().out.endswith(told)
+    (batch,) = later.batches(taken, 1)
+    assert batch[0] == first
