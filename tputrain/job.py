@@ -102,10 +102,7 @@ def check_before_ranks(cfg: RecipeConfig, checkpoint: Path | None) -> None:
     """
     if hosts().size > 1:
         return
-    if checkpoint is None:
-        _check_model_path(cfg)
-    if isinstance(cfg.data, TextConfig):
-        cfg.data.files_behind()
+    check_files(cfg, checkpoint)
     if cfg.parallel.auto:
         return
     degrees = cfg.parallel.resolved(cfg.parallel.processes)
@@ -115,6 +112,16 @@ def check_before_ranks(cfg: RecipeConfig, checkpoint: Path | None) -> None:
         with parameters_on_meta():
             model = cfg.model.build_empty(cfg.seed) if checkpoint is None else _build_shape(cfg, checkpoint)
         matched_rules(model, cfg.parallel.plan, degrees["tensor"])
+
+
+def check_files(cfg: RecipeConfig, checkpoint: Path | None = None) -> None:
+    """Raise UserError where text files are not there, or the model that a run without `checkpoint` begins
+    with.
+    """
+    if checkpoint is None:
+        _check_model_path(cfg)
+    if isinstance(cfg.data, TextConfig):
+        cfg.data.files_behind()
 
 
 def build_evaluation(cfg: RecipeConfig, checkpoint: Path) -> Trainer:

@@ -92,6 +92,8 @@ def test_validate_evaluates_a_run_and_checks_a_recipe(capsys):
     assert "bits per byte: " in out
     assert main(["validate", "llama"]) == 0
     assert "valid; 500 steps" in capsys.readouterr().out
+    assert main(["validate", "llama", "data.files=nope.txt"]) == 2
+    assert "data.files='nope.txt': no file matches" in capsys.readouterr().err
 
 
 @pytest.fixture

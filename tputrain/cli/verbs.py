@@ -14,7 +14,14 @@ from tputrain.data import Tokenizer
 from tputrain.device import describe_programs, find_device
 from tputrain.errors import UserError
 from tputrain.execution import Execution
-from tputrain.job import Recipe, build_evaluation, build_trained_model, check_before_ranks, load_recipe
+from tputrain.job import (
+    Recipe,
+    build_evaluation,
+    build_trained_model,
+    check_before_ranks,
+    check_files,
+    load_recipe,
+)
 from tputrain.loop.position import Position, restore
 from tputrain.parallel.cluster import hosts
 from tputrain.parallel.launched import is_launched, launched_by
@@ -155,6 +162,7 @@ def validate(target: str, overrides: Sequence[str]) -> int:
         path = find_recipe(target, expected="run directory or recipe file")
         cfg = load_recipe(path, *overrides).cfg
         cfg.check_limits(*cfg.model.limits_there())
+        check_files(cfg)
         length = cfg.trainer.duration or f"{cfg.trainer.steps} steps"
         say(f"{path}: valid; {length}, {cfg.batch.arithmetic(cfg.data.sequence_length)}")
         return 0
