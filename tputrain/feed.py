@@ -244,6 +244,7 @@ class IterableFeed:
             "epoch": self.epoch,
             "taken": self.taken,
             "batch_size": _batch_size(self.loader),
+            "is_over": self.taken == _length(self.loader),
             "rng_at_epoch": self._rng_at_epoch,
             "own_rng_at_epoch": self._own_at_epoch,
         }
@@ -263,7 +264,8 @@ class IterableFeed:
         now = rng.capture(self.device)
         rng.restore(self.device, state["rng_at_epoch"])
         self._start_epoch(state["epoch"])
-        self._skip(self._taken_of(state))
+        count = self._taken_of(state)
+        self._skip(count, may_end=count != state["taken"])
         rng.restore(self.device, now)
 
     def _taken_of(self, state: dict[str, Any]) -> int:
@@ -272,19 +274,23 @@ class IterableFeed:
         if before is None or now is None or before == now:
             return taken
         count, again = divmod(taken * before, now)
-        if (whole := _length(self.loader)) is not None and count >= whole:
+        whole = _length(self.loader)
+        if whole is not None and (count >= whole or state["is_over"]):  # its last batch may have been short
             count, again = whole, 0
-        repeated = f"; {again} samples come again" if again else ""
+        repeated = f"; samples that come again: {again}" if again else ""
         say(
             f"note: train_loader's batch_size is {now}, and was {before}: its epoch goes on after "
             f"{count:,} batches in place of {taken:,}{repeated}"
         )
         return count
 
-    def _skip(self, count: int) -> None:
+    def _skip(self, count: int, may_end: bool) -> None:
         said_at = time.monotonic()
         for done in range(count):
             if next(self._iterator, None) is None:
+                if may_end:
+                    count = done
+                    break
                 raise UserError(
                     f"train_loader ended after {done} batches, and the checkpoint was made after {count}: "
                     "the data is not what the run was started with"
@@ -297,7 +303,9 @@ class IterableFeed:
 
 def _batch_size(loader: Any) -> int | None:
     """Samples of a batch, where the loader says so as a DataLoader does."""
-    size = getattr(loader, "batch_size", None)
+    size = getattr(loader, "batch_size", None) or getattr(
+        getattr(loader, "batch_sampler", None), "batch_size", None
+    )
     return size if isinstance(size, int) and size > 0 else None
 
 

@@ -97,7 +97,7 @@ def generate(
         raise UserError(f"top_k={top_k}: expected at least 1")
     device = next(model.parameters()).device
     uniforms = np.random.Philox(key=seed % 2**64)
-    ids, shown = beginning(prompt, tokenizer, in_conversation)
+    ids, shown, ends = beginning(prompt, tokenizer, in_conversation)
     num_given = len(ids)
     cache = _new_cache(model, window) if max_new_tokens >= _PAYS_FROM else None
     whole = _padded(num_given + max_new_tokens, window)
@@ -117,7 +117,7 @@ def generate(
             if speed is not None:
                 _note(speed, number, num_given, size, time.perf_counter() - began)
             token = _draw(logits[: tokenizer.vocab_size], temperature, top_k, uniforms)
-            if token == tokenizer.end_of_text_id:
+            if token == tokenizer.end_of_text_id or token in ends:
                 break
             ids.append(token)
     finally:

@@ -273,16 +273,17 @@ def test_a_prompt_of_a_chat_model_begins_as_its_conversations_do() -> None:
     (whole,), _ = encode_conversations(
         [json.dumps([asked, {"role": "assistant", "content": "4"}])], tokenizer
     )
-    ids, shown = beginning("2 + 2?", tokenizer, in_conversation=True)
+    ids, shown, ends = beginning("2 + 2?", tokenizer, in_conversation=True)
     assert ids == whole[: len(ids)]
     assert whole[len(ids) :][:1] == tokenizer.encode("4")
     assert shown == "2 + 2?\n"
     spelled = "<s><|user|>2 + 2?<|end|>\n<|assistant|>"
-    assert beginning(spelled, tokenizer, in_conversation=True) == (ids, spelled)
+    assert beginning(spelled, tokenizer, in_conversation=True) == (ids, spelled, ends)
+    assert ends == {tokenizer.encode_rendered("<|end|>").ids[0]}
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_a_prompt_of_any_other_model_is_the_beginning_of_a_document(template: str | None) -> None:
     tokenizer = PretrainedTokenizer(byte_level(template))
     begins = [tokenizer.start_of_text_id, *tokenizer.encode("<s>a")]
-    assert beginning("<s>a", tokenizer, in_conversation=template is None) == (begins, "<s>a")
+    assert beginning("<s>a", tokenizer, in_conversation=template is None) == (begins, "<s>a", set())

@@ -248,7 +248,7 @@ def _workload(cfg: RecipeConfig, context: int, tensor: int) -> Workload:
     freeze(model, cfg.optim.freeze)
     check_takes_parts(context, model)
     if tensor > 1:
-        matched_rules(model, cfg.parallel.plan, tensor)
+        matched_rules(model, cfg.parallel.plan, tensor)  # raises, with the layer that does not divide
     found = workload_of(
         model,
         cfg.data.example,
@@ -259,7 +259,7 @@ def _workload(cfg: RecipeConfig, context: int, tensor: int) -> Workload:
     )
     if tensor not in found.tensor_degrees:
         known = ", ".join(map(str, found.tensor_degrees))
-        raise UserError(f"parallel.tensor={tensor}: plans take {known}")
+        raise UserError(f"parallel.tensor={tensor}: {found.name}: expected one of {known}")
     return for_lengths(found, cfg.data.lengths)
 
 

@@ -69,7 +69,8 @@ def _row(run: Run, path: Path, top: Path) -> tuple[float, str, str, str, str, st
 
 
 def _last(records: list[Record]) -> str:
-    if records and records[-1].get("loss", 0.0) is None:  # JSON has no NaN
-        return str(records[-1].get("loss_hex"))
+    last = records[-1] if records else {}
+    if "loss" in last and last["loss"] is None:  # JSON has no NaN
+        return str(last.get("loss_hex", "nan"))
     losses = points(records, "loss")
     return f"{losses[-1][1]:.4f}" if losses else "–"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,21 +28,38 @@ def encode_conversations(
     return [ids for ids, _ in encoded], [learned for _, learned in encoded]
 
 
-def beginning(prompt: str, tokenizer: Tokenizer, in_conversation: bool) -> tuple[list[int], str]:
-    """Token ids of a text that begins with `prompt`, as training has them, and what people read of it.
+class Beginning(NamedTuple):
+    """How a text begins that a model is to go on with."""
+
+    ids: list[int]
+    shown: str
+    """What people read of it."""
+    ends: frozenset[int]
+    """Tokens that end what the model writes, beside the end-of-text token."""
+
+
+def beginning(prompt: str, tokenizer: Tokenizer, in_conversation: bool) -> Beginning:
+    """A text that begins with `prompt`, as training has it.
 
     In conversations that a chat template writes, `prompt` is what a user says and the model answers; if it
     spells out special tokens, it is the conversation up to where the model goes on.
     """
-    is_rendered = isinstance(tokenizer, PretrainedTokenizer) and tokenizer.has_chat_template
-    if not (in_conversation and is_rendered):
-        return [tokenizer.start_of_text_id, *tokenizer.encode(prompt)], prompt
-    assert isinstance(tokenizer, PretrainedTokenizer)
+    if not (in_conversation and isinstance(tokenizer, PretrainedTokenizer) and tokenizer.has_chat_template):
+        return Beginning([tokenizer.start_of_text_id, *tokenizer.encode(prompt)], prompt, frozenset())
+    ends = _ends_of_answers(tokenizer)
     ids = tokenizer.encode_rendered(prompt).ids
     if ids != tokenizer.encode(prompt):
-        return ids, prompt
+        return Beginning(ids, prompt, ends)
     asked = tokenizer.render([{"role": "user", "content": prompt}], asks=True)
-    return tokenizer.encode_rendered(asked).ids, f"{prompt}\n"
+    return Beginning(tokenizer.encode_rendered(asked).ids, f"{prompt}\n", ends)
+
+
+def _ends_of_answers(tokenizer: PretrainedTokenizer) -> frozenset[int]:
+    """The special token that the chat template writes behind an answer, if it does."""
+    question, answer = ({"role": role, "content": "a"} for role in ("user", ANSWERS))
+    asked, whole = tokenizer.render([question], asks=True), tokenizer.render([question, answer])
+    behind = tokenizer.encode_rendered(whole.removeprefix(asked)).ids
+    return frozenset([each for each in behind if tokenizer.is_special(each)][:1])
 
 
 def spoken(text: str) -> str:

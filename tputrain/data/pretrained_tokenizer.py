@@ -146,6 +146,11 @@ class PretrainedTokenizer(Tokenizer):
         """Ids and offsets (in characters) of what `render` wrote."""
         return self._rendered.encode(text, add_special_tokens=False)
 
+    def is_special(self, id: int) -> bool:
+        """Whether this is no text, but a token such as the end of a message."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return id in added and added[id].special
+
     def digest(self) -> str:
         """A hash of the vocabulary, of what opens and closes documents and of the chat template."""
         parts = [super().digest(), self.start_of_text_id, self.end_of_text_id, self._pretrained.chat_template]

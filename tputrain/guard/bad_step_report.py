@@ -95,12 +95,19 @@ def add_replay(directory: Path, found: dict[str, Any], note: str) -> None:
         warn(f"{directory}: what the replay of a bad step found cannot be kept ({in_words(error)})")
 
 
+def data_to_blame(found: dict[str, Any], batches: list[Batch]) -> list[str]:
+    """What of the micro-batches is not finite, where a replay `found` no operation that made it. Infinities
+    of a mask are no fault.
+    """
+    return [] if found else [*not_finite_in(batches)]
+
+
 def in_one_line(found: dict[str, Any], batches: list[Batch]) -> str:
     """What a replay of a step with these micro-batches found, as part of a sentence."""
-    if given := not_finite_in(batches):
+    if given := data_to_blame(found, batches):
         return f"the data holds NaN or infinity: {', '.join(given)}"
     if not found:
-        return "the replay made none of it"
+        return "the replay found no operation that makes it of finite values"
     first = next(iter(found.values()))
     words = {"nan": "NaN", "inf": "infinity"}
     inputs = "; ".join(

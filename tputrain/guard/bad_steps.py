@@ -25,9 +25,9 @@ from tputrain.errors import UserError
 from tputrain.guard.bad_step_report import (
     add_replay,
     bad_step_directory,
+    data_to_blame,
     in_one_line,
     is_finite,
-    not_finite_in,
     save_bad_batch,
     what_is_bad,
 )
@@ -36,10 +36,10 @@ from tputrain.guard.spikes import SpikeLimit
 from tputrain.guard.withheld_update import WithheldUpdate
 from tputrain.loggers.logger import Record
 
-LOWER = "lower optim.learning_rate (or trainer.max_grad_norm)"
-
 if TYPE_CHECKING:
     from tputrain.trainer import Trainer
+
+_LOWER_THE_RATE = "lower optim.learning_rate (or trainer.max_grad_norm)"
 
 
 class Verdict(NamedTuple):
@@ -100,12 +100,12 @@ class BadSteps:
         """
         step = self.trainer.step + 1
         if step in self._to_replay:
-            found = in_one_line(self._replay_and_report(batches), batches)
+            found = self._replay_and_report(batches)
+            line = in_one_line(found, batches)
             if self.examined is not None:
-                raise self.stopped(
-                    self.examined, found, mends="mend the data" if not_finite_in(batches) else LOWER
-                )
-            say(f"step {step}: {found}")
+                advice = "mend the data" if data_to_blame(found, batches) else _LOWER_THE_RATE
+                raise self.stopped(self.examined, line, advice)
+            say(f"step {step}: {line}")
 
     @property
     def leaves_out_next(self) -> bool:
@@ -190,12 +190,12 @@ class BadSteps:
             self.examined = verdict
             say(f"{verdict.why}: on from step {self.trainer.step} to it again, to see why")
 
-    def stopped(self, verdict: Verdict, found: str = "", mends: str = LOWER) -> UserError:
-        """The error that ends the run for it; `found`: by the replay; `mends`: what to do."""
+    def stopped(self, verdict: Verdict, found: str = "", advice: str = _LOWER_THE_RATE) -> UserError:
+        """The error that ends the run for it; `found`: by the replay; `advice`: what to do."""
         self.examined = None
-        return self._stopped(verdict.why, f"{verdict.known}{found and f'; {found}'}", mends)
+        return self._stopped(verdict.why, f"{verdict.known}{found and f'; {found}'}", advice)
 
-    def _stopped(self, why: str, cause: str = "", mends: str = LOWER) -> UserError:
+    def _stopped(self, why: str, cause: str = "", advice: str = _LOWER_THE_RATE) -> UserError:
         """The error, one line, that ends the run; `cause`: what is known of where it came from."""
         store = self.trainer.store
         again = "there is no checkpoint yet, so it begins anew"
@@ -205,7 +205,7 @@ class BadSteps:
         if self.policy == "stop":
             leave_out = "; trainer.on_nonfinite=skip or rollback leaves such batches out"
         return UserError(
-            f"{why}; the run stops, so that no checkpoint holds this{cause}; {mends} and run again, "
+            f"{why}; the run stops, so that no checkpoint holds this{cause}; {advice} and run again, "
             f"{again}{leave_out}"
         )
 

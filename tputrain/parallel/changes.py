@@ -147,12 +147,14 @@ def _with_divisible_batch(task: Task, found: Sequence[Candidate]) -> Variant | N
     if not undivided or not all(each.code in ("batch", "not_built") for each in found):
         return None
     data_ranks = min(each.layout.data_ranks for each in undivided)
-    rows = -(-task.rows // data_ranks) * data_ranks
+    rows = max(1, (2 * task.rows + data_ranks) // (2 * data_ranks)) * data_ranks  # the nearest
     sequence = task.workload.sequence
     if (variants := task.variants) is not None:
         settings = {"batch.tokens": rows * sequence} if sequence else {"batch.samples": rows}
-        if sequence and rows % variants.value("batch.sequences"):
-            settings["batch.sequences"] = rows
+        asked = variants.value("batch.sequences") if sequence else 1
+        if rows % asked:
+            divisors = (each for each in range(data_ranks, rows + 1, data_ranks) if rows % each == 0)
+            settings["batch.sequences"] = min(divisors, key=lambda each: abs(each - asked))
         return variants.of(task, settings)
     example = f"batch.tokens={rows * sequence}" if sequence else str(rows)
     said = f"a multiple of {data_ranks} {'sequences' if sequence else 'rows'} a step, such as {example}"

@@ -237,7 +237,7 @@ def result_type(examples: Sequence[torch.Tensor | complex], default_dtype: torch
     return lowered_dtype(total.dtype)
 
 
-# Default dtypes by which a complex number is no complex64 beside exact numbers.
+# The dtype of a complex number beside exact ones, by the default dtype; by all others it is complex64.
 _COMPLEX_OF = {torch.float16: torch.complex32, torch.float64: torch.complex128}
 
 

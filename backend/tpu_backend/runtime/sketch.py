@@ -181,7 +181,7 @@ def stages(commons: Sequence[Common], local: Collection[int]) -> list[int]:
                 stage = max(stage, 1 + max(found[maker] for maker in makers))
                 apart |= {(at, maker) for maker in makers}
         if is_collective or at in local:
-            stage = _from(stage, for_all=is_collective)
+            stage = _first_link_from(stage, for_all=is_collective)
         found.append(stage)
         for own in own_of:
             own.append(stage)
@@ -189,8 +189,8 @@ def stages(commons: Sequence[Common], local: Collection[int]) -> list[int]:
         _extend(own, common, len(common.sketch.names))
     readers = _first_readers(commons, own_of, apart)
     # What reads nothing that was made here (zeros of an optimizer's state) is made where it is read first.
-    makes_from_nothing = _make_from_nothing(commons) - set(local)
-    return [readers.get(at, stage) if at in makes_from_nothing else stage for at, stage in enumerate(found)]
+    from_nothing = _made_from_nothing(commons) - set(local)
+    return [readers.get(at, stage) if at in from_nothing else stage for at, stage in enumerate(found)]
 
 
 def _first_readers(
@@ -207,8 +207,8 @@ def _first_readers(
     return found
 
 
-def _make_from_nothing(commons: Sequence[Common]) -> set[int]:
-    """The common operations but collectives that read no operation's results, in any sketch."""
+def _made_from_nothing(commons: Sequence[Common]) -> set[int]:
+    """Common operations, collectives excepted, that read no operation's results in any sketch."""
     return {
         at
         for at, numbers in enumerate(zip(*(common.own for common in commons), strict=True))
@@ -217,9 +217,10 @@ def _make_from_nothing(commons: Sequence[Common]) -> set[int]:
     }
 
 
-def _from(stage: int, for_all: bool) -> int:
+def _first_link_from(stage: int, for_all: bool) -> int:
     """The first link from this one on that all ranks launch alike, or that is each rank's own."""
-    return stage + (stage % 2 == for_all)
+    is_for_all = stage % 2 == 0
+    return stage + (is_for_all != for_all)
 
 
 def own_stages(common: Common, stage_of: Sequence[int]) -> list[int]:
@@ -235,7 +236,7 @@ def own_stages(common: Common, stage_of: Sequence[int]) -> list[int]:
 def _extend(own: list[int], common: Common, end: int) -> None:
     """With the stages of the operations up to `end`, which only this sketch has."""
     for number in range(len(own), end):
-        own.append(_from(_last_read(own, common, number), for_all=False))
+        own.append(_first_link_from(_last_read(own, common, number), for_all=False))
 
 
 def _last_read(own: Sequence[int], common: Common, number: int) -> int:

@@ -22,6 +22,7 @@ from tputrain import (
     TrainerConfig,
     UserError,
 )
+from tputrain.guard.bad_step_report import data_to_blame
 from tputrain.guard.first_nonfinite import looking_for_nonfinite
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.loggers.logger import Logger
@@ -335,6 +336,12 @@ def test_a_bad_value_in_the_batch_itself_is_named(tmp_path):
     report = json.loads((tmp_path / "nonfinite" / "step-1" / "report.json").read_text())
     assert report["not_finite_in_batch"]["batch-0: 0"]["nan"] == 1
     assert set(report["replay"]) == {"note"}  # no operation made it
+
+
+def test_an_infinite_mask_is_not_blamed_for_what_an_operation_made():
+    batches = [{"inputs": torch.ones(2), "mask": torch.full((2, 2), -math.inf)}]
+    assert data_to_blame({"nan": {"op": "aten.sqrt.default"}}, batches) == []
+    assert data_to_blame({}, batches) == ["batch-0: mask"]
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
