@@ -55,11 +55,12 @@ def beginning(prompt: str, tokenizer: Tokenizer, in_conversation: bool) -> Begin
 
 
 def _ends_of_answers(tokenizer: PretrainedTokenizer) -> frozenset[int]:
-    """The special token that the chat template writes behind an answer, if it does."""
+    """The special token that the chat template writes behind an answer; none where that cannot be told."""
     question, answer = ({"role": role, "content": "a"} for role in ("user", ANSWERS))
     asked, whole = tokenizer.render([question], asks=True), tokenizer.render([question, answer])
-    behind = tokenizer.encode_rendered(whole.removeprefix(asked)).ids
-    return frozenset([each for each in behind if tokenizer.is_special(each)][:1])
+    behind = whole[len(asked) :] if whole.startswith(asked) else ""
+    special = [each for each in tokenizer.encode_rendered(behind).ids if tokenizer.is_special(each)]
+    return frozenset(special[:1])
 
 
 def spoken(text: str) -> str:
