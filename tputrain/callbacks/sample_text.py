@@ -56,7 +56,7 @@ class SampleText(Callback):
                     window=self.window,
                     in_conversation=self.in_conversation,
                 )
-        except UserError as error:  # the model gives no logits: it can be trained all the same
+        except UserError as error:  # no logits, or a template without this prompt: it trains all the same
             self._is_silent = True
             say(f"no samples: {error}")
             return

@@ -63,7 +63,7 @@ def test_where_no_rank_is_late_the_one_that_says_nothing_is_awaited():
 
 def test_a_call_is_named_by_the_line_of_the_rank_that_made_it():
     service, told = Service(2), Told()
-    service.writers = {0: told}  # type: ignore[dict-item]
+    service.writers[0] = told  # type: ignore[assignment]
     service.texts = {0: {"0,1:1": "a, at line 3"}, 1: {"0,1:1": "a, at line 5"}}
     called(service, "0,1", 1, 0)
     service.ended.add(1)
