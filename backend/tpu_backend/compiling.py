@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_PATIENCE = 15.0  # seconds of silence
+_PATIENCE = 15.0  # seconds of compilation without a word, of one program or of several
+_SHORTEST = 2.0  # seconds: nothing shorter is told
 _INTERVAL = 60.0  # seconds between news, after the first
+
+_untold = 0.0  # seconds of compilations that ended since the last word
 
 _threads: list[int] = []  # an entry a compilation under way; a list's append and remove are atomic
 
@@ -25,25 +28,30 @@ def compiling(
     num_ops: int, described: Callable[[], str] = lambda: "", what: str = "a program"
 ) -> Iterator[None]:
     """In here `what`, of `num_ops` operations, is compiled: a line on standard error when that takes long,
-    another each minute, and one when it is done. `described` says which operations, and what would take less;
-    it is asked at the first line, in a thread of its own.
+    alone or after others, another each minute, and one when it is done. `described` says which operations,
+    and what would take less; it is asked at the first line, in a thread of its own.
     """
-    thread, start = threading.get_ident(), time.perf_counter()
+    global _untold
+    thread, start, before, is_told = threading.get_ident(), time.perf_counter(), _untold, False
     # A lock of C: while it is held no Python runs in which a finalizer could wait for this compilation.
     under_way = _thread.allocate_lock()
     under_way.acquire()
 
     def tell() -> None:
-        text, pause = None, _PATIENCE
+        nonlocal is_told
+        global _untold
+        pause = max(_PATIENCE - before, min(_SHORTEST, _PATIENCE))
+        so_far, text = f", after {before:.0f} s of others" if before >= 1 else "", None
         while not under_way.acquire(timeout=pause):
+            is_told, _untold = True, 0.0
             text = described() if text is None else text
             print(
                 f"tpu: still compiling {what} of {num_ops:,} operations, "
-                f"for {time.perf_counter() - start:.0f} s{text and f': {text}'}",
+                f"for {time.perf_counter() - start:.0f} s{so_far}{text and f': {text}'}",
                 file=sys.stderr,
                 flush=True,
             )
-            pause = _INTERVAL
+            pause, so_far = _INTERVAL, ""
 
     with suppress(RuntimeError):  # Python 3.12 starts no thread while it ends: then there is no news
         _thread.start_new_thread(tell, ())
@@ -53,5 +61,8 @@ def compiling(
     finally:
         _threads.remove(thread)
         under_way.release()
-        if (took := time.perf_counter() - start) > _PATIENCE:
+        took = time.perf_counter() - start
+        if is_told:
             print(f"tpu: compiled in {took:.0f} s", file=sys.stderr, flush=True)
+        elif thread not in _threads:
+            _untold += took

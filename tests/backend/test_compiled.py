@@ -2,6 +2,7 @@
 
 import copy
 import re
+import time
 from collections.abc import Callable
 
 import pytest
@@ -293,6 +294,21 @@ def test_who_waits_long_is_told_what_for(monkeypatch, capsys):
     assert len(news) > 1, said
     assert "test_compiled.py:" in news[0]
     assert news[0].endswith("; TPU_CACHE_DIR=DIR keeps it for the next start")
+
+
+def test_who_waits_long_for_many_short_compilations_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "_untold", 13.0)
+    with compiling.compiling(7), compiling.compiling(3):  # a graph of torch.compile holds its program
+        time.sleep(1.1)
+    assert 14.1 < compiling._untold < 15.1, "counted once"
+    monkeypatch.setattr(compiling, "_SHORTEST", 0.1)
+    monkeypatch.setattr(compiling, "_untold", 14.95)
+    with compiling.compiling(7, lambda: "aten::add"):
+        time.sleep(1.0)
+    said = capsys.readouterr().err
+    assert "tpu: still compiling a program of 7 operations, for 0 s, after 15 s of others: aten::add" in said
+    assert said.count("tpu: ") == 2 and said.endswith("tpu: compiled in 1 s\n"), said
+    assert compiling._untold == 0.0
 
 
 def test_what_comes_out_is_what_eager_mode_says_where_pytorchs_meta_kernel_errs():
