@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,23 @@ class Recipe:
         world.meet("reading the data")
         with announced(f"building {cfg.model.described} and its optimizer"):
             trainer = _build_trainer(cfg, data, checkpoint, world)
-        num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         for line in (
             *data.describe(),
             *(notes(cfg, data) if checkpoint is None else []),
-            f"model: {cfg.model.described}, {num_parameters:,} parameters",
+            f"model: {cfg.model.described}, {_counted(trainer.model)}",
             cfg.batch.arithmetic(cfg.data.sequence_length),
             f"run: {_how_much(cfg)}, in {cfg.run_dir}",
         ):
             say(line)
         return trainer
+
+
+def _counted(model: nn.Module) -> str:
+    """How many parameters it has, and how many of them are trained where that is not all."""
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    text = f"{sum(sizes):,} parameters"
+    return text if all(trained) else f"{text}, {sum(compress(sizes, trained)):,} of them trained"
 
 
 def load_recipe(recipe: str | Path, *overrides: str) -> Recipe:

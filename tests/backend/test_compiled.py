@@ -307,7 +307,8 @@ def test_who_waits_long_for_many_short_compilations_is_told(monkeypatch, capsys)
         time.sleep(1.0)
     said = capsys.readouterr().err
     assert "tpu: still compiling a program of 7 operations, for 0 s, after 15 s of others: aten::add" in said
-    assert said.count("tpu: ") == 2 and said.endswith("tpu: compiled in 1 s\n"), said
+    assert said.count("tpu: ") == 2, said
+    assert said.endswith("tpu: compiled in 1 s\n")
     assert compiling._untold == 0.0
 
 

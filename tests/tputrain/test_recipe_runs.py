@@ -153,7 +153,9 @@ def test_lora_says_where_what_it_freezes_has_learned_nothing(directory, monkeypa
     assert main(["run", "llama", *small, "run_dir=base"]) == 0
     assert "learned nothing" not in capsys.readouterr().out
     assert main(["run", "llama", *small, "lora.rank=2", "run_dir=noise"]) == 0
-    assert "note: lora.rank freezes a model that has learned nothing yet" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "note: lora.rank freezes a model that has learned nothing yet" in said
+    assert " parameters, 416 of them trained\n" in said, said
     with_it = [*small, "lora.rank=2", "model.path=base", "data.tokenizer=base", "run_dir=learned"]
     assert main(["run", "llama", *with_it]) == 0
     assert main(["run", "llama", *small, "lora.rank=2", "trainer.steps=2", "run_dir=noise"]) == 0
