@@ -1,4 +1,4 @@
-"""Dynamic shapes: few programs where padding is safe, a program a size elsewhere, said when many."""
+"""Dynamic shapes: few programs where that is proven, a program a size elsewhere, said when many."""
 
 import logging
 
@@ -19,16 +19,14 @@ def test_buckets():
     assert all(bucket(size) == size for size in sizes)
 
 
-def compare(function, inputs, pads: bool) -> None:
-    """Values for several sizes, and whether a second size of the same bucket runs the first one's program."""
+def compare(function, inputs, pads: bool = True) -> None:
+    """Values for several sizes, and whether those of a bucket share a program."""
     fast = torch.compile(function, backend="tpu", dynamic=True)
-    shapes = []
+    before = len(programs())
     with torch.no_grad():
-        for size in (7, 8, 5):
+        for size in (7, 10, 12, 9, 15):  # the first two as they are
             x = inputs(size)
             ours = fast(*(each.to("tpu") for each in x))
-            calls = [call for call, _ in torch.tpu.recent_ops() if call.startswith("tpu_graph")]
-            shapes.append(calls[-1].partition("(")[2])
             theirs = function(*x)
             ours, theirs = ((each,) if isinstance(each, Tensor) else each for each in (ours, theirs))
             for mine, other in zip(ours, theirs, strict=True):
@@ -38,7 +36,12 @@ def compare(function, inputs, pads: bool) -> None:
                     torch.testing.assert_close(mine.cpu(), other)
                 else:
                     assert mine == other
-    assert len(set(shapes)) == (2 if pads else 3), shapes
+    assert len(programs()) - before == (3 if pads else 5), programs()[before:]
+
+
+def programs() -> list[str]:
+    """Those of graphs that were compiled."""
+    return [str(each) for each in torch.tpu.compilations() if "tpu_graph::" in str(each)]
 
 
 class Rows(nn.Module):
@@ -54,43 +57,66 @@ class Rows(nn.Module):
         return F.gelu(self.up(x)).view(-1, 3, 4).transpose(1, 2).softmax(-1).sum(1)
 
 
-def test_rows_that_do_not_meet_are_padded():
+def test_sizes_of_a_model_share_a_program():
     def run(index: Tensor, y: Tensor) -> Tensor:
         return modules[index.device.type](index, y)
 
     modules = {device: Rows(device) for device in ("cpu", "tpu")}
-    compare(run, lambda size: (torch.arange(size) % 6, torch.randn(size)), pads=True)
+    compare(run, lambda size: (torch.arange(size) % 6, torch.randn(size)))
 
 
 @pytest.mark.parametrize(
-    ("function", "pads"),
+    "function",
     [
-        (lambda x: (x * 2 + 1, x.shape[0]), True),
-        (lambda x: x.softmax(1)[None].contiguous(), True),
-        (lambda x: 7 // (x > -9).long(), True),  # a row of zeros would divide by zero
-        (lambda x: (x @ x.new_ones(3, 2)).bmm(x.new_ones(1, 2, 2)) if x.dim() == 3 else x.exp(), True),
-        (lambda x: x.sum(0), False),
-        (lambda x: x.sum([]).expand(x.shape[0]) * 2, False),
-        (lambda x: x / x.shape[0], False),
-        (lambda x: x.cumsum(0), False),
-        (lambda x: x.softmax(0), False),
-        (lambda x: x @ x.t(), False),
-        (lambda x: x.reshape(-1) * 2, False),
-        (lambda x: x.flip(0), False),
-        (lambda x: x + torch.arange(x.shape[0], device=x.device)[:, None], False),
-        (lambda x: torch.cat([x, x]), False),
-        (lambda x: x.t() * 2, False),
+        lambda x: (x * 2 + 1, x.shape[0]),
+        lambda x: x.softmax(1)[None].contiguous(),
+        lambda x: 7 // (x > -9).long(),  # a row of zeros would divide by zero
+        lambda x: x.sum([]).expand(x.shape[0]) * 2,
+        lambda x: x / x.shape[0],
+        lambda x: x.cumsum(0),
+        lambda x: x.softmax(0),
+        lambda x: x @ x.t(),
+        lambda x: x.reshape(-1) * 2,
+        lambda x: x.flip(0),
+        lambda x: x + torch.arange(x.shape[0], device=x.device)[:, None],
+        lambda x: torch.cat([x, x]),
+        lambda x: x.t() * 2,
     ],
 )
-def test_only_what_keeps_rows_apart_is_padded(function, pads):
-    compare(function, lambda size: (torch.randn(size, 3),), pads)
+def test_sizes_share_a_program_where_that_is_proven(function):
+    compare(function, lambda size: (torch.randn(size, 3),))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.conv1d(x.t()[None], x.new_ones(1, 3, 3)),
+        lambda x: torch.linalg.inv(x @ x.t() + torch.eye(x.shape[0], device=x.device)),
+    ],
+)
+def test_other_sizes_have_a_program_each(function):
+    compare(function, lambda size: (torch.randn(size, 3),), pads=False)
+
+
+def test_padding_behind_a_graph_break_is_not_traced():
+    """Dynamo leaves the lookup to eager mode; with it goes what pads and cuts, in Python and NumPy."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.flip(0) * 2
+        return x[y.argmax(0)[0]].expand(x.shape[0], 3) + x + y
+
+    fast = torch.compile(function, backend="tpu", dynamic=True)
+    with torch.no_grad():
+        for size in (7, 10, 12, 9, 40, 15, 34):
+            x = torch.randn(size, 3)
+            torch.testing.assert_close(fast(x.to("tpu")).cpu(), function(x))
 
 
 def test_many_programs_of_one_graph_are_said_once_with_the_argument(caplog):
     fast = torch.compile(lambda batch: (batch / batch.sum(0)).exp(), backend="tpu", dynamic=True)
-    with caplog.at_level(logging.WARNING, "tpu_backend.compile"), torch.no_grad():
+    with caplog.at_level(logging.WARNING, "tpu_backend.compile"), torch.no_grad(), torch.tpu.pad_sizes(False):
         for size in range(3, 15):
-            fast(torch.ones(size, 2, device="tpu"))
+            fast(torch.ones(size, 2, device="tpu")).cpu()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "tpu_backend.compile"]
     assert line == (
         "torch.compile: the inference graph has met 9 sets of sizes, each a program: "

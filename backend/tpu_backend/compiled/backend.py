@@ -137,8 +137,7 @@ class Compiled:
         self.operator = None
         if self.wanted:
             self.operator = make_operator(name, self.graph, list(self.wanted))
-        # Where forward and backward are one segment, backward's own sizes would make a program a size anyway.
-        self.sizes = Sizes(name, graph, list(self.wanted), may_pad=name == "inference")
+        self.sizes = Sizes(name, graph, "" if self.operator is None else self.name)
 
     @property
     def name(self) -> str:
@@ -148,7 +147,7 @@ class Compiled:
 
     def values(self) -> list[GraphValue | None] | None:
         """What it returns, for `_C.GraphOperator`; None if not all inputs and outputs are our tensors."""
-        is_plain = self.operator is not None and not self.elsewhere and not self.sizes.is_dynamic
+        is_plain = self.operator is not None and not self.elsewhere and not self.sizes.are_dynamic
         if not is_plain or not 0 < len(self.tensors) == len(self.graph.placeholders):
             return None
         values: list[GraphValue | None] = []
@@ -176,7 +175,8 @@ class Compiled:
         inputs.clear()  # the caller's references go, so that what nobody needs is freed
         results: Sequence[torch.Tensor] = ()
         if self.operator is not None:
-            results = self.sizes.call(self._run, given)
+            self.sizes.note(given)
+            results = self._run(given)
         return [output(given, results) for output in self.outputs]
 
     def _run(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:

@@ -1,19 +1,17 @@
-"""What a graph with symbolic sizes does about them: pads where that is safe, and says when they are many."""
+"""Says when a graph with symbolic sizes has become many programs."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
-from tpu_backend.buckets import bucket
 from tpu_backend.compiled.graph import Graph
-from tpu_backend.compiled.padding import paddable_sizes, padded, place_of
+from tpu_backend.runtime import compile_log
 
 log = logging.getLogger("tpu_backend.compile")
 
@@ -22,64 +20,40 @@ MANY = 8
 
 
 class Sizes:
-    """The sizes that one graph is called with; `wanted` are the nodes that it returns."""
+    """The sizes that one graph is called with; `operator` is its name in the dispatcher."""
 
-    def __init__(self, name: str, graph: Graph, wanted: Sequence[fx.Node], may_pad: bool):
-        self.name, self.graph = name, graph
-        self.outputs = [node.meta["val"] for node in wanted]
-        symbols = {symbol for where in graph.symbols for symbol, _ in where}
-        self.paddable = paddable_sizes(graph.nodes) if may_pad and symbols else set()
-        self.is_dynamic = bool(symbols)
-        self._seen: set[tuple[tuple[sympy.Symbol, int], ...]] = set()
+    def __init__(self, name: str, graph: Graph, operator: str):
+        self.name, self.graph, self.operator = name, graph, operator
+        self.are_dynamic = any(graph.symbols)
+        self._seen: set[tuple[int, ...]] = set()
         self._warned = False
 
-    def call(self, run: Callable[[Sequence[Any]], Sequence[torch.Tensor]], given: Sequence[Any]) -> Any:
-        """The results of `run` for these inputs, where it may have been run on larger ones."""
-        if not self.is_dynamic:
-            return run(given)
+    def note(self, given: Sequence[Any]) -> None:
+        """It is about to be called with these inputs."""
+        if not self.are_dynamic or self._warned:
+            return
         sizes = self.graph.bind(given)
-        larger = {symbol: bucket(size) for symbol, size in sizes.items() if symbol in self.paddable and size}
-        self._count(sizes, larger)
-        if all(sizes[symbol] == size for symbol, size in larger.items()):
-            return run(given)
-        inputs = [
-            self._padded(node.meta["val"], value, larger)
-            for node, value in zip(self.graph.placeholders, given, strict=True)
+        if (values := tuple(sizes.values())) in self._seen:
+            return
+        self._seen.add(values)
+        if len(self._seen) <= MANY or 4 * self._num_programs() < 3 * len(self._seen):  # few serve all
+            return
+        self._warned = True
+        changing = [
+            f"{self._described(symbol)} is {size} now"
+            for (symbol, size), met in zip(sizes.items(), zip(*self._seen, strict=True), strict=True)
+            if len(set(met)) > 1
         ]
-        # Cut before and after: what pads and what uses the results has the true size in its program.
-        torch.tpu.flush()  # type: ignore[attr-defined]
-        results = run(inputs)
-        torch.tpu.flush()  # type: ignore[attr-defined]
-        return [
-            self._cropped(value, result, sizes) for value, result in zip(self.outputs, results, strict=True)
-        ]
+        log.warning(
+            "torch.compile: the %s graph has met %d sets of sizes, each a program: %s; pad what varies",
+            self.name,
+            len(self._seen),
+            ", ".join(changing),
+        )
 
-    def _padded(self, traced: Any, value: Any, larger: dict[sympy.Symbol, int]) -> Any:
-        if isinstance(traced, torch.SymInt):
-            return larger.get(traced.node.expr, value)
-        if isinstance(traced, torch.Tensor):
-            for symbol, size in larger.items():
-                dim = place_of(traced, symbol)
-                value = value if dim is None else padded(value, dim, size)
-        return value
-
-    def _cropped(self, traced: torch.Tensor, result: torch.Tensor, sizes: dict[sympy.Symbol, int]) -> Any:
-        for symbol in self.paddable:
-            dim = place_of(traced, symbol)
-            result = result if dim is None else result.narrow(dim, 0, sizes[symbol])
-        return result.contiguous()
-
-    def _count(self, sizes: dict[sympy.Symbol, int], larger: dict[sympy.Symbol, int]) -> None:
-        self._seen.add(tuple((sizes | larger).items()))
-        if len(self._seen) == MANY + 1 and not self._warned:
-            self._warned = True
-            exact = [f"{self._described(each)} is {sizes[each]} now" for each in sizes.keys() - larger.keys()]
-            log.warning(
-                "torch.compile: the %s graph has met %d sets of sizes, each a program: %s; pad what varies",
-                self.name,
-                len(self._seen),
-                ", ".join(exact),
-            )
+    def _num_programs(self) -> int:
+        """Compiled lately, without that of these inputs."""
+        return sum(self.operator in each.operations for each in compile_log.compilations())
 
     def _described(self, symbol: sympy.Symbol) -> str:
         """A size as Dynamo's user would write it: `x.shape[0]`."""

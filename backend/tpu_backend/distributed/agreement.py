@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from tpu_backend.distributed import peers
 from tpu_backend.distributed.absent import AbsentPeers
 from tpu_backend.runtime.user_line import user_line
+from tpu_backend.untraced import untraced
 
 _digests: dict[tuple[str, str, str], str] = {}  # by group, its last call, and a call that came next before
 _numbers: Counter[str] = Counter()  # of calls, by group
@@ -21,6 +22,7 @@ _why_not: str | None = None  # a region's collectives are not to be launched
 _COMPARE = "a region whose operations or shapes are new to it"
 
 
+@untraced
 def call(group: str, text: str, seconds: float) -> int:
     """This rank is about to make the next call of a group, "0,1,2": `text` says op, dtype and shape. Its
     number.
@@ -41,12 +43,14 @@ def call(group: str, text: str, seconds: float) -> int:
     return _numbers[group]
 
 
+@untraced
 def refuse(group: str) -> None:
     """Raise RuntimeError, as `call` does, where a group makes no calls any more."""
     assert peers.world is not None
     peers.world.raise_failure(group)
 
 
+@untraced
 def find_sender(groups: list[str], seconds: float) -> int:
     """Which of these groups, a sender and this rank, is the first whose sender calls `send` next: its index.
 

@@ -33,6 +33,7 @@ from tpu_backend.runtime.sketch import (
 from tpu_backend.runtime.tape import Tape
 from tpu_backend.runtime.target import Target, target_for
 from tpu_backend.runtime.user_line import first_line, user_line
+from tpu_backend.untraced import untraced
 
 _NUM_COMPARED = 3  # launches: a start that moves by its rank's number is seen at the second one
 
@@ -56,10 +57,12 @@ class Agreement:
     version: int  # of the form
 
     @property
+    @untraced
     def is_settled(self) -> bool:
         """Whether a launch that it covers need not be compared any more."""
         return self.version == self.form.version and self.known.num_compared >= _NUM_COMPARED
 
+    @untraced
     def announcer(self, keys: Sequence[str], num_operations: int) -> Callable[[], None]:
         """What tells the other ranks of a launch, before it, by the keys of its links."""
         if self.target.groups:  # a link with collectives of one group is keyed by its ranks
@@ -69,6 +72,7 @@ class Agreement:
         text = f"a region's program of {num_operations} operations, first at {user_line()}"
         is_first = True
 
+        @untraced
         def announce() -> None:
             nonlocal is_first
             agreement.launch(self.target.ranks, common, text, waits=is_first)

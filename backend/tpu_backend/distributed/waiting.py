@@ -16,6 +16,7 @@ from tpu_backend import _C
 from tpu_backend.distributed import peers
 from tpu_backend.runtime import waiter
 from tpu_backend.runtime.user_line import user_line
+from tpu_backend.untraced import untraced
 
 _LOOK = 0.05  # seconds between two looks at the other ranks
 _READ = "waiting for the device"
@@ -23,6 +24,7 @@ _STUCK = 4.0  # seconds after an abort in which launches end, or the process doe
 _GRACE = 1.0  # seconds in which a program that a peer has left ends by itself, or its cause comes to light
 
 
+@untraced
 def wait_for_call(token: Any, seconds: float, description: str, group: str, number: int) -> None:
     """Return when the launch of this token is done; None: it is done. It was call `number` of `group`; 0: one
     of a region, which the ranks launch as a call of their own.
@@ -100,6 +102,7 @@ def watched(act: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
+@untraced
 def abort(group: str) -> None:
     """Fail a group: who waits for the device hears so, and new calls are refused. If launches do not end
     then, nothing else can stop them: the process ends.

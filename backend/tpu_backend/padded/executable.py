@@ -13,6 +13,7 @@ from jax import lax
 from tpu_backend.padded.dims import Dim, Grown, is_grown
 from tpu_backend.runtime.target import target_of
 from tpu_backend.runtime.transfer import put_array, put_numbers
+from tpu_backend.untraced import untraced
 
 Pieces = list[list[int]]
 
@@ -42,6 +43,7 @@ class Resized:
         self._execute, self._handlers, self._plan, self._device = execute, handlers, plan, device
         self._numbers = put_numbers(np.array(plan.numbers, np.int64), device)
 
+    @untraced
     def __call__(self, arguments: list[jax.Array], with_tokens: bool) -> _Results:
         inputs = self._plan.inputs
         given = [
@@ -58,6 +60,7 @@ class _Results:
     def __init__(self, results: Any, handlers: list[Any], outputs: Sequence[Pieces | None], device: int):
         self._results, self._handlers, self._outputs, self._device = results, handlers, outputs, device
 
+    @untraced
     def consume_with_handlers(self, _: list[Any]) -> list[jax.Array]:
         arrays = self._results.consume_with_handlers(self._handlers)
         for place, pieces in enumerate(self._outputs):
@@ -65,6 +68,7 @@ class _Results:
                 arrays[place] = cut(arrays[place], pieces, self._device)
         return arrays
 
+    @untraced
     def consume_token(self) -> Any:
         return self._results.consume_token()
 

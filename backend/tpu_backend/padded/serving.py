@@ -23,7 +23,6 @@ from tpu_backend.lowering.collectives import NAMESPACE
 from tpu_backend.padded.dims import NotPaddableError
 from tpu_backend.padded.executable import Plan, pieces
 from tpu_backend.padded.family import Description, Family, Lengthening, outline, sizes_of
-from tpu_backend.runtime.program_key import settled_by_version
 from tpu_backend.runtime.signature import summaries
 
 log = logging.getLogger("tpu_backend.compile")
@@ -74,16 +73,12 @@ _programs: dict[tuple[Family, int], Future[tuple[Program, list[tuple[Any, ...]]]
 
 
 def may_be_padded(description: Description) -> bool:
-    """Whether the recorder allows it (csrc/record/stream.cpp), and each operation is this package's own."""
+    """Whether the recorder allows it (csrc/record/stream.cpp), and no other rank would have to agree."""
     return (
         description["may_be_padded"]
         and not any(description["offset_is_input"])
-        and all(_may_be_longer(entry.name) for entry, _, _ in summaries(description["tape"]))
+        and not any(entry.name.startswith(NAMESPACE) for entry, _, _ in summaries(description["tape"]))
     )
-
-
-def _may_be_longer(name: str) -> bool:
-    return settled_by_version(name) and not name.startswith(NAMESPACE)  # other ranks would have to agree
 
 
 def note(description: Description) -> None:

@@ -50,6 +50,7 @@ from tpu_backend.runtime.stored_executable import (
 from tpu_backend.runtime.tape import Tape
 from tpu_backend.runtime.target import Target, target_for
 from tpu_backend.runtime.user_line import first_line
+from tpu_backend.untraced import untraced
 
 LOGS = ("compile",)
 log = logging.getLogger("tpu_backend.compile")
@@ -431,6 +432,7 @@ class RankExecute:
     def __init__(self, execute: Callable[..., Any]):
         self._execute = execute
 
+    @untraced
     def __call__(self, arrays: list[Any], with_tokens: bool) -> _RankResults:
         return _RankResults(self._execute(arrays, with_tokens=with_tokens))
 
@@ -439,9 +441,11 @@ class _RankResults:
     def __init__(self, results: Any):
         self._results = results
 
+    @untraced
     def consume_with_handlers(self, handlers: list[Any]) -> list[Any]:
         return [arrays[0] for arrays in self._results.disassemble_into_single_device_arrays()]
 
+    @untraced
     def consume_token(self) -> Any:
         return self._results.consume_token()
 

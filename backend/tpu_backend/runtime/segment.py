@@ -276,7 +276,7 @@ def _traced(entry: Signature) -> Answer:
             f"the lowering of {entry.described()} failed at {user_line()}: {type(error).__name__}: {error}",
             is_final=isinstance(error, _FINAL) and settled_by_version(entry.name),
         ) from error
-    if not (found_few or offsets or traced.jaxpr.consts or list_length(entry) or not _may_be_compared(entry)):
+    if not (found_few or offsets or traced.jaxpr.consts or list_length(entry) or not _may_be_compared()):
         _first_traces[entry.number] = traced
         while len(_first_traces) > _MOST_FIRST_TRACES:
             _first_traces.pop(next(iter(_first_traces)), None)
@@ -288,8 +288,8 @@ _first_traces: dict[int, EntryTrace] = {}
 _MOST_FIRST_TRACES = 2048
 
 
-def _may_be_compared(entry: Signature) -> bool:
-    return _C.pads_sizes() and not torch.is_grad_enabled() and settled_by_version(entry.name)
+def _may_be_compared() -> bool:
+    return _C.pads_sizes() and not torch.is_grad_enabled()
 
 
 def first_trace(number: int, precision: int | None) -> EntryTrace | None:

@@ -9,6 +9,8 @@ from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any
 
+from tpu_backend.untraced import untraced
+
 _AT_ONCE = 0.01  # seconds in which the thread answers if there is nothing to wait for
 
 
@@ -22,6 +24,7 @@ def begin(act: Callable[[], Any]) -> Future[Any]:
 _asked: dict[Any, Future[Any]] = {}  # by token of a launch that was not done when it was asked for
 
 
+@untraced
 def is_done(token: Any) -> bool:
     """Whether the launch of this token is done, or has failed."""
     future = _asked.get(token)
