@@ -65,6 +65,11 @@ MEETS = {
     "causal": lambda x: F.scaled_dot_product_attention(x[None], x[None], 1 / x[None], is_causal=True)[0, -1],
     "places": lambda x: (torch.arange(x.shape[0], device=x.device)[:, None] * x).sum(0),
     "any": lambda x: (1 / x).isnan().any(0),
+    "convolved": lambda x: F.conv1d(1 / x.t()[None], x.new_ones(2, 6, 3), padding=2, dilation=2).sum(2),
+    "batch": lambda x: F.conv1d(1 / x[:, :, None].expand(-1, 6, 4), x.new_ones(3, 6, 3)).mean((0, 2)),
+    "stacked": lambda x: torch.stack([1 / x, x.log()], -1).flatten(1).sum(0),
+    "repeated": lambda x: (1 / x).repeat(3, 1).view(3, -1, 6).sum(1),
+    "as often": lambda x: (1 / x[:2]).repeat(x.shape[0], 1).sum(0),
     "picked": lambda x: x[[-1]] * F.pad(1 / x, (0, 0, 0, 2)).sum(0),
 }
 

@@ -327,6 +327,7 @@ def _single(dim: Dim, what: str) -> None:
     *("and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "shift_left", "shift_right_logical"),
     *("shift_right_arithmetic", "population_count", "clz", "real", "imag", "complex", "conj"),
     *("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "select_n", "clamp"),
+    *("name", "mulhi", "bessel_i0e", "bessel_i1e", "igamma", "igammac", "polygamma", "zeta"),
 )
 def _elementwise(self: Lengthened, equation: Equation, *values: Padded) -> Padded:
     shaped = [value for value in values if value.dims]  # a single number goes with all of them
@@ -562,6 +563,49 @@ def _concatenate(self: Lengthened, equation: Equation, *values: Padded) -> Padde
         length = Linear(0, piece) if isinstance(piece, int) else piece.length
         total = Linear(total.slope + length.slope, total.rest + length.rest)
     return Padded(result, dims)
+
+
+@_rule("stack")
+def _stack(self: Lengthened, equation: Equation, *values: Padded) -> Padded:
+    axis = equation.fixed("axis")
+    if len({value.dims for value in values}) != 1:
+        raise NotPaddableError("arrays that grow apart are stacked")
+    dims = values[0].dims
+    return Padded(
+        equation.bind(*(value.array for value in values)), (*dims[:axis], len(values), *dims[axis:])
+    )
+
+
+@_rule("tile")
+def _tile(self: Lengthened, equation: Equation, value: Padded) -> Padded:
+    times = equation.parameter("reps")
+    dims = []
+    for dim, number, size in zip(value.dims, times, equation.shape(), strict=True):
+        if isinstance(dim, int):
+            dims.append(grown(size))
+        elif isinstance(number, int):  # what does not count is repeated, too: it parts the blocks
+            dims.append(replace(dim, blocks=dim.blocks * number))
+        else:
+            raise NotPaddableError("a dim that grows is repeated as often as it is long")
+    return Padded(
+        equation.bind(value.array, reps=tuple(size_at(grown(n), self.bucket) for n in times)), tuple(dims)
+    )
+
+
+@_rule("conv_general_dilated")
+def _convolve(self: Lengthened, equation: Equation, value: Padded, kernel: Padded) -> Padded:
+    """Along a batch, and along what it slides over: what does not count is zero there, as behind the end."""
+    places = equation.first.params["dimension_numbers"]
+    if kernel.grows or equation.fixed("batch_group_count") != 1:
+        raise NotPaddableError("the kernel of a convolution grows, or its batch is in groups")
+    batch, features, *slides = places.lhs_spec
+    for axis in (features, *slides):
+        if axis == features and isinstance(value.dims[axis], Grown):
+            raise NotPaddableError("the features of a convolution grow")
+        _single(value.dims[axis], "a convolution")
+    dims = [grown(size) for size in equation.shape()]
+    dims[places.out_spec[0]] = value.dims[batch]
+    return Padded(equation.bind(self.masked(value, slides, 0), kernel.array), tuple(dims))
 
 
 @_rule("split")
