@@ -153,6 +153,62 @@ def test_a_tensor_on_the_host_that_a_module_makes_anew_is_refused():
     assert "it changes Counts.calls, which is on the host" in step.problem
 
 
+@pytest.mark.parametrize("where", ["closure", "buffer", "rate of SGD", "rate of AdamW", "rate computed with"])
+def test_a_number_that_is_a_tensor_on_the_host_is_taken_as_it_is(where):
+    """`lr.fill_()` of a schedule, say; what is computed of it on the host is seen, and ends the replays."""
+
+    def losses(captured: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).to("tpu")
+        rate, factor = torch.tensor(0.1), torch.tensor(1.0)
+        if where == "rate of AdamW":
+            optimizer = torch.optim.AdamW(model.parameters(), rate, fused=True)
+        elif where == "rate computed with":
+            optimizer = torch.optim.AdamW(model.parameters(), rate, foreach=False, capturable=True)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), rate if where == "rate of SGD" else 0.1)
+        if where == "buffer":
+            model.register_buffer("factor", factor)
+
+        def step(batch):
+            loss = (model(batch) * (factor if where == "closure" else getattr(model, "factor", 1.0))).square()
+            loss.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.mean()
+
+        call = torch.tpu.capture(step) if captured else step
+        found = []
+        for number in range(12):
+            if number >= 6:
+                factor.fill_(1 + number / 10)
+                rate.fill_(0.1 / (1 + number))
+            found.append(call(torch.ones(8, 4, device="tpu") * number).item())
+        if captured:
+            assert (call.problem is None) == (where != "rate computed with"), call.problem
+        return found
+
+    with warnings.catch_warnings(action="ignore"):
+        before = replays()
+        assert losses(captured=True) == losses(captured=False)
+    assert replays() > before
+
+
+def test_another_tensor_on_the_host_in_place_of_one_is_seen():
+    factor = torch.tensor(1.0)
+
+    @torch.tpu.capture
+    def step(batch):
+        return batch * factor
+
+    found = []
+    for number in range(6):
+        if number == 4:
+            factor = torch.tensor(3.0)
+        found.append(step(torch.ones((), device="tpu")).item())
+    assert found == [1.0, 1.0, 1.0, 1.0, 3.0, 3.0]
+
+
 def test_a_step_that_comes_in_every_eighth_call_is_warned_of():
     model = nn.Linear(4, 4).to("tpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -221,6 +221,14 @@ int Watches::first_changed() const {
 bool Watches::read_numbers(std::vector<double>& values) const {
   for (const auto& [dictionary, key] : numbers_) {
     PyObject* now = item(dictionary.get(), key.get());
+    if (now != nullptr && THPVariable_Check(now)) {
+      const at::Tensor& tensor = THPVariable_Unpack(now);
+      if (!tensor.is_cpu() || tensor.numel() != 1 || tensor.is_complex()) {
+        return false;
+      }
+      values.push_back(tensor.item().toDouble());
+      continue;
+    }
     if (now == nullptr || PyBool_Check(now) || (!PyFloat_Check(now) && !PyLong_Check(now))) {
       return false;
     }

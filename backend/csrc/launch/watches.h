@@ -19,7 +19,8 @@ class Watches {
  public:
   // `entries`: (container, key, value) that must stay, of a dictionary, a list or a closure's cell: a tensor the same
   // object, on the same storage, of the same dtype, shape and strides, with or without a gradient as now; another value
-  // equal.  (container, ..., length): how many items it has.  `numbers`: (dictionary, key) of numbers that may change.
+  // equal.  (container, ..., length): how many items it has.  `numbers`: (dictionary, key) of numbers, and
+  // of tensors of one element on the CPU, that may change.
   Watches(const pybind11::list& entries, const pybind11::list& numbers);
 
   // The place of the first entry that is no longer as it was; -1: there is none.

@@ -40,11 +40,17 @@ class Wrapper(ABC):
 
 
 class Setting(NamedTuple):
-    """A number of an optimizer that may change from step to step."""
+    """A number of an optimizer, or a tensor of one element on the CPU, that may change from step to step."""
 
     group: dict[str, Any]
     key: str
     name: str
+
+    @property
+    def value(self) -> float:
+        """What it is now."""
+        value = self.group[self.key]
+        return value.item() if isinstance(value, Tensor) else value
 
 
 class Reached(NamedTuple):
@@ -84,7 +90,8 @@ def reached(function: Any) -> Reached:
 
     def visit_all(found: Iterable[Watched], depth: int) -> None:
         for each in found:
-            if each.container is not None and isinstance(each.value, nn.Module | Optimizer):
+            is_kept = isinstance(each.value, nn.Module | Optimizer) or is_number_on_host(each.value)
+            if each.container is not None and is_kept:
                 bindings.append(each)
             visit(each.value, depth)
 
@@ -256,7 +263,7 @@ def watched_in_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Watched]:
                 for key, value in state.items():
                     yield Watched(state, key, value, f"the {key} of a parameter in {name}")
             for key, value in group.items():
-                if not is_number(value):
+                if not (is_number(value) or is_number_on_host(value)):
                     yield Watched(group, key, value, f"{where}[{key!r}]")
 
 
@@ -267,8 +274,17 @@ def settings_of(optimizers: Iterable[Optimizer]) -> list[Setting]:
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if is_number(value)
+        if is_number(value) or is_number_on_host(value)
     ]
+
+
+def numbers_on_host(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[Setting]:
+    """The tensors among these that operations of the device take for numbers."""
+    named = [("a tensor on the CPU", tensor) for tensor in tensors]
+    for root in modules:
+        held = [*root.named_parameters(), *root.named_buffers()]
+        named += [(f"{type(root).__name__}.{name}", tensor) for name, tensor in held]
+    return [Setting({name: tensor}, name, name) for name, tensor in named if is_number_on_host(tensor)]
 
 
 def state_on_host(optimizers: Iterable[Optimizer]) -> str | None:
@@ -293,3 +309,14 @@ def host_versions(modules: Iterable[nn.Module]) -> dict[str, tuple[int, int]]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_number_on_host(value: Any) -> bool:
+    """Whether it is a tensor on the CPU whose one element operations of the device take for a number."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and value.numel() == 1
+        and not value.is_complex()
+    )

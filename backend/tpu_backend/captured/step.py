@@ -196,8 +196,9 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
         if (problem := _problem_of_subclasses(leaves, modules, optimizers)) is not None:
             self._tell(form, problem, why)
             return self._run(args, kwargs)
-        settings = reach.settings_of(optimizers)
-        numbers = [setting.group[setting.key] for setting in settings]
+        on_cpu = reach.numbers_on_host(found.tensors, modules)
+        settings = [*reach.settings_of(optimizers), *on_cpu]
+        numbers = [setting.value for setting in settings]
         on_host = reach.host_versions(modules)
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         torch.clear_autocast_cache()  # a weight's cast must be the step's own, and is not to outlive it
@@ -209,11 +210,11 @@ class CapturedStep(reach.Wrapper, Generic[_P, _R]):
             problem = _finish(step, leaves, returned)
         finally:
             step.abandon()
-        now = reach.settings_of(optimizers)
+        now = [*reach.settings_of(optimizers), *on_cpu]
         if problem is None:
             problem = (
-                _problem_of_optimizers(optimizers, settings, numbers, now)
-                or _problem_of_modules(modules, on_host)
+                _problem_of_modules(modules, on_host)
+                or _problem_of_optimizers(optimizers, settings, numbers, now)
                 or _problem_of_arguments(leaves, requires_grad)
             )
         if problem is None:
@@ -481,7 +482,7 @@ def _problem_of_optimizers(
     if len(now) != len(settings):
         return "its optimizers were not known before"
     for setting, before in zip(settings, numbers, strict=True):
-        if setting.group[setting.key] != before:
+        if setting.value != before:
             return f"it changes {setting.name} itself: set it before the call"
     return None
 
