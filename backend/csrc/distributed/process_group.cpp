@@ -11,6 +11,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
@@ -18,6 +19,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <map>
+#include <mutex>
 #include <numeric>
 
 namespace py = pybind11;
@@ -172,10 +175,18 @@ class Profiled {
   at::RecordFunction function_;
 };
 
+// How many groups of these ranks this process has made before.  They make them in one order, as PyTorch asks.
+size_t next_number(const std::vector<int64_t>& ranks) {
+  static std::mutex mutex;
+  static std::map<std::vector<int64_t>, size_t> numbers;
+  const std::lock_guard guard(mutex);
+  return numbers[ranks]++;
+}
+
 } // namespace
 
 ProcessGroup::ProcessGroup(int rank, std::vector<int64_t> ranks, std::chrono::milliseconds timeout)
-    : Backend(rank, static_cast<int>(ranks.size())), ranks_(std::move(ranks)),
+    : Backend(rank, static_cast<int>(ranks.size())), ranks_(std::move(ranks)), number_(next_number(ranks_)),
       options_(c10::make_intrusive<Options>("tpu", timeout)), last_call_{.group = c10::str(c10::Join(",", ranks_))},
       last_transfer_(last_call_) {}
 
@@ -213,6 +224,9 @@ Call ProcessGroup::agree(const std::vector<int64_t>& ranks, std::string text) {
   const bool is_part = is_in_region(); // its ranks compare all calls of a region where they launch it
   py::gil_scoped_acquire gil;
   const auto agreement = py::module_::import("tpu_backend.distributed.agreement");
+  if (number_ > 0) { // all of them are one order of calls: the device has no other
+    text += c10::str(" in group ", number_ + 1, " of ranks ", c10::Join(",", ranks_));
+  }
   Call call{.group = c10::str(c10::Join(",", ranks)), .text = std::move(text)};
   if (is_part) {
     agreement.attr("refuse")(call.group);
@@ -514,7 +528,28 @@ void ProcessGroup::exchange(const std::vector<at::Tensor>& outputs, const std::v
   const at::Tensor mine = at::full({1}, bucket, inputs.front().options().dtype(at::kLong));
   agree("all_to_all of parts", mine);
   const at::Tensor agreed = recorded::all_reduce(mine, "max", ranks_);
-  const auto length = agreed.item<int64_t>();
+  std::vector<int64_t> sizes;
+  for (const at::Tensor& input : inputs) {
+    sizes.push_back(input.numel());
+  }
+  const at::Tensor sent = at::tensor(sizes, at::kLong).to(mine.device());
+  agree("all_to_all of sizes", sent);
+  const at::Tensor told = at::cat({agreed, recorded::all_to_all(sent, ranks_)}).cpu();
+  const int64_t* const sizes_told = told.const_data_ptr<int64_t>();
+  const int64_t length = sizes_told[0];
+  for (int rank = 0; rank < getSize(); ++rank) {
+    TORCH_CHECK_VALUE(
+        sizes_told[1 + rank] == outputs[rank].numel(),
+        "all_to_all: rank ",
+        ranks_[rank],
+        " sends ",
+        sizes_told[1 + rank],
+        " elements to rank ",
+        ranks_[getRank()],
+        ", which expects ",
+        outputs[rank].numel(),
+        ": the output's split sizes must be what the other ranks send");
+  }
   std::vector<at::Tensor> rows;
   for (const at::Tensor& input : inputs) {
     rows.push_back(padded(input, length));
@@ -608,7 +643,7 @@ void ProcessGroup::record_transfers() {
   const at::AutoDispatchBelowADInplaceOrView guard;
   auto transfers = std::exchange(transfers_, {});
   const auto order = [](const Transfer& transfer) {
-    return std::tuple(transfer.source == kAnySource, transfer.source, transfer.destination);
+    return std::tuple(transfer.source == kAnySource, transfer.source, transfer.destination, transfer.tag);
   };
   std::stable_sort(transfers.begin(), transfers.end(), [&](const Transfer& some, const Transfer& other) {
     return order(some) < order(other);
@@ -668,6 +703,7 @@ Call ProcessGroup::record(const Transfer& transfer) {
           ends[0],
           " to rank ",
           ends[1],
+          transfer.tag == 0 ? "" : c10::str(", tag ", transfer.tag),
           ")"));
   const auto [first, last] = std::minmax(ends[0], ends[1]); // one mesh for both directions
   const at::Tensor arrived = recorded::send_receive(tensor, ends[0] == first ? 0 : 1, {first, last});
@@ -685,22 +721,22 @@ WorkPtr ProcessGroup::transfer(Transfer transfer, c10d::OpType op) {
   return transfer.work;
 }
 
-WorkPtr ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination, int) {
+WorkPtr ProcessGroup::send(std::vector<at::Tensor>& tensors, int destination, int tag) {
   const at::Tensor& tensor = only(tensors);
   if (destination == getRank()) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     sent_to_self_.push_back(tensor.clone());
     return done(c10d::OpType::SEND, tensors, c10d::kUnsetTimeout);
   }
-  return transfer({tensor, getRank(), destination}, c10d::OpType::SEND);
+  return transfer({tensor, getRank(), destination, tag}, c10d::OpType::SEND);
 }
 
-WorkPtr ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source, int) {
-  return transfer({only(tensors), source, getRank()}, c10d::OpType::RECV);
+WorkPtr ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
+  return transfer({only(tensors), source, getRank(), tag}, c10d::OpType::RECV);
 }
 
-WorkPtr ProcessGroup::recvAnysource(std::vector<at::Tensor>& tensors, int) {
-  return transfer({only(tensors), kAnySource, getRank()}, c10d::OpType::RECVANYSOURCE);
+WorkPtr ProcessGroup::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  return transfer({only(tensors), kAnySource, getRank(), tag}, c10d::OpType::RECVANYSOURCE);
 }
 
 WorkPtr ProcessGroup::barrier(const c10d::BarrierOptions& options) {

@@ -139,6 +139,7 @@ class ProcessGroup final : public c10d::Backend {
     at::Tensor tensor;
     int source; // kAnySource: the rank that sends first
     int destination;
+    int tag;
     c10::intrusive_ptr<Work> work{};
   };
   static constexpr int kAnySource = -1;
@@ -166,6 +167,7 @@ class ProcessGroup final : public c10d::Backend {
   int find_source();
 
   const std::vector<int64_t> ranks_;
+  const size_t number_; // among the groups of these ranks
   const c10::intrusive_ptr<Options> options_;
   Call last_call_; // of the whole group
   Call last_transfer_;

@@ -65,6 +65,13 @@ FAULTS = """
                 dist.all_reduce(each)
             for each in (a, b) if rank else (b, a):
                 dist.all_reduce(each)
+        if kind == "groups":  # of the same ranks
+            groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+            for each in reversed(groups) if rank else groups:
+                dist.all_reduce(torch.ones(4, device="tpu"), group=each)
+        if kind == "splits":
+            into = torch.empty(2 + 4 * rank, device="tpu")
+            dist.all_to_all_single(into, torch.ones(4, device="tpu"), [1, 1] if rank == 0 else [4, 2], [1, 3])
         if kind == "swapped":  # two calls that have both followed the one before, and then the script ends
             a, b = torch.ones(4, device="tpu"), torch.ones(4, device="tpu")
             both = (lambda: dist.all_reduce(a), lambda: dist.broadcast(b, 0))
@@ -119,6 +126,14 @@ SAYINGS = {
     "reduction": (r"different things: .*, max\)", r"different things: .*, sum\)"),
     "operation": (r"different things: .*broadcast", r"different things: .*all_reduce"),
     "order": (r"different things: .*Float\[5\]", r"different things: .*Float\[6\]"),
+    "groups": (
+        r"different things: .*sum\) in group 3 of ranks 0,1",
+        r"different things: .*in group 2 of ranks",
+    ),
+    "splits": (
+        r"rank 1 \(process {1} on .*\) failed: ValueError: all_to_all: rank 0 sends 3 elements to rank 1",
+        r"ValueError: all_to_all: rank 0 sends 3 elements to rank 1, which expects 4: the output",
+    ),
     "swapped": (r"different things: .*broadcast", r"different things: .*all_reduce"),
     "ended": (r"rank 1 has ended, and has not called all_reduce\(Float\[4\], sum\)", None),
     "missing": (
