@@ -371,13 +371,15 @@ def test_no_grad_is_advised_only_where_it_is_off():
     assert "torch.no_grad()" not in text
 
 
-def test_many_lengths_are_warned_of_once_and_padding_them_helps():
+def test_many_lengths_are_warned_of_and_padding_them_helps():
     def total(x: Tensor) -> float:
         return (x * 3).sum().item()
 
-    num_programs, (text,) = programs_and_warnings(lambda n: total(torch.ones(300 + n).to("tpu")), 12)
-    assert num_programs == 12
+    run = lambda n: total(torch.ones(300 + n).to("tpu"))  # noqa: E731
+    num_programs, (text, later) = programs_and_warnings(run, 20)
+    assert num_programs == 20
     assert "9 programs" in text
+    assert "18 programs" in later, "again when they are twice as many"
     # Whether the first of them counts depends on what this process has compiled before.
     assert re.search(
         r" shape: self of aten::mul.Tensor is float32\[30[89]\], was float32\[30[78]\], at ", text

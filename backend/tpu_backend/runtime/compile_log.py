@@ -41,14 +41,16 @@ class Compilation(NamedTuple):
         return f"compiled {count}: {names}, in {self.seconds:.2f} s because of {self.cause}"
 
 
-def _warn_of_many(cause: Cause) -> None:
-    """Once a kind and line, when it was the cause of programs again and again."""
+def _warn_of_many(cause: Cause, seconds: float) -> None:
+    """By kind and line, when it was the cause of programs again and again, and each time when twice as often."""
     if cause.kind in _ONCE:
         return
     found = _culprits.setdefault((cause.kind, cause.line), _Culprit())
-    if not found.counts() or found.times != _MANY + 1:
+    if not found.counts(seconds) or found.times != found.told_at:
         return
-    text = f"tpu: {found.num_programs} programs were compiled because of {cause} (the last of them)"
+    found.told_at *= 2
+    took = f", in {found.seconds:.0f} s" if found.seconds >= 1 else ""
+    text = f"tpu: {found.num_programs} programs were compiled{took} because of {cause} (the last of them)"
     place = re.match(r"(.+):(\d+): ", cause.line)
     file, number = (place[1], int(place[2])) if place else (__file__, 1)
     help_ = _HELP.get(cause.kind, _OTHER_HELP)
@@ -63,14 +65,17 @@ class _Culprit:
 
     def __init__(self) -> None:
         self.num_programs = self.times = 0
+        self.seconds = 0.0  # of its programs
+        self.told_at = _MANY + 1  # times
         self._num_since = 0
         self._num_transfers = -1
 
-    def counts(self) -> bool:
+    def counts(self, seconds: float) -> bool:
         """One program more; whether it is another time. The layers of a model have several sizes, and each is
         compiled in the first step: programs with no transfer between them are one time, up to `_LAYERS`.
         """
         self.num_programs += 1
+        self.seconds += seconds
         if self._num_transfers == transfer.count and self._num_since < _LAYERS:
             self._num_since += 1
             return False
@@ -88,7 +93,7 @@ _recent: deque[Compilation] = deque(maxlen=256)
 def record(operations: tuple[str, ...], seconds: float, cause: Cause) -> None:
     compilation = Compilation(next(_numbers), operations, seconds, cause)
     _recent.append(compilation)
-    _warn_of_many(cause)
+    _warn_of_many(cause, seconds)
     log.info("%s", compilation)
 
 
