@@ -42,15 +42,15 @@ class Compilation(NamedTuple):
 
 
 def _warn_of_many(cause: Cause, seconds: float) -> None:
-    """By kind and line, when it was the cause of programs again and again, and each time when twice as often."""
+    """By kind and line, when it was the cause of programs again and again; then whenever twice as often."""
     if cause.kind in _ONCE:
         return
     found = _culprits.setdefault((cause.kind, cause.line), _Culprit())
     if not found.counts(seconds) or found.times != found.told_at:
         return
     found.told_at *= 2
-    took = f", in {found.seconds:.0f} s" if found.seconds >= 1 else ""
-    text = f"tpu: {found.num_programs} programs were compiled{took} because of {cause} (the last of them)"
+    took = f"; {found.seconds:.0f} s in all" if found.seconds >= 1 else ""
+    text = f"tpu: {found.num_programs} programs were compiled because of {cause} (the last of them{took})"
     place = re.match(r"(.+):(\d+): ", cause.line)
     file, number = (place[1], int(place[2])) if place else (__file__, 1)
     help_ = _HELP.get(cause.kind, _OTHER_HELP)
