@@ -1,8 +1,11 @@
 """Checkpoints copied to other storage, and a run that goes on from there on a machine that has nothing."""
 
 import errno
+import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -86,6 +89,97 @@ def test_a_step_that_is_copied_again_stays_there_until_the_new_copy_is_whole(tmp
     assert mirror.push(store.path(9), set) is None
     assert mirror.steps() == [9, 6]
     assert not mirror.filesystem.exists(f"{there}/.replaced-step-9")
+
+
+class KilledError(BaseException):
+    pass
+
+
+def write_small(run_dir: Path, url: str, step: int, text: str = "{}") -> CheckpointStore:
+    store = CheckpointStore.of_run(run_dir, mirrored(url))
+
+    def fill(directory: Path) -> None:
+        for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+            (directory / name).write_text(f"{name} {text}")
+
+    store.write(step, fill)
+    return store
+
+
+def killed_at(moment: int, filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, the `moment`th change of a file in `filesystem` is not made any more."""
+    moments = itertools.count()
+
+    def kills(change: Callable[..., None]) -> Callable[..., None]:
+        def change_or_die(*arguments: Any, **more: Any) -> None:
+            if next(moments) == moment:
+                raise KilledError
+            change(*arguments, **more)
+
+        return change_or_die
+
+    for name in ("put_file", "cp_file", "rm_file"):
+        monkeypatch.setattr(filesystem, name, kills(getattr(filesystem, name)))
+
+
+def test_killed_at_any_moment_of_a_second_copy_the_mirror_has_a_whole_one(tmp_path, url, monkeypatch):
+    for moment in itertools.count():
+        run_dir, there = tmp_path / f"run-{moment}", f"{url}-{moment}"
+        store = write_small(run_dir, there, 9, "first")
+        assert store.mirror.push(store.path(9), set) is None
+        write_small(run_dir, there, 9, "second")
+        with monkeypatch.context() as patch:
+            killed_at(moment, store.mirror.filesystem, patch)
+            try:
+                store.mirror.push(store.path(9), set)
+                break
+            except KilledError:
+                pass
+        elsewhere = CheckpointStore.of_run(tmp_path / f"elsewhere-{moment}", mirrored(there))
+        assert elsewhere.has_any()
+        assert elsewhere.newest() == elsewhere.path(9)
+        with monkeypatch.context() as patch:  # and of the next try
+            killed_at(moment, store.mirror.filesystem, patch)
+            try:
+                store.mirror.push(store.path(9), set)
+            except KilledError:
+                shutil.rmtree(elsewhere.directory)
+                assert elsewhere.newest() == elsewhere.path(9)
+        assert store.mirror.push(store.path(9), set) is None
+        names = [path.split("/")[-1] for path in store.mirror.filesystem.ls(f"{there}/checkpoints", False)]
+        assert names == ["step-9"]
+        elsewhere.mirror.fetch_step(9, tmp_path / f"new-{moment}")
+        copied = tmp_path / f"new-{moment}" / "checkpoints" / "step-9" / "state.json"
+        assert copied.read_text() == "state.json second"
+    assert moment > 10
+
+
+def test_a_first_copy_is_set_aside_or_removed_as_the_step_that_it_is_of(tmp_path, url):
+    store = write_small(tmp_path, url, 9)
+    mirror, there = store.mirror, f"{store.mirror.root}/checkpoints"
+    for step in (9, 11, 12):
+        write_small(tmp_path, url, step)
+        assert mirror.push(store.path(step), set) is None
+        if step != 12:
+            mirror.filesystem.mv(f"{there}/step-{step}", f"{there}/.replaced-step-{step}", recursive=True)
+    assert mirror.steps() == [12, 11, 9]
+    mirror.abandon_later(9)
+    assert mirror.steps() == [9]
+    assert mirror.filesystem.exists(f"{there}/abandoned-step-11-1/COMPLETE")
+    write_small(tmp_path, url, 10)
+    assert mirror.push(store.path(10), lambda steps: {10}) is None
+    assert mirror.steps() == [10]
+
+
+def test_a_run_whose_copies_were_all_set_aside_does_not_begin_anew(tmp_path, url):
+    store = write_small(tmp_path / "run", url, 300)
+    assert store.mirror.push(store.path(300), set) is None
+    store.abandon_later(100)
+    shutil.rmtree(tmp_path / "run")
+    store = CheckpointStore.of_run(tmp_path / "run", mirrored(url))
+    assert store.has_any()
+    with pytest.raises(UserError, match=rf"set aside before.*run_dir and checkpoint.mirror .*{url}"):
+        store.newest()
 
 
 def test_a_mirror_that_fails_is_one_loud_line_and_training_goes_on(tmp_path, monkeypatch, capfd):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # which nobody gets for reading
 _REPLACED = ".replaced-"  # a checkpoint whose step was saved anew, until that one is copied
+ABANDONED = "abandoned-"
+"""Before the name of a checkpoint of a branch that the run has left, here and there."""
 _LOGS = ("*.jsonl", "wandb-run.json")
 
 
@@ -24,7 +26,8 @@ class Mirror:
     """What is behind a URL that fsspec understands: `gs://bucket/runs/llama`, `s3://...`, `file:///mnt/...`.
 
     It holds `checkpoints/step-N/` as a run directory does, and the run's logs. A checkpoint's mark of
-    completeness is copied last, so that one whose copying was cut short does not count.
+    completeness is copied last, so that one whose copying was cut short does not count. While a step is
+    copied a second time, its first copy is `.replaced-step-N`, and counts until the second one is whole.
     """
 
     def __init__(self, url: str):
@@ -35,9 +38,21 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint was copied to its end, newest first. Raises UserError where none answers."""
+        marks = self._marks("step-*") + self._marks(f"{_REPLACED}step-*")
+        return sorted({int(mark.split("/")[-2].rpartition("-")[2]) for mark in marks}, reverse=True)
+
+    def has_any(self) -> bool:
+        """Whether a checkpoint was ever copied to its end, set aside or not. Raises as `steps` does."""
+        return bool(self.steps() or self._marks(f"{ABANDONED}*"))
+
+    def _marks(self, names: str) -> list[str]:
         with self._reading():
-            marks = self.filesystem.glob(f"{self.root}/{CHECKPOINTS}/step-*/{COMPLETE}")
-        return sorted((int(mark.split("/")[-2].removeprefix("step-")) for mark in marks), reverse=True)
+            return self.filesystem.glob(f"{self.root}/{CHECKPOINTS}/{names}/{COMPLETE}")
+
+    def _copies(self, step: int) -> list[str]:
+        """The whole copies of this step, the newer one first."""
+        places = [f"{self.root}/{CHECKPOINTS}/{prefix}step-{step}" for prefix in ("", _REPLACED)]
+        return [place for place in places if self.filesystem.exists(f"{place}/{COMPLETE}")]
 
     def push(self, checkpoint: Path, keeps: Callable[[list[int]], set[int]]) -> str | None:
         """Copy `run_dir/checkpoints/step-N` and the run's logs there, and then remove older checkpoints
@@ -57,34 +72,39 @@ class Mirror:
         replaced = f"{self.root}/{CHECKPOINTS}/{_REPLACED}{checkpoint.name}"
         if self.filesystem.exists(f"{there}/{COMPLETE}"):
             self._remove(replaced)
-            self.filesystem.mv(there, replaced, recursive=True)
-        self._remove(there)  # a copy that was cut short
+            # Not moved: a bucket moves file by file, and killed at that, neither place would be whole.
+            self.filesystem.copy(there, replaced, recursive=True)
+            self.filesystem.rm_file(f"{there}/{COMPLETE}")
+        self._remove(there)  # also a copy that was cut short
         self.filesystem.makedirs(there, exist_ok=True)
         for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == COMPLETE):
             self._put(file, f"{there}/{file.name}")
         self._remove(replaced)
         steps, pushed = self.steps(), int(checkpoint.name.removeprefix("step-"))
         for step in set(steps) - keeps(steps):
-            if step < pushed:
-                self.filesystem.rm(f"{self.root}/{CHECKPOINTS}/step-{step}", recursive=True)
+            for copy in self._copies(step) if step < pushed else ():
+                self.filesystem.rm(copy, recursive=True)
 
     def _remove(self, directory: str) -> None:
         if self.filesystem.exists(directory):
             self.filesystem.rm(directory, recursive=True)
 
-    def abandon_later(self, step: int, prefix: str) -> None:
-        """Move the checkpoints after `step` to `<prefix>step-N-1` and so on, the last one last.
+    def abandon_later(self, step: int) -> None:
+        """Move the checkpoints after `step` to `abandoned-step-N-1` and so on, the last one last.
 
         Raises UserError where the storage does not answer.
         """
         for later in reversed(self.steps()):
             if later > step:
-                path = f"{self.root}/{CHECKPOINTS}/{{}}step-{later}"
                 with announced(f"setting step-{later} in {self.url} aside"), self._reading():
-                    number = 1
-                    while self.filesystem.exists(aside := f"{path.format(prefix)}-{number}"):
-                        number += 1
-                    self.filesystem.mv(path.format(""), aside, recursive=True)
+                    for copy in reversed(self._copies(later)):
+                        self._set_aside(copy, later)
+
+    def _set_aside(self, copy: str, step: int) -> None:
+        number = 1
+        while self.filesystem.exists(aside := f"{self.root}/{CHECKPOINTS}/{ABANDONED}step-{step}-{number}"):
+            number += 1
+        self.filesystem.mv(copy, aside, recursive=True)
 
     def _put(self, file: Path, there: str) -> None:
         self.filesystem.put_file(str(file), there, callback=_progress(self))
@@ -104,17 +124,11 @@ class Mirror:
         """Bring this one, if it is whole there. Where there is one here already, `set_aside(its path)` is
         called before the other takes its place.
         """
-        there, here = f"{self.root}/{CHECKPOINTS}/step-{step}", run_dir / CHECKPOINTS / f"step-{step}"
+        here = run_dir / CHECKPOINTS / f"step-{step}"
         unfinished = here.with_name(f".unfinished-fetched-{here.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with announced(f"fetching checkpoint step-{step} from {self.url}"), self._reading(into=unfinished):
-            for file in self.filesystem.ls(there, detail=False):
-                self.filesystem.get_file(file, str(unfinished / file.split("/")[-1]))
-        try:
-            verify(unfinished)
-        except DamagedCheckpointError as error:
-            say(f"checkpoint {self.url}/{CHECKPOINTS}/step-{step} refused: {error}")
-            shutil.rmtree(unfinished)
+        with self._reading():
+            copies = self._copies(step)
+        if not any(self._is_fetched(copy, unfinished) for copy in copies):
             return False
         with self._reading(into=unfinished):
             for pattern in _LOGS:
@@ -123,6 +137,21 @@ class Mirror:
         if here.exists() and set_aside is not None:
             set_aside(here)
         unfinished.rename(here)  # last: whoever is killed before fetches again
+        return True
+
+    def _is_fetched(self, copy: str, into: Path) -> bool:
+        """Whether this copy is whole; then its files are in the directory `into`."""
+        name = copy.split("/")[-1]
+        shutil.rmtree(into, ignore_errors=True)
+        with announced(f"fetching checkpoint {name} from {self.url}"), self._reading(into=into):
+            for file in self.filesystem.ls(copy, detail=False):
+                self.filesystem.get_file(file, str(into / file.split("/")[-1]))
+        try:
+            verify(into)
+        except DamagedCheckpointError as error:
+            say(f"checkpoint {self.url}/{CHECKPOINTS}/{name} refused: {error}")
+            shutil.rmtree(into)
+            return False
         return True
 
     @contextmanager
