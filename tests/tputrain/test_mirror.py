@@ -196,6 +196,46 @@ def test_a_mirror_that_fails_is_one_loud_line_and_training_goes_on(tmp_path, mon
     assert trainer.store.steps() == [14, 12, 6]
 
 
+def test_a_last_copy_that_failed_is_made_at_the_next_start_of_the_finished_run(
+    tmp_path, url, monkeypatch, capfd
+):
+    trainer = build(tmp_path / "run", checkpoint=mirrored(url))
+    mirror, put_file = trainer.store.mirror, trainer.store.mirror.filesystem.put_file
+
+    def fails(file: str, there: str, **more: Any) -> None:
+        if f"step-{STEPS}/model" in there:
+            raise PermissionError("403")
+        put_file(file, there, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror.filesystem, "put_file", fails)
+        trainer.fit()
+        assert mirror.steps() == [12, 9, 6]
+        capfd.readouterr()
+        build(tmp_path / "run", checkpoint=mirrored(url)).fit()
+        said = capfd.readouterr().err
+        assert f"step-{STEPS} NOT COPIED to checkpoint.mirror: PermissionError: 403\n" in said
+    build(tmp_path / "run", checkpoint=mirrored(url)).fit()
+    assert f"copying checkpoint step-{STEPS} to {url}" in capfd.readouterr().out
+    assert mirror.steps() == [STEPS, 12, 9, 6]
+    build(tmp_path / "run", checkpoint=mirrored(url)).fit()
+    assert "copying" not in capfd.readouterr().out
+    shutil.rmtree(tmp_path / "run")
+    assert trainer.store.newest() == trainer.store.path(STEPS)
+
+
+def test_a_checkpoint_of_a_step_that_was_saved_anew_was_not_copied_yet(tmp_path, url, capsys):
+    store = write_small(tmp_path / "run", url, 9, "first")
+    store.copy_missed(9)
+    write_small(tmp_path / "run", url, 9, "second")
+    store.copy_missed(9)
+    shutil.rmtree(tmp_path / "run")
+    assert (store.newest() / "state.json").read_text() == "state.json second"
+    assert capsys.readouterr().out.count("copying checkpoint step-9") == 4  # each before and after
+    store.copy_missed(9)
+    assert "copying" not in capsys.readouterr().out
+
+
 def test_a_mirror_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
     store = CheckpointStore.of_run(tmp_path, mirrored("memory://there"))
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tputrain.announce import announced, say
+from tputrain.announce import announced, say, warn
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import COMPLETE, DamagedCheckpointError, verify
 from tputrain.errors import UserError
@@ -61,8 +61,24 @@ class Mirror:
         try:
             self._push(checkpoint, keeps)
         except Exception as error:  # every file system has exceptions of its own
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return _in_one_line(error)
         return None
+
+    def push_missed(self, checkpoint: Path) -> str | None:
+        """As `push`, where what is there is no copy of this very checkpoint. Nothing is removed."""
+        try:
+            if not self._has(checkpoint):
+                with announced(f"copying checkpoint {checkpoint.name} to {self.url}"):
+                    self._push(checkpoint, keeps=set)
+        except Exception as error:  # as above
+            return _in_one_line(error)
+        return None
+
+    def _has(self, checkpoint: Path) -> bool:
+        mark = f"{self.root}/{CHECKPOINTS}/{checkpoint.name}/{COMPLETE}"
+        # A step may have been saved anew; the mark is a digest of all that its checkpoint holds.
+        is_there = self.filesystem.exists(mark)
+        return is_there and self.filesystem.cat_file(mark) == (checkpoint / COMPLETE).read_bytes()
 
     def _push(self, checkpoint: Path, keeps: Callable[[list[int]], set[int]]) -> None:
         there = f"{self.root}/{CHECKPOINTS}/{checkpoint.name}"
@@ -172,9 +188,18 @@ class Mirror:
                     f"({error.strerror}): make room, or choose another run_dir"
                 ) from None
             raise UserError(
-                f"checkpoint.mirror={self.url} cannot be read ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}): mend that, or set checkpoint.mirror=null to go without"
+                f"checkpoint.mirror={self.url} cannot be read ({_in_one_line(error)}): mend that, or set "
+                "checkpoint.mirror=null to go without"
             ) from None
+
+
+def warn_not_copied(checkpoint: Path, why: str) -> None:
+    """The one loud line of a copy that failed."""
+    warn(f"tputrain: {checkpoint} NOT COPIED to checkpoint.mirror: {why}")
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _make(directory: Path) -> None:

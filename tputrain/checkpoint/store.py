@@ -18,7 +18,7 @@ from tputrain.checkpoint.integrity import (
     sync_directory,
     verify,
 )
-from tputrain.checkpoint.mirror import ABANDONED, Mirror
+from tputrain.checkpoint.mirror import ABANDONED, Mirror, warn_not_copied
 from tputrain.checkpoint.pace import no_rest
 from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
 from tputrain.config_checks import expect, expect_at_least, expect_choice
@@ -298,6 +298,15 @@ class CheckpointStore:
             return False
         say(f"checkpoint {self.path(step)} was damaged ({reason}): taken from {self.mirror.url}")
         return True
+
+    def copy_missed(self, step: int) -> None:
+        """Copy the checkpoint of `step` to the mirror, if an earlier process was killed at that or failed.
+
+        A copy that fails is one loud line. Nothing is removed: which are kept, such as the best, may not be
+        known yet.
+        """
+        if self.mirror is not None and (why := self.mirror.push_missed(self.path(step))) is not None:
+            warn_not_copied(self.path(step), why)
 
     def needs_lock(self) -> bool:
         """Whether `take_over` or `newest` would change this directory; then lock the run first."""

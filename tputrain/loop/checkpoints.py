@@ -186,10 +186,17 @@ class Checkpoints:
                 self._owns_run = False
 
     def begin_run(self) -> bool:
-        """At the start of `fit`: load the newest checkpoint, or have the run go on from what was loaded.
+        """At the start of `fit`: load the newest checkpoint, or have the run go on from what was loaded. It
+        is copied to the mirror, if that was missed.
 
         False where there is none, and it begins. Raises UserError where it must not go on.
         """
+        goes_on, store, step = self._goes_on(), self._store, self.saved_at
+        if store is not None and step is not None:
+            self._trainer.world.first(lambda: store.copy_missed(step))
+        return goes_on
+
+    def _goes_on(self) -> bool:
         trainer = self._trainer
         if self.has_loaded:
             if self._store is not None:
