@@ -15,6 +15,7 @@ from tputrain import CheckpointConfig, Trainer, UserError
 from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.loggers.jsonl import read_jsonl
+from tputrain.watchdog import SETTING_UP, WatchdogConfig
 
 
 def mirrored(url: str) -> CheckpointConfig:
@@ -236,6 +237,37 @@ def test_a_checkpoint_of_a_step_that_was_saved_anew_was_not_copied_yet(tmp_path,
     assert "copying" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_copy_that_takes_longer_than_the_watchdog_s_limit_is_alive_while_data_comes(
+    tmp_path, url, monkeypatch, where
+):
+    first_half(tmp_path / "run", url)
+    trainer = build(tmp_path / "run", checkpoint=mirrored(url), watchdog=WatchdogConfig(setup_seconds=60))
+    mirror, watchdog = trainer.store.mirror, trainer._watchdog
+    if where == "here":
+        shutil.rmtree(tmp_path / "run")
+    else:
+        mirror.filesystem.rm(f"{mirror.root}/checkpoints", recursive=True)
+    copied: list[str] = []
+    ended: list[str] = []
+    monkeypatch.setattr(watchdog, "_end_the_process", lambda phase, found: ended.append(found))
+
+    def slow(copy: Callable[..., None]) -> Callable[..., None]:
+        def copy_slowly(source: str, target: str, **more: Any) -> None:
+            if watchdog._phase.name == SETTING_UP:
+                copied.append(target)
+                watchdog.look(50)
+            copy(source, target, **more)
+
+        return copy_slowly
+
+    for name in ("get_file", "put_file"):
+        monkeypatch.setattr(mirror.filesystem, name, slow(getattr(mirror.filesystem, name)))
+    trainer.fit()
+    assert len(copied) > 3
+    assert not ended
+
+
 def test_a_mirror_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
     store = CheckpointStore.of_run(tmp_path, mirrored("memory://there"))
 
@@ -278,7 +310,7 @@ def test_a_full_disk_here_is_not_the_mirror_s_fault_and_nothing_half_fetched_sta
     first_half(tmp_path / "first", "memory://there")
     store = CheckpointStore.of_run(tmp_path / "second", mirrored("memory://there"))
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tputrain.announce import announced, say, warn
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import COMPLETE, DamagedCheckpointError, verify
+from tputrain.checkpoint.pace import no_rest
 from tputrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ class Mirror:
         self.filesystem, self.root = _filesystem_of(self.url)
         self.num_moved = 0
         """Pieces copied so far, of whatever size: while this grows, a copy is alive."""
+        self._tell = no_rest
+
+    @contextmanager
+    def telling(self, is_alive: Callable[[], None]) -> Iterator[None]:
+        """In here each piece that is copied calls `is_alive()`: for whoever waits for copies meanwhile."""
+        self._tell = is_alive
+        try:
+            yield
+        finally:
+            self._tell = no_rest
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint was copied to its end, newest first. Raises UserError where none answers."""
@@ -123,8 +134,22 @@ class Mirror:
         self.filesystem.mv(copy, aside, recursive=True)
 
     def _put(self, file: Path, there: str) -> None:
-        self.filesystem.put_file(str(file), there, callback=_progress(self))
+        self.filesystem.put_file(str(file), there, callback=self._progress())
+        self._count()
+
+    def _get(self, there: str, file: Path) -> None:
+        self.filesystem.get_file(there, str(file), callback=self._progress())
+        self._count()
+
+    def _progress(self) -> "Callback":
+        """What fsspec tells of every piece that it copies."""
+        from fsspec import Callback
+
+        return Callback(hooks={"moved": self._count})
+
+    def _count(self, *_: object, **__: object) -> None:
         self.num_moved += 1
+        self._tell()
 
     def fetch(self, run_dir: Path, is_wanted: Callable[[int], bool]) -> int | None:
         """Bring the newest whole checkpoint whose step `is_wanted`, and the logs, into a run directory.
@@ -149,7 +174,7 @@ class Mirror:
         with self._reading(into=unfinished):
             for pattern in _LOGS:
                 for log in self.filesystem.glob(f"{self.root}/{pattern}"):
-                    self.filesystem.get_file(log, str(run_dir / log.split("/")[-1]))
+                    self._get(log, run_dir / log.split("/")[-1])
         if here.exists() and set_aside is not None:
             set_aside(here)
         unfinished.rename(here)  # last: whoever is killed before fetches again
@@ -161,7 +186,7 @@ class Mirror:
         shutil.rmtree(into, ignore_errors=True)
         with announced(f"fetching checkpoint {name} from {self.url}"), self._reading(into=into):
             for file in self.filesystem.ls(copy, detail=False):
-                self.filesystem.get_file(file, str(into / file.split("/")[-1]))
+                self._get(file, into / file.split("/")[-1])
         try:
             verify(into)
         except DamagedCheckpointError as error:
@@ -207,16 +232,6 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{directory.parent}: cannot write there ({error.strerror}); mend that") from None
-
-
-def _progress(mirror: Mirror) -> "Callback":
-    """What fsspec tells of every piece that it copies."""
-    from fsspec import Callback
-
-    def count(*_: object, **__: object) -> None:
-        mirror.num_moved += 1
-
-    return Callback(hooks={"moved": count})
 
 
 def _logs_of(run_dir: Path) -> list[Path]:
