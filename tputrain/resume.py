@@ -48,6 +48,13 @@ def newest_checkpoint(cfg: RecipeConfig, only: tuple[str, ...] = ()) -> Path | N
         return store.newest(say_nothing, only)
 
 
+def copy_missed(cfg: RecipeConfig, checkpoint: Path) -> None:
+    """As `CheckpointStore.copy_missed`, of a run that nobody trains."""
+    store = CheckpointStore.of_run(str(cfg.run_dir), cfg.checkpoint)
+    with locked_where_changed(store, str(cfg.run_dir)):
+        store.copy_missed(contents.load_state(checkpoint)["step"])
+
+
 @contextmanager
 def locked_where_changed(store: CheckpointStore, run_dir: str) -> Iterator[None]:
     """In here, the run is this process's alone if there is anything to finish or to fetch."""

@@ -19,6 +19,7 @@ from mounted_bucket import mounted_bucket
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.backend.distributed.ranks import assert_all_ended_well, run_ranks
 from tputrain.checkpoint.composed import compose, rows_path, write_apart
 from tputrain.checkpoint.integrity import DamagedCheckpointError, verify
 from tputrain.checkpoint.rows import Rows
@@ -222,3 +223,41 @@ def test_what_killed_ranks_have_left_is_not_taken_for_this_write(tmp_path: Path)
     assert [each.error for each in write(tmp_path, 3)] == [None] * RANKS
     verify(tmp_path / "step-3")
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+OUTLASTS_THE_TIMEOUT = """
+    from pathlib import Path
+    from tputrain.checkpoint.store import CheckpointStore
+    from tputrain.parallel.config import ParallelConfig
+    from tputrain.parallel.world import Ranks
+
+    ranks = Ranks(ParallelConfig(shard=2))
+    assert (world, ranks.size, ranks.rank) == (2, 2, rank)
+    longer = 0.75 * float(os.environ["GROUP_TIMEOUT"])
+
+    class Mirror:
+        def fetch(self, run_dir, is_wanted):
+            assert ranks.is_first
+            time.sleep(longer)  # twice: what is newer, and what is not here
+
+        def has_any(self):
+            return False
+
+    store = CheckpointStore(Path(os.environ["RUNS"]) / "checkpoints")
+    store.mirror = Mirror()
+    assert ranks.first(store.newest) is None
+    assert ranks.first(lambda: "heard") == "heard"
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_wait_for_a_mirror_that_takes_longer_than_their_timeout(tmp_path: Path) -> None:
+    ranks = run_ranks(
+        OUTLASTS_THE_TIMEOUT,
+        2,
+        timeout=120,
+        GROUP_BACKEND="cpu:gloo,tpu:tpu",
+        GROUP_TIMEOUT="6",
+        RUNS=str(tmp_path),
+    )
+    assert_all_ended_well(ranks)

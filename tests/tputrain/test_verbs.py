@@ -13,7 +13,7 @@ import torch
 
 from tests.tputrain.tiny_run import finish_a_run
 from tputrain import RunConfig, Trainer, TrainerConfig
-from tputrain.checkpoint.integrity import seal
+from tputrain.checkpoint.integrity import seal, verify
 from tputrain.cli import main
 from tputrain.cli.arguments import VERBS, build_parser
 from tputrain.loggers.jsonl import read_jsonl
@@ -187,6 +187,15 @@ def test_a_run_directory_that_is_a_file_is_refused(capsys):
 def test_resume_of_a_finished_run_leaves_it_alone(capsys):
     assert main(["resume", "runs/tiny"]) == 0
     assert "runs/tiny is finished: it has done its 4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [("run", "tiny.yaml"), ("resume", "runs/tiny")])
+def test_the_last_checkpoint_of_a_finished_run_that_its_mirror_lacks_is_copied(command, tmp_path, capsys):
+    assert main([*command, f"checkpoint.mirror=file://{tmp_path}/mirror"]) == 0
+    out = capsys.readouterr().out
+    assert f"copying checkpoint step-4 to file://{tmp_path}/mirror" in out
+    assert "runs/tiny is finished: it has done its 4 steps" in out
+    verify(tmp_path / "mirror" / "checkpoints" / "step-4")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tputrain.announce import announced, say
+from tputrain.announce import announced, say, warn
 from tputrain.checkpoint import CHECKPOINTS
 from tputrain.checkpoint.integrity import COMPLETE, DamagedCheckpointError, verify
+from tputrain.checkpoint.pace import no_rest
 from tputrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # which nobody gets for reading
 _REPLACED = ".replaced-"  # a checkpoint whose step was saved anew, until that one is copied
+ABANDONED = "abandoned-"
+"""Before the name of a checkpoint of a branch that the run has left, here and there."""
 _LOGS = ("*.jsonl", "wandb-run.json")
 
 
@@ -24,7 +27,8 @@ class Mirror:
     """What is behind a URL that fsspec understands: `gs://bucket/runs/llama`, `s3://...`, `file:///mnt/...`.
 
     It holds `checkpoints/step-N/` as a run directory does, and the run's logs. A checkpoint's mark of
-    completeness is copied last, so that one whose copying was cut short does not count.
+    completeness is copied last, so that one whose copying was cut short does not count. While a step is
+    copied a second time, its first copy is `.replaced-step-N`, and counts until the second one is whole.
     """
 
     def __init__(self, url: str):
@@ -32,12 +36,34 @@ class Mirror:
         self.filesystem, self.root = _filesystem_of(self.url)
         self.num_moved = 0
         """Pieces copied so far, of whatever size: while this grows, a copy is alive."""
+        self._tell = no_rest
+
+    @contextmanager
+    def telling(self, is_alive: Callable[[], None]) -> Iterator[None]:
+        """In here each piece that is copied calls `is_alive()`: for whoever waits for copies meanwhile."""
+        self._tell = is_alive
+        try:
+            yield
+        finally:
+            self._tell = no_rest
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint was copied to its end, newest first. Raises UserError where none answers."""
+        marks = self._marks("step-*") + self._marks(f"{_REPLACED}step-*")
+        return sorted({int(mark.split("/")[-2].rpartition("-")[2]) for mark in marks}, reverse=True)
+
+    def has_any(self) -> bool:
+        """Whether a checkpoint was ever copied to its end, set aside or not. Raises as `steps` does."""
+        return bool(self.steps() or self._marks(f"{ABANDONED}*"))
+
+    def _marks(self, names: str) -> list[str]:
         with self._reading():
-            marks = self.filesystem.glob(f"{self.root}/{CHECKPOINTS}/step-*/{COMPLETE}")
-        return sorted((int(mark.split("/")[-2].removeprefix("step-")) for mark in marks), reverse=True)
+            return self.filesystem.glob(f"{self.root}/{CHECKPOINTS}/{names}/{COMPLETE}")
+
+    def _copies(self, step: int) -> list[str]:
+        """The whole copies of this step, the newer one first."""
+        places = [f"{self.root}/{CHECKPOINTS}/{prefix}step-{step}" for prefix in ("", _REPLACED)]
+        return [place for place in places if self.filesystem.exists(f"{place}/{COMPLETE}")]
 
     def push(self, checkpoint: Path, keeps: Callable[[list[int]], set[int]]) -> str | None:
         """Copy `run_dir/checkpoints/step-N` and the run's logs there, and then remove older checkpoints
@@ -46,8 +72,24 @@ class Mirror:
         try:
             self._push(checkpoint, keeps)
         except Exception as error:  # every file system has exceptions of its own
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return _in_one_line(error)
         return None
+
+    def push_missed(self, checkpoint: Path) -> str | None:
+        """As `push`, where what is there is no copy of this very checkpoint. Nothing is removed."""
+        try:
+            if not self._has(checkpoint):
+                with announced(f"copying checkpoint {checkpoint.name} to {self.url}"):
+                    self._push(checkpoint, keeps=set)
+        except Exception as error:  # as above
+            return _in_one_line(error)
+        return None
+
+    def _has(self, checkpoint: Path) -> bool:
+        mark = f"{self.root}/{CHECKPOINTS}/{checkpoint.name}/{COMPLETE}"
+        # A step may have been saved anew; the mark is a digest of all that its checkpoint holds.
+        is_there = self.filesystem.exists(mark)
+        return is_there and self.filesystem.cat_file(mark) == (checkpoint / COMPLETE).read_bytes()
 
     def _push(self, checkpoint: Path, keeps: Callable[[list[int]], set[int]]) -> None:
         there = f"{self.root}/{CHECKPOINTS}/{checkpoint.name}"
@@ -57,38 +99,57 @@ class Mirror:
         replaced = f"{self.root}/{CHECKPOINTS}/{_REPLACED}{checkpoint.name}"
         if self.filesystem.exists(f"{there}/{COMPLETE}"):
             self._remove(replaced)
-            self.filesystem.mv(there, replaced, recursive=True)
-        self._remove(there)  # a copy that was cut short
+            # Not moved: a bucket moves file by file, and killed at that, neither place would be whole.
+            self.filesystem.copy(there, replaced, recursive=True)
+            self.filesystem.rm_file(f"{there}/{COMPLETE}")
+        self._remove(there)  # also a copy that was cut short
         self.filesystem.makedirs(there, exist_ok=True)
         for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == COMPLETE):
             self._put(file, f"{there}/{file.name}")
         self._remove(replaced)
         steps, pushed = self.steps(), int(checkpoint.name.removeprefix("step-"))
         for step in set(steps) - keeps(steps):
-            if step < pushed:
-                self.filesystem.rm(f"{self.root}/{CHECKPOINTS}/step-{step}", recursive=True)
+            for copy in self._copies(step) if step < pushed else ():
+                self.filesystem.rm(copy, recursive=True)
 
     def _remove(self, directory: str) -> None:
         if self.filesystem.exists(directory):
             self.filesystem.rm(directory, recursive=True)
 
-    def abandon_later(self, step: int, prefix: str) -> None:
-        """Move the checkpoints after `step` to `<prefix>step-N-1` and so on, the last one last.
+    def abandon_later(self, step: int) -> None:
+        """Move the checkpoints after `step` to `abandoned-step-N-1` and so on, the last one last.
 
         Raises UserError where the storage does not answer.
         """
         for later in reversed(self.steps()):
             if later > step:
-                path = f"{self.root}/{CHECKPOINTS}/{{}}step-{later}"
                 with announced(f"setting step-{later} in {self.url} aside"), self._reading():
-                    number = 1
-                    while self.filesystem.exists(aside := f"{path.format(prefix)}-{number}"):
-                        number += 1
-                    self.filesystem.mv(path.format(""), aside, recursive=True)
+                    for copy in reversed(self._copies(later)):
+                        self._set_aside(copy, later)
+
+    def _set_aside(self, copy: str, step: int) -> None:
+        number = 1
+        while self.filesystem.exists(aside := f"{self.root}/{CHECKPOINTS}/{ABANDONED}step-{step}-{number}"):
+            number += 1
+        self.filesystem.mv(copy, aside, recursive=True)
 
     def _put(self, file: Path, there: str) -> None:
-        self.filesystem.put_file(str(file), there, callback=_progress(self))
+        self.filesystem.put_file(str(file), there, callback=self._progress())
+        self._count()
+
+    def _get(self, there: str, file: Path) -> None:
+        self.filesystem.get_file(there, str(file), callback=self._progress())
+        self._count()
+
+    def _progress(self) -> "Callback":
+        """What fsspec tells of every piece that it copies."""
+        from fsspec import Callback
+
+        return Callback(hooks={"moved": self._count})
+
+    def _count(self, *_: object, **__: object) -> None:
         self.num_moved += 1
+        self._tell()
 
     def fetch(self, run_dir: Path, is_wanted: Callable[[int], bool]) -> int | None:
         """Bring the newest whole checkpoint whose step `is_wanted`, and the logs, into a run directory.
@@ -104,25 +165,34 @@ class Mirror:
         """Bring this one, if it is whole there. Where there is one here already, `set_aside(its path)` is
         called before the other takes its place.
         """
-        there, here = f"{self.root}/{CHECKPOINTS}/step-{step}", run_dir / CHECKPOINTS / f"step-{step}"
+        here = run_dir / CHECKPOINTS / f"step-{step}"
         unfinished = here.with_name(f".unfinished-fetched-{here.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with announced(f"fetching checkpoint step-{step} from {self.url}"), self._reading(into=unfinished):
-            for file in self.filesystem.ls(there, detail=False):
-                self.filesystem.get_file(file, str(unfinished / file.split("/")[-1]))
-        try:
-            verify(unfinished)
-        except DamagedCheckpointError as error:
-            say(f"checkpoint {self.url}/{CHECKPOINTS}/step-{step} refused: {error}")
-            shutil.rmtree(unfinished)
+        with self._reading():
+            copies = self._copies(step)
+        if not any(self._is_fetched(copy, unfinished) for copy in copies):
             return False
         with self._reading(into=unfinished):
             for pattern in _LOGS:
                 for log in self.filesystem.glob(f"{self.root}/{pattern}"):
-                    self.filesystem.get_file(log, str(run_dir / log.split("/")[-1]))
+                    self._get(log, run_dir / log.split("/")[-1])
         if here.exists() and set_aside is not None:
             set_aside(here)
         unfinished.rename(here)  # last: whoever is killed before fetches again
+        return True
+
+    def _is_fetched(self, copy: str, into: Path) -> bool:
+        """Whether this copy is whole; then its files are in the directory `into`."""
+        name = copy.split("/")[-1]
+        shutil.rmtree(into, ignore_errors=True)
+        with announced(f"fetching checkpoint {name} from {self.url}"), self._reading(into=into):
+            for file in self.filesystem.ls(copy, detail=False):
+                self._get(file, into / file.split("/")[-1])
+        try:
+            verify(into)
+        except DamagedCheckpointError as error:
+            say(f"checkpoint {self.url}/{CHECKPOINTS}/{name} refused: {error}")
+            shutil.rmtree(into)
+            return False
         return True
 
     @contextmanager
@@ -143,9 +213,18 @@ class Mirror:
                     f"({error.strerror}): make room, or choose another run_dir"
                 ) from None
             raise UserError(
-                f"checkpoint.mirror={self.url} cannot be read ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}): mend that, or set checkpoint.mirror=null to go without"
+                f"checkpoint.mirror={self.url} cannot be read ({_in_one_line(error)}): mend that, or set "
+                "checkpoint.mirror=null to go without"
             ) from None
+
+
+def warn_not_copied(checkpoint: Path, why: str) -> None:
+    """The one loud line of a copy that failed."""
+    warn(f"tputrain: {checkpoint} NOT COPIED to checkpoint.mirror: {why}")
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _make(directory: Path) -> None:
@@ -153,16 +232,6 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{directory.parent}: cannot write there ({error.strerror}); mend that") from None
-
-
-def _progress(mirror: Mirror) -> "Callback":
-    """What fsspec tells of every piece that it copies."""
-    from fsspec import Callback
-
-    def count(*_: object, **__: object) -> None:
-        mirror.num_moved += 1
-
-    return Callback(hooks={"moved": count})
 
 
 def _logs_of(run_dir: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from tputrain.checkpoint.integrity import (
     sync_directory,
     verify,
 )
-from tputrain.checkpoint.mirror import Mirror
+from tputrain.checkpoint.mirror import ABANDONED, Mirror, warn_not_copied
 from tputrain.checkpoint.pace import no_rest
 from tputrain.checkpoint.unsealed import WRITTEN, is_written, mark_written
 from tputrain.config_checks import expect, expect_at_least, expect_choice
@@ -29,7 +29,6 @@ _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _REFUSED = "refused-"
-_ABANDONED = "abandoned-"
 _BYTES_TO_ANNOUNCE = 500_000_000  # a second or several, by the disk
 
 Refused = Callable[[Path, str, Path], None]
@@ -229,7 +228,7 @@ class CheckpointStore:
         and the mirror's before those that are here. Raises UserError where that cannot be done.
         """
         if self.mirror is not None:
-            self.mirror.abandon_later(step, _ABANDONED)
+            self.mirror.abandon_later(step)
         try:
             self._abandon_here(step)
         except OSError as error:
@@ -242,7 +241,7 @@ class CheckpointStore:
         later = [each for each in reversed(self.steps()) if each > step]
         if not later:
             return
-        names = [self.set_aside(self.path(each), _ABANDONED).name for each in later]
+        names = [self.set_aside(self.path(each), ABANDONED).name for each in later]
         sync_directory(self.directory)
         say(
             f"the run goes on from step {step}: what was saved after it is set aside in {self.directory} as "
@@ -278,9 +277,12 @@ class CheckpointStore:
         if not self.has_any():
             return None
         found = "; ".join(f"{path.name}: {why}" for path, why in damaged) or "all were set aside before"
+        where, also = str(self.directory.parent), ""
+        if self.mirror is not None:
+            where, also = f"{where} and {self.mirror.url}", " and checkpoint.mirror"
         raise UserError(
             f"{self.directory}: no whole checkpoint to go on from ({found}): restore one, or begin anew with "
-            f"another run_dir or by removing {self.directory.parent}"
+            f"another run_dir{also} or by removing {where}"
         )
 
     def _used(self, step: int, damaged: list[tuple[Path, str]], refused: Refused) -> Path:
@@ -297,6 +299,15 @@ class CheckpointStore:
         say(f"checkpoint {self.path(step)} was damaged ({reason}): taken from {self.mirror.url}")
         return True
 
+    def copy_missed(self, step: int) -> None:
+        """Copy the checkpoint of `step` to the mirror, if an earlier process was killed at that or failed.
+
+        A copy that fails is one loud line. Nothing is removed: which are kept, such as the best, may not be
+        known yet.
+        """
+        if self.mirror is not None and (why := self.mirror.push_missed(self.path(step))) is not None:
+            warn_not_copied(self.path(step), why)
+
     def needs_lock(self) -> bool:
         """Whether `take_over` or `newest` would change this directory; then lock the run first."""
         left = (f"{_UNFINISHED}step-*", f"{_REPLACED}*")
@@ -304,10 +315,10 @@ class CheckpointStore:
 
     def has_any(self) -> bool:
         """Whether a checkpoint was ever finished here or in the mirror, whole or not, set aside or not."""
-        return self._has_any_here() or (self.mirror is not None and bool(self.mirror.steps()))
+        return self._has_any_here() or (self.mirror is not None and self.mirror.has_any())
 
     def _has_any_here(self) -> bool:
-        aside = (f"{_REFUSED}*", f"{_ABANDONED}*")
+        aside = (f"{_REFUSED}*", f"{ABANDONED}*")
         return bool(self.steps()) or any(any(self.directory.glob(pattern)) for pattern in aside)
 
     def all_steps(self) -> set[int]:

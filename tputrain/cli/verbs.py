@@ -28,7 +28,13 @@ from tputrain.parallel.launched import is_launched, launched_by
 from tputrain.parallel.world import ALONE, World, join
 from tputrain.recipe import RecipeConfig, config_from_json, kind_keys
 from tputrain.report.run_files import is_run
-from tputrain.resume import check_same_run, locked_where_changed, newest_checkpoint, started_from
+from tputrain.resume import (
+    check_same_run,
+    copy_missed,
+    locked_where_changed,
+    newest_checkpoint,
+    started_from,
+)
 from tputrain.run_lock import RunLock
 from tputrain.sampling import Speed, generate, why_silent
 from tputrain.shipped import find_recipe
@@ -125,10 +131,13 @@ def _train(cfg: RecipeConfig, started: Path | None, command: str, overrides: Seq
 
 
 def _says_finished(cfg: RecipeConfig, started: Path | None, command: str, overrides: Sequence[str]) -> bool:
-    """Whether the run, which goes on from `started`, is finished; then it is said how to make it longer."""
+    """Whether the run, which goes on from `started`, is finished; then it is said how to make it longer, and
+    its last checkpoint is copied to the mirror, if that was missed.
+    """
     world = ALONE if _is_launcher(cfg) else _world(cfg)
     if started is None or not world.first(lambda: _is_finished(cfg, started)):
         return False
+    world.first(lambda: copy_missed(cfg, started))
     done, asked = contents.load_state(started)["step"], cfg.trainer.steps
     is_exact = done == asked or cfg.trainer.duration is not None
     what = f"its {done} steps" if is_exact else f"{done} steps, more than trainer.steps={asked}"

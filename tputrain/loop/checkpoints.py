@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from safetensors import SafetensorError
 
@@ -19,6 +19,7 @@ from tputrain.watchdog import SAVING, Watchdog
 if TYPE_CHECKING:
     from tputrain.trainer import Trainer
 
+T = TypeVar("T")
 _FARTHEST = 1000  # steps that are done again for want of a checkpoint
 
 
@@ -153,7 +154,13 @@ class Checkpoints:
         self.has_loaded = self._continues_run = True
 
     def _newest(self, store: CheckpointStore) -> Path | None:
-        return self._trainer.world.first(lambda: self._newest_here(store))
+        return self._with_mirror(store, lambda: self._newest_here(store))
+
+    def _with_mirror(self, store: CheckpointStore, function: Callable[[], T]) -> T:
+        """`function` on the first rank; the watchdog hears what it copies to or from the mirror."""
+        told = nullcontext() if store.mirror is None else store.mirror.telling(self._watchdog.go_on)
+        with told:
+            return self._trainer.world.first(function)
 
     def _newest_here(self, store: CheckpointStore) -> Path | None:
         run_dir = self._trainer.run_dir
@@ -186,10 +193,17 @@ class Checkpoints:
                 self._owns_run = False
 
     def begin_run(self) -> bool:
-        """At the start of `fit`: load the newest checkpoint, or have the run go on from what was loaded.
+        """At the start of `fit`: load the newest checkpoint, or have the run go on from what was loaded. It
+        is copied to the mirror, if that was missed.
 
         False where there is none, and it begins. Raises UserError where it must not go on.
         """
+        goes_on, store, step = self._goes_on(), self._store, self.saved_at
+        if store is not None and step is not None:
+            self._with_mirror(store, lambda: store.copy_missed(step))
+        return goes_on
+
+    def _goes_on(self) -> bool:
         trainer = self._trainer
         if self.has_loaded:
             if self._store is not None:

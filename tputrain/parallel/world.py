@@ -92,7 +92,10 @@ class World:
         """Return when all ranks have done `what`, which may take hours: no timeout counts."""
 
     def first(self, function: Callable[[], T]) -> T:
-        """The result of `function` on the first rank; a UserError that it raises there is raised on all."""
+        """The result of `function` on the first rank; a UserError that it raises there is raised on all.
+
+        It may take hours, such as the copy of a checkpoint to or from its mirror: no timeout counts.
+        """
         return function()
 
 
@@ -217,6 +220,7 @@ class Ranks(World):
                 shared[0] = function()
             except UserError as error:
                 shared[1] = str(error)
+        self.meet("what the first rank does for all")
         with _exchanging("what the first rank has"):
             self._dist.broadcast_object_list(shared, src=0)
         if shared[1] is not None:

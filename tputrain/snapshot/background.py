@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 from safetensors import SafetensorError
 
 from tputrain.announce import say, warn
-from tputrain.checkpoint.mirror import Mirror
+from tputrain.checkpoint.mirror import Mirror, warn_not_copied
 from tputrain.checkpoint.pace import Pace, no_rest
 from tputrain.checkpoint.store import CheckpointStore
 from tputrain.errors import in_words
@@ -104,7 +104,7 @@ class BackgroundWriter:
                 "before stays"
             )
         if written.mirror_error is not None:
-            warn(f"tputrain: {written.path} NOT COPIED to checkpoint.mirror: {written.mirror_error}")
+            warn_not_copied(written.path, written.mirror_error)
         return written
 
     def wait(self, is_alive: Callable[[], None] = no_rest) -> None:
