@@ -174,7 +174,8 @@ class Peers:
         is_over = wait(min(seconds, _LONG_WAIT))
         if not is_over and seconds > _LONG_WAIT:
             late = self.why_late(group, number, _LONG_WAIT)
-            print(f"tpu: {what}: {late}; waits until {seconds:.0f} s", file=sys.stderr, flush=True)
+            end = "as long as it takes" if seconds >= _FOR_EVER else f"until {seconds:.0f} s"
+            print(f"tpu: {what}: {late}; waits {end}", file=sys.stderr, flush=True)
             is_over = wait(seconds - _LONG_WAIT)
         self.raise_failure(group)
         if not is_over:
