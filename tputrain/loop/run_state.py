@@ -17,6 +17,7 @@ from tputrain.guard.bad_steps import BadSteps
 from tputrain.loop import position
 from tputrain.loop.initial_values import InitialValues
 from tputrain.loop.next_batches import NextBatches
+from tputrain.optim.given_options import GivenOptions
 from tputrain.optim.rates import LearningRates
 from tputrain.optim.schedule import jump
 from tputrain.optim.schedule_free import progress_options
@@ -44,6 +45,7 @@ class RunState:
         self._trainer, self._data, self._bad_steps = trainer, data, bad_steps
         self._initial_values = initial_values
         self._rates, self._has_own_optimizer = rates, has_own_optimizer
+        self._given = None if has_own_optimizer else GivenOptions(trainer.optimizer, rates.scheduler)
 
     def snapshot(self) -> Snapshot:
         """Copy all of it to the host, which waits for the device."""
@@ -70,6 +72,7 @@ class RunState:
             "optimizer": optimizer,
             "train_step": trainer.train_step.state_dict(),
             "lr_scheduler": self._rates.state(),
+            "given_options": None if self._given is None else self._given.state(),
             "callbacks": state_of(trainer.callbacks),
             "bad_steps": self._bad_steps.state(),
             "padding": padding_of(trainer.model),
@@ -102,6 +105,8 @@ class RunState:
         devices.flush(trainer.device)
         say(f"resumed from {name or path} at step {trainer.step} ({trainer.num_done:,} {trainer.unit})")
         self._say_what_changed(state, is_own=trainer.store is not None and trainer.store.holds(path))
+        for note in [] if self._given is None else self._given.restore(state.get("given_options")):
+            say(note)
 
     def _restore_rng(self, state: dict[str, Any]) -> None:
         """The host's random numbers are alike on all ranks. On the devices, ranks draw alike if they share a
