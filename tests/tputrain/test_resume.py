@@ -15,6 +15,7 @@ from torch import nn
 from tests.tputrain.resumable_run import STEPS, TiedModel, build
 from tputrain import (
     CheckpointConfig,
+    JointOptimizer,
     OptimConfig,
     RunConfig,
     ScheduleConfig,
@@ -26,6 +27,7 @@ from tputrain.callbacks.callback import Callback
 from tputrain.checkpoint import state
 from tputrain.loggers.jsonl import read_jsonl
 from tputrain.optim.given_options import GivenOptions
+from tputrain.snapshot import contents
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -245,6 +247,25 @@ def test_a_run_goes_on_only_with_the_optimizer_it_was_started_with(tmp_path, fir
         UserError, match=f"the state of {kinds[first]}, and this run's optimizer is {kinds[second]}: "
     ):
         trainer.fit()
+
+
+def test_the_parts_of_a_joint_optimizer_stay_in_their_order(tmp_path, monkeypatch):
+    def fit(steps: int, *kinds: type[torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        parts = [kind([parameter], lr=0.1) for kind, parameter in zip(kinds, model.parameters(), strict=True)]
+        cfg = RunConfig(device="cpu", run_dir=str(tmp_path), trainer=TrainerConfig(steps=steps))
+        batches = [(torch.ones(3, 4), torch.tensor([0, 1, 1]))]
+        Trainer(model, cfg, train_loader=batches, optimizer=JointOptimizer(*parts)).fit()
+
+    adamw, sgd = torch.optim.AdamW, torch.optim.SGD
+    with monkeypatch.context() as earlier:  # checkpoints said no parts
+        earlier.setattr(contents, "_kind", lambda optimizer: type(optimizer).__name__)
+        fit(1, adamw, sgd)
+    fit(2, adamw, sgd)
+    kinds = "state of JointOptimizer of AdamW and SGD, and .* optimizer is JointOptimizer of SGD and AdamW: "
+    with pytest.raises(UserError, match=kinds):
+        fit(3, sgd, adamw)
 
 
 def test_a_checkpoint_in_a_newer_format_is_one_clear_error(tmp_path, monkeypatch):

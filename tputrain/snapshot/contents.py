@@ -189,7 +189,8 @@ def load_optimizer(
     files = TensorFiles(directory, OPTIMIZER)
     path = files.first
     kind = _kind(optimizer)
-    if rest.get("kind", kind) != kind:  # checkpoints made before kinds were kept do not say theirs
+    # Checkpoints made before kinds were kept do not say theirs; later ones said the class, without its parts.
+    if rest.get("kind", kind) not in (kind, type(optimizer).__name__):
         raise UserError(
             f"{path}: it is the state of {rest['kind']}, and this run's optimizer is {kind}: "
             "go on with the one the run was started with (optim.name, optim.master_weights in a recipe), or "
